@@ -7,16 +7,22 @@ from each, so that other load on the machine affects all of them. A token attend
 to itself, so its time must not depend on how much was read before.
 
 The second part compares the time of a token with that of its matrix products alone, for one prompt
-and for several. Both take turns in one process, on one thread (`txl_dist/bench/model.py`).
+and for several. Both take turns in one process, on one thread. One run is recorded with sizes and
+strides of every product, and they are repeated on separate tensors of the same strides, so that
+each product reads its data from RAM again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_figures import run_script
 
-from txl_dist.bench.model import PLAIN, products_alone
+from txl_dist.bench.model import PLAIN
 from txl_dist.bench.rounds import Figure, one_thread, time_rounds
 from txl_dist.generation.decoder import BatchDecoder
 from txl_dist.generation.text import Sampling
@@ -121,6 +127,69 @@ def num_operators(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
     return sum(row.count for row in profiler.key_averages() if row.key.startswith("aten::"))
+
+
+# --- matrix products alone ------------------------------------------------------------------------
+
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.bmm.default: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.baddbmm_.default: 1,
+}
+"""Operator overload -> position of its left factor among the arguments."""
+
+
+@dataclass
+class _ProductRecorder(TorchDispatchMode):
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # In inference mode, operators such as `linear` arrive here before they call their products.
+        with self:
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
+        # This kernel computes two products without calling `bmm`.
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, key, value = (factor.flatten(0, 1) for factor in args[:3])
+            weight = query.new_empty(*query.shape[:2], key.shape[1])
+            self.pairs += [
+                (_like(query), _like(key).transpose(1, 2)),
+                (_like(weight), _like(value)),
+            ]
+        elif func in _PRODUCTS:
+            first = _PRODUCTS[func]
+            left, right = (_like(factor) for factor in args[first : first + 2])
+            self.pairs.append((left, right))
+        return func(*args, **(kwargs or {}))
+
+
+def products_alone(run: Callable[[], object]) -> Callable[[], object]:
+    """A function that computes the matrix products of `run` and nothing else."""
+    run()  # fills caches, which are not part of a normal run
+    with _ProductRecorder() as recorder:
+        run()
+    products = [
+        (left, right, left.new_empty(*left.shape[:-1], right.shape[-1]))
+        for left, right in recorder.pairs
+    ]
+
+    def multiply() -> None:
+        for left, right, out in products:
+            torch.matmul(left, right, out=out)
+
+    return multiply
+
+
+def _like(factor: Tensor) -> Tensor:
+    """A random tensor with the shape, strides and dtype of `factor`."""
+    copy = torch.empty_strided(factor.shape, factor.stride(), dtype=factor.dtype)
+    return copy.normal_()
 
 
 if __name__ == "__main__":

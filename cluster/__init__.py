@@ -1,7 +1,7 @@
 """Training, evaluation and preparation on Ray. No other package imports Ray.
 
 launcher.py      RayLauncher: the entry point for `--on ray` and `--on ADDRESS`
-connection.py    connects to a running cluster, or to a private Ray (private_ray.py)
+connection.py    connects to a running cluster, or to a private Ray
 rank_group.py    the ranks of a run, for the supervisor (txl_dist/launch/supervise.py)
 rank_actor.py    one rank, as an actor
 nodes.py         which nodes are alive and free, which of them ranks get, their network interface

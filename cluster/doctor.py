@@ -9,7 +9,7 @@ a node that does not answer is named, and left out of the comparisons.
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,33 +17,39 @@ from typing import Any, TypeVar
 from cluster.connection import ray_connection
 from cluster.nodes import use_interface_of
 from txl_dist.doctor.checks import DoctorRequest, check_this_machine, installed_versions
-from txl_dist.doctor.finding import Finding, failed_check, no_result, problem
+from txl_dist.doctor.finding import Finding, failed_check, no_result, ok, problem
 from txl_dist.doctor.nodes import (
     ALL_NODES,
+    NETWORK_SECONDS,
     ClockReading,
-    ConnectionServer,
-    NetworkSpeed,
     compare_clocks,
     compare_probes,
     compare_values,
-    describe_network,
     judge_connections,
+    listen,
     measure_network,
     open_store,
+    place_probe,
+    read_probes,
+    remove_probes,
     unreachable,
 )
-from txl_dist.doctor.services import check_token
-from txl_dist.doctor.storage import ProbeResult, SharedProbe, existing_parent
+from txl_dist.doctor.services import check_token, existing_parent
 
 DRIVER = "this machine"
 """The node of findings about the machine of the command, in its role as the driver."""
 START_SECONDS = 60.0
 """Time limit for the start of a process on a node, imports included."""
-NETWORK_SECONDS = 60.0
-"""Time limit for the rendezvous of the nodes, and for one collective."""
 _CLOCK_READINGS = 5
 
 R = TypeVar("R")
+
+
+class NodeProbe:
+    """An actor on one node: calls functions there."""
+
+    def call(self, function: Callable[..., R], *arguments: Any) -> R:
+        return function(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +70,35 @@ class _Nodes:
         self.findings: list[Finding] = []
 
     def call(
-        self, check: str, call: Callable[[_Node], Any], *, limit_seconds: float
-    ) -> dict[str, Any]:
-        """Node name -> result of `call(node)`, an object reference. Failed nodes are reported."""
+        self,
+        check: str,
+        function: Callable[..., R],
+        arguments: Callable[[_Node], tuple[Any, ...]] = lambda node: (),
+        *,
+        limit_seconds: float,
+    ) -> dict[str, R]:
+        """Node name -> result of the function there. Failed nodes are reported and left out."""
         import ray
 
-        calls = {call(node): node for node in self.nodes}
+        calls = {node.actor.call.remote(function, *arguments(node)): node for node in self.nodes}
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_seconds)
         results = {}
         for reference, node in calls.items():
             if reference not in ready:
-                self.report(check, node.name, no_result(limit_seconds))
+                self.add(check, [no_result(limit_seconds)], node=node.name)
                 continue
             try:
                 results[node.name] = ray.get(reference)
             except ray.exceptions.RayError as error:
-                cause = getattr(error, "cause", None) or error
-                self.report(check, node.name, failed_check(cause))
+                self.add(check, [failed_check(getattr(error, "cause", None) or error)], node.name)
+        self.nodes = [node for node in self.nodes if node.name in results]
         return results
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Leave out all other nodes from now on."""
-        kept = set(names)
-        self.nodes = [node for node in self.nodes if node.name in kept]
-
-    def report(self, check: str, node: str, finding: Finding) -> None:
-        self.findings.append(replace(finding, check=check, node=node))
-
-    def add(self, check: str, findings: Iterable[Finding]) -> None:
-        self.findings += [replace(finding, check=check) for finding in findings]
+    def add(self, check: str, findings: Iterable[Finding], node: str | None = None) -> None:
+        """Add findings, of `node` or of their own nodes."""
+        self.findings += [
+            replace(finding, check=check, node=node or finding.node) for finding in findings
+        ]
 
 
 def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[Finding]:
@@ -114,18 +120,26 @@ def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[
         try:
             _check_driver(nodes, request)
             _check_each(nodes, request)
-            checks = {
+            for name, check in {
                 "storage": _check_shared_files,
                 "clock": _check_clocks,
                 "network": _check_links,
-            }
-            for name, check in checks.items():
+            }.items():
                 if nodes.nodes and name not in request.skip:
                     check(nodes, request)
         finally:
             for actor in actors:
                 ray.kill(actor)
     return nodes.findings
+
+
+def _dashboard_ports(ports: Iterable[int]) -> tuple[int, ...]:
+    """`ports` and the port of the connected cluster's dashboard."""
+    import ray
+
+    url = ray._private.worker.get_dashboard_url() or ""
+    number = url.rpartition(":")[2]
+    return tuple(dict.fromkeys([*ports, *([int(number)] if number.isdigit() else [])]))
 
 
 def _start_probes() -> _Nodes:
@@ -164,19 +178,26 @@ def _check_driver(nodes: _Nodes, request: DoctorRequest) -> None:
     if "exposure" not in request.skip:
         import ray
 
-        head = ray.get_runtime_context().gcs_address
-        nodes.add("exposure", (replace(one, node=ALL_NODES) for one in check_token(head)))
+        nodes.add("exposure", check_token(ray.get_runtime_context().gcs_address), ALL_NODES)
 
 
 def _check_each(nodes: _Nodes, request: DoctorRequest) -> None:
+    limit_seconds = START_SECONDS + request.limit_seconds
     results = nodes.call(
         "versions",
-        lambda node: node.actor.call.remote(_check_node, request, node.name),
-        limit_seconds=START_SECONDS + request.limit_seconds,
+        _check_node,
+        lambda node: (request, node.name),
+        limit_seconds=limit_seconds,
     )
     findings = [finding for found in results.values() for finding in found]
     nodes.findings += [*findings, *compare_values(findings)]
-    nodes.keep(results)
+
+
+def _check_node(request: DoctorRequest, node: str) -> list[Finding]:
+    return check_this_machine(request, node=node)
+
+
+# --- shared files ---------------------------------------------------------------------------------
 
 
 def _check_shared_files(nodes: _Nodes, request: DoctorRequest) -> None:
@@ -189,34 +210,34 @@ def _check_shared_files(nodes: _Nodes, request: DoctorRequest) -> None:
     able = _Nodes(node for node in nodes.nodes if node.name not in blocked)
     if request.run is None or len(able.nodes) < 2:
         return
-    run, limit = request.run, {"limit_seconds": request.limit_seconds}
-    first = able.nodes[0]
-    directories = able.call(
-        "storage", lambda node: node.actor.call.remote(_existing_parent, run), **limit
-    )
-    directory = directories.get(first.name, run)
-    for name, other in directories.items():
+    run, limit_seconds = request.run, request.limit_seconds
+    parents = able.call("storage", _existing_parent, lambda _: (run,), limit_seconds=limit_seconds)
+    first, directory = next(iter(parents.items()), ("", run))
+    for name, other in parents.items():
         if other != directory:
-            able.report("storage", name, _other_directory(run, first.name, directory, other))
-            able.keep({one.name for one in able.nodes} - {name})
+            elsewhere = problem(
+                f"{run}: its nearest existing parent is {other}",
+                expected=f"{directory}, as on {first}",
+                advice="mount the file system of the run directory on this node",
+            )
+            able.add("storage", [elsewhere], name)
+    able.nodes = [node for node in able.nodes if parents[node.name] == directory]
+    names = able.call("storage", place_probe, lambda _: (directory,), limit_seconds=limit_seconds)
     writers = list(able.nodes)
-    names = able.call("storage", lambda node: node.actor.place_file.remote(directory), **limit)
-    able.keep(names)
     results = able.call(
-        "storage", lambda node: node.actor.call.remote(_read_probes, directory, names), **limit
+        "storage", read_probes, lambda _: (directory, names), limit_seconds=limit_seconds
     )
     able.nodes = writers
-    able.call("storage", lambda node: node.actor.remove_file.remote(), **limit)
+    able.call("storage", remove_probes, limit_seconds=limit_seconds)
     able.add("storage", compare_probes(directory, results))
     nodes.findings += able.findings
 
 
-def _other_directory(run: str, first: str, directory: str, other: str) -> Finding:
-    return problem(
-        f"{run}: its nearest existing parent is {other}",
-        expected=f"{directory}, as on {first}",
-        advice="mount the file system of the run directory on this node",
-    )
+def _existing_parent(run: str) -> str:
+    return str(existing_parent(Path(run)))
+
+
+# --- clocks ---------------------------------------------------------------------------------------
 
 
 def _check_clocks(nodes: _Nodes, request: DoctorRequest) -> None:
@@ -230,7 +251,7 @@ def _check_clocks(nodes: _Nodes, request: DoctorRequest) -> None:
             try:
                 seconds = ray.get(node.actor.call.remote(time.time), timeout=request.limit_seconds)
             except ray.exceptions.RayError as error:
-                nodes.report("clock", node.name, failed_check(error))
+                nodes.add("clock", [failed_check(error)], node.name)
                 break
             half = (time.time() - begin) / 2
             measured.append(ClockReading(seconds - begin - half, half))
@@ -239,92 +260,46 @@ def _check_clocks(nodes: _Nodes, request: DoctorRequest) -> None:
     nodes.add("clock", compare_clocks(readings))
 
 
+# --- connections, and the speed of the network ----------------------------------------------------
+
+
 def _check_links(nodes: _Nodes, request: DoctorRequest) -> None:
     """Connections between all nodes; if all work, bandwidth and latency."""
-    import ray
-
     if len(nodes.nodes) < 2:
         return
     limit = request.limit_seconds
-    addresses = nodes.call(
-        "network", lambda node: node.actor.listen.remote(node.host), limit_seconds=limit
-    )
-    nodes.keep(addresses)
-    failures = nodes.call(
-        "network", lambda node: node.actor.call.remote(unreachable, addresses), limit_seconds=limit
-    )
+    addresses = nodes.call("network", listen, lambda node: (node.host,), limit_seconds=limit)
+    failures = nodes.call("network", unreachable, lambda _: (addresses,), limit_seconds=limit)
     nodes.add("network", judge_connections(failures))
-    if any(failures.values()) or len(failures) < len(nodes.nodes):
+    if any(failures.values()):
         return
-    gpus = nodes.call("network", lambda node: node.actor.call.remote(_has_gpu), limit_seconds=limit)
+    gpus = nodes.call("network", _has_gpu, limit_seconds=limit)
+    if (num_nodes := len(nodes.nodes)) < 2:
+        return
     backend = "nccl" if all(gpus.values()) else "gloo"
-    first, num_nodes = nodes.nodes[0], len(nodes.nodes)
-    try:
-        port = ray.get(first.actor.open_store.remote(first.host, num_nodes), timeout=limit)
-    except ray.exceptions.RayError as error:
-        nodes.report("network", first.name, failed_check(error))
+    first = nodes.nodes[0]
+    opened = _Nodes([first])
+    ports = opened.call(
+        "network", open_store, lambda node: (node.host, 0, num_nodes), limit_seconds=limit
+    )
+    nodes.findings += opened.findings
+    if not ports:
         return
     ranks = {node.name: rank for rank, node in enumerate(nodes.nodes)}
+    store = (first.host, ports[first.name])
     speeds = nodes.call(
         "network",
-        lambda node: node.actor.measure.remote(
-            ranks[node.name], num_nodes, node.host, (first.host, port), backend
-        ),
+        _measure_network,
+        lambda node: (ranks[node.name], num_nodes, store, backend, node.host),
         limit_seconds=2 * NETWORK_SECONDS,
     )
     if len(speeds) == num_nodes:
-        nodes.add("network", [describe_network(num_nodes, speeds[first.name])])
-
-
-class NodeProbe:
-    """An actor on one node: calls functions there, and keeps what has to stay open."""
-
-    def call(self, function: Callable[..., R], *arguments: Any) -> R:
-        return function(*arguments)
-
-    def place_file(self, directory: str) -> str:
-        """Write and lock a file; returns its name."""
-        self._probe = SharedProbe(directory)
-        return self._probe.place()
-
-    def remove_file(self) -> None:
-        """Remove what `place_file` wrote."""
-        self._probe.remove()
-
-    def listen(self, host: str) -> tuple[str, int]:
-        """Accept connections; returns the address."""
-        self._server = ConnectionServer(host)
-        return self._server.address
-
-    def open_store(self, host: str, num_nodes: int) -> int:
-        """Of the first node: open the store of the process group; returns its port."""
-        self._store = open_store(host, 0, num_nodes, is_first=True, limit_seconds=NETWORK_SECONDS)
-        return int(self._store.port)
-
-    def measure(
-        self, rank: int, num_nodes: int, own_host: str, store: tuple[str, int], backend: str
-    ) -> NetworkSpeed:
-        """Measure the network together with the other nodes."""
-        use_interface_of(own_host)
-        if rank:
-            self._store = open_store(
-                *store, num_nodes, is_first=False, limit_seconds=NETWORK_SECONDS
-            )
-        return measure_network(
-            rank, num_nodes, self._store, backend=backend, limit_seconds=NETWORK_SECONDS
+        latency, bandwidth = speeds[first.name]
+        fine = ok(
+            f"{num_nodes} nodes, {backend}: all-reduce {bandwidth / 1e6:,.0f} MB/s, "
+            f"{latency * 1e3:.2f} ms"
         )
-
-
-def _check_node(request: DoctorRequest, node: str) -> list[Finding]:
-    return check_this_machine(request, node=node)
-
-
-def _existing_parent(run: str) -> str:
-    return str(existing_parent(Path(run)))
-
-
-def _read_probes(directory: str, names: Mapping[str, str]) -> dict[str, ProbeResult]:
-    return SharedProbe(directory).read(names)
+        nodes.add("network", [fine], ALL_NODES)
 
 
 def _has_gpu() -> bool:
@@ -333,10 +308,8 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _dashboard_ports(ports: Iterable[int]) -> tuple[int, ...]:
-    """`ports` and the port of the connected cluster's dashboard."""
-    import ray
-
-    url = ray._private.worker.get_dashboard_url() or ""
-    number = url.rpartition(":")[2]
-    return tuple(dict.fromkeys([*ports, *([int(number)] if number.isdigit() else [])]))
+def _measure_network(
+    rank: int, num_nodes: int, store: tuple[str, int], backend: str, host: str
+) -> tuple[float, float]:
+    use_interface_of(host)
+    return measure_network(rank, num_nodes, store, backend)

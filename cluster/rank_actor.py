@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from cluster.connection import LOOPBACK
 from cluster.nodes import num_threads, use_interface_of
-from cluster.private_ray import LOOPBACK
 from txl_dist.errors import PreemptedError, TxlError
 
 

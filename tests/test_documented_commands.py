@@ -30,7 +30,7 @@ from tests.support.documented_commands import (
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli import prepare as prepare_command
 from txl_dist.cli.app import app
-from txl_dist.cli.published_files import experiments
+from txl_dist.cli.reproduce import experiments
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 

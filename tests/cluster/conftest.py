@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.connection import TOKEN_VARIABLE, access_token
 from cluster.launcher import RayLauncher
-from cluster.private_ray import TOKEN_VARIABLE, access_token
 from tests.support.training_runs import tiny_job
 
 os.environ["RAY_AUTH_MODE"] = "token"

@@ -156,7 +156,8 @@ def page() -> str:
         "processes of",
         "training runs at random moments. To make a rank fail at a named point of your own run, "
         "set `TXL_FAULT`",
-        "([`fault_injection.py`](../txl_dist/runtime/fault_injection.py)).",
+        "([`fault_injection.py`](../txl_dist/runtime/fault_injection.py)). Other faults are [not "
+        "answered](faults_not_answered.md).",
         "",
         ", ".join(f"{counts[status]} {status}" for status in counts) + f"; {NUM_ROWS} in total.",
         "",

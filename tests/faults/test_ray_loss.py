@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.private_ray import clean_up_dead_launchers
+from cluster.connection import clean_up_dead_launchers
 from tests.support.commands import num_lines, start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import ray_node, token_environment

@@ -59,7 +59,7 @@ class JobsHead:
         environment = {
             **ENVIRONMENT,
             **token_environment(self.directory),
-            # Otherwise Ray replaces 127.0.0.1 by the host's address (cluster/private_ray.py).
+            # Otherwise Ray replaces 127.0.0.1 by the host's address (cluster/connection.py).
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
         # The code of a job must come from its package.

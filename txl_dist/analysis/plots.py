@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from txl_dist.analysis.attention import AttentionByDistance
-from txl_dist.analysis.recl_report import GroupReport
+from txl_dist.analysis.recl_report import ReclReport
 from txl_dist.analysis.run_report import RunRecord, Series
 
 
@@ -277,13 +277,13 @@ MIN_GAIN = 1e-4
 """The axis of gains is logarithmic and starts here; smaller gains are drawn at this value."""
 
 
-def plot_group(report: GroupReport) -> Figure:
+def plot_group(report: ReclReport) -> Figure:
     """Left: mean loss by context, with intervals. Right: gains by context, if there are any."""
-    has_recl = bool(report.analysis.models[0].recl)
-    title = f"{report.group} on {report.split}: {report.num_positions:,} targets"
+    has_recl = bool(report["models"][0]["recl"])
+    title = f"{report['group']} on {report['split']}: {report['positions']:,} targets"
     figure = new_figure((12 if has_recl else 6.5, 4.6), title=title)
     panels = figure.subplots(1, 2 if has_recl else 1, squeeze=False)[0]
-    colours = line_colours(len(report.models))
+    colours = line_colours(len(report["models"]))
     _draw_curves(panels[0], report, colours)
     if has_recl:
         _draw_gains(panels[1], report, colours)
@@ -295,36 +295,31 @@ def plot_group(report: GroupReport) -> Figure:
     return figure
 
 
-def _draw_curves(axes: Axes, report: GroupReport, colours: np.ndarray) -> None:
-    for model, analysis, colour in zip(report.models, report.analysis.models, colours, strict=True):
-        columns = [(p.context, p.nats, p.low, p.high) for p in analysis.curve]
-        context, nats, low, high = (list(column) for column in zip(*columns, strict=True))
-        axes.plot(
-            context, nats, color=colour, marker="o", markersize=3, label=plain_label(model.name)
+def _draw_curves(axes: Axes, report: ReclReport, colours: np.ndarray) -> None:
+    for model, colour in zip(report["models"], colours, strict=True):
+        nats, low, high = (
+            [point[name] for point in model["curve"]] for name in ("nats", "low", "high")
         )
-        axes.fill_between(context, low, high, color=colour, alpha=0.15, linewidth=0)
+        label = plain_label(model["name"])
+        axes.plot(report["contexts"], nats, color=colour, marker="o", markersize=3, label=label)
+        axes.fill_between(report["contexts"], low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_ylabel("nats per token after exactly c tokens", fontsize=9)
 
 
-def _draw_gains(axes: Axes, report: GroupReport, colours: np.ndarray) -> None:
+def _draw_gains(axes: Axes, report: ReclReport, colours: np.ndarray) -> None:
     """For the smallest r, which has the hardest targets."""
-    for model, analysis, colour in zip(report.models, report.analysis.models, colours, strict=True):
-        result = min(analysis.recl, key=lambda result: result.r)
-        gains = np.maximum(result.length.gains, MIN_GAIN)
-        sign = "≥ " if result.length.is_lower_bound else ""
-        label = f"{model.name}: RECL {sign}{result.length.recl:,}"
-        axes.plot(
-            report.contexts[:-1],
-            gains,
-            color=colour,
-            marker="o",
-            markersize=3,
-            label=plain_label(label),
-        )
+    for model, colour in zip(report["models"], colours, strict=True):
+        result = min(model["recl"], key=lambda result: result["r"])
+        gains = np.maximum(result["gains"], MIN_GAIN)
+        sign = "≥ " if result["is_lower_bound"] else ""
+        label = plain_label(f"{model['name']}: RECL {sign}{result['recl']:,}")
+        contexts = report["contexts"][:-1]
+        axes.plot(contexts, gains, color=colour, marker="o", markersize=3, label=label)
         axes.set_ylabel(
-            f"relative gain of {report.delta} more tokens, r = {result.r:g}", fontsize=9
+            f"relative gain of {report['delta']} more tokens, r = {result['r']:g}", fontsize=9
         )
-    axes.axhline(report.threshold, color="0.35", linestyle="--", linewidth=0.9, label="threshold")
+    threshold = report["threshold"]
+    axes.axhline(threshold, color="0.35", linestyle="--", linewidth=0.9, label="threshold")
     axes.set_yscale("log")
 
 

@@ -28,16 +28,18 @@ vary with the context without becoming better therefore has gains above 0.
 `analyse_group` adds context curves, and bootstrap intervals of both.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from txl_dist.evaluation.bootstrap import Resampling, interval, plan_resampling, resamples
+from txl_dist.evaluation.bootstrap import Resampling, interval, resamples
 
-# Shapes: M models, C contexts, N targets
+# Shapes: M models, C contexts, N targets, Z resamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,62 +119,20 @@ def _effective_context(
     )
 
 
-# Shapes: M models, C contexts, N targets, Z resamples
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """The mean loss at one context, in nats per token, with its interval."""
-
-    context: int
-    nats: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReclResult:
-    """The effective context length of a model for one r, with the interval of its RECL."""
-
-    r: float
-    length: EffectiveContext
-    low: int
-    high: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelAnalysis:
-    """What the losses of one model in its group show."""
-
-    curve: tuple[CurvePoint, ...]
-    recl: tuple[ReclResult, ...]
-    """One per r; empty if the contexts have no fixed step."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAnalysis:
-    """All models of a group, and how the intervals were computed."""
-
-    models: tuple[ModelAnalysis, ...]
-    resampling: Resampling
-
-
 def analyse_group(
     losses_MCN: NDArray[np.float64],
     contexts: Sequence[int],
     document_N: NDArray[np.int64],
+    resampling: Resampling,
     *,
     r_values: Sequence[float],
     threshold: float,
     max_contexts: Sequence[int],
-    num_resamples: int,
-    seed: int,
-) -> GroupAnalysis:
-    """Curves, RECL for every r, and intervals from resamples of documents or targets.
+) -> list[dict[str, Any]]:
+    """Per model: `curve`, its loss by context, and `recl`, one per r, with intervals (recl.json).
 
     `r_values` is empty if the contexts have no fixed step.
     """
-    resampling = plan_resampling(document_N, num_resamples=num_resamples, seed=seed)
 
     def lengths(losses: NDArray[np.float64], r: float) -> list[EffectiveContext]:
         return relative_effective_context_length(
@@ -186,26 +146,18 @@ def analyse_group(
         means.append(resampled.mean(axis=-1))
         for values, r in zip(recl, r_values, strict=True):
             values.append([length.recl for length in lengths(resampled, r)])
-    curves = _curves(losses_MCN, np.stack(means), contexts)
-    results: list[list[ReclResult]] = [[] for _ in losses_MCN]
+    means_ZMC, models = np.stack(means), []
+    for model, losses_CN in enumerate(losses_MCN):
+        curve = []
+        for column, context in enumerate(contexts):
+            nats = float(losses_CN[column].mean())
+            low, high = interval(means_ZMC[:, model, column])
+            point = {"context": context, "nats": nats, "low": low, "high": high}
+            curve.append({**point, "perplexity": math.exp(nats)})
+        models.append({"curve": curve, "recl": []})
     for values, r in zip(recl, r_values, strict=True):
         for model, length in enumerate(lengths(losses_MCN, r)):
             low, high = interval([row[model] for row in values])
-            results[model].append(ReclResult(r, length, int(low), int(high)))
-    models = [
-        ModelAnalysis(curve, tuple(result)) for curve, result in zip(curves, results, strict=True)
-    ]
-    return GroupAnalysis(tuple(models), resampling)
-
-
-def _curves(
-    losses_MCN: NDArray[np.float64], means_ZMC: NDArray[np.float64], contexts: Sequence[int]
-) -> list[tuple[CurvePoint, ...]]:
-    curves = []
-    for model, losses_CN in enumerate(losses_MCN):
-        points = []
-        for column, context in enumerate(contexts):
-            low, high = interval(means_ZMC[:, model, column])
-            points.append(CurvePoint(context, float(losses_CN[column].mean()), low, high))
-        curves.append(tuple(points))
-    return curves
+            result = {"r": r, "low": int(low), "high": int(high), **asdict(length)}
+            models[model]["recl"].append(result)
+    return models

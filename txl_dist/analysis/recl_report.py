@@ -20,18 +20,18 @@ code of this project reads it back. Its keys:
 import csv
 import io
 import json
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.segments import Reset
+from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from data_pipeline.tokenizers.loading import differences
-from txl_dist.analysis.recl import GroupAnalysis, ModelAnalysis, analyse_group, check_contexts
+from txl_dist.analysis.recl import analyse_group, check_contexts
 from txl_dist.analysis.windows import (
     WindowScorer,
     max_context,
@@ -41,162 +41,15 @@ from txl_dist.analysis.windows import (
 )
 from txl_dist.convert.stored_model import StoredModel, find_model
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.evaluation.bootstrap import LEVEL
+from txl_dist.evaluation.bootstrap import LEVEL, plan_resampling
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.result import Subject
 
 JSON_NAME = "recl.json"
 CSV_NAME = "curve.csv"
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelDescription:
-    """A model of the group and how it reads."""
-
-    name: str
-    checkpoint: str
-    digest: str
-    num_parameters: int
-    distance_encoding: str
-    tgt_len: int
-    mem_len: int
-    clamp_len: int | None
-    same_length: bool
-    reset: str
-    precision: str
-    max_context: int
-    """Tokens of context that can influence its loss."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupReport:
-    """Everything that `txl recl` reports."""
-
-    group: str
-    data: str
-    data_sha256: str
-    split: str
-    contexts: tuple[int, ...]
-    delta: int | None
-    threshold: float
-    num_positions: int
-    num_documents: int
-    within_documents: bool
-    seed: int
-    models: tuple[ModelDescription, ...]
-    analysis: GroupAnalysis
-
-    @property
-    def protocol(self) -> str:
-        """One line to quote with the numbers."""
-        step = f" in steps of {self.delta}" if self.delta else ""
-        place = "document" if self.within_documents else "split"
-        models = "; ".join(
-            f"{Subject(model.name, model.digest)}: tgt_len {model.tgt_len}, mem_len "
-            f"{model.mem_len}, clamp_len {model.clamp_len}, same_length {model.same_length}, "
-            f"{model.precision}"
-            for model in self.models
-        )
-        return (
-            f"RECL (arXiv:1901.02860, appendix C) of group {self.group!r} on {self.split} of "
-            f"{Subject(self.data, self.data_sha256)}: contexts {self.contexts[0]} to "
-            f"{self.contexts[-1]} tokens{step}, threshold {self.threshold:g}, "
-            f"{self.num_positions:,} targets of {self.num_documents:,} documents (seed "
-            f"{self.seed}) with {self.contexts[-1]} tokens before them in their {place}; each "
-            f"loss after exactly c tokens, read from an empty memory; {models}"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The object of recl.json."""
-        resampling = self.analysis.resampling
-        return {
-            "format": "txl-recl",
-            "version": 1,
-            "group": self.group,
-            "data": self.data,
-            "data_sha256": self.data_sha256,
-            "split": self.split,
-            "protocol": self.protocol,
-            "contexts": list(self.contexts),
-            "delta": self.delta,
-            "threshold": self.threshold,
-            "positions": self.num_positions,
-            "documents": self.num_documents,
-            "within_documents": self.within_documents,
-            "seed": self.seed,
-            "bootstrap": {
-                "unit": resampling.unit,
-                "num_units": resampling.num_units,
-                "num_resamples": resampling.num_resamples,
-                "level": LEVEL,
-            },
-            "models": [
-                {**asdict(description), **_model_json(analysis)}
-                for description, analysis in zip(self.models, self.analysis.models, strict=True)
-            ],
-        }
-
-    def to_json_text(self) -> str:
-        return json.dumps(self.to_json(), allow_nan=False)
-
-    def to_csv(self) -> str:
-        """One line per model and context."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["model", "context", "nats", "low", "high", "perplexity"])
-        for description, analysis in zip(self.models, self.analysis.models, strict=True):
-            for point in analysis.curve:
-                numbers = point.nats, point.low, point.high, math.exp(point.nats)
-                writer.writerow([description.name, point.context, *map(repr, numbers)])
-        return text.getvalue()
-
-
-def _model_json(analysis: ModelAnalysis) -> dict[str, Any]:
-    return {
-        "curve": [
-            {**asdict(point), "perplexity": math.exp(point.nats)} for point in analysis.curve
-        ],
-        "recl": [
-            {"r": result.r, "low": result.low, "high": result.high, **asdict(result.length)}
-            for result in analysis.recl
-        ],
-    }
-
-
-def recl_table(report: GroupReport) -> list[str]:
-    """Lines of a table: RECL of every model by r, with intervals."""
-    names = [model.name for model in report.models]
-    width = max(len(name) for name in ("model", *names))
-    r_values = [result.r for result in report.analysis.models[0].recl]
-    header = "".join(f"  {f'RECL r={r:g}':>20}" for r in r_values)
-    lines = [f"{'model':{width}}{header}  {'last gain ends':>20}"]
-    for name, analysis in zip(names, report.analysis.models, strict=True):
-        cells = [_recl_cell(result.length.is_lower_bound, result) for result in analysis.recl]
-        ends = "/".join(f"{result.length.last_gain_ends:,}" for result in analysis.recl)
-        lines.append(f"{name:{width}}" + "".join(f"  {c:>20}" for c in cells) + f"  {ends:>20}")
-    return lines
-
-
-def _recl_cell(is_lower_bound: bool, result: Any) -> str:
-    sign = ">=" if is_lower_bound else ""
-    return f"{sign}{result.length.recl:,} ({result.low:,}-{result.high:,})"
-
-
-def curve_table(report: GroupReport, *, max_rows: int = 12) -> list[str]:
-    """Lines of a table: nats per token of every model by context; at most about `max_rows`."""
-    names = [model.name for model in report.models]
-    width = max(16, *(len(name) for name in names))
-    lines = [f"{'context':>9}" + "".join(f"  {name:>{width}}" for name in names)]
-    columns: Sequence[int] = range(len(report.contexts))
-    step = -(-len(columns) // max_rows)
-    for column in sorted({*columns[::step], columns[-1]}):
-        cells = []
-        for analysis in report.analysis.models:
-            point = analysis.curve[column]
-            cells.append(f"{point.nats:.4f} ±{(point.high - point.low) / 2:.4f}")
-        row = "".join(f"  {cell:>{width}}" for cell in cells)
-        lines.append(f"{report.contexts[column]:>9,}{row}")
-    return lines
+ReclReport: TypeAlias = dict[str, Any]
+"""The object of recl.json."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,8 +89,8 @@ def check_group(request: ReclRequest) -> None:
 
 def measure_group(
     request: ReclRequest, *, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> GroupReport:
-    """Losses of every model at every context, their curves and RECL.
+) -> ReclReport:
+    """Losses of every model at every context, their curves and RECL: the object of recl.json.
 
     Calls `on_progress(tokens read, tokens to read)`, first before anything is read. Holds one model
     in memory at a time. Raises DataError if no target has enough context, CheckpointError for
@@ -255,12 +108,16 @@ def measure_group(
         seed=request.seed,
         reset=reset,
     )
-    losses, descriptions = [], []
+    losses, models = [], []
     work = [tokens_per_target(job, request.contexts) * len(positions) for job in request.jobs]
     on_progress(0, sum(work))
     for number, (name, job) in enumerate(zip(request.names, request.jobs, strict=True)):
-        scorer, description = _open(name, job)
-        descriptions.append(description)
+        scorer, model = _open(name, job)
+        models.append(model)
+
+        def on_read(done: int, _: int, before: int = sum(work[:number])) -> None:
+            on_progress(before + done, sum(work))
+
         losses.append(
             measure_losses(
                 scorer,
@@ -268,34 +125,66 @@ def measure_group(
                 positions,
                 request.contexts,
                 batch_windows=job.batch_chunks,
-                on_progress=_shared_progress(on_progress, work, number),
+                on_progress=on_read,
             )
         )
     delta = _fixed_step(request.contexts)
-    analysis = analyse_group(
+    resampling = plan_resampling(
+        positions.document_N, num_resamples=request.num_resamples, seed=request.seed
+    )
+    analyses = analyse_group(
         np.stack(losses),
         request.contexts,
         positions.document_N,
+        resampling,
         r_values=request.r_values if delta else (),
         threshold=request.threshold,
-        max_contexts=[description.max_context for description in descriptions],
-        num_resamples=request.num_resamples,
-        seed=request.seed,
+        max_contexts=[model["max_context"] for model in models],
     )
-    return GroupReport(
-        group=request.group,
-        data=str(first.data),
-        data_sha256=source.manifest.digest,
-        split=first.settings.split,
-        contexts=request.contexts,
-        delta=delta,
-        threshold=request.threshold,
-        num_positions=len(positions),
-        num_documents=positions.num_documents,
-        within_documents=within_documents,
-        seed=request.seed,
-        models=tuple(descriptions),
-        analysis=analysis,
+    report = {
+        "format": "txl-recl",
+        "version": 1,
+        "group": request.group,
+        "data": str(first.data),
+        "data_sha256": source.manifest.digest,
+        "split": first.settings.split,
+        "protocol": "",
+        "contexts": list(request.contexts),
+        "delta": delta,
+        "threshold": request.threshold,
+        "positions": len(positions),
+        "documents": positions.num_documents,
+        "within_documents": within_documents,
+        "seed": request.seed,
+        "bootstrap": {
+            "unit": resampling.unit,
+            "num_units": resampling.num_units,
+            "num_resamples": resampling.num_resamples,
+            "level": LEVEL,
+        },
+        "models": [{**model, **analysis} for model, analysis in zip(models, analyses, strict=True)],
+    }
+    return {**report, "protocol": _protocol(report)}
+
+
+def _protocol(report: ReclReport) -> str:
+    """One line to quote with the numbers."""
+    contexts, delta = report["contexts"], report["delta"]
+    step = f" in steps of {delta}" if delta else ""
+    place = "document" if report["within_documents"] else "split"
+    models = "; ".join(
+        f"{Subject(model['name'], model['digest'])}: tgt_len {model['tgt_len']}, mem_len "
+        f"{model['mem_len']}, clamp_len {model['clamp_len']}, same_length "
+        f"{model['same_length']}, {model['precision']}"
+        for model in report["models"]
+    )
+    return (
+        f"RECL (arXiv:1901.02860, appendix C) of group {report['group']!r} on {report['split']} of "
+        f"{Subject(report['data'], report['data_sha256'])}: contexts {contexts[0]} to "
+        f"{contexts[-1]} tokens{step}, threshold {report['threshold']:g}, "
+        f"{report['positions']:,} targets of {report['documents']:,} documents (seed "
+        f"{report['seed']}) with {contexts[-1]} tokens before them in their {place}; each loss "
+        f"after exactly c tokens, read from an empty memory; {models}"
     )
 
 
@@ -313,23 +202,24 @@ def _require_one_tokenizer(models: list[StoredModel]) -> None:
             )
 
 
-def _open(name: str, job: EvaluationJob) -> tuple[WindowScorer, ModelDescription]:
+def _open(name: str, job: EvaluationJob) -> tuple[WindowScorer, dict[str, Any]]:
+    """The model, and its description."""
     stored, settings = find_model(job.checkpoint, weights=job.weights), job.settings
     model = job.open().model
-    description = ModelDescription(
-        name=name,
-        checkpoint=str(job.checkpoint),
-        digest=stored.digest,
-        num_parameters=sum(weight.numel() for weight in model.parameters()),
-        distance_encoding=model.config.distance_encoding,
-        tgt_len=settings.tgt_len,
-        mem_len=settings.mem_len,
-        clamp_len=settings.clamp_len,
-        same_length=settings.same_length,
-        reset=settings.reset,
-        precision=settings.precision,
-        max_context=max_context(model.config, settings.tgt_len),
-    )
+    description = {
+        "name": name,
+        "checkpoint": str(job.checkpoint),
+        "digest": stored.digest,
+        "num_parameters": sum(weight.numel() for weight in model.parameters()),
+        "distance_encoding": model.config.distance_encoding,
+        "tgt_len": settings.tgt_len,
+        "mem_len": settings.mem_len,
+        "clamp_len": settings.clamp_len,
+        "same_length": settings.same_length,
+        "reset": settings.reset,
+        "precision": settings.precision,
+        "max_context": max_context(model.config, settings.tgt_len),
+    }
     scorer = WindowScorer(model=model, tgt_len=settings.tgt_len, precision=settings.precision)
     return scorer, description
 
@@ -340,16 +230,72 @@ def tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
     return sum(useful_contexts(contexts, max_context(config, job.settings.tgt_len)))
 
 
-def _shared_progress(
-    on_progress: Callable[[int, int], None], work: Sequence[int], number: int
-) -> Callable[[int, int], None]:
-    """Progress of model `number` as a part of the work of all models."""
-    return lambda done, _: on_progress(sum(work[:number]) + done, sum(work))
-
-
 def _fixed_step(contexts: tuple[int, ...]) -> int | None:
     try:
         check_contexts(contexts)
     except ValueError:
         return None
     return contexts[1] - contexts[0]
+
+
+# --- files and tables -----------------------------------------------------------------------------
+
+
+def write_report(staged: StagedDirectory, report: ReclReport) -> None:
+    """recl.json, curve.csv (one line per model and context) and the plots."""
+    from txl_dist.analysis.plots import plot_group, write_figure
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["model", "context", "nats", "low", "high", "perplexity"])
+    for model in report["models"]:
+        for point in model["curve"]:
+            numbers = (point[name] for name in ("nats", "low", "high", "perplexity"))
+            writer.writerow([model["name"], point["context"], *map(repr, numbers)])
+    with explain_disk_errors("writing recl.json and its plots", staged.directory):
+        staging = staged.stage()
+        plots = write_figure(plot_group(report), staging, "recl")
+        write_synced(staging / CSV_NAME, text.getvalue().encode())
+        write_synced(staging / JSON_NAME, json.dumps(report, allow_nan=False).encode())
+        staged.publish([*plots, CSV_NAME, JSON_NAME])
+
+
+def print_report(report: ReclReport) -> None:
+    print("mean nats per token after exactly c tokens, with half the width of its interval")
+    print("\n".join(_curve_table(report)))
+    if report["delta"] is None:
+        print("no RECL: the steps between the contexts differ")
+    else:
+        print(f"\nRECL in tokens, with its interval; group: {report['group']}")
+        print("\n".join(_recl_table(report)))
+        print("last gain ends: the context from which on no step reaches the threshold, per r")
+    print(f"\n{report['protocol']}")
+
+
+def _curve_table(report: ReclReport, *, max_rows: int = 12) -> Iterator[str]:
+    """Nats per token of every model by context; at most about `max_rows`."""
+    models, contexts = report["models"], report["contexts"]
+    width = max(16, *(len(model["name"]) for model in models))
+    yield f"{'context':>9}" + "".join(f"  {model['name']:>{width}}" for model in models)
+    last, step = len(contexts) - 1, -(-len(contexts) // max_rows)
+    for column in sorted({*range(0, last, step), last}):
+        points = [model["curve"][column] for model in models]
+        cells = [f"{p['nats']:.4f} ±{(p['high'] - p['low']) / 2:.4f}" for p in points]
+        yield f"{contexts[column]:>9,}" + "".join(f"  {cell:>{width}}" for cell in cells)
+
+
+def _recl_table(report: ReclReport) -> Iterator[str]:
+    """RECL of every model by r, with intervals."""
+    models = report["models"]
+    width = max(len(name) for name in ("model", *(model["name"] for model in models)))
+    titles = [f"RECL r={result['r']:g}" for result in models[0]["recl"]]
+    rows = [("model", [*titles, "last gain ends"])]
+    for model in models:
+        cells = []
+        for each in model["recl"]:
+            sign = ">=" if each["is_lower_bound"] else ""
+            cells.append(f"{sign}{each['recl']:,} ({each['low']:,}-{each['high']:,})")
+        ends = "/".join(f"{each['last_gain_ends']:,}" for each in model["recl"])
+        rows.append((model["name"], [*cells, ends]))
+    for name, cells in rows:
+        yield f"{name:{width}}" + "".join(f"  {cell:>20}" for cell in cells)

@@ -4,10 +4,17 @@ For an attention length L, both paths score tokens of which each attends to abou
 
     reuse     segments of tgt_len tokens with a KV cache of L tokens, as txl eval reads:
               every token attends to L tokens of memory and the earlier ones of its segment
-    window    for every single token, the L tokens before it are read (window_path.py)
+    window    for every single token, the L tokens before it are read (`WindowReader`)
 
 The window path skips what a window does not need, so that the ratio is not against a slow
-baseline. Each path runs with its fastest setting of a few, chosen before the measurement: the block
+baseline:
+
+- Queries are computed in blocks, each with the keys up to the end of its block only. So about half
+  of all pairs of query and key is skipped, and no tensor has L x L numbers per head.
+- The last layer computes the last query only, and the softmax the last position.
+- Distances are projected once for all windows, because the weights do not change.
+
+Each path runs with its fastest setting of a few, chosen before the measurement: the block
 length (and on GPUs the number of windows) of the window path, the lanes of the reuse path.
 
 The figure to compare is the share of the FLOP ratio that the time ratio reaches:
@@ -24,24 +31,31 @@ one process. On a CPU both run on one thread, and times are CPU times, which do 
 other processes run. Times are medians over the rounds. The paper's ratios (table 9) are of another
 model on one GPU, without the skipping.
 
-Source: Dai et al. 2019, arXiv:1901.02860, section 4.5.
+Source: Dai et al. 2019, arXiv:1901.02860, section 4.5; the window path of Al-Rfou et al. 2018,
+arXiv:1808.04444.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from txl_dist.bench.rounds import Times, one_thread, time_rounds
-from txl_dist.bench.window_path import WindowReader
+from txl_dist.bench.rounds import one_thread, time_rounds
+from txl_dist.model.attention import SegmentContext, choose_implementation, heads_first
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.flops import inference_flops, window_flops
-from txl_dist.model.memory.kv_cache import KVCache
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
+from txl_dist.model.transformer_xl import Layer, TransformerXL
+from txl_dist.model.visibility import Visibility
 from txl_dist.runtime.process import keep_freed_memory
 
-# Shapes: B lanes or windows, T segment tokens, N tokens of a text
+# Shapes: B lanes or windows, L window tokens, T tokens of a segment or block, S keys up to its end,
+# D d_model, H heads, K d_head, N tokens of a text
 
 LIMIT = 0.8
 MAX_SHARE = 1.25
@@ -75,11 +89,6 @@ class SpeedRow:
     share_of_flops_ratio: float
     limit: float
     holds: bool
-    spread_ms_window: tuple[float, ...]
-    """Smallest and largest time per token of the rounds."""
-    spread_ms_reuse: tuple[float, ...]
-    gflops_per_second_window: float
-    gflops_per_second_reuse: float
     rounds: int
     block_len: int
     """Setting of the window path: queries per block."""
@@ -139,8 +148,8 @@ def _row(
     window, reuse = _fastest(windows, clock), _fastest(reuses, clock)
     candidates = {"window": window.run, "reuse": reuse.run}
     times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=clock)
-    window_ms, *spread_window = _milliseconds(times["window"], window)
-    reuse_ms, *spread_reuse = _milliseconds(times["reuse"], reuse)
+    window_ms = 1e3 * times["window"].median / window.num_tokens
+    reuse_ms = 1e3 * times["reuse"].median / reuse.num_tokens
     ratio, flops_ratio = window_ms / reuse_ms, window.flops / reuse.flops
     return SpeedRow(
         attention_length=length,
@@ -153,10 +162,6 @@ def _row(
         share_of_flops_ratio=ratio / flops_ratio,
         limit=LIMIT,
         holds=LIMIT <= ratio / flops_ratio <= MAX_SHARE,
-        spread_ms_window=tuple(spread_window),
-        spread_ms_reuse=tuple(spread_reuse),
-        gflops_per_second_window=window.flops / window_ms / 1e6,
-        gflops_per_second_reuse=reuse.flops / reuse_ms / 1e6,
         rounds=rounds,
         **window.setting,
         **reuse.setting,
@@ -226,12 +231,6 @@ def _fastest(paths: Sequence[_Path], clock: Callable[[], float]) -> _Path:
     return paths[best.index(min(best))]
 
 
-def _milliseconds(times: Times, path: _Path) -> tuple[float, float, float]:
-    """Median, smallest and largest time per token."""
-    per_token = 1e3 / path.num_tokens
-    return times.median * per_token, min(times.seconds) * per_token, max(times.seconds) * per_token
-
-
 def _random_text(model: TransformerXL, num_tokens: int, generator: torch.Generator) -> Tensor:
     """Uniformly random ids. The work depends on them only through an adaptive softmax."""
     text_N = torch.randint(model.config.vocab_size, (num_tokens,), generator=generator)
@@ -242,3 +241,141 @@ def _synchronise(result: Tensor) -> None:
     """Wait for a GPU; on a CPU results are there already."""
     if result.is_cuda:
         torch.cuda.synchronize(result.device)
+
+
+# --- the sliding window ---------------------------------------------------------------------------
+
+
+class WindowReader:
+    """last_nats(input_BL, target_B) -> nats_B of the target after each window.
+
+    Works without gradients. Buffers for keys and values are kept between calls.
+    """
+
+    def __init__(
+        self, model: TransformerXL, *, window_len: int, num_windows: int, block_len: int
+    ) -> None:
+        self._model, self._shape, self._block_len = model, (num_windows, window_len), block_len
+        self._layers: list[Any] = list(model.layers)
+        with torch.no_grad():
+            terms = _distance_terms(model, window_len)
+        self._caches = [
+            _GrowingCache(model, (num_windows, window_len), terms_of_layer)
+            for terms_of_layer in terms
+        ]
+
+    @torch.no_grad()
+    def last_nats(self, input_BL: Tensor, target_B: Tensor) -> Tensor:
+        """Nats [B]. Raises ValueError for windows of another shape."""
+        if input_BL.shape != self._shape:
+            raise ValueError(f"windows {tuple(input_BL.shape)}, expected {self._shape}")
+        for cache in self._caches:
+            cache.length = 0
+        for block_BTD in self._embedded(input_BL).split(self._block_len, dim=1):
+            last_BTD = self._read(block_BTD)
+        hidden_B1D = self._last_query(last_BTD)
+        model = self._model
+        nats_B1: Tensor = model.softmax(hidden_B1D, target_B[:, None], model.table)
+        return nats_B1[:, 0]
+
+    def _embedded(self, input_BL: Tensor) -> Tensor:
+        x_BLD = self._model.table(input_BL)
+        return self._model.encoding.add_to_input(self._model.config, x_BLD)
+
+    def _read(self, x_BTD: Tensor) -> Tensor:
+        """Read a block; returns the input of the last layer, which stores keys and values only."""
+        context = _causal_context(self._model.config, x_BTD, self._caches[0].length)
+        for layer, cache in zip(self._layers[:-1], self._caches[:-1], strict=True):
+            x_BTD = layer(x_BTD, cache, context)
+        is_last_block = self._caches[-1].length + x_BTD.shape[1] == self._shape[1]
+        # The last query stores its own keys and values.
+        stored_BTD = x_BTD[:, :-1] if is_last_block else x_BTD
+        _store_keys_and_values(self._layers[-1], stored_BTD, self._caches[-1])
+        return x_BTD
+
+    def _last_query(self, x_BTD: Tensor) -> Tensor:
+        last_B1D = x_BTD[:, -1:]
+        context = _causal_context(self._model.config, last_B1D, self._caches[-1].length)
+        hidden_B1D: Tensor = self._layers[-1](last_B1D, self._caches[-1], context)
+        return hidden_B1D
+
+
+class _GrowingCache(LayerKVCache):
+    """Keys and values of all tokens of the window that were read so far, without a memory."""
+
+    def __init__(self, model: TransformerXL, shape: tuple[int, int], terms: DistanceTerms) -> None:
+        config, weight = model.config, model.table.weights[0]
+        super().__init__(
+            num_heads=config.n_head, num_lanes=shape[0], mem_len=0, d_head=config.d_head
+        )
+        self.length = 0
+        size = (2, config.n_head, *shape, config.d_head)
+        self._buffer_2HBLK = weight.new_empty(size)
+        self._window_terms = terms
+
+    def append(self, k_HBTK: Tensor, v_HBTK: Tensor) -> tuple[Tensor, Tensor]:
+        start, self.length = self.length, self.length + k_HBTK.shape[2]
+        for buffer_HBLK, new_HBTK in zip(self._buffer_2HBLK, (k_HBTK, v_HBTK), strict=True):
+            buffer_HBLK[:, :, start : self.length] = new_HBTK
+        k_HBSK, v_HBSK = self._buffer_2HBLK[:, :, :, : self.length]
+        return k_HBSK, v_HBSK
+
+    def terms(self, num_keys: int, make: Callable[[], DistanceTerms]) -> DistanceTerms:
+        """The terms of the nearest `num_keys` distances; `make` is not needed."""
+        return _nearest(self._window_terms, num_keys)
+
+
+def _distance_terms(model: TransformerXL, window_len: int) -> list[DistanceTerms]:
+    """The terms of every layer for all distances in a window."""
+    config, weight = model.config, model.table.weights[0]
+    prepared = model.encoding.prepare(config, window_len, weight, lambda encoded: encoded)
+    shared = (model.content_bias_HK, model.distance_bias_HK) if config.shares_biases else None
+    layers: list[Any] = list(model.layers)
+    return [layer.attention.distances(prepared, shared).detached() for layer in layers]
+
+
+def _nearest(terms: DistanceTerms, num_keys: int) -> DistanceTerms:
+    """The terms of distances num_keys - 1, ..., 0."""
+    padded_HRK, score_HL, rotary_LK = terms.padded_distance_HRK, terms.score_HS, terms.rotary_SK
+    # The row in front is that of another distance; its values have no effect.
+    padded_HRK = None if padded_HRK is None else padded_HRK[:, -num_keys - 1 :]
+    return DistanceTerms(
+        content_bias_HK=terms.content_bias_HK,
+        distance_bias_HK=terms.distance_bias_HK,
+        distance_HSK=None if padded_HRK is None else padded_HRK[:, 1:],
+        padded_distance_HRK=padded_HRK,
+        score_HS=None if score_HL is None else score_HL[:, -num_keys:],
+        rotary_SK=None if rotary_LK is None else _last_rows(rotary_LK, num_keys),
+    )
+
+
+def _last_rows(rotary_LK: tuple[Tensor, Tensor], num_keys: int) -> tuple[Tensor, Tensor]:
+    cos_LK, sin_LK = rotary_LK
+    return cos_LK[-num_keys:], sin_LK[-num_keys:]
+
+
+def _causal_context(config: ModelConfig, x_BTD: Tensor, start: int) -> SegmentContext:
+    """The context of queries that see all tokens of the window up to themselves."""
+    implementation = choose_implementation(
+        config.attention, device=x_BTD.device, with_dropout=False, d_head=config.d_head
+    )
+    visibility = Visibility.of(
+        torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None],
+        num_past=start,
+        same_length=False,
+        mask_dtype=None if implementation.masks_by_reach else x_BTD.dtype,
+    )
+    return SegmentContext(
+        distances=None,
+        biases_HK=None,
+        attention=resolve_name(implementation.function),
+        reads_keep_bits=implementation.reads_keep_bits,
+        visibility=visibility,
+        dropout_masks=None,
+    )
+
+
+def _store_keys_and_values(layer: Layer, x_BTD: Tensor, cache: _GrowingCache) -> None:
+    x_BTD = layer.attention_norm(x_BTD) if layer.pre_lnorm else x_BTD
+    attention = layer.attention
+    cache.append(*heads_first(attention.key_value(x_BTD), attention.heads))

@@ -3,21 +3,17 @@
 MFU = useful operations / time / peak. Useful operations are matrix products: in training all of
 them, including the projection of the memory's keys and values; in evaluation neither that
 projection nor that of the distances, because a KVCache holds both. The peak is the fastest square
-matrix product, measured between the steps of the same run, with the same dtype. The note of each
-figure has the MFU of these matrix products alone, the upper bound for any implementation: one run
-is recorded with sizes and strides of every product, and they are repeated on separate tensors of
-the same strides, so that each product reads its data from RAM again.
+matrix product, measured between the steps of the same run, with the same dtype.
+benchmarks/generation_time.py measures what the matrix products of a function take alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from txl_dist.bench.rounds import Figure, Times, peak_mib, time_rounds
+from txl_dist.bench.rounds import Figure, peak_mib, time_rounds
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.memory import SequenceState
@@ -80,50 +76,33 @@ def _training_figures(rounds: int, dtype: torch.dtype) -> Iterator[Figure]:
     limits = {"(a)": 0.52 if dtype == torch.bfloat16 else 0.80, "(b)": 0.70}
     if dtype == torch.float32:
         works["(b)"] = training_step(ADAPTIVE, tgt_len=150, dtype=dtype)
-    products = {f"{name} products": products_alone(work.run) for name, work in works.items()}
-    times, peak = _against_peak(works, dtype, rounds, others=products)
-    for name, work in works.items():
-        bound = work.flops / times[f"{name} products"].median / peak
-        yield _utilisation(
-            f"{name} training step, {short}", work, times[name], peak, limits[name], bound
-        )
+    named = {f"{name} training step, {short}": work for name, work in works.items()}
+    yield from _utilisations(named, [limits[name] for name in works], dtype, rounds)
 
 
 def _evaluation_figures(rounds: int) -> Iterator[Figure]:
     short, long = replace(PLAIN, mem_len=128), replace(PLAIN, mem_len=640)
     works = {
-        "tgt = mem = 128": evaluation_segment(short, tgt_len=128),
-        "tgt 64, mem 640": evaluation_segment(long, tgt_len=64),
+        "(a) evaluation, tgt = mem = 128": evaluation_segment(short, tgt_len=128),
+        "(a) evaluation, tgt 64, mem 640": evaluation_segment(long, tgt_len=64),
     }
-    products = {f"{name} products": products_alone(work.run) for name, work in works.items()}
-    times, peak = _against_peak(works, torch.float32, rounds, others=products)
-    for (name, work), limit in zip(works.items(), (0.80, 0.68), strict=True):
-        bound = work.flops / times[f"{name} products"].median / peak
-        yield _utilisation(f"(a) evaluation, {name}", work, times[name], peak, limit, bound)
+    yield from _utilisations(works, [0.80, 0.68], torch.float32, rounds)
 
 
-def _utilisation(
-    name: str, work: Work, times: Times, peak: float, limit: float, bound: float
-) -> Figure:
-    note = f"products alone {bound:.3f}; {times.median * 1e3:.1f} ms; peak {peak / 1e9:.0f} GFLOP/s"
-    return Figure(name, work.flops / times.median / peak, "MFU", limit, note=note)
-
-
-def _against_peak(
-    works: dict[str, Work],
-    dtype: torch.dtype,
-    rounds: int,
-    *,
-    others: Mapping[str, Callable[[], object]],
-) -> tuple[dict[str, Times], float]:
-    """Times of all candidates, and the peak in FLOP/s: the fastest square matrix product."""
+def _utilisations(
+    works: dict[str, Work], limits: list[float], dtype: torch.dtype, rounds: int
+) -> Iterator[Figure]:
+    """The MFU of each work, by name. The peak is that of the fastest square matrix product."""
     matrices = {size: torch.randn(size, size).to(dtype) for size in PEAK_SIZES}
     squares = {f"square {n}": lambda m=m: m @ m for n, m in matrices.items()}
     runs = {name: work.run for name, work in works.items()}
     # The squares alternate with the work, so changes of the clock frequency affect both.
-    times = time_rounds({**runs, **others, **squares}, rounds=rounds)
+    times = time_rounds({**runs, **squares}, rounds=rounds)
     peak = max(2 * n**3 / times[f"square {n}"].median for n in PEAK_SIZES)
-    return times, peak
+    for (name, work), limit in zip(works.items(), limits, strict=True):
+        seconds = times[name].median
+        note = f"{seconds * 1e3:.1f} ms; peak {peak / 1e9:.0f} GFLOP/s"
+        yield Figure(name, work.flops / seconds / peak, "MFU", limit, note=note)
 
 
 def training_step(config: ModelConfig, *, tgt_len: int, dtype: torch.dtype) -> Work:
@@ -211,66 +190,3 @@ def _tail_rows(config: ModelConfig, target_BT: Tensor) -> list[int]:
         int(((target_BT >= low) & (target_BT < high)).sum())
         for low, high in config.cluster_bounds[1:]
     ]
-
-
-# --- matrix products alone ------------------------------------------------------------------------
-
-
-_PRODUCTS = {
-    torch.ops.aten.mm.default: 0,
-    torch.ops.aten.bmm.default: 0,
-    torch.ops.aten.addmm.default: 1,
-    torch.ops.aten.baddbmm_.default: 1,
-}
-"""Operator overload -> position of its left factor among the arguments."""
-
-
-@dataclass
-class _ProductRecorder(TorchDispatchMode):
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # In inference mode, operators such as `linear` arrive here before they call their products.
-        with self:
-            result = func.decompose(*args, **(kwargs or {}))
-        if result is not NotImplemented:
-            return result
-        # This kernel computes two products without calling `bmm`.
-        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-            query, key, value = (factor.flatten(0, 1) for factor in args[:3])
-            weight = query.new_empty(*query.shape[:2], key.shape[1])
-            self.pairs += [
-                (_like(query), _like(key).transpose(1, 2)),
-                (_like(weight), _like(value)),
-            ]
-        elif func in _PRODUCTS:
-            first = _PRODUCTS[func]
-            left, right = (_like(factor) for factor in args[first : first + 2])
-            self.pairs.append((left, right))
-        return func(*args, **(kwargs or {}))
-
-
-def products_alone(run: Callable[[], object]) -> Callable[[], object]:
-    """A function that computes the matrix products of `run` and nothing else."""
-    run()  # fills caches, which are not part of a normal run
-    with _ProductRecorder() as recorder:
-        run()
-    products = [
-        (left, right, left.new_empty(*left.shape[:-1], right.shape[-1]))
-        for left, right in recorder.pairs
-    ]
-
-    def multiply() -> None:
-        for left, right, out in products:
-            torch.matmul(left, right, out=out)
-
-    return multiply
-
-
-def _like(factor: Tensor) -> Tensor:
-    """A random tensor with the shape, strides and dtype of `factor`."""
-    copy = torch.empty_strided(factor.shape, factor.stride(), dtype=factor.dtype)
-    return copy.normal_()

@@ -9,19 +9,16 @@ import typer
 from data_pipeline.errors import TxlError
 from txl_dist.cli import (
     bench,
-    checkpoint,
     config,
     context,
-    convert,
     data,
     doctor,
     evaluate,
     generate,
     job,
     prepare,
-    report,
     reproduce,
-    track,
+    runs,
     train,
 )
 from txl_dist.errors import print_error
@@ -43,15 +40,15 @@ app.command("eval")(evaluate.evaluate)
 app.command("recl")(context.recl)
 app.command("attention")(context.attention)
 app.command("generate")(generate.generate)
-app.command("report")(report.report)
+app.command("report")(runs.report)
 app.command("reproduce")(reproduce.reproduce)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(track.app, name="track")
+app.add_typer(runs.checkpoint_app, name="checkpoint")
+app.add_typer(runs.track_app, name="track")
 app.add_typer(job.app, name="job")
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
-app.command("import")(convert.import_)
-app.command("export")(convert.export)
+app.command("import")(runs.import_)
+app.command("export")(runs.export)
 
 
 def _print_version(is_wanted: bool) -> None:

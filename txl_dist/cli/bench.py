@@ -159,9 +159,9 @@ def _print_header(config: "ModelConfig", name: str, device: str) -> None:
         f"{config.d_head} heads, d_inner {config.d_inner}, vocabulary {config.vocab_size}, "
         f"{config.distance_encoding}; {device}, {clock}"
     )
-    print("ms per token: median (smallest-largest); share = time ratio / FLOP ratio")
+    print("ms per token: medians; share = time ratio / FLOP ratio")
     print(
-        f"{'length':>6}  {'tgt_len':>7}  {'window ms':>24}  {'reuse ms':>22}  {'ratio':>7}  "
+        f"{'length':>6}  {'tgt_len':>7}  {'window ms':>10}  {'reuse ms':>9}  {'ratio':>7}  "
         f"{'paper':>6}  {'FLOPs':>7}  {'share':>6}  limit"
     )
 
@@ -169,22 +169,12 @@ def _print_header(config: "ModelConfig", name: str, device: str) -> None:
 def _print_row(row: "SpeedRow") -> None:
     from txl_dist.bench.eval_speed import MAX_SHARE
 
-    low_window, high_window = row.spread_ms_window
-    low_reuse, high_reuse = row.spread_ms_reuse
-    window = f"{row.ms_per_token_window:,.1f} ({low_window:,.1f}-{high_window:,.1f})"
-    reuse = f"{row.ms_per_token_reuse:.3f} ({low_reuse:.3f}-{high_reuse:.3f})"
     paper = f"{row.paper_ratio:,.0f}" if row.paper_ratio else "-"
-    verdict = "holds" if row.holds else "MISSED"
     print(
-        f"{row.attention_length:>6,}  {row.tgt_len:>7}  {window:>24}  {reuse:>22}  "
-        f"{row.ratio:>7,.0f}  {paper:>6}  {row.flops_ratio:>7,.0f}  "
-        f"{row.share_of_flops_ratio:>6.3f}  {row.limit:g} to {MAX_SHARE:g} {verdict}",
-        flush=True,
-    )
-    print(
-        f"{'':8}window: blocks of {row.block_len}, {row.windows} per batch, "
-        f"{row.gflops_per_second_window:.1f} GFLOP/s; reuse: {row.lanes} lanes, "
-        f"{row.gflops_per_second_reuse:.1f} GFLOP/s",
+        f"{row.attention_length:>6,}  {row.tgt_len:>7}  {row.ms_per_token_window:>10,.1f}  "
+        f"{row.ms_per_token_reuse:>9.3f}  {row.ratio:>7,.0f}  {paper:>6}  "
+        f"{row.flops_ratio:>7,.0f}  {row.share_of_flops_ratio:>6.3f}  {row.limit:g} to "
+        f"{MAX_SHARE:g} {'holds' if row.holds else 'MISSED'}",
         flush=True,
     )
 

@@ -1,5 +1,6 @@
 """`txl recl` and `txl attention`: how much context models use, and what they attend to."""
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ from txl_dist.cli.options import (
 if TYPE_CHECKING:
     from data_pipeline.system.files import StagedDirectory
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.recl_report import GroupReport, ReclRequest
+    from txl_dist.analysis.recl_report import ReclRequest
     from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
 
@@ -94,7 +95,14 @@ def recl(
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
     from data_pipeline.system.files import StagedDirectory, require_writable
-    from txl_dist.analysis.recl_report import JSON_NAME, ReclRequest, check_group, measure_group
+    from txl_dist.analysis.recl_report import (
+        JSON_NAME,
+        ReclRequest,
+        check_group,
+        measure_group,
+        print_report,
+        write_report,
+    )
     from txl_dist.cli.progress import TOKENS, work_progress
     from txl_dist.evaluation.job import evaluation_job
 
@@ -138,11 +146,11 @@ def recl(
 
         report = measure_group(request, on_progress=on_progress)
         if staged:
-            _write_recl(staged, report)
+            write_report(staged, report)
     if as_json:
-        print(report.to_json_text())
+        print(json.dumps(report, allow_nan=False))
     else:
-        _print_recl(report)
+        print_report(report)
         if out:
             print(f"recl.json, curve.csv, recl.png and recl.svg are in {out}")
 
@@ -201,33 +209,6 @@ def _numbers(option: str, text: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError(f"{option} {text!r}: expected numbers separated by commas") from None
-
-
-def _write_recl(staged: "StagedDirectory", report: "GroupReport") -> None:
-    from data_pipeline.system.files import explain_disk_errors, write_synced
-    from txl_dist.analysis.plots import plot_group, write_figure
-    from txl_dist.analysis.recl_report import CSV_NAME, JSON_NAME
-
-    with explain_disk_errors("writing recl.json and its plots", staged.directory):
-        staging = staged.stage()
-        plots = write_figure(plot_group(report), staging, "recl")
-        write_synced(staging / CSV_NAME, report.to_csv().encode())
-        write_synced(staging / JSON_NAME, report.to_json_text().encode())
-        staged.publish([*plots, CSV_NAME, JSON_NAME])
-
-
-def _print_recl(report: "GroupReport") -> None:
-    from txl_dist.analysis.recl_report import curve_table, recl_table
-
-    print("mean nats per token after exactly c tokens, with half the width of its interval")
-    print("\n".join(curve_table(report)))
-    if report.delta is None:
-        print("no RECL: the steps between the contexts differ")
-    else:
-        print(f"\nRECL in tokens, with its interval; group: {report.group}")
-        print("\n".join(recl_table(report)))
-        print("last gain ends: the context from which on no step reaches the threshold, per r")
-    print(f"\n{report.protocol}")
 
 
 # --- attention ------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from txl_dist.cli.options import (
     Overrides,
     dataset_address,
     local_path_parser,
+    open_workers,
 )
 from txl_dist.cli.progress import MIB, work_progress
-from txl_dist.cli.workers import open_workers
 
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import ShardManifest

@@ -1,11 +1,12 @@
 """`txl eval`: score splits of a dataset with trained models, on any number of workers."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,10 +20,11 @@ from txl_dist.cli.options import (
     TgtLen,
     checkpoint_path,
     local_path_parser,
+    open_workers,
+    stoppable,
 )
 
 if TYPE_CHECKING:
-    from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.evaluation.distributed import PlannedJob
     from txl_dist.evaluation.result import EvaluationResult
 
@@ -168,9 +170,14 @@ def evaluate(
         _watch(watch, on, workers)
         return
     from data_pipeline.system.files import StagedDirectory, require_writable
-    from txl_dist.cli.evaluation_output import RESULT_NAME, EvaluationOutput
+    from txl_dist.cli.evaluation_output import (
+        RESULT_NAME,
+        print_scores,
+        score_objects,
+        sweep_content,
+        sweep_objects,
+    )
     from txl_dist.cli.progress import TOKENS, running, work_progress
-    from txl_dist.cli.workers import open_workers, stoppable
     from txl_dist.errors import ConfigError
 
     if not checkpoints or data is None:
@@ -227,30 +234,34 @@ def evaluate(
         ):
             if swept:
                 results = evaluate_sweep(sweeps, pool, progress=progress, note=_note)
-                output = EvaluationOutput.of_sweeps(
-                    sweeps, results, swept=list(swept), num_workers=workers
-                )
+                models = [
+                    sweep_objects(sweep, result, workers)
+                    for sweep, result in zip(sweeps, results, strict=True)
+                ]
+                objects = [each for model in models for each in model]
+                contents = [sweep_content(model, [*swept]) for model in models]
             else:
                 scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
-                output = EvaluationOutput.of_jobs(planned, scored, num_workers=workers)
+                objects = contents = score_objects(planned, scored, workers)
                 _write_documents(per_document, planned, scored)
-        _log_to_mlflow(output)
+        _log_to_mlflow(objects)
+        # What --json prints: one object, or a list of them; in a sweep one per model.
+        content = contents[0] if len(contents) == 1 else contents
         if staged:
             from txl_dist.cli.evaluation_output import write_evaluation
 
-            names = write_evaluation(staged, output.content(), output.objects, swept=output.swept)
+            names = write_evaluation(staged, content, objects, swept=[*swept])
             _note(f"wrote {', '.join(names)} to {out}")
     if as_json:
-        print(output.to_json())
+        print(json.dumps(content, allow_nan=False))
     else:
-        output.print()
+        print_scores(objects, [*swept])
 
 
 def _watch(run: Path, on: str, workers: int) -> None:
     from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
     from data_pipeline.system.workers import ProcessWorkers
     from txl_dist.cli.progress import running
-    from txl_dist.cli.workers import open_workers, stoppable
 
     is_of_run = PARENT_VARIABLE in os.environ  # `evaluation.on: workers` has started it
     if is_of_run:
@@ -337,15 +348,16 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
     )
 
 
-def _log_to_mlflow(output: "EvaluationOutput") -> None:
+def _log_to_mlflow(objects: "Sequence[Mapping[str, Any]]") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
     from txl_dist.cli.progress import running
     from txl_dist.tracking.process import log_evaluations
 
     scored = []
-    for each, content in zip(output.scored, output.objects, strict=True):
-        run = each.job.checkpoint.resolve().parent.parent
+    for content in objects:
+        checkpoint = Path(content["checkpoint"])
+        run = checkpoint.resolve().parent.parent
         if (run / "tracking.json").exists():
-            scored.append((run, {**content, "checkpoint": each.job.checkpoint.name}))
+            scored.append((run, {**content, "checkpoint": checkpoint.name}))
     with running("recording the scores in MLflow"):
         log_evaluations(scored)

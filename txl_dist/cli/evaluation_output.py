@@ -21,19 +21,16 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
-from txl_dist.evaluation.breakdown import TABLES, DocumentSums, score_intervals
+from txl_dist.evaluation.breakdown import TABLES, DocumentSums
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.distributed import PlannedJob, Sweep, SweepResult
-    from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.result import EvaluationResult
 
 RESULT_NAME = "result.json"
@@ -144,181 +141,125 @@ def _sums_of_documents(planned: "PlannedJob") -> Iterator[tuple[int, float, int,
         yield from documents.rows()
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredJob:
-    """One score."""
+# --- the JSON objects of scores, from which everything is printed and written ---------------------
 
-    job: "EvaluationJob"
-    result: "EvaluationResult"
-    selected: bool | None = None
-    """In a sweep: whether the setting is the best one of its model."""
 
-    def to_json(self, num_workers: int) -> dict[str, Any]:
-        content = {
-            **self.result.to_json(),
-            "checkpoint": str(self.job.checkpoint),
-            "data": str(self.job.data),
-            "weights": self.job.weights,
+def score_objects(
+    planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]", num_workers: int
+) -> list[dict[str, Any]]:
+    """The object of each score."""
+    return [
+        {
+            **result.to_json(),
+            "checkpoint": str(each.given.checkpoint),
+            "data": str(each.given.data),
+            "weights": each.given.weights,
             "workers": num_workers,
         }
-        return content if self.selected is None else {**content, "selected": self.selected}
+        for each, result in zip(planned, results, strict=True)
+    ]
 
 
-@dataclass(frozen=True)
-class EvaluationOutput:
-    """All scores of one command."""
-
-    models: list[list[ScoredJob]]
-    """By model. In a sweep: first all settings on the first split, then the best one on others."""
-    swept: list[str]
-    """Names of the swept options; empty if it is no sweep."""
-    num_workers: int
-
-    @classmethod
-    def of_jobs(
-        cls,
-        planned: "Sequence[PlannedJob]",
-        results: "Sequence[EvaluationResult]",
-        *,
-        num_workers: int,
-    ) -> Self:
-        pairs = zip(planned, results, strict=True)
-        return cls([[ScoredJob(each.given, result) for each, result in pairs]], [], num_workers)
-
-    @classmethod
-    def of_sweeps(
-        cls,
-        planned: "Sequence[Sweep]",
-        results: "Sequence[SweepResult]",
-        *,
-        swept: list[str],
-        num_workers: int,
-    ) -> Self:
-        models = []
-        for sweep, result in zip(planned, results, strict=True):
-            scored = [
-                ScoredJob(jobs[0].given, score, number == result.best)
-                for number, (jobs, score) in enumerate(zip(sweep, result.candidates, strict=True))
-            ]
-            others = zip(sweep[result.best][1:], result.reported, strict=True)
-            models.append(scored + [ScoredJob(each.given, score, True) for each, score in others])
-        return cls(models, swept, num_workers)
-
-    @property
-    def scored(self) -> list[ScoredJob]:
-        return [each for model in self.models for each in model]
-
-    @cached_property
-    def objects(self) -> list[dict[str, Any]]:
-        """The JSON object of each score."""
-        return [each.to_json(self.num_workers) for each in self.scored]
-
-    def content(self) -> Any:
-        """What --json prints: one object, or a list of them. In a sweep, one object per model."""
-        contents = self.objects
-        if self.swept:
-            remaining = iter(self.objects)
-            contents = [
-                self._sweep_content([next(remaining) for _ in model]) for model in self.models
-            ]
-        return contents[0] if len(contents) == 1 else contents
-
-    def _sweep_content(self, objects: list[dict[str, Any]]) -> dict[str, Any]:
-        split = objects[0]["split"]
-        candidates = [each for each in objects if each["split"] == split]
-        (best,) = (each for each in candidates if each["selected"])
-        return {
-            "checkpoint": best["checkpoint"],
-            "swept": self.swept,
-            "selected_on": split,
-            "selected": {name: best[name] for name in self.swept},
-            "candidates": candidates,
-            "reported": [each for each in objects if each["split"] != split],
-        }
-
-    def to_json(self) -> str:
-        return json.dumps(self.content(), allow_nan=False)
-
-    def print(self) -> None:
-        """Print for people: one score in full, several as a table with a line of protocol each."""
-        if len(self.scored) == 1:
-            print_score(self.scored[0])
-        else:
-            print_table(self.scored, self.swept)
+def sweep_objects(sweep: "Sweep", result: "SweepResult", num_workers: int) -> list[dict[str, Any]]:
+    """Of one model: all settings on the first split, then the best one on the other splits."""
+    best = result.best
+    candidates = score_objects([jobs[0] for jobs in sweep], result.candidates, num_workers)
+    reported = score_objects(sweep[best][1:], result.reported, num_workers)
+    return [
+        *({**each, "selected": number == best} for number, each in enumerate(candidates)),
+        *({**each, "selected": True} for each in reported),
+    ]
 
 
-def print_table(scored: Sequence[ScoredJob], swept: Sequence[str]) -> None:
-    names = [str(each.job.checkpoint) for each in scored]
-    width = max(len(name) for name in ("checkpoint", *names))
-    splits = max(len(each.result.settings.split) for each in scored)
-    splits = max(splits, len("split"))
+def sweep_content(objects: Sequence[Scored], swept: Sequence[str]) -> dict[str, Any]:
+    """The object of one model in a sweep."""
+    split = objects[0]["split"]
+    candidates = [each for each in objects if each["split"] == split]
+    (best,) = (each for each in candidates if each["selected"])
+    return {
+        "checkpoint": best["checkpoint"],
+        "swept": list(swept),
+        "selected_on": split,
+        "selected": {name: best[name] for name in swept},
+        "candidates": candidates,
+        "reported": [each for each in objects if each["split"] != split],
+    }
+
+
+def print_scores(scored: Sequence[Scored], swept: Sequence[str] = ()) -> None:
+    """For people: one score in full, several as a table with a line of protocol each."""
+    if len(scored) == 1:
+        print_score(scored[0])
+    else:
+        print_table(scored, swept)
+
+
+def print_table(scored: Sequence[Scored], swept: Sequence[str]) -> None:
+    width = max(len(name) for name in ("checkpoint", *(each["checkpoint"] for each in scored)))
+    splits = max(len(name) for name in ("split", *(each["split"] for each in scored)))
     settings = "".join(f"  {name:>9}" for name in swept)
     print(
         f"{'checkpoint':{width}}  {'split':{splits}}{settings}  {'targets':>12}  "
         f"{'nats/token':>10}  {'perplexity':>11}  {'bits/byte':>9}  context"
     )
-    for name, each in zip(names, scored, strict=True):
-        result, sums = each.result, each.result.sums
-        bits_per_byte = result.scores["bits_per_byte"]
-        per_byte = "-" if bits_per_byte is None else f"{bits_per_byte:.4f}"
-        values = (getattr(result.settings, option) for option in swept)
-        settings = "".join(f"  {'none' if value is None else value:>9}" for value in values)
+    for each in scored:
+        values = ("none" if each[name] is None else each[name] for name in swept)
+        settings = "".join(f"  {value:>9}" for value in values)
         print(
-            f"{name:{width}}  {result.settings.split:{splits}}{settings}  {sums.num_tokens:>12,}  "
-            f"{sums.nats_per_token:>10.4f}  {sums.perplexity:>11.4f}  {per_byte:>9}  "
-            f"{result.overhead:.1%}{'  selected' if each.selected else ''}"
+            f"{each['checkpoint']:{width}}  {each['split']:{splits}}{settings}  "
+            f"{each['tokens_scored']:>12,}  {each['nats_per_token']:>10.4f}  "
+            f"{_show(each['perplexity']):>11}  {_show(each['bits_per_byte']):>9}  "
+            f"{each['context_overhead']:.1%}{'  selected' if each.get('selected') else ''}"
         )
     print(
-        f"data {scored[0].job.data}; context: additional tokens read, because chunks are "
+        f"data {scored[0]['data']}; context: additional tokens read, because chunks are "
         "scored independently"
     )
     if swept:
-        first = scored[0].result.settings.split
+        first = scored[0]["split"]
         print(f"selected: the lowest loss on split {first}, for each checkpoint")
-    for name, each in zip(names, scored, strict=True):
-        if each.selected is not False:
-            print(f"protocol: {name}: {each.result.protocol}")
+    for each in scored:
+        if each.get("selected") is not False:
+            print(f"protocol: {each['checkpoint']}: {each['protocol']}")
 
 
-def print_score(scored: ScoredJob) -> None:
+def print_score(scored: Scored) -> None:
     from txl_dist.evaluation.scoring import MAX_OVERHEAD
 
-    job, result = scored.job, scored.result
-    sums, settings = result.sums, result.settings
-    print(f"{job.checkpoint} on {job.data}, split {settings.split} ({settings.mode})")
-    if job.weights == "averaged":
+    print(f"{scored['checkpoint']} on {scored['data']}, split {scored['split']} ({scored['mode']})")
+    if scored["weights"] == "averaged":
         print("  weights          averaged over steps; those of the last one: --weights last")
-    print(f"  targets scored   {sums.num_tokens:,}")
-    print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} per token)")
-    for name, value in result.scores.items():
-        if value is not None and name != "nats_per_token":
-            print(f"  {SCORES[name].label:15}  {_show(value)}")
-    _print_interval(result)
-    print(f"  {result.num_chunks} chunks, {result.overhead:.1%} more tokens read as context")
-    if result.overhead > MAX_OVERHEAD:
+    print(f"  targets scored   {scored['tokens_scored']:,}")
+    print(f"  nats             {scored['nats']:.4f}  ({scored['nats_per_token']:.4f} per token)")
+    for name, score in SCORES.items():
+        if scored[name] is not None and name != "nats_per_token":
+            print(f"  {score.label:15}  {_show(scored[name])}")
+    if details := scored.get("details"):
+        _print_interval(details)
+    overhead = scored["context_overhead"]
+    print(f"  {scored['num_chunks']} chunks, {overhead:.1%} more tokens read as context")
+    if overhead > MAX_OVERHEAD:
         print("  so many because a short split too is cut into chunks, the same for any --workers")
-    if settings.mode == "fast":
+    if scored["mode"] == "fast":
         print("  fast: one memory length of context per chunk; the exact loss is usually lower")
-    print(f"  protocol: {result.protocol}")
+    print(f"  protocol: {scored['protocol']}")
 
 
-def _show(value: float) -> str:
+def _show(value: float | None) -> str:
     """Four decimals; a word perplexity of an untrained model over bytes has more than 15 digits."""
+    if value is None:
+        return "-"
     return f"{value:.4f}" if value < 1e6 else f"{value:.4g}"
 
 
-def _print_interval(result: "EvaluationResult") -> None:
-    if result.details is None:
-        return
-    documents = result.details.documents
-    intervals, num_documents = score_intervals(documents), len(documents.start_D)
-    if intervals is None:
+def _print_interval(details: Mapping[str, Any]) -> None:
+    if (interval := details["interval"]) is None:
         print(
-            f"  95 % interval    none: {num_documents} documents are too few; resampling needs at "
-            f"least {MIN_DOCUMENTS}"
+            f"  95 % interval    none: {details['num_documents']} documents are too few; "
+            f"resampling needs at least {MIN_DOCUMENTS}"
         )
-    elif (ends := intervals["nats_per_token"]) is not None:
+    elif (ends := interval["nats_per_token"]) is not None:
         print(
             f"  95 % interval    {ends[0]:.4f} to {ends[1]:.4f} nats per token, from "
-            f"{num_documents:,} documents"
+            f"{details['num_documents']:,} documents"
         )

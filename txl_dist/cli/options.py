@@ -1,4 +1,5 @@
-"""Options and arguments that several commands share, each declared once, and parsers of paths.
+"""Options and arguments that several commands share, each declared once; parsers of paths, and the
+workers of `--workers` and `--on`.
 
 Most paths must be local, and some must exist: pathlib reads `s3://bucket/x` as the directory
 `s3:/bucket/x` below the working directory. A command that takes no URL would write there, look
@@ -9,12 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from data_pipeline.errors import ConfigError
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, PreemptedError
+
+if TYPE_CHECKING:
+    from data_pipeline.system.workers import Workers
 
 COPY_FROM_URL = "Copy it to this machine with the store's own tools, and give the path of the copy."
 COPY_TO_URL = "Give a local directory, and copy it there with the store's own tools."
@@ -151,3 +155,44 @@ ClampLen = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random: samples, texts, intervals.")]
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_workers(on: str, num_workers: int, *, use_gpus: bool = False) -> "Iterator[Workers]":
+    """Workers in this process, in child processes, or on Ray; stopped at the end of the context.
+
+    `use_gpus`: with a GPU each, if there are any.
+    """
+    from data_pipeline.system.signals import sigterm_interrupts
+    from data_pipeline.system.workers import InProcess, ProcessWorkers
+
+    if on != "local":
+        from txl_dist.launch.launcher import WorkerLauncher, find_launcher
+
+        launcher = find_launcher(on)
+        if not isinstance(launcher, WorkerLauncher):
+            raise ConfigError(f"--on {on}: this launcher only trains. Use --on local or ray")
+        # ray.init installs its own SIGTERM handler, so ours is installed after it.
+        workers = launcher.workers(num_workers, use_gpus=use_gpus)
+        with workers as pool, sigterm_interrupts():
+            yield pool
+    elif num_workers == 1:
+        yield InProcess()
+    else:
+        with ProcessWorkers(num_workers) as pool:
+            yield pool
+
+
+@contextmanager
+def stoppable(advice: str) -> Iterator[None]:
+    """Turn SIGTERM and Ctrl-C into PreemptedError, after everything inside has cleaned up."""
+    from data_pipeline.system.signals import sigterm_interrupts
+
+    try:
+        with sigterm_interrupts():
+            yield
+    except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's reaction to SIGTERM while it starts
+        raise PreemptedError(f"stopped on request; {advice}") from None

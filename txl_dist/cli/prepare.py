@@ -13,9 +13,16 @@ from data_pipeline.readers.names import parse_input
 from data_pipeline.readers.records import did_you_mean
 from data_pipeline.system.sources import local_path
 from txl_dist.cli.data import print_totals, totals
-from txl_dist.cli.options import AsJson, NumWorkers, On, local_path_parser, require_local
+from txl_dist.cli.options import (
+    AsJson,
+    NumWorkers,
+    On,
+    local_path_parser,
+    open_workers,
+    require_local,
+    stoppable,
+)
 from txl_dist.cli.progress import MIB, work_progress
-from txl_dist.cli.workers import open_workers, stoppable
 
 if TYPE_CHECKING:
     from data_pipeline.preparation.prepare import PrepareReport

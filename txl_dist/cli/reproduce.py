@@ -1,20 +1,34 @@
-"""`txl reproduce`: one of the paper's experiments, from the published text to its score."""
+"""`txl reproduce`: one of the paper's experiments, from the published text to its score.
+
+The experiments and their corpora are data (configs/paper/experiments.toml). The files of a corpus
+are found in the user's directory, and compared with the published ones.
+"""
 
 import contextlib
+import glob
+import hashlib
 import json
 import shlex
 import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from data_pipeline.errors import ConfigError, DataError, printable
 from txl_dist.cli.options import AsJson, Overrides, local_path_parser
 
 if TYPE_CHECKING:
-    from txl_dist.cli.published_files import Experiment
+    from data_pipeline.shards.manifest import ShardManifest
+    from data_pipeline.tokenizers.recipes import RecipeName
 
 RESULT = "reproduction.json"
+CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
+EXPERIMENTS_NAME = "experiments.toml"
 
 
 def reproduce(
@@ -49,16 +63,12 @@ def reproduce(
     """
     from data_pipeline.shards.manifest import load_manifest
     from txl_dist.cli.evaluation_output import RESULT_NAME
-    from txl_dist.cli.published_files import (
-        CONFIGS,
-        count_differences,
-        experiments,
-        find_published,
-    )
-    from txl_dist.errors import ConfigError
 
     if list_:
-        _print_list()
+        for each, experiment in experiments().items():
+            published = "-" if experiment.published is None else f"{experiment.published:g}"
+            metric = experiment.metric.replace("_", " ")
+            print(f"{each:14}{metric:20}{published:>6}   {experiment.corpus.source}")
         return
     if name not in experiments():
         raise ConfigError(f"txl reproduce {name!r}: expected one of {', '.join(experiments())}")
@@ -143,10 +153,149 @@ def _print_comparison(comparison: dict[str, Any]) -> None:
     print(f"  protocol: {comparison['evaluation']['protocol']}")
 
 
-def _print_list() -> None:
-    from txl_dist.cli.published_files import experiments
+# --- the paper's experiments, and the files of their corpora --------------------------------------
 
-    for name, experiment in experiments().items():
-        published = "-" if experiment.published is None else f"{experiment.published:g}"
-        metric = experiment.metric.replace("_", " ")
-        print(f"{name:14}{metric:20}{published:>6}   {experiment.corpus.source}")
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way in which the files of a corpus are published."""
+
+    inputs: dict[str, str]
+    """Path or pattern by split, below the directory that the user gives."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name, or names in braces -> `size` in bytes and `digest` (ALGORITHM:HEX, of hashlib), as
+    published. What is not known is left out, and not compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The published files of a corpus, and how they become a dataset."""
+
+    recipe: "RecipeName"
+    layouts: tuple[Layout, ...]
+    """The first one that is there is used. With the recipe's fixed splits, it has only train."""
+    source: str
+    """Where to get the files."""
+    format: str = "text"
+    tokens: dict[str, int] = field(default_factory=dict)
+    """By split, as published, with the line ends of word models; {} if not known."""
+    words: int | None = None
+    """Of the vocabulary, as published, with the line end; None if not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One row of the paper's tables."""
+
+    corpus: Corpus
+    metric: Literal["perplexity", "bits_per_character"]
+    lengths: dict[Literal["tgt_len", "mem_len", "clamp_len"], int]
+    """Of the evaluation; same_length is always on."""
+    published: float | None = None
+    """On the test split; None: the paper has none."""
+    table: str = ""
+
+
+@cache
+def experiments() -> Mapping[str, Experiment]:
+    """All experiments by name. Raises ConfigError if their file is not there."""
+    path = CONFIGS / EXPERIMENTS_NAME
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist: the configs are part of the repository, not of the "
+            "installed package. Install txl from a clone: pip install -e ."
+        )
+    content = tomllib.loads(path.read_text("utf-8"))
+    corpora = {}
+    for name, values in content["corpora"].items():
+        layouts = tuple(Layout(**layout) for layout in values["layouts"])
+        corpora[name] = Corpus(**{**values, "layouts": layouts})
+    return {
+        name: Experiment(**{**values, "corpus": corpora[values["corpus"]]})
+        for name, values in content["experiments"].items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFiles:
+    """The files of one layout of a corpus, in one directory."""
+
+    directory: Path
+    layout: Layout
+
+    def files(self, split: str) -> list[Path]:
+        return sorted(self.directory.glob(self.layout.inputs[split]))
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self.files(split) for split in self.layout.inputs)
+
+    def inputs(self) -> list[str]:
+        """The inputs of `txl prepare`: SPLIT=PATH, or one path if the recipe has fixed splits."""
+        inputs = []
+        for split, pattern in self.layout.inputs.items():
+            path = str(self.directory / pattern)
+            if "*" in pattern:
+                path = f"{glob.escape(str(self.directory))}/{pattern}"
+            inputs.append(f"{split}={path}" if len(self.layout.inputs) > 1 else path)
+        return inputs
+
+    def differences(self) -> Iterator[str]:
+        """What is not as published: files that are missing, their sizes and digests."""
+        from braceexpand import braceexpand
+
+        found = {path.name: path for split in self.layout.inputs for path in self.files(split)}
+        files = {
+            name: file for names, file in self.layout.files.items() for name in braceexpand(names)
+        }
+        if missing := [name for name in files if name not in found]:
+            listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            yield f"{len(missing)} of {len(files)} files are missing: {listed}"
+        for name in filter(found.get, files):
+            size, published = found[name].stat().st_size, files[name]
+            if size != published.get("size", size):
+                yield f"{name} has {size:,} bytes, the published file has {published['size']:,}"
+            elif "digest" in published:
+                algorithm, _, expected = published["digest"].partition(":")
+                with found[name].open("rb") as file:
+                    digest = hashlib.file_digest(file, algorithm).hexdigest()
+                if digest != expected:
+                    digests = f"{digest[:12]}..., the published file has {expected[:12]}..."
+                    yield f"{name} has {algorithm} {digests}"
+
+
+def find_published(corpus: Corpus, directory: Path) -> FoundFiles:
+    """The files of the first layout that is complete in `directory`, or in one folder below it.
+
+    Raises DataError if there is none, or if several folders have one.
+    """
+    # Archives may have a folder above their files.
+    folders = sorted(path for path in directory.glob("*/") if path.is_dir())
+    shown = printable(str(directory))
+    for layout in corpus.layouts:
+        for places in ([directory], folders):
+            found = [FoundFiles(place, layout) for place in places]
+            complete = [each for each in found if each.is_complete]
+            if len(complete) > 1:
+                names = [printable(str(each.directory)) for each in complete]
+                raise DataError(
+                    f"{shown} has files of {corpus.source} in several folders: "
+                    f"{', '.join(names)}. Give one of them: --data {names[0]}"
+                )
+            if complete:
+                return complete[0]
+    expected = "; or ".join(", ".join(layout.inputs.values()) for layout in corpus.layouts)
+    raise DataError(
+        f"{shown} must hold the published files of {corpus.source}, unpacked: {expected}"
+    )
+
+
+def count_differences(corpus: Corpus, manifest: "ShardManifest") -> Iterator[str]:
+    """Tokens and vocabulary that differ from the published ones, in whatever files they came."""
+    for split, published in corpus.tokens.items():
+        tokens = manifest.splits[split].tokens
+        if tokens != published:
+            yield f"{split} has {tokens:,} tokens, the published {published:,}"
+    words = manifest.vocab_size - 1  # without the end of a document
+    if corpus.words is not None and words != corpus.words:
+        yield f"the vocabulary has {words:,} words, the published {corpus.words:,}"

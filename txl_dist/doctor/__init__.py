@@ -4,8 +4,7 @@
                      the same on every node of a cluster (cluster/doctor.py) -> comparisons
 
 finding.py      what one check found and what to do; runs checks; prints findings
-checks.py       what to check, and the checks of one node: versions, devices, dataset
+checks.py       what to check, and the checks of one node: versions, devices, run directory, dataset
 services.py     the MLflow server or database; Ray dashboards and heads without a token
-storage.py      the run directory: write, sync, rename, lock; seen by other nodes; free space
 nodes.py        differences between nodes (clock, dataset, shared files), connections, bandwidth
 """

@@ -1,16 +1,21 @@
-"""The checks of one node: versions, devices, dataset; and what `txl doctor` is asked to check.
+"""The checks of one node: versions, devices, run directory, dataset; and what to check.
 
 On the machine of the command the expected versions are those of `constraints.txt`; on the nodes of
 a cluster they are those of the machine of the command.
+
+A run needs files that are synced, renamed and locked (checkpoints, LATEST). Some network file
+systems lack locks. The probe file is removed.
 """
 
+import contextlib
 import os
 import platform
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,10 +26,15 @@ import txl_dist
 from data_pipeline.errors import TxlError
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_files import check_sizes
+from data_pipeline.system.files import DISK_FULL, try_lock, write_file
 from data_pipeline.system.remote_path import dataset_path
 from txl_dist.doctor.finding import Check, Finding, note, ok, problem, run_checks
-from txl_dist.doctor.services import DASHBOARD_PORT, check_exposure, check_tracking
-from txl_dist.doctor.storage import check_run_directory
+from txl_dist.doctor.services import (
+    DASHBOARD_PORT,
+    check_exposure,
+    check_tracking,
+    existing_parent,
+)
 from txl_dist.runtime.process import source_digest
 
 CHECKS = (
@@ -160,6 +170,8 @@ def _public(text: str) -> str:
     return text.partition("+")[0]
 
 
+# --- devices --------------------------------------------------------------------------------------
+
 _GIB = 2**30
 _NVIDIA_SMI_SECONDS = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
@@ -243,7 +255,8 @@ def check_gpus(listed: list[str]) -> list[Finding]:
                 advice="training works, with slower attention and dropout",
             )
         )
-    if (shared := shared_memory_bytes()) < MIN_SHARED_MEMORY_BYTES:
+    shared = shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.exists() else 0
+    if shared < MIN_SHARED_MEMORY_BYTES:
         findings.append(
             note(
                 f"/dev/shm has {shared / _GIB:.2f} GiB",
@@ -274,21 +287,12 @@ def check_cpus() -> list[Finding]:
 
 def usable_cpus() -> float:
     """CPUs by affinity (taskset, Slurm) and by the quota of the control group (containers)."""
-    return min(float(len(os.sched_getaffinity(0))), _quota_cpus(Path("/sys/fs/cgroup/cpu.max")))
-
-
-def _quota_cpus(path: Path) -> float:
-    """The quota in control groups v2: `max 100000` or `MICROSECONDS PERIOD`."""
-    try:
-        quota, period = path.read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):
-        return float("inf")
-
-
-def shared_memory_bytes() -> int:
-    """The size of /dev/shm; 0 if there is none."""
-    return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.exists() else 0
+    usable = float(len(os.sched_getaffinity(0)))
+    # Control groups v2: `MICROSECONDS PERIOD`, or `max 100000`.
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        usable = min(usable, int(quota) / int(period))
+    return usable
 
 
 def check_dataset(data: str) -> list[Finding]:
@@ -315,3 +319,107 @@ def check_dataset(data: str) -> list[Finding]:
             equal_on_all_nodes=manifest.digest,
         )
     ]
+
+
+# --- the run directory ----------------------------------------------------------------------------
+
+PROBE_PREFIX = ".txl-doctor-"
+PROBE_BYTES = 2**20
+MIN_FREE_INODES = 10_000
+"""A run with several checkpoints of many ranks has some thousand files."""
+
+
+def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
+    """Write, sync, read, rename and lock a file in `run` (or where it will be created)."""
+    directory = existing_parent(Path(run))
+    name = f"{directory}" if directory == Path(run) else f"{directory} (for {run})"
+    findings = list(_use(directory, name))
+    findings += _space(directory, name, min_free_bytes=min_free_bytes)
+    findings += _nfs(directory, name, Path("/proc/self/mounts"))
+    free = _gib(shutil.disk_usage(directory).free)
+    return findings or [ok(f"{name}: write, sync, rename and lock work; {free} free")]
+
+
+def _use(directory: Path, name: str) -> Iterator[Finding]:
+    path = directory / f"{PROBE_PREFIX}{uuid.uuid4().hex}.tmp"
+    data = os.urandom(PROBE_BYTES)
+    step = "write and sync a file in"
+    try:
+        write_file(path, b"older")
+        write_file(path, data)  # a rename over an existing file, as LATEST is updated
+        step = "read a file back from"
+        if path.read_bytes() != data:
+            yield problem(
+                f"{name}: a file has other content than was written",
+                expected="the same content",
+                advice="do not use this file system; check its disk or server",
+            )
+        step = "lock a file in"
+        with path.open("rb+") as file:
+            if not try_lock(file.fileno(), if_unsupported=False):
+                yield note(
+                    f"{name}: flock is not supported",
+                    expected="locks, which refuse a second run in the same directory",
+                    advice="mount with locks (NFS: without nolock; Lustre: flock), or make sure "
+                    "that no directory is used by two runs",
+                )
+    except OSError as error:
+        full = error.errno in DISK_FULL
+        yield problem(
+            f"{name}: cannot {step} it: {error.strerror or error}",
+            expected="a directory that every node can write",
+            advice="free space or inodes, or choose another run directory"
+            if full
+            else "check the mount, its permissions and the user of the Ray node",
+        )
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _space(directory: Path, name: str, *, min_free_bytes: int) -> Iterator[Finding]:
+    free, inodes = shutil.disk_usage(directory).free, os.statvfs(directory)
+    if free < min_free_bytes:
+        yield problem(
+            f"{name}: {_gib(free)} free",
+            expected=f"at least {_gib(min_free_bytes)} (--min-free-gib)",
+            advice="free some space, or choose another run directory",
+        )
+    # Some file systems (btrfs) have no fixed number of inodes and report 0.
+    if inodes.f_files > 0 and inodes.f_favail < MIN_FREE_INODES:
+        yield problem(
+            f"{name}: {inodes.f_favail:,} inodes free",
+            expected=f"at least {MIN_FREE_INODES:,}",
+            advice="remove files there, or choose another run directory",
+        )
+
+
+def _nfs(directory: Path, name: str, mounts: Path) -> Iterator[Finding]:
+    """NFS clients remember for up to a minute that a file does not exist (nfs(5), lookupcache)."""
+    kind, options = mount_of(directory, mounts)
+    if kind.startswith("nfs") and not {"lookupcache=positive", "lookupcache=pos"} & options:
+        yield note(
+            f"{name}: NFS, mounted without lookupcache=positive",
+            expected="other hosts see stop requests and parts of checkpoints within seconds",
+            advice="mount with lookupcache=positive,acdirmin=1,acdirmax=5",
+        )
+
+
+def mount_of(directory: Path, mounts: Path) -> tuple[str, set[str]]:
+    """Type and options of the file system of a directory, by a file like /proc/self/mounts."""
+    found: tuple[int, str, set[str]] = (-1, "", set())
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, place, kind, options, *_ = line.split()
+        point = Path(place.replace(r"\040", " "))
+        # The last one, if several are mounted at one place.
+        if directory.resolve().is_relative_to(point) and len(point.parts) >= found[0]:
+            found = len(point.parts), kind, set(options.split(","))
+    return found[1], found[2]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -5,7 +5,6 @@ not respond can block a thread without limit. So each check has a daemon thread,
 after the limit and does not keep the process alive.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,8 +100,7 @@ def no_result(limit_seconds: float) -> Finding:
     )
 
 
-_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
-_MAX_NODES = 4
+MAX_NODES = 4
 """A line names at most this many nodes with the same finding."""
 
 
@@ -126,48 +124,18 @@ def print_report(findings: Sequence[Finding]) -> None:
     grouped: dict[Finding, list[str]] = {}
     order = ("ok", "note", "problem")
     for finding in sorted(findings, key=lambda finding: order.index(finding.status)):
-        grouped.setdefault(_without_node(finding), []).append(finding.node)
-    if sys.stdout.isatty():
-        _print_table(grouped)
-    else:
-        for finding, nodes in grouped.items():
-            print(_line(finding, nodes))
+        shared = replace(finding, node="", equal_on_all_nodes="")
+        grouped.setdefault(shared, []).append(finding.node)
+    for finding, nodes in grouped.items():
+        print(_line(finding, nodes))
     count = num_problems(findings)
     print("no problems found" if not count else f"{count} problem{'s' * (count > 1)} found")
 
 
-def _without_node(finding: Finding) -> Finding:
-    return Finding(
-        status=finding.status,
-        check=finding.check,
-        found=finding.found,
-        expected=finding.expected,
-        advice=finding.advice,
-    )
-
-
 def _line(finding: Finding, nodes: Sequence[str]) -> str:
-    parts = [f"{finding.status:<8} {finding.check:<9} {_listed(nodes)}: {finding.found}"]
+    listed = ", ".join(nodes[:MAX_NODES])
+    listed += f" and {len(nodes) - MAX_NODES} more" * (len(nodes) > MAX_NODES)
+    parts = [f"{finding.status:<8} {finding.check:<9} {listed}: {finding.found}"]
     parts += [f"expected: {finding.expected}"] if finding.expected else []
     parts += [f"do: {finding.advice}"] if finding.advice else []
     return " | ".join(parts)
-
-
-def _print_table(grouped: dict[Finding, list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for title in ("status", "check", "node", "found", "expected", "what to do"):
-        table.add_column(title, overflow="fold")
-    for finding, nodes in grouped.items():
-        texts = (finding.check, _listed(nodes), finding.found, finding.expected, finding.advice)
-        table.add_row(Text(finding.status, _STYLES[finding.status]), *map(Text, texts))
-    Console().print(table)
-
-
-def _listed(nodes: Sequence[str]) -> str:
-    if len(nodes) <= _MAX_NODES:
-        return ", ".join(nodes)
-    return f"{', '.join(nodes[:_MAX_NODES])} and {len(nodes) - _MAX_NODES} more"

@@ -1,30 +1,55 @@
 """Differences between the nodes of a cluster, and the links between them.
 
 Values that must be equal, clocks, files that must be shared; connections between all nodes on any
-port; and the speed of an all-reduce over all nodes.
+port; and the speed of an all-reduce over all nodes. The functions run in a process of each node.
 
 gloo and NCCL connect all ranks through ports that the kernel chooses. A firewall that lets only
 Ray's own ports through makes the ranks wait for each other until a time limit, without a name.
 """
 
+import contextlib
+import os
 import socket
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from data_pipeline.system.files import try_lock, write_file
+from txl_dist.doctor.checks import PROBE_PREFIX
 from txl_dist.doctor.finding import Finding, note, ok, problem
-from txl_dist.doctor.storage import UNSEEN, ProbeResult
 
 ALL_NODES = "all nodes"
+SHARED_WAIT_SECONDS = 10.0
+"""NFS clients cache attributes for some seconds, so a new file may appear late on other nodes."""
+_POLL_SECONDS = 0.2
+NETWORK_SECONDS = 60.0
+"""Time limit for the rendezvous of the nodes, and for one collective."""
+CONNECT_SECONDS = 3.0
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
+MEASURE_SECONDS = 0.2
+"""Messages double in size until one takes this long, so fast and slow links both get a result in
+about a second."""
+_MIN_BYTES, _MAX_BYTES = 2**18, 2**26
+_REPEATS = 20
+_PARALLEL_CONNECTIONS = 16
+
+ProbeResult = Literal["seen", "missing", "other content", "lock not seen"]
+"""How one node sees the probe of another."""
+UNSEEN: frozenset[ProbeResult] = frozenset({"missing", "other content"})
+
+_held: list[Any] = []
+"""What has to stay open in the process of a probe, between two calls."""
 
 
 def compare_values(findings: Sequence[Finding]) -> list[Finding]:
@@ -35,20 +60,112 @@ def compare_values(findings: Sequence[Finding]) -> list[Finding]:
         counts = Counter(finding.equal_on_all_nodes for finding in reported)
         most, _ = counts.most_common(1)[0]
         example = next(one for one in reported if one.equal_on_all_nodes == most)
-        problems += [
-            replace(
-                problem(
+        for finding in reported:
+            if finding.equal_on_all_nodes != most:
+                different = problem(
                     finding.found,
                     expected=f"as on node {example.node}: {example.found}",
                     advice="make both nodes see the same directory, or copy the newer one there",
-                ),
-                check=check,
-                node=finding.node,
-            )
-            for finding in reported
-            if finding.equal_on_all_nodes != most
-        ]
+                )
+                problems.append(replace(different, check=check, node=finding.node))
     return problems
+
+
+# --- shared files ---------------------------------------------------------------------------------
+
+
+class SharedProbe:
+    """A file of this node in a shared directory, locked until `remove`."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+        self.name = f"{PROBE_PREFIX}{socket.gethostname()}-{uuid.uuid4().hex}.tmp"
+
+    def place(self) -> str:
+        """Create the file; returns its name, which is its content as well."""
+        path = self.directory / self.name
+        write_file(path, self.name.encode())
+        self._file = path.open("rb+")
+        try_lock(self._file.fileno())
+        return self.name
+
+    def read(self, names: Mapping[str, str]) -> dict[str, ProbeResult]:
+        """Node -> how this node sees the file of that node; `names` are those of the files."""
+        deadline = time.monotonic() + SHARED_WAIT_SECONDS
+        while True:
+            results = {node: self._read_one(name) for node, name in names.items()}
+            if not UNSEEN & set(results.values()) or time.monotonic() > deadline:
+                return results
+            time.sleep(_POLL_SECONDS)
+            os.scandir(self.directory).close()  # makes an NFS client read the directory again
+
+    def _read_one(self, name: str) -> ProbeResult:
+        try:
+            with (self.directory / name).open("rb+") as file:
+                if file.read() != name.encode():
+                    return "other content"
+                # The other process holds the lock, so it must not be free here.
+                return "lock not seen" if try_lock(file.fileno()) else "seen"
+        except OSError:
+            return "missing"
+
+    def remove(self) -> None:
+        """Release the lock and remove the file."""
+        with contextlib.suppress(OSError, AttributeError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            (self.directory / self.name).unlink()
+
+
+def place_probe(directory: str) -> str:
+    """Write and lock a file; returns its name."""
+    probe = SharedProbe(directory)
+    _held.append(probe)
+    return probe.place()
+
+
+def read_probes(directory: str, names: Mapping[str, str]) -> dict[str, ProbeResult]:
+    """See `SharedProbe.read`."""
+    return SharedProbe(directory).read(names)
+
+
+def remove_probes() -> None:
+    """Remove what `place_probe` wrote."""
+    for probe in _held:
+        probe.remove()
+    _held.clear()
+
+
+def compare_probes(
+    directory: str, results: Mapping[str, Mapping[str, ProbeResult]]
+) -> list[Finding]:
+    """Whether the nodes see one directory; `results` is node -> node that wrote -> what it saw."""
+    findings = []
+    for node, seen in results.items():
+        unseen = [writer for writer, result in seen.items() if result in UNSEEN]
+        if unseen:
+            more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
+            hidden = problem(
+                f"{directory}: files that {', '.join(unseen[:3])}{more} wrote are not seen",
+                expected="one directory that all nodes share",
+                advice="mount the same file system at this path on all nodes, and choose a run "
+                "directory on it",
+            )
+            findings.append(replace(hidden, node=node))
+    if findings or len(results) < 2:
+        return findings
+    together = ok(f"{directory}: every node sees the files of the others")
+    if any(result == "lock not seen" for seen in results.values() for result in seen.values()):
+        together = note(
+            f"{directory}: a lock of one node is not seen by others",
+            expected="locks that are valid on all nodes, which refuse a second run",
+            advice="mount with locks (NFS: without nolock or local_lock; Lustre: flock), or make "
+            "sure that no directory is used by two runs",
+        )
+    return [replace(together, node=ALL_NODES)]
+
+
+# --- clocks ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,94 +181,38 @@ def compare_clocks(readings: Mapping[str, ClockReading]) -> list[Finding]:
     """A problem for every clock that differs from the median clock."""
     in_order = sorted(readings.values(), key=lambda reading: reading.difference_seconds)
     middle = in_order[(len(in_order) - 1) // 2]
-    findings = []
-    largest = 0.0
+    findings, largest = [], 0.0
     for node, reading in readings.items():
         difference = reading.difference_seconds - middle.difference_seconds
         largest = max(largest, abs(difference))
         uncertainty = reading.uncertainty_seconds + middle.uncertainty_seconds
         if abs(difference) - uncertainty > MAX_CLOCK_DIFFERENCE_SECONDS:
             direction = "ahead of" if difference > 0 else "behind"
-            findings.append(
-                replace(
-                    problem(
-                        f"the clock is {abs(difference):.1f} s {direction} the median of all nodes",
-                        expected=f"at most {MAX_CLOCK_DIFFERENCE_SECONDS:g} s",
-                        advice="start chrony or systemd-timesyncd on that node (timedatectl)",
-                    ),
-                    node=node,
-                )
+            wrong = problem(
+                f"the clock is {abs(difference):.1f} s {direction} the median of all nodes",
+                expected=f"at most {MAX_CLOCK_DIFFERENCE_SECONDS:g} s",
+                advice="start chrony or systemd-timesyncd on that node (timedatectl)",
             )
+            findings.append(replace(wrong, node=node))
     error = max(reading.uncertainty_seconds for reading in readings.values())
     fine = ok(f"the clocks differ by at most {largest:.3f} s (+- {error:.3f} s)")
     return findings or [replace(fine, node=ALL_NODES)]
 
 
-def compare_probes(
-    directory: str, results: Mapping[str, Mapping[str, ProbeResult]]
-) -> list[Finding]:
-    """Whether the nodes see one directory; `results` is node -> node that wrote -> what it saw."""
-    unseen = {
-        node: [writer for writer, result in seen.items() if result in UNSEEN]
-        for node, seen in results.items()
-    }
-    findings = [
-        replace(
-            problem(
-                f"{directory}: files that {_listed(writers)} wrote are not seen",
-                expected="one directory that all nodes share",
-                advice="mount the same file system at this path on all nodes, and choose a run "
-                "directory on it",
-            ),
-            node=node,
-        )
-        for node, writers in unseen.items()
-        if writers
-    ]
-    if findings:
-        return findings
-    if any(result == "lock not seen" for seen in results.values() for result in seen.values()):
-        lockless = note(
-            f"{directory}: a lock of one node is not seen by others",
-            expected="locks that are valid on all nodes, which refuse a second run",
-            advice="mount with locks (NFS: without nolock or local_lock; Lustre: flock), or make "
-            "sure that no directory is used by two runs",
-        )
-        return [replace(lockless, node=ALL_NODES)]
-    if len(results) < 2:
-        return []
-    return [replace(ok(f"{directory}: every node sees the files of the others"), node=ALL_NODES)]
+# --- connections, and the speed of the network ----------------------------------------------------
 
 
-def _listed(nodes: Sequence[str]) -> str:
-    shown = ", ".join(nodes[:3])
-    return shown if len(nodes) <= 3 else f"{shown} and {len(nodes) - 3} more"
+def listen(host: str) -> tuple[str, int]:
+    """Accept connections at a free port until this process ends; returns the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
 
-
-# --- connections ----------------------------------------------------------------------------------
-
-CONNECT_SECONDS = 3.0
-_PARALLEL_CONNECTIONS = 16
-
-
-class ConnectionServer:
-    """Accepts and closes connections at a free port of `host`, until `close`."""
-
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.address = host, int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
+    def accept() -> None:
         while True:
-            try:
-                self._listener.accept()[0].close()
-            except OSError:
-                return
+            listener.accept()[0].close()
 
-    def close(self) -> None:
-        self._listener.close()
+    threading.Thread(target=accept, daemon=True).start()
+    return host, int(listener.getsockname()[1])
 
 
 def unreachable(addresses: Mapping[str, tuple[str, int]]) -> dict[str, str]:
@@ -171,60 +232,47 @@ def unreachable(addresses: Mapping[str, tuple[str, int]]) -> dict[str, str]:
 
 def judge_connections(failures: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """A problem for every node that cannot reach another; `failures` is node -> other -> error."""
-    return [
-        replace(
-            problem(
+    findings = []
+    for node, others in failures.items():
+        for other, error in others.items():
+            closed = problem(
                 f"cannot connect to {other}: {error}",
                 expected="connections between all nodes, on all TCP ports",
                 advice="open the ports between the nodes (security group, firewall, network "
                 "policy): ranks use ports that the kernel chooses",
-            ),
-            node=node,
-        )
-        for node, others in failures.items()
-        for other, error in others.items()
-    ]
+            )
+            findings.append(replace(closed, node=node))
+    return findings
 
 
-# --- the speed of the network ---------------------------------------------------------------------
-
-MEASURE_SECONDS = 0.2
-"""Messages double in size until one takes this long, so fast and slow links both get a result in
-about a second."""
-_LATENCY_REPEATS = 20
-_MIN_BYTES, _MAX_BYTES = 2**18, 2**26
+def open_store(host: str, port: int, num_nodes: int) -> int:
+    """Open the store of the process group on this node (`port` 0: a free one); returns its port."""
+    store = _store(host, port, num_nodes, is_first=True)
+    _held.append(store)
+    return int(store.port)
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkSpeed:
-    """Of an all-reduce over all nodes."""
-
-    backend: str
-    latency_seconds: float
-    """Of the smallest message."""
-    bytes_per_second: float
-    """The "bus bandwidth" of nccl-tests, bytes / seconds * 2 (n - 1) / n, which can be compared
-    with the speed of one link."""
-
-
-def open_store(
-    host: str, port: int, num_nodes: int, *, is_first: bool, limit_seconds: float
-) -> dist.TCPStore:
-    """Where the nodes meet. The first node opens it, with port 0 for a free one."""
-    limit = timedelta(seconds=limit_seconds)
+def _store(host: str, port: int, num_nodes: int, *, is_first: bool) -> dist.TCPStore:
+    limit = timedelta(seconds=NETWORK_SECONDS)
     return dist.TCPStore(host, port, num_nodes, is_first, limit, wait_for_workers=False)
 
 
 def measure_network(
-    rank: int, num_nodes: int, store: dist.Store, *, backend: str, limit_seconds: float
-) -> NetworkSpeed:
-    """Called by one process per node at the same time, with the backend that training would use."""
+    rank: int, num_nodes: int, store: tuple[str, int], backend: str
+) -> tuple[float, float]:
+    """Seconds of the smallest all-reduce, and bytes per second of a large one.
+
+    Called by one process per node at the same time, with the backend that training would use. The
+    rate is the "bus bandwidth" of nccl-tests, bytes / seconds * 2 (n - 1) / n, which can be
+    compared with the speed of one link.
+    """
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-    limit = timedelta(seconds=limit_seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_nodes, timeout=limit)
+    group = _held[-1] if rank == 0 else _store(*store, num_nodes, is_first=False)
+    limit = timedelta(seconds=NETWORK_SECONDS)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=num_nodes, timeout=limit)
     try:
         small = torch.zeros(1, device=device)
-        latency = median(_all_reduce_seconds(small) for _ in range(_LATENCY_REPEATS))
+        latency = median(_all_reduce_seconds(small) for _ in range(_REPEATS))
         num_bytes = _MIN_BYTES
         while True:
             buffer = torch.zeros(num_bytes // 4, device=device)
@@ -234,20 +282,10 @@ def measure_network(
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds = float(slowest)
             if seconds > MEASURE_SECONDS or num_bytes >= _MAX_BYTES:
-                bandwidth = num_bytes / seconds * 2 * (num_nodes - 1) / num_nodes
-                return NetworkSpeed(backend, latency, bandwidth)
+                return latency, num_bytes / seconds * 2 * (num_nodes - 1) / num_nodes
             num_bytes *= 2
     finally:
         dist.destroy_process_group()
-
-
-def describe_network(num_nodes: int, speed: NetworkSpeed) -> Finding:
-    """For people, who know which speed their network should have."""
-    fine = ok(
-        f"{num_nodes} nodes, {speed.backend}: all-reduce {speed.bytes_per_second / 1e6:,.0f} MB/s, "
-        f"{speed.latency_seconds * 1e3:.2f} ms"
-    )
-    return replace(fine, node=ALL_NODES)
 
 
 def _all_reduce_seconds(tensor: torch.Tensor) -> float:

@@ -29,7 +29,6 @@ import psutil
 
 from data_pipeline.system.sources import shown
 from txl_dist.doctor.finding import Finding, note, ok, problem
-from txl_dist.doctor.storage import existing_parent
 
 DASHBOARD_PORT = 8265
 RESPONSE_SECONDS = 3.0
@@ -202,7 +201,6 @@ def check_token(address: str) -> list[Finding]:
 
 MLFLOW_SECONDS = 5.0
 """Time limit of a connection and of each response."""
-_MAX_RESPONSE_BYTES = 4096
 _DRIVERS = {"postgresql": ("psycopg2", 5432), "mysql": ("pymysql", 3306)}
 """Scheme -> module that SQLAlchemy needs, and the default port."""
 
@@ -312,6 +310,11 @@ def _check_sqlite(uri: str) -> list[Finding]:
             )
         ]
     return [ok(f"{path}, a SQLite database")]
+
+
+def existing_parent(path: Path) -> Path:
+    """`path`, or the nearest parent that exists."""
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def _check_database(uri: str, module: str, default_port: int) -> list[Finding]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from txl_dist.checkpoint.reader import Weights
-from txl_dist.cli.workers import open_workers
+from txl_dist.cli.options import open_workers
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError

@@ -44,7 +44,7 @@ def inference_flops(
 
 
 def window_flops(config: ModelConfig, *, window_len: int, block_len: int) -> int:
-    """As `bench/window_path.py` scores one target: it reads a whole window of `window_len` tokens.
+    """As `bench/eval_speed.py` scores one target: it reads a whole window of `window_len` tokens.
 
     Queries are computed in blocks of `block_len`, each with the keys up to the end of its block. In
     the last layer only the last token has a query. The distances are already projected. Without the

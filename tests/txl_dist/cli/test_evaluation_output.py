@@ -24,8 +24,9 @@ from tests.txl_dist.evaluation.test_distributed import Recorder
 from txl_dist.analysis.plots import plot_sweep, plot_table
 from txl_dist.cli.evaluation_output import (
     RESULT_NAME,
-    EvaluationOutput,
     document_lines,
+    print_scores,
+    score_objects,
     write_evaluation,
 )
 from txl_dist.convert.stored_model import find_model
@@ -244,15 +245,14 @@ def test_a_new_score_is_one_function(
 
     planned = [plan_job(job, details=True)]
     results = evaluate_on_workers(planned, InProcess())
-    output = EvaluationOutput.of_jobs(planned, results, num_workers=1)
-    expected = 1000 * math.log(2) * output.objects[0]["bits_per_byte"]
-    (content,) = output.objects
+    (content,) = score_objects(planned, results, 1)
+    expected = 1000 * math.log(2) * content["bits_per_byte"]
     assert content["nats_per_kilobyte"] == pytest.approx(expected)
     low, high = content["details"]["interval"]["nats_per_kilobyte"]
     assert low < expected < high
-    output.print()
+    print_scores([content])
     assert f"nats per kilobyte  {expected:.4f}" in capsys.readouterr().out
     with StagedDirectory(tmp_path / "out", last=RESULT_NAME) as staged:
-        write_evaluation(staged, output.content(), output.objects)
+        write_evaluation(staged, content, [content])
     (row,) = csv.DictReader((tmp_path / "out" / "scores.csv").open())
     assert float(row["nats_per_kilobyte"]) == pytest.approx(expected)

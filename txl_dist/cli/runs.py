@@ -1,0 +1,255 @@
+"""What runs have written: `txl report`, `checkpoint`, `track`, `import` and `export`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from txl_dist.cli.options import COPY_TO_URL, AsJson, SavedCheckpoint, local_path_parser
+
+if TYPE_CHECKING:
+    from txl_dist.model.transformer_xl import TransformerXL
+
+checkpoint_app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
+track_app = typer.Typer(help="Tracking of runs in MLflow.", no_args_is_help=True)
+
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory.", parser=local_path_parser())
+]
+
+
+def report(
+    run: Run,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Default: RUN/report.html.", parser=local_path_parser()),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page about a run: curves, evaluations, speed, wall time, events, config.
+
+    The page needs no other file. The run may be in progress.
+
+    Example: txl report runs/quickstart
+    """
+    from data_pipeline.system.files import write_file
+    from txl_dist.analysis.run_report import read_run, run_page
+    from txl_dist.errors import ConfigError
+
+    record = read_run(run)
+    path = out or run / "report.html"
+    try:
+        write_file(path, run_page(record).encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}. Give another place: --out FILE"
+        ) from None
+    if as_json:
+        print(json.dumps({"run": str(run), "report": str(path), "step": record.last["step"]}))
+    else:
+        print(f"wrote {path}; open it in a browser")
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@checkpoint_app.command("list")
+def list_(run: Run, as_json: AsJson = False) -> None:
+    """List the complete checkpoints of a run, oldest first, and which are LATEST and BEST.
+
+    Example: txl checkpoint list runs/quickstart
+    """
+    from txl_dist.checkpoint.directory import CheckpointDirectory
+    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+    from txl_dist.errors import CheckpointError
+    from txl_dist.training.scores import ScoreTable
+    from txl_dist.training.state import load_state
+
+    directory = CheckpointDirectory(run)
+    if not directory.path.is_dir():
+        raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
+    pointed_at = {name: directory.pointer(name) for name in ("LATEST", "BEST")}
+    scores, rows = ScoreTable(directory, is_due=lambda step: False), []
+    for step in directory.steps():
+        row: dict[str, Any] = {"step": step, "path": str(directory.at(step))}
+        row["pointers"] = [name for name, target in pointed_at.items() if target == step]
+        try:
+            manifest = load_checkpoint_manifest(directory.at(step))
+            state = load_state(directory.at(step), manifest)
+            score = scores.get(step)
+            row |= {
+                "bytes": sum(entry.bytes for entry in manifest.files.values()),
+                "tokens": state.tokens,
+                "num_ranks": manifest.num_ranks,
+                "nats_per_token": score and score.nats_per_token,
+            }
+        except CheckpointError as error:  # One damaged checkpoint must not hide the others.
+            row["damage"] = str(error)
+        rows.append(row)
+    if as_json:
+        print(json.dumps({"run": str(run), "checkpoints": rows}))
+        return
+    for row in rows:
+        nats = row.get("nats_per_token")
+        summary = row.get("damage") or (
+            f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  {row['num_ranks']} ranks"
+            + ("" if nats is None else f"  validation loss {nats:.4f}")
+        )
+        print("  ".join([f"{row['path']}  {summary}", *row["pointers"]]))
+    if not rows:
+        print(f"{run} has no complete checkpoint yet")
+
+
+@checkpoint_app.command()
+def verify(checkpoint: SavedCheckpoint, as_json: AsJson = False) -> None:
+    """Hash every file and compare it with the manifest. Damage is listed; exit code 4.
+
+    Example: txl checkpoint verify runs/quickstart
+    """
+    from txl_dist.checkpoint.directory import resolve_checkpoint
+    from txl_dist.checkpoint.reader import verify_checkpoint
+
+    path = resolve_checkpoint(checkpoint)
+    manifest = verify_checkpoint(path)
+    size = sum(entry.bytes for entry in manifest.files.values())
+    if as_json:
+        print(json.dumps({"path": str(path), "step": manifest.step, "bytes": size}))
+    else:
+        print(f"{path}: complete, {len(manifest.files)} files, {size:,} bytes, all hashes match")
+
+
+# --- tracking -------------------------------------------------------------------------------------
+
+
+@track_app.command("sync")
+def sync(
+    run: Run,
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Give up after this time.")] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Deliver to MLflow what a run has not delivered: metrics, settings and how it ended.
+
+    For a run that has ended; one that is training delivers by itself. Points that MLflow has are
+    not sent again, so it can be repeated. The copy of a run directory gets its own MLflow run.
+
+    Example: txl track sync runs/quickstart
+    """
+    from txl_dist.cli.progress import running
+    from txl_dist.config.redaction import HIDDEN
+    from txl_dist.errors import ConfigError, TxlError
+    from txl_dist.tracking.process import EXIT_UNDELIVERED
+    from txl_dist.tracking.tracker import (
+        LOG,
+        REQUEST,
+        STATE,
+        TrackingRequest,
+        TrackingState,
+        child_environment,
+    )
+
+    request = TrackingRequest.load(run / REQUEST)
+    if request is None:
+        raise ConfigError(
+            f"{run} has no {REQUEST}: it is not a run directory, or its run was not tracked "
+            "(tracking.enabled). Give the `directory` of a config that `txl train` has run"
+        )
+    if HIDDEN in (request.server or "") and "MLFLOW_TRACKING_URI" not in os.environ:
+        raise ConfigError(
+            f"{run} was tracked at {request.server}, whose credentials are not stored. Give them: "
+            "MLFLOW_TRACKING_URI=URI txl track sync RUN"
+        )
+    command = [sys.executable, "-m", "txl_dist.tracking.sender", str(run), "--sync"]
+    command += ["--flush-seconds", str(timeout_seconds)]
+    with running(f"delivering {run} to MLflow", quiet=as_json):
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=child_environment(), check=False
+        )
+    state = TrackingState.load(run / STATE)
+    if done.returncode or state is None or not state.delivered:
+        reason = next(iter(done.stderr.strip().splitlines()), "no response")
+        is_late = done.returncode == EXIT_UNDELIVERED
+        raise TxlError(
+            f"{run}: MLflow does not have everything"
+            f"{f' after {timeout_seconds:g} s' if is_late else ''}: {reason}. The metrics are in "
+            f"{run / 'metrics.jsonl'}. If the run is training, it delivers by itself (see "
+            f"{run / LOG}); else check the server, and run the command again"
+        )
+    if as_json:
+        result = {"run": str(run), "mlflow_run_id": state.run_id, "status": state.status}
+        print(json.dumps({**result, "delivered": True}))
+    else:
+        print(f"MLflow run {state.run_id} has all metrics of {run} (status: {state.status})")
+
+
+# --- import and export ----------------------------------------------------------------------------
+
+Out = Annotated[
+    Path,
+    typer.Option(help="New or empty directory to write.", parser=local_path_parser(COPY_TO_URL)),
+]
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A TransfoXL directory of transformers; a state dict of the paper's code as .npz "
+            "(its constructor arguments in it as config_json, or next to it as .json); or a "
+            "directory that txl export wrote.",
+            parser=local_path_parser(),
+        ),
+    ],
+    out: Out,
+    as_json: AsJson = False,
+) -> None:
+    """Convert weights of other systems: write model.safetensors and config.json.
+
+    No code in the source is executed.
+
+    Example: txl import downloads/transfo-xl-wt103 --out models/wt103
+    """
+    from txl_dist.convert import require_source
+
+    require_source(source)  # before torch is imported
+    from txl_dist.convert.other_programs import read_model
+
+    model, tokenizer, kind = read_model(source)
+    from txl_dist.convert.stored_model import DEFAULT_READING, describe_exported, write_exported
+
+    reading = describe_exported(source).reading if kind == "exported" else DEFAULT_READING
+    write_exported(out, model, tokenizer, reading)
+    _print_result({"source": str(source), "format": kind}, out, model, as_json=as_json)
+
+
+def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> None:
+    """Write model.safetensors, config.json and tokenizer.json of a checkpoint, and nothing else.
+
+    If the run averaged its weights (optimizer.averaging), the average is written.
+
+    Example: txl export runs/quickstart --out models/quickstart
+    """
+    from txl_dist.checkpoint.directory import resolve_checkpoint
+    from txl_dist.checkpoint.reader import load_model
+    from txl_dist.convert.stored_model import Reading, write_exported
+
+    path = resolve_checkpoint(checkpoint)
+    model, tokenizer, manifest = load_model(path)
+    # How the model read its training text: txl eval and txl generate take it as their default.
+    reading = Reading(tgt_len=manifest.run["data.tgt_len"], reset=manifest.run["data.reset"])
+    write_exported(out, model, tokenizer, reading)
+    _print_result({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
+
+
+def _print_result(
+    origin: dict[str, str], out: Path, model: "TransformerXL", *, as_json: bool
+) -> None:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if as_json:
+        print(json.dumps(origin | {"out": str(out), "parameters": num_parameters}))
+    else:
+        print(f"{out}: {num_parameters:,} parameters, from {origin['source']} ({origin['format']})")

@@ -16,7 +16,7 @@ from data_pipeline.shards.manifest import (
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.files import STAGING
 from data_pipeline.tokenizers import Tokenizer
-from data_pipeline.tokenizers.comparison import StoredTokenizer, describe_differences, has_digest
+from data_pipeline.tokenizers.loading import StoredTokenizer, describe_differences
 
 
 def find_existing(
@@ -48,7 +48,7 @@ def find_existing(
         stored = StoredTokenizer(out / TOKENIZER_NAME, manifest.tokenizer_digest).load()
         if stored and stored.to_json() != tokenizer.to_json():  # also for other names of ids
             changes.append(f"tokenizer: {describe_differences(stored, tokenizer)}")
-        elif not has_digest(tokenizer, manifest.tokenizer_digest):
+        elif tokenizer.digest != manifest.tokenizer_digest:
             changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer.digest} now")
     if changes:
         raise _other_dataset(out, changes)

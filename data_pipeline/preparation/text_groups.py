@@ -19,7 +19,7 @@ import numpy as np
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.input_index import TEXT_HASH_BYTES
 from data_pipeline.readers import text_of_stored
-from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS
+from data_pipeline.tokenizers.interface import MAX_PART_CHARS
 
 GROUP_BYTES = 2**20
 """Maximum stored bytes of a group."""

@@ -8,7 +8,7 @@ import numpy as np
 from data_pipeline.errors import DataError, printable
 from data_pipeline.shards.shard_index import DocumentIds
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
-from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS, text_parts
+from data_pipeline.tokenizers.interface import MAX_PART_CHARS, text_parts
 
 _cache: dict[str, Tokenizer] = {}
 """The last tokenizer of this process, by digest. A worker loads it once, not once per shard."""

@@ -15,7 +15,7 @@ from data_pipeline.shards.manifest import TOKENIZER_NAME
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.files import sha256_file, write_synced
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_counts
-from data_pipeline.tokenizers.symbol_counts import counts_from_bytes, merge_counts
+from data_pipeline.tokenizers.training import counts_from_bytes, merge_counts
 
 _UNIT = "tokenizer"
 

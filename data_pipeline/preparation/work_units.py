@@ -37,8 +37,8 @@ from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.system.files import explain_disk_errors, sha256_file, write_synced
 from data_pipeline.system.progress import count_bytes
 from data_pipeline.tokenizers import cuts_of
-from data_pipeline.tokenizers.symbol_counts import count_symbols, counts_to_bytes
-from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS, text_parts
+from data_pipeline.tokenizers.interface import MAX_PART_CHARS, text_parts
+from data_pipeline.tokenizers.training import count_symbols, counts_to_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

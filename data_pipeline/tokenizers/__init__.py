@@ -1,15 +1,13 @@
 """Tokenizers: text to token ids and back. They are saved as strict JSON, never as pickles.
 
     interface.py    the Tokenizer protocol: the methods that all kinds have
-    byte.py         256 bytes
-    char.py         characters of the training text
-    word.py         words of the training text, with line ends
-    pretrained.py   byte-level BPE (trained by bpe.py), or a file of the `tokenizers` library
-    ids.py          token ids of the input, written as decimal numbers or by name
-    training.py     choose and train the tokenizer of a dataset
-    loading.py      read a tokenizer.json
-    comparison.py   whether two of them give ids the same meaning
-    recipes.py      the paper's datasets: which tokenizer, which conventions
+    byte_char_word.py  bytes; characters or words of the training text, with line ends
+    pretrained.py      byte-level BPE (trained by bpe.py), or a file of the `tokenizers` library
+    encoders.py        gigatoken and tiktoken, which encode byte-level BPE faster
+    ids.py             token ids of the input, written as decimal numbers or by name
+    training.py        choose and train the tokenizer of a dataset
+    loading.py         read a tokenizer.json, and compare two
+    recipes.py         the paper's datasets: which tokenizer, which conventions
 
 Every tokenizer has an id that no text encodes to, `end_of_document`. Special tokens that occur in
 the text are encoded as ordinary text. The digest of a tokenizer's canonical JSON identifies it in
@@ -21,7 +19,7 @@ Example:
     tokenizer.decode(tokenizer.encode("text"))
 """
 
-from data_pipeline.tokenizers.byte import ByteTokenizer
+from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer, token_dtype
 from data_pipeline.tokenizers.loading import load_tokenizer
 from data_pipeline.tokenizers.training import (

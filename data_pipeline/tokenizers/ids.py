@@ -1,24 +1,36 @@
-"""Token ids that come from elsewhere (music, genomes, other tokenizers), written as text.
+"""Token ids that come from elsewhere (music, genomes, other tokenizers), and their names.
 
 The text of ids is their decimal numbers, separated by spaces, "60 62 64": prompts are given
-and generated ids are printed like this. With names (`id_names.py`), text is printed in names, and a
-prompt may have both.
+and generated ids are printed like this. With names, text is printed in names, and a prompt may have
+both.
+
+`--names FILE` is JSON: an array of names in the order of the ids, an object of ids to names
+{"60": "Pitch_60"}, or one of names to ids {"Pitch_60": 60}, such as a vocab.json; or a tokenizer of
+ids of a dataset or checkpoint, or a trained tokenizer that MidiTok saved, which have such names.
+
+Source: MidiTok, `MusicTokenizer.to_dict` and `__create_vocab_learned_bytes_to_tokens`: its model
+has tokens of one character per base token.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from data_pipeline.errors import ConfigError, printable
+from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.system.strict import StrictModel
-from data_pipeline.system.strict_json import canonical_json, sha256_of
-from data_pipeline.tokenizers.id_names import require_usable_names
-from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
+from data_pipeline.system.strict_json import parse_json, sha256_of
+from data_pipeline.tokenizers.interface import (
+    Cuts,
+    DescribedTokenizer,
+    checked_ids,
+    token_dtype,
+)
 
 _DECIMAL = "0123456789 "
 
@@ -34,7 +46,7 @@ class IdDescription(StrictModel):
     """Name of each id; "" for an id without one. May be shorter than the vocabulary."""
 
 
-class IdTokenizer:
+class IdTokenizer(DescribedTokenizer):
     """Ids 0 to vocab_size - 1, with names for none, some or all of them.
 
     Raises ValueError for an end-of-document id outside the vocabulary and for names that are not
@@ -50,6 +62,10 @@ class IdTokenizer:
             raise ValueError(f"end-of-document id {end_of_document} is not below {vocab_size}")
         require_usable_names(names, vocab_size)
         self.vocab_size, self.end_of_document, self.names = vocab_size, end_of_document, names
+        listed = [names.get(id_, "") for id_ in range(max(names, default=-1) + 1)]
+        self.description = IdDescription(
+            vocab_size=vocab_size, end_of_document=end_of_document, names=listed
+        )
         self._id_of = {name: id_ for id_, name in names.items()}
 
     @classmethod
@@ -62,7 +78,7 @@ class IdTokenizer:
     @cached_property
     def digest(self) -> str:
         """Of a vocabulary without names: names are labels, which a model never sees."""
-        return sha256_of({**self._description(), "names": []})
+        return sha256_of({**self.description.model_dump(), "names": []})
 
     def encode(self, text: str) -> np.ndarray:
         """[ids]. Raises ConfigError for anything but ids, and their names, between whitespace."""
@@ -91,21 +107,9 @@ class IdTokenizer:
         words = array[array != self.end_of_document].tolist()
         return " ".join(self.names.get(id_) or str(id_) for id_ in words)
 
-    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        return self.decode(ids).encode()
-
     def token_bytes(self) -> np.ndarray:
         """All 0: there is no text whose bytes could be counted."""
         return np.zeros(self.vocab_size, dtype=np.int32)
-
-    def to_json(self) -> str:
-        return canonical_json(self._description())
-
-    def _description(self) -> dict[str, Any]:
-        names = [self.names.get(id_, "") for id_ in range(max(self.names, default=-1) + 1)]
-        return IdDescription(
-            vocab_size=self.vocab_size, end_of_document=self.end_of_document, names=names
-        ).model_dump()
 
     def _id(self, word: str) -> int:
         if word in self._id_of:
@@ -121,3 +125,100 @@ class IdTokenizer:
             f"{self.vocab_size - 1}{names}. This model was trained on ids: write them with spaces "
             "between them, such as '60 62 64'; txl data inspect DATASET shows some."
         )
+
+
+# --- reading names --------------------------------------------------------------------------------
+
+
+_MAX_BYTES = 256 * 2**20
+
+
+def read_names(path: Path) -> dict[int, str]:
+    """Id to name. Raises DataError for a file that has no such content."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
+        return _names(parse_json(path.read_text("utf-8")))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} has no names of token ids: {printable(str(error))[:300]}. Give a JSON array "
+            'of names, {"60": "Pitch_60", ...}, {"Pitch_60": 60, ...}, or the file of a trained '
+            "MidiTok tokenizer."
+        ) from error
+
+
+def _names(content: Any) -> dict[int, str]:
+    if isinstance(content, dict) and "miditok_version" in content:
+        content = _miditok_names(content)
+    elif isinstance(content, dict) and content.get("type") == "ids":
+        content = content.get("names")
+    if isinstance(content, list):
+        pairs: list[tuple[Any, Any]] = list(enumerate(content))
+    elif isinstance(content, dict) and all(type(value) is int for value in content.values()):
+        pairs = [(id_, name) for name, id_ in content.items()]
+    elif isinstance(content, dict):
+        pairs = [(_decimal(key), name) for key, name in content.items()]
+    else:
+        raise ValueError(f"it is {type(content).__name__}, not an array or an object")
+    names: dict[int, str] = {}
+    for id_, name in pairs:
+        if not isinstance(name, str):
+            raise ValueError(f"the name of id {id_} is {type(name).__name__}, not a string")
+        if id_ in names:
+            raise ValueError(f"id {id_} has the names {names[id_][:40]!r} and {name[:40]!r}")
+        if name:
+            names[id_] = name
+    return names
+
+
+def _miditok_names(content: dict[str, Any]) -> Any:
+    """The names in a tokenizer of MidiTok. A learned token has those of its parts, joined by +."""
+    if "_model" not in content:
+        raise ValueError(
+            "MidiTok stores the vocabulary of trained tokenizers only. Write that of this one in "
+            "Python: json.dump(tokenizer.vocab, open('names.json', 'w'))"
+        )
+    try:
+        library = parse_json(content["_model"])
+        vocab, base = library["model"]["vocab"], content["_vocab_base_byte_to_token"]
+        if isinstance(vocab, list):  # of a unigram model, with scores
+            vocab = {piece: id_ for id_, (piece, _) in enumerate(vocab)}
+        prefix = library["model"].get("continuing_subword_prefix") or ""
+        space = (library["pre_tokenizer"] or {}).get("replacement", "")
+        names, used = {}, set[str]()
+        for piece, id_ in sorted(vocab.items(), key=lambda item: item[1]):
+            characters = piece.removeprefix(prefix).removeprefix(space)
+            name = "+".join(base[character] for character in characters)
+            # With and without a prefix, a token has the same parts.
+            names[id_] = f"{name}#{id_}" if name in used else name
+            used.add(name)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"its MidiTok model has another layout ({error!r})") from None
+    return {str(id_): name for id_, name in names.items()}
+
+
+def _decimal(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and str(int(key[:11])) == key):
+        raise ValueError(f"the key {key[:40]!r} is not a token id")
+    return int(key)
+
+
+def require_usable_names(names: dict[int, str], vocab_size: int) -> None:
+    """Raise ValueError unless text in these names is encoded to the same ids again.
+
+    Names are therefore distinct, without whitespace, and no decimal number.
+    """
+    seen: dict[str, int] = {}
+    for id_, name in names.items():
+        if not 0 <= id_ < vocab_size:
+            raise ValueError(f"{name[:40]!r} names id {id_}, the vocabulary has {vocab_size} ids")
+        if name.split() != [name]:
+            raise ValueError(f"the name {name[:40]!r} of id {id_} has whitespace; write _ for it")
+        if name.isascii() and name.isdecimal():
+            raise ValueError(f"the name {name[:40]!r} of id {id_} is a number, as ids are")
+        if name in seen:
+            raise ValueError(f"{name[:40]!r} is the name of id {seen[name]} and of id {id_}")
+        name.encode("utf-8")
+        seen[name] = id_

@@ -1,14 +1,20 @@
-"""The interface that shards, evaluation and generation use, and helpers for all tokenizers."""
+"""The interface that shards, evaluation and generation use, and what all tokenizers share."""
 
+import hashlib
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from data_pipeline.system.strict import StrictModel
+from data_pipeline.system.strict_json import canonical_json
+
 Cuts = Literal["anywhere", "space", "line", "never"]
-"""Where a text may be cut without changing its tokens. `text_parts.py` defines the positions."""
+"""Where a text may be cut without changing its tokens. `text_parts` defines the positions."""
 
 
 class Tokenizer(Protocol):
@@ -83,3 +89,88 @@ def checked_ids(ids: npt.ArrayLike, vocab_size: int) -> np.ndarray:
             f"token ids must be in [0, {vocab_size}), got {array.min()}..{array.max()}"
         )
     return array
+
+
+class DescribedTokenizer:
+    """A tokenizer whose `tokenizer.json` is its `description`."""
+
+    description: StrictModel
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self._json.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
+        return canonical_json(self.description.model_dump())
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        raise NotImplementedError
+
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
+        return self.decode(ids).encode()
+
+
+# --- parts of a long text -------------------------------------------------------------------------
+
+
+# tiktoken fails on a million spaces in a row, so this must be smaller. It decides the tokens of
+# texts that have no position to cut at: changing it changes datasets.
+MAX_PART_CHARS = 2**19
+# ASCII only: Python and the patterns of BPE disagree on other whitespace.
+_BLANK_AFTER_WORD = re.compile(r"(?<=\S)[ \t\n\r]")
+_SEARCH_CHARS = 256
+
+
+def text_parts(fragments: Iterable[str], *, max_chars: int, cuts: Cuts = "space") -> Iterator[str]:
+    """Cut a text into parts, so that the parts' tokens, joined, are the tokens of the text.
+
+    Yields non-empty parts of at most `max_chars` characters. A part ends at the last position that
+    the tokenizer's `cuts` allows:
+
+    - `anywhere`: after any character.
+    - `space`: before a space, tab or line break that follows a character other than whitespace. No
+      word, and no token of byte-level BPE with GPT-2's pattern, crosses this position, and the
+      tokenization before it does not depend on the text after it.
+    - `line`: after a line break.
+    - `never`: the whole text is one part, of any length.
+
+    If there is none, it ends at `max_chars`; the tokens can then differ from those of the whole
+    text. This is part of the encoding. The parts depend on the joined text alone, not on how it is
+    divided into `fragments`. Holds at most twice `max_chars`, or twice the longest fragment.
+    """
+    if max_chars < 1:
+        raise ValueError(f"max_chars={max_chars} must be at least 1")
+    buffer: list[str] = []
+    num_chars = 0
+    for fragment in fragments:
+        buffer.append(fragment)
+        num_chars += len(fragment)
+        if num_chars > max_chars and cuts != "never":
+            text, start = "".join(buffer), 0
+            while len(text) - start > max_chars:
+                stop = _cut(text, start, start + max_chars, cuts)
+                yield text[start:stop]
+                start = stop
+            buffer, num_chars = [text[start:]], len(text) - start
+    if num_chars:
+        yield "".join(buffer)
+
+
+def _cut(text: str, start: int, limit: int, cuts: Cuts) -> int:
+    """The last position in (start, limit] where `text` may be cut; `limit` if there is none."""
+    if cuts == "line":
+        return text.rfind("\n", start, limit) + 1 or limit
+    if cuts == "space":
+        # Backwards in growing windows: the last position is usually near the limit.
+        stop, num_chars = limit + 1, _SEARCH_CHARS
+        while stop > start + 1:
+            first = max(stop - num_chars, start + 1)
+            matches = [match.start() for match in _BLANK_AFTER_WORD.finditer(text, first, stop)]
+            if matches:
+                return matches[-1]
+            stop, num_chars = first, 2 * num_chars
+    return limit

@@ -1,19 +1,19 @@
-"""Load `tokenizer.json` and validate it. KINDS lists all kinds of tokenizer."""
+"""Load `tokenizer.json`, and compare two of them: do they give token ids the same meaning?"""
 
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from data_pipeline.errors import DataError, UnreadableError
+from data_pipeline.errors import DataError, UnreadableError, printable
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
 from data_pipeline.system.strict_json import parse_json
-from data_pipeline.tokenizers.byte import ByteTokenizer
-from data_pipeline.tokenizers.char import CharTokenizer
+from data_pipeline.tokenizers.byte_char_word import ByteTokenizer, CharTokenizer, WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.interface import Tokenizer
-from data_pipeline.tokenizers.word import WordTokenizer
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 
@@ -93,3 +93,50 @@ def _invalid(source: str, reason: str) -> DataError:
         f"{source} is not a tokenizer that this version can read: {reason[:300]}. It was edited, "
         "damaged, or written by a newer txl. Restore it from a copy."
     )
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokenizer:
+    """The `tokenizer.json` of a dataset or checkpoint, and its digest in the manifest."""
+
+    path: DatasetPath
+    digest: str
+
+    def load(self) -> Tokenizer | None:
+        """None if the file cannot be read, or is another one than the manifest says."""
+        try:
+            tokenizer = load_tokenizer(self.path)
+        except DataError:
+            return None
+        return tokenizer if tokenizer.digest == self.digest else None
+
+
+def differences(first: StoredTokenizer, other: StoredTokenizer) -> str:
+    """What differs, such as "vocab_size 131 and 132"; "" if ids have the same meaning in both."""
+    if first.digest == other.digest:
+        return ""
+    loaded, other_loaded = first.load(), other.load()
+    if loaded is None or other_loaded is None:
+        return f"digest {first.digest} and {other.digest}"
+    return describe_differences(loaded, other_loaded)
+
+
+def describe_differences(first: Tokenizer, other: Tokenizer) -> str:
+    """As `differences`, with the names of ids, for two tokenizers that are not equal."""
+    types = [json.loads(each.to_json())["type"] for each in (first, other)]
+    facts: list[tuple[str, object, object]] = [
+        ("type", *types),
+        ("vocab_size", first.vocab_size, other.vocab_size),
+        ("end_of_document", first.end_of_document, other.end_of_document),
+    ]
+    for id_ in range(min(first.vocab_size, other.vocab_size)):
+        texts = [each.decode_bytes([id_]) for each in (first, other)]
+        if texts[0] != texts[1]:
+            shown = [repr(printable(text.decode("utf-8", errors="replace"))[:40]) for text in texts]
+            facts.append((f"the text of id {id_} is", shown[0], shown[1]))
+            break
+    parts = [f"{name} {one} and {two}" for name, one, two in facts if one != two]
+    return ", ".join(parts) or "settings of the tokenizer"

@@ -6,7 +6,6 @@ removed from the file first, because the library would encode their names in a t
 tokens.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,9 +21,19 @@ from pydantic import Field
 from data_pipeline.errors import DataError
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import canonical_json
-from data_pipeline.tokenizers.gigatoken_encoder import GigatokenEncoder, reason_without_gigatoken
-from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of, token_dtype
-from data_pipeline.tokenizers.tiktoken_ranks import GPT2_PATTERN, ranked_bytes
+from data_pipeline.tokenizers.encoders import (
+    GPT2_PATTERN,
+    GigatokenEncoder,
+    ranked_bytes,
+    reason_without_gigatoken,
+)
+from data_pipeline.tokenizers.interface import (
+    Cuts,
+    DescribedTokenizer,
+    checked_ids,
+    lengths_of,
+    token_dtype,
+)
 
 UNUSED_SPECIAL = "<|unused|>"
 HARD_STRINGS = (
@@ -52,21 +61,21 @@ class PretrainedDescription(StrictModel):
     """The JSON of the library, without special tokens, truncation, padding and templates."""
 
 
-class PretrainedTokenizer:
+class PretrainedTokenizer(DescribedTokenizer):
     """A tokenizer of the library with the interface of this project.
 
     Raises ValueError for content that is not a tokenizer, for ids other than 0 to vocab_size - 1,
     and for a model with dropout.
     """
 
+    description: PretrainedDescription
     opens_documents = True
 
     def __init__(self, description: PretrainedDescription) -> None:
-        self._description = description
+        self.description = description
         self.end_of_document = description.end_of_document
         content = description.tokenizer
-        self._content = canonical_json(content)
-        self._library = library_tokenizer(self._content)
+        self._library = library_tokenizer(canonical_json(content))
         tokens = self._library.get_vocab(with_added_tokens=True)
         ids = sorted({*tokens.values(), self.end_of_document})
         if ids != [*range(len(ids))] or len({*tokens.values()}) != len(tokens):
@@ -90,7 +99,7 @@ class PretrainedTokenizer:
     def _gigatoken(self) -> GigatokenEncoder | None:
         if self._ranks is None or reason_without_gigatoken():
             return None
-        return GigatokenEncoder(self._content)
+        return GigatokenEncoder(canonical_json(self.description.tokenizer))
 
     @cached_property
     def _tiktoken(self) -> tiktoken.Encoding:
@@ -127,10 +136,6 @@ class PretrainedTokenizer:
     @property
     def cuts(self) -> Cuts:
         return "space" if self._ranks else "never"
-
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
@@ -177,7 +182,7 @@ class PretrainedTokenizer:
     @cached_property
     def _unknown(self) -> int | None:
         """The id of unknown text, if there is one."""
-        return _unknown_id(self._description.tokenizer["model"], self._library.get_vocab())
+        return _unknown_id(self.description.tokenizer["model"], self._library.get_vocab())
 
     def decode(self, ids: npt.ArrayLike) -> str:
         if self._ranks:
@@ -209,13 +214,6 @@ class PretrainedTokenizer:
                 once, twice = self.decode_bytes([id_]), self.decode_bytes([id_, id_])
                 lengths[id_] = max(0, len(twice) - len(once))
         return lengths
-
-    def to_json(self) -> str:
-        return self._json
-
-    @cached_property
-    def _json(self) -> str:
-        return canonical_json(dict(self._description))
 
 
 def library_tokenizer(content: str) -> tokenizers.Tokenizer:

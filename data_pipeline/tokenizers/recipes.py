@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-from data_pipeline.tokenizers.word import Lines
+from data_pipeline.tokenizers.byte_char_word import Lines
 
 RecipeName = Literal["wt103", "wt2", "ptb", "lm1b", "enwik8", "text8"]
 

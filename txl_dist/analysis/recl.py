@@ -25,8 +25,8 @@ measured step reaches the threshold. Both agree if gains decrease with c.
 The minimum with the baseline counts improvements and ignores deteriorations. A model whose losses
 vary with the context without becoming better therefore has gains above 0.
 
-`txl recl --out DIR` writes recl.json and curve.csv next to the plots, and `--json` prints the object
-of recl.json, with bootstrap intervals of losses and RECL. Its keys:
+`txl recl --out DIR` writes recl.json and curve.csv next to the plots, and `--json` prints the
+object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
 
     format, version              "txl-recl", 1
     group, data, split           the name of the group, path or URL, split
@@ -58,7 +58,7 @@ from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.segments import Reset
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
-from data_pipeline.tokenizers.comparison import differences
+from data_pipeline.tokenizers.loading import differences
 from txl_dist.analysis.windows import (
     WindowScorer,
     max_context,
@@ -281,7 +281,8 @@ def measure_group(
                 on_progress=on_read,
             )
         )
-    delta = _fixed_step(request.contexts)
+    steps = {later - earlier for earlier, later in pairwise(request.contexts)}
+    delta = steps.pop() if len(steps) == 1 else None
     resampling = plan_resampling(
         positions.document_N, num_resamples=request.num_resamples, seed=request.seed
     )
@@ -381,14 +382,6 @@ def tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
     """Tokens that a model reads to score one target after each of `contexts` tokens."""
     config = job.model_config(find_model(job.checkpoint, weights=job.weights).config)
     return sum(useful_contexts(contexts, max_context(config, job.settings.tgt_len)))
-
-
-def _fixed_step(contexts: tuple[int, ...]) -> int | None:
-    try:
-        check_contexts(contexts)
-    except ValueError:
-        return None
-    return contexts[1] - contexts[0]
 
 
 # --- files and tables -----------------------------------------------------------------------------

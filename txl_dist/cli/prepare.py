@@ -303,7 +303,7 @@ def _vocabulary_of_ids(tokenizer: str | None) -> "IdTokenizer | None":
 
 def _ids_of(options: dict[str, str | None], names: Path | None) -> list[int | None]:
     """The ids of options that are an id or one of the names in the file."""
-    from data_pipeline.tokenizers.id_names import read_names
+    from data_pipeline.tokenizers.ids import read_names
 
     by_name = {name: id_ for id_, name in read_names(names).items()} if names else {}
     ids: list[int | None] = []

@@ -31,7 +31,7 @@ from data_pipeline.system.files import (
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
-from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
+from data_pipeline.tokenizers.loading import StoredTokenizer, differences
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,

@@ -21,8 +21,8 @@ import torch
 from data_pipeline.shards.manifest import ShardManifest, TextCounts, count_text, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource
 from data_pipeline.streams.cursor import read_range
+from data_pipeline.tokenizers.byte_char_word import WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
-from data_pipeline.tokenizers.word import WordTokenizer
 from txl_dist.errors import DataError
 from txl_dist.evaluation.breakdown import ScoreDetails, in_range
 from txl_dist.evaluation.job import EvaluationSettings

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from data_pipeline.system.remote_path import DatasetPath
-from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
+from data_pipeline.tokenizers.loading import StoredTokenizer, differences
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import (
     TOKENIZER_NAME,

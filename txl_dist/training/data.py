@@ -23,7 +23,7 @@ from data_pipeline.streams.order import Shuffle
 from data_pipeline.streams.unigram_entropy import unigram_entropy
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.tokenizers import Tokenizer
-from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
+from data_pipeline.tokenizers.loading import StoredTokenizer, differences
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, DataError

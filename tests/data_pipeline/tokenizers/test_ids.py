@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.tokenizers.id_names import read_names, require_usable_names
-from data_pipeline.tokenizers.ids import IdTokenizer
+from data_pipeline.tokenizers.ids import IdTokenizer, read_names, require_usable_names
+from data_pipeline.tokenizers.interface import text_parts
 from data_pipeline.tokenizers.loading import load_tokenizer
-from data_pipeline.tokenizers.text_parts import text_parts
 
 NAMES = {1: "Bar_None", 3: "Pitch_60", 6: "Ä"}
 PLAIN, NAMED = IdTokenizer(7, 2, {}), IdTokenizer(7, 2, NAMES)

@@ -1,5 +1,6 @@
-"""Reading and refusing `tokenizer.json`."""
+"""Files of tokenizers: loaded unchanged, refused if damaged, compared by the meaning of ids."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,11 +9,10 @@ import pytest
 from data_pipeline.errors import DataError
 from data_pipeline.shards.manifest import open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.tokenizers import (
-    ByteTokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers.byte_char_word import CharTokenizer
+from data_pipeline.tokenizers.ids import IdTokenizer
+from data_pipeline.tokenizers.loading import StoredTokenizer, differences
 from tests.data_pipeline.tokenizers.sample_tokenizers import CHAR, LINES, LM1B, WORD
 
 
@@ -93,3 +93,52 @@ def test_an_invalid_vocabulary_is_refused(
     content = json.loads(train_tokenizer(settings, lambda: iter(["a"])).to_json())
     with pytest.raises(DataError, match=why):
         load_tokenizer({**content, "symbols": symbols})
+
+
+NAMED = IdTokenizer(7, 2, {0: "Bar", 3: "Pitch_60"})
+
+
+def stored(folder: Path, tokenizer: Tokenizer, digest: str = "") -> StoredTokenizer:
+    content = tokenizer.to_json()
+    path = folder / f"{hashlib.sha256(content.encode()).hexdigest()}.json"
+    path.write_text(content)
+    return StoredTokenizer(path, digest or tokenizer.digest)
+
+
+@pytest.mark.parametrize("names", [{}, {0: "Bar"}, {0: "Pitch_60", 3: "Bar"}], ids=str)
+def test_names_of_ids_make_no_difference(tmp_path: Path, names: dict[int, str]) -> None:
+    other = IdTokenizer(7, 2, names)
+    assert differences(stored(tmp_path, NAMED), stored(tmp_path, other)) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (IdTokenizer(8, 7, {}), "vocab_size 7 and 8, end_of_document 2 and 7, the text of id 0 is"),
+        (IdTokenizer(7, 1, NAMED.names), "end_of_document 2 and 1, the text of id 1 is '1' and ''"),
+        (ByteTokenizer(), "type ids and byte, vocab_size 7 and 257, end_of_document 2 and 256"),
+    ],
+    ids=["size", "end", "type"],
+)
+def test_the_differences_are_listed(tmp_path: Path, other: Tokenizer, expected: str) -> None:
+    assert differences(stored(tmp_path, NAMED), stored(tmp_path, other)).startswith(expected)
+
+
+def test_a_difference_in_one_symbol_or_setting_is_named(tmp_path: Path) -> None:
+    first = CharTokenizer(["", "a", "b"], opens_documents=True)
+    other = CharTokenizer(["", "a", "c"], opens_documents=True)
+    assert differences(stored(tmp_path, first), stored(tmp_path, other)) == (
+        "the text of id 2 is 'b' and 'c'"
+    )
+    closed = ByteTokenizer(opens_documents=False)
+    assert differences(stored(tmp_path, ByteTokenizer()), stored(tmp_path, closed)) == (
+        "settings of the tokenizer"
+    )
+
+
+def test_a_file_of_another_digest_is_not_trusted(tmp_path: Path) -> None:
+    wrong = stored(tmp_path, NAMED, "f" * 64)
+    missing = StoredTokenizer(tmp_path / "missing.json", "e" * 64)
+    for other in (wrong, missing):
+        found = differences(stored(tmp_path, NAMED), other)
+        assert found == f"digest {NAMED.digest} and {other.digest}"

@@ -1,13 +1,21 @@
-"""Choosing the tokenizer of a dataset."""
+"""Choosing the tokenizer of a dataset, and counting symbols in parts."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.tokenizers import ready_tokenizer
-from tests.data_pipeline.tokenizers.sample_tokenizers import FILE, TOKENIZER
+from data_pipeline.tokenizers import ready_tokenizer, tokenizer_of_counts, train_tokenizer
+from data_pipeline.tokenizers.training import (
+    count_symbols,
+    counts_from_bytes,
+    counts_to_bytes,
+    merge_counts,
+)
+from tests.data_pipeline.tokenizers.sample_tokenizers import CHAR, FILE, LM1B, TOKENIZER, WORD
 
 
 def test_the_tokenizer_file_of_a_dataset_is_used_unchanged(tmp_path: Path) -> None:
@@ -32,3 +40,16 @@ def test_a_file_is_given_exactly_for_kind_file(tmp_path: Path) -> None:
         ready_tokenizer(FILE)
     with pytest.raises(ConfigError, match="byte"):
         ready_tokenizer(PrepareSettings(), tmp_path / "x")
+
+
+@pytest.mark.parametrize("settings", [CHAR, WORD, LM1B])
+@given(texts=st.lists(st.text(alphabet="ab \n€"), max_size=7), cut=st.integers(0, 7))
+def test_merged_counts_are_the_counts_of_the_whole(
+    settings: PrepareSettings, texts: list[str], cut: int
+) -> None:
+    parts = [count_symbols(settings, texts[:cut]), count_symbols(settings, texts[cut:])]
+    merged = merge_counts(counts_from_bytes(counts_to_bytes(part)) for part in parts)
+    assert merged == count_symbols(settings, iter(texts))
+    assert counts_to_bytes(merged) == counts_to_bytes(merge_counts(reversed(parts)))
+    from_texts = train_tokenizer(settings, lambda: iter(texts))
+    assert tokenizer_of_counts(settings, merged).digest == from_texts.digest

@@ -11,7 +11,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
-from data_pipeline.tokenizers.word import WordTokenizer
+from data_pipeline.tokenizers.byte_char_word import WordTokenizer
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import tiny_job, train
 from txl_dist.cli.app import app

@@ -1,4 +1,4 @@
-"""gigatoken gives the ids of `tokenizers`, within bounded memory, or is not used."""
+"""gigatoken and tiktoken give the ids of `tokenizers`, or do not encode."""
 
 import json
 import random
@@ -16,16 +16,18 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.tokenizers import gigatoken_encoder, load_tokenizer
-from data_pipeline.tokenizers.bpe import train_bpe
-from data_pipeline.tokenizers.gigatoken_encoder import (
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizers import encoders, load_tokenizer
+from data_pipeline.tokenizers.bpe import bpe_of_counts, count_words
+from data_pipeline.tokenizers.encoders import (
+    BYTE_OF,
     CHARACTERS_OF_EARLIER_VERSIONS,
     OTHER_CLASS,
     GigatokenEncoder,
+    ranked_bytes,
     reason_without_gigatoken,
 )
-from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
-from data_pipeline.tokenizers.tiktoken_ranks import BYTE_OF
+from data_pipeline.tokenizers.pretrained import PretrainedTokenizer, from_library_json
 from tests.data_pipeline.tokenizers.sample_tokenizers import SAMPLE, TOKENIZER, byte_level
 
 CONTEXTS = "{0}\na{0}a\n1{0}1\n {0} {0}  {0}\n!{0}!\n{0}{0}\n"
@@ -117,7 +119,7 @@ def test_ten_thousand_documents(documents: Callable[[int], Iterator[str]]) -> No
     texts = list(documents(10_000))
     assert len(texts) == 10_000
     training = islice(chain(*zip(random_documents(10_000), texts, strict=True)), 4000)
-    tokenizer = train_bpe(training, vocab_size=8000, max_bytes=2**24)
+    tokenizer = bpe_of_counts(count_words(training, max_bytes=2**24), vocab_size=8000)
     tokens, lengths = tokenizer.encode_batch(texts)
     starts = np.cumsum([0, *lengths])
     library = tokenizer.library_ids
@@ -151,10 +153,10 @@ def test_the_caches_are_emptied_when_the_process_has_grown(
 ) -> None:
     encoder = GigatokenEncoder(json.dumps(byte_level(("a", "b"))))
     first, expected = encoder._backend, encoder.encode("ab ba")
-    monkeypatch.setattr(gigatoken_encoder, "_CHECK_BYTES", 5)
+    monkeypatch.setattr(encoders, "_CHECK_BYTES", 5)
     encoder.encode("ab ba")
     assert encoder._backend is first, "it has not grown"
-    monkeypatch.setattr(gigatoken_encoder, "resident_bytes", lambda: encoder._limit + 1)
+    monkeypatch.setattr(encoders, "resident_bytes", lambda: encoder._limit + 1)
     encoder.encode("ab ba")
     assert encoder._backend is not first
     assert expected is not None
@@ -165,13 +167,13 @@ def test_the_caches_are_emptied_when_the_process_has_grown(
 def test_memory_stays_bounded_over_words_that_are_all_different(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gigatoken_encoder, "MAX_GROWTH_BYTES", 16 * 2**20)
+    monkeypatch.setattr(encoders, "MAX_GROWTH_BYTES", 16 * 2**20)
     encoder = GigatokenEncoder(json.dumps(byte_level(("a", "b"))))
     words = random.Random(0)
     sizes = []
     for _ in range(24):
         encoder.encode(" ".join(f"{words.getrandbits(48):x}" for _ in range(160_000)))
-        sizes.append(gigatoken_encoder.resident_bytes())
+        sizes.append(encoders.resident_bytes())
     assert max(sizes[12:]) < max(sizes[:12]) + 32 * 2**20
 
 
@@ -185,7 +187,7 @@ def test_without_a_compared_gigatoken_the_ids_are_the_same_and_the_reason_is_kno
         monkeypatch.setattr("importlib.metadata.version", lambda name: "0.11.0")
     else:
         characters = CHARACTERS_OF_EARLIER_VERSIONS + "\u088fa"
-        monkeypatch.setattr(gigatoken_encoder, "CHARACTERS_OF_EARLIER_VERSIONS", characters)
+        monkeypatch.setattr(encoders, "CHARACTERS_OF_EARLIER_VERSIONS", characters)
     reason_without_gigatoken.cache_clear()
     other = load_tokenizer(json.loads(TOKENIZER.to_json()))
     assert isinstance(other, PretrainedTokenizer)
@@ -198,3 +200,72 @@ def test_without_a_compared_gigatoken_the_ids_are_the_same_and_the_reason_is_kno
     assert other.encoder.startswith("tiktoken ")
     assert TOKENIZER.encoder == "gigatoken 0.10.0"
     assert other.encode(SAMPLE[2]).tolist() == TOKENIZER.encode(SAMPLE[2]).tolist()
+
+
+def damaged(name: str) -> dict[str, object]:
+    content = json.loads(TOKENIZER.to_json())
+    model = content["tokenizer"]["model"]
+    vocab, merges = model["vocab"], model["merges"]
+    last = "".join(merges[-1])
+    if name == "gap":
+        vocab[last] = 5000
+    elif name == "two tokens of one id":
+        vocab[last] = 7
+    elif name == "a merge less":
+        merges.pop()
+    elif name == "merges out of order":
+        merges[5], merges[20] = merges[20], merges[5]
+    elif name == "ids out of order":
+        first = "".join(merges[0])
+        vocab[first], vocab[last] = vocab[last], vocab[first]
+    elif name == "no token":
+        model["vocab"] = {}
+    elif name == "a normalizer":
+        content["tokenizer"]["normalizer"] = {"type": "NFC"}
+    elif name == "another split":
+        content["tokenizer"]["pre_tokenizer"]["add_prefix_space"] = True
+    elif name == "end in the vocabulary":
+        content["end_of_document"] = 300
+    elif name == "end too high":
+        content["end_of_document"] = 700
+    elif name == "end no number":
+        content["end_of_document"] = True
+    elif name == "no library":
+        content["tokenizer"] = {"model": 3}
+    return content
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gap",
+        "two tokens of one id",
+        "a merge less",
+        "merges out of order",
+        "ids out of order",
+        "no token",
+        "a normalizer",
+        "another split",
+        "end in the vocabulary",
+        "end too high",
+        "end no number",
+        "no library",
+    ],
+)
+def test_a_damaged_vocabulary_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(damaged(name)))
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(path)
+
+
+def test_merges_on_which_tiktoken_would_differ_go_through_the_library() -> None:
+    """`abc` is made of ab and c only, but bc comes first: the library leaves a and bc apart."""
+    content = byte_level(("b", "c"), ("a", "b"), ("ab", "c"))
+    with pytest.raises(ValueError, match="abc"):
+        ranked_bytes(content, leave_out=None)
+    tokenizer = from_library_json(content, "x.json")
+    assert tokenizer.cuts == "never"
+    assert not tokenizer.lossless
+    assert tokenizer.encode("abc").tolist() == tokenizer.library_ids("abc")
+    assert len(tokenizer.encode("abc")) == 2

@@ -1,0 +1,293 @@
+r"""Tokenizers whose tokens are bytes, characters or words.
+
+Bytes need no training and are lossless. Characters and words are counted in the training text, and
+frequent ones have low ids, as the adaptive softmax expects.
+
+Whitespace separates words. A token marks the end of a line, as in the paper: the character "\n",
+which papers call `<eos>`. A blank line has one, and a text that does not end in "\n", such as a
+prompt, has none at its end; the characters `<eos>` in a text are an ordinary word. Words without an
+id are encoded as `<unk>`, the word that prepared datasets use for it. Decoding writes one space
+between two words: the original whitespace is lost.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from data_pipeline.system.strict import StrictModel
+from data_pipeline.tokenizers.interface import (
+    Cuts,
+    DescribedTokenizer,
+    checked_ids,
+    lengths_of,
+    token_dtype,
+)
+
+UNKNOWN_CHARACTER = ""
+"""The symbol for all characters without an id. It is decoded as U+FFFD."""
+UNKNOWN_WORD = "<unk>"
+LINE_END = "\n"
+Lines = Literal["end", "both"]
+"""`end`: a token ends each line (`<eos>`). `both`: it also begins each line (`<S>` of lm1b)."""
+_NUM_CODE_POINTS = 0x110000
+_REPLACEMENT = 0xFFFD
+
+
+class ByteDescription(StrictModel):
+    """Content of `tokenizer.json`."""
+
+    type: Literal["byte"] = "byte"
+    version: Literal[1] = 1
+    vocab_size: Literal[257] = 257
+    end_of_document: Literal[256] = 256
+    opens_documents: bool = True
+
+
+class CharDescription(StrictModel):
+    """Content of `tokenizer.json`."""
+
+    type: Literal["char"] = "char"
+    version: Literal[1] = 1
+    symbols: list[str]
+    opens_documents: bool = True
+
+
+class WordDescription(StrictModel):
+    """Content of `tokenizer.json`."""
+
+    type: Literal["word"] = "word"
+    version: Literal[1] = 1
+    symbols: list[str]
+    lines: Lines = "end"
+    opens_documents: bool = True
+
+
+class ByteTokenizer(DescribedTokenizer):
+    """Ids 0..255 are the UTF-8 bytes of the text, 256 is `end_of_document`."""
+
+    vocab_size = 257
+    end_of_document = 256
+    cuts: Cuts = "anywhere"
+    lossless = True
+
+    def __init__(self, *, opens_documents: bool = True) -> None:
+        self.opens_documents = opens_documents
+        self.description = ByteDescription(opens_documents=opens_documents)
+
+    @classmethod
+    def from_description(cls, content: dict[str, Any]) -> "ByteTokenizer":
+        """Raises ValueError for content that `to_json` does not write."""
+        return cls(opens_documents=ByteDescription.model_validate(content).opens_documents)
+
+    def encode(self, text: str) -> np.ndarray:
+        """uint16 [UTF-8 bytes]. Raises UnicodeEncodeError for lone surrogates."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        raws = [text.encode("utf-8") for text in texts]
+        return np.frombuffer(b"".join(raws), np.uint8).astype(np.uint16), lengths_of(raws)
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        return Counter()  # every byte has an id
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
+        array = checked_ids(ids, self.vocab_size)
+        return array[array != self.end_of_document].astype(np.uint8).tobytes()
+
+    def token_bytes(self) -> np.ndarray:
+        lengths = np.ones(self.vocab_size, dtype=np.int32)
+        lengths[self.end_of_document] = 0
+        return lengths
+
+
+class CharTokenizer(DescribedTokenizer):
+    """The id of a symbol is its position in `symbols`: characters, and one for all others.
+
+    The next id is end-of-document. Raises ValueError for symbols that are not single characters or
+    occur twice.
+    """
+
+    cuts: Cuts = "anywhere"
+    lossless = False  # the number of bytes of an unknown character is lost
+
+    def __init__(self, symbols: list[str], *, opens_documents: bool = True) -> None:
+        _require_distinct(symbols)
+        if UNKNOWN_CHARACTER not in symbols:
+            raise ValueError("the symbol for unknown characters, an empty string, is missing")
+        for symbol in symbols:
+            if symbol and (len(symbol) != 1 or "\ud800" <= symbol <= "\udfff"):
+                raise ValueError(f"symbol {symbol[:20]!r} is not one character")
+        self.description = CharDescription(symbols=symbols, opens_documents=opens_documents)
+        self.symbols, self.opens_documents = symbols, opens_documents
+        self.end_of_document = len(symbols)
+        self.vocab_size = len(symbols) + 1
+        self._unknown = symbols.index(UNKNOWN_CHARACTER)
+
+    @classmethod
+    def from_description(cls, content: dict[str, Any]) -> "CharTokenizer":
+        """Raises ValueError for content that `to_json` does not write."""
+        fields = CharDescription.model_validate(content)
+        return cls(fields.symbols, opens_documents=fields.opens_documents)
+
+    @cached_property
+    def _code_points(self) -> np.ndarray:
+        """uint32 [symbols]: the character of each id."""
+        points = [ord(symbol) if symbol else _REPLACEMENT for symbol in self.symbols]
+        return np.array(points, dtype="<u4")
+
+    @cached_property
+    def _id_of(self) -> np.ndarray:
+        """[code points]: the id of each character. 2.2 MB of uint16, so `encode` is one lookup."""
+        table = np.full(_NUM_CODE_POINTS, self._unknown, dtype=token_dtype(self.vocab_size))
+        known = np.flatnonzero(np.arange(len(self.symbols)) != self._unknown)
+        table[self._code_points[known]] = known
+        return table
+
+    def encode(self, text: str) -> np.ndarray:
+        """[characters]. Raises UnicodeEncodeError for lone surrogates."""
+        return self._id_of[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        return self.encode("".join(texts)), lengths_of(texts)
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        is_unknown = self.encode(text) == self._unknown
+        return Counter(text[place] for place in np.flatnonzero(is_unknown).tolist())
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        array = checked_ids(ids, self.vocab_size)
+        points = self._code_points[array[array != self.end_of_document]]
+        return points.tobytes().decode("utf-32-le")
+
+    def token_bytes(self) -> np.ndarray:
+        """See `Tokenizer.token_bytes`. An unknown character counts as U+FFFD, three bytes."""
+        lengths = [len(chr(point).encode()) for point in self._code_points]
+        return np.array([*lengths, 0], dtype=np.int32)
+
+
+class _Ids(dict[str, int]):
+    def __missing__(self, word: str) -> int:
+        return self[UNKNOWN_WORD]
+
+
+class WordTokenizer(DescribedTokenizer):
+    """The id of a symbol is its position in `symbols`. The next id is end-of-document.
+
+    Raises ValueError for symbols that are not words or occur twice.
+    """
+
+    lossless = False
+
+    def __init__(
+        self, symbols: list[str], *, lines: Lines = "end", opens_documents: bool = True
+    ) -> None:
+        _require_distinct(symbols)
+        for symbol in symbols:
+            if symbol != LINE_END and symbol.split() != [symbol]:
+                raise ValueError(f"symbol {symbol[:20]!r} is not one word")
+            symbol.encode()
+        if missing := {UNKNOWN_WORD, LINE_END} - {*symbols}:
+            raise ValueError(f"symbol {min(missing)!r} is missing")
+        self.description = WordDescription(
+            symbols=symbols, lines=lines, opens_documents=opens_documents
+        )
+        self.symbols, self.lines, self.opens_documents = symbols, lines, opens_documents
+        self.end_of_document = len(symbols)
+        self.vocab_size = len(symbols) + 1
+        self.cuts: Cuts = "space" if lines == "end" else "line"
+        self._id_of = _Ids({symbol: number for number, symbol in enumerate(symbols)})
+
+    @classmethod
+    def from_description(cls, content: dict[str, Any]) -> "WordTokenizer":
+        """Raises ValueError for content that `to_json` does not write."""
+        fields = WordDescription.model_validate(content)
+        return cls(fields.symbols, lines=fields.lines, opens_documents=fields.opens_documents)
+
+    def encode(self, text: str) -> np.ndarray:
+        """[words and line ends]. Raises UnicodeEncodeError for lone surrogates."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids: list[int] = []
+        ends = [0]
+        for text in texts:
+            text.encode("utf-8")
+            for symbols in symbols_of(text, self.lines):
+                ids.extend(map(self._id_of.__getitem__, symbols))
+            ends.append(len(ids))
+        return np.array(ids, dtype=token_dtype(self.vocab_size)), np.diff(ends)
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        """Words without an id. The word `<unk>`, which prepared datasets contain, has one."""
+        symbols = (symbol for line in symbols_of(text, self.lines) for symbol in line)
+        return Counter(symbol for symbol in symbols if symbol not in self._id_of)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Joins the words of a line with spaces. With `lines` "both", blank lines are lost."""
+        text, after_word = [], False
+        for id_ in checked_ids(ids, self.vocab_size).tolist():
+            if id_ == self.end_of_document:
+                after_word = False
+            elif (symbol := self.symbols[id_]) != LINE_END:
+                text.append(" " + symbol if after_word else symbol)
+                after_word = True
+            elif after_word or self.lines == "end":
+                text.append("\n")
+                after_word = False
+        return "".join(text)
+
+    def token_bytes(self) -> np.ndarray:
+        """By convention, a word counts with one space after it, and a line end counts one byte."""
+        lengths = [len(symbol.encode()) + 1 for symbol in self.symbols]
+        # With "both", the space counted after the last word of a line is the line end.
+        lengths[self._id_of[LINE_END]] = 1 if self.lines == "end" else 0
+        return np.array([*lengths, 0], dtype=np.int32)
+
+
+def symbols_of(text: str, lines: Lines) -> Iterator[list[str]]:
+    """The symbols of each line. The last line has no end symbol unless `text` ends in "\\n"."""
+    *closed, last = text.split("\n")
+    opening = [LINE_END] if lines == "both" else []
+    for line in closed:
+        yield [*opening, *line.split(), LINE_END]
+    if words := last.split():
+        yield [*opening, *words]
+
+
+def rank_symbols(
+    counts: Mapping[str, int],
+    *,
+    unknown: str,
+    always: Collection[str] = (),
+    vocab_size: int | None = None,
+    min_freq: int | None = None,
+) -> list[str]:
+    """Symbols by descending count, ties by code points. The position of a symbol is its id.
+
+    `unknown` and `always` are always included, and sorted by count like all others.
+    Occurrences of symbols that `min_freq` or `vocab_size` exclude count as `unknown`. `vocab_size`
+    includes the id of end-of-document, which is not among the symbols.
+    """
+    ranked = {symbol: counts.get(symbol, 0) for symbol in (unknown, *always)}
+    others = [(-count, symbol) for symbol, count in counts.items() if symbol not in ranked]
+    others.sort()
+    room = len(others) if vocab_size is None else vocab_size - 1 - len(ranked)
+    for number, (negative_count, symbol) in enumerate(others):
+        if number < room and -negative_count >= (min_freq or 1):
+            ranked[symbol] = -negative_count
+        else:
+            ranked[unknown] -= negative_count
+    return sorted(ranked, key=lambda symbol: (-ranked[symbol], symbol))
+
+
+def _require_distinct(symbols: Sequence[str]) -> None:
+    if len({*symbols}) < len(symbols):
+        (symbol, _), *_ = Counter(symbols).most_common(1)
+        raise ValueError(f"symbol {symbol!r} occurs twice")

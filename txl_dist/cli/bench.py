@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from txl_dist.cli.options import AsJson, Batch, Checkpoint, MemLen, Seed, TgtLen, local_path_parser
+from txl_dist.cli.progress import WorkUnit, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -217,7 +218,6 @@ def recall(
     from data_pipeline.system.remote_path import dataset_path
     from txl_dist.analysis.windows import WindowScorer
     from txl_dist.bench.recall import RecallProbe, measure_recall, random_text, sampled_text
-    from txl_dist.cli.progress import WorkUnit, work_progress
     from txl_dist.convert.stored_model import find_model
 
     stored = find_model(checkpoint)

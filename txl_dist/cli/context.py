@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from data_pipeline.system.files import (
+    StagedDirectory,
+    explain_disk_errors,
+    require_writable,
+    write_synced,
+)
 from txl_dist.cli.options import (
     COPY_TO_URL,
     AsJson,
@@ -24,9 +30,10 @@ from txl_dist.cli.options import (
     TgtLen,
     local_path_parser,
 )
+from txl_dist.cli.progress import TOKENS, WorkUnit, work_progress
+from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.system.files import StagedDirectory
     from txl_dist.analysis.attention import AttentionByDistance
     from txl_dist.analysis.recl import ReclRequest
     from txl_dist.evaluation.job import EvaluationJob
@@ -94,7 +101,6 @@ def recl(
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
-    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.analysis.recl import (
         JSON_NAME,
         ReclRequest,
@@ -103,7 +109,6 @@ def recl(
         print_report,
         write_report,
     )
-    from txl_dist.cli.progress import TOKENS, work_progress
     from txl_dist.evaluation.job import evaluation_job
 
     jobs = [
@@ -171,8 +176,6 @@ def _has_memory(checkpoint: Path) -> bool:
 
 
 def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
-    from txl_dist.errors import ConfigError
-
     if names is None:
         return tuple(str(path) for path in checkpoints)
     listed = tuple(name.strip() for name in names.split(","))
@@ -183,7 +186,6 @@ def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
 
 def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, ...]:
     """Raises ConfigError for contexts that do not increase, or fewer than two."""
-    from txl_dist.errors import ConfigError
 
     if contexts is None:
         chosen = tuple(range(delta, max_context + 1, delta))
@@ -203,8 +205,6 @@ def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, 
 
 
 def _numbers(option: str, text: str) -> list[float]:
-    from txl_dist.errors import ConfigError
-
     try:
         return [float(word) for word in text.split(",")]
     except ValueError:
@@ -239,7 +239,6 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.analysis.attention import ATTENTION_NAME, attention_json
     from txl_dist.evaluation.job import evaluation_job
 
@@ -272,7 +271,6 @@ def attention(
 
 def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDistance":
     from txl_dist.analysis.attention import attention_by_distance
-    from txl_dist.cli.progress import WorkUnit, work_progress
     from txl_dist.evaluation.result import plan_evaluation
 
     chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
@@ -285,7 +283,6 @@ def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDi
 def _write_attention(
     staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
 ) -> None:
-    from data_pipeline.system.files import explain_disk_errors, write_synced
     from txl_dist.analysis.attention import ATTENTION_NAME, as_utf8
     from txl_dist.analysis.plots import plot_attention, write_figure
 

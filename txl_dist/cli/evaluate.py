@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from data_pipeline.system.files import (
+    StagedDirectory,
+    explain_disk_errors,
+    require_writable,
+    write_file,
+)
+from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
 from txl_dist.cli.options import (
     COPY_TO_URL,
     AsJson,
@@ -23,6 +30,8 @@ from txl_dist.cli.options import (
     open_workers,
     stoppable,
 )
+from txl_dist.cli.progress import TOKENS, running, work_progress
+from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.distributed import PlannedJob
@@ -169,7 +178,6 @@ def evaluate(
     if watch is not None:
         _watch(watch, on, workers)
         return
-    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.evaluation_output import (
         RESULT_NAME,
         print_scores,
@@ -177,8 +185,6 @@ def evaluate(
         sweep_content,
         sweep_objects,
     )
-    from txl_dist.cli.progress import TOKENS, running, work_progress
-    from txl_dist.errors import ConfigError
 
     if not checkpoints or data is None:
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
@@ -259,9 +265,7 @@ def evaluate(
 
 
 def _watch(run: Path, on: str, workers: int) -> None:
-    from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
     from data_pipeline.system.workers import ProcessWorkers
-    from txl_dist.cli.progress import running
 
     is_of_run = PARENT_VARIABLE in os.environ  # `evaluation.on: workers` has started it
     if is_of_run:
@@ -291,7 +295,6 @@ def _note(line: str) -> None:
 
 def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> dict[str, list[int]]:
     """Values of --sweep by option, which must not have another value."""
-    from txl_dist.errors import ConfigError
     from txl_dist.evaluation.job import parse_sweep
 
     values = parse_sweep(texts)
@@ -304,8 +307,6 @@ def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> di
 
 def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -> None:
     """Refuse a file of --per-document that cannot be written, before minutes of computing."""
-    from data_pipeline.system.files import require_writable
-    from txl_dist.errors import ConfigError
 
     if per_document and swept:
         raise ConfigError(
@@ -318,7 +319,6 @@ def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -
 def _write_documents(
     path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
 ) -> None:
-    from data_pipeline.system.files import explain_disk_errors, write_file
     from txl_dist.cli.evaluation_output import document_lines
 
     if path:
@@ -329,7 +329,6 @@ def _write_documents(
 
 def _names(split: str) -> list[str]:
     """Parse `valid,test`."""
-    from txl_dist.errors import ConfigError
 
     names = [name.strip() for name in split.split(",")]
     if "" in names or len(set(names)) < len(names):
@@ -350,7 +349,6 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
 
 def _log_to_mlflow(objects: "Sequence[Mapping[str, Any]]") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
-    from txl_dist.cli.progress import running
     from txl_dist.tracking.process import log_evaluations
 
     scored = []

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from data_pipeline.system.files import explain_disk_errors, require_writable, write_file
 from txl_dist.cli.options import COPY_TO_URL, AsJson, Checkpoint, PrecisionOption, local_path_parser
+from txl_dist.cli.progress import WorkUnit, running, work_progress
+from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.text import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 
 if TYPE_CHECKING:
@@ -97,9 +100,6 @@ def generate(
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
-    from data_pipeline.system.files import require_writable
-    from txl_dist.cli.progress import running
-    from txl_dist.errors import ConfigError
     from txl_dist.generation.text import read_prompts
 
     if prompts and prompt:
@@ -146,7 +146,6 @@ def _options(
     stop: list[str] | None,
 ) -> dict[str, Any]:
     """The sampling and the limits. Raises ConfigError."""
-    from txl_dist.errors import ConfigError
 
     try:
         # Bytes that are not UTF-8 reach Python as lone surrogates.
@@ -165,7 +164,6 @@ def _options(
 
 def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     """The id of a `--stop-token`. Raises ConfigError for another text than that of one token."""
-    from txl_dist.errors import ConfigError
 
     if token.isascii() and token.isdecimal() and len(token) < 11:
         if int(token) < tokenizer.vocab_size:
@@ -184,7 +182,6 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
 
 def _check_stop_strings(strings: "Sequence[str]", tokenizer: "Tokenizer") -> None:
     """Refuse stop strings with symbols that are not in the vocabulary."""
-    from txl_dist.errors import ConfigError
     from txl_dist.generation.text import describe_unknown
 
     for string in strings:
@@ -201,7 +198,6 @@ def _check_prompts(
     strict: bool,
 ) -> None:
     """Refuse prompts without tokens; `strict`: also those with symbols that are unknown."""
-    from txl_dist.errors import ConfigError, DataError
     from txl_dist.generation.generate import require_prompt
 
     for line in lines:
@@ -255,8 +251,6 @@ def _result_lines(
 
 def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
     """Print every result when it is there, or write all to a file at the end."""
-    from data_pipeline.system.files import explain_disk_errors, write_file
-    from txl_dist.cli.progress import WorkUnit, work_progress
 
     if out is None:
         for line in results:

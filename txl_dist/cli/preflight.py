@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from data_pipeline.system.files import write_file
+from data_pipeline.system.sources import is_url
 from txl_dist.cli.options import AsJson, ConfigPath, Overrides, require_local
+from txl_dist.cli.progress import running
+from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.doctor.checks import DoctorRequest
@@ -26,9 +30,7 @@ def init(
 
     Example: txl config init my-run
     """
-    from data_pipeline.system.files import write_file
     from txl_dist.config.starting_file import starting_file
-    from txl_dist.errors import ConfigError
 
     path = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", path.stem, re.ASCII):
@@ -139,8 +141,6 @@ def estimate(
 
 
 def _parse_gpus(text: str) -> list[int]:
-    from txl_dist.errors import ConfigError
-
     parts = text.split(",")
     if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(
@@ -207,7 +207,6 @@ def doctor(
 
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
     """
-    from txl_dist.cli.progress import running
     from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import num_problems, print_report, to_json
 
@@ -231,14 +230,12 @@ def doctor(
 
 def _absolute(path: str) -> str:
     """Ray's workers have another working directory. URLs stay as they are."""
-    from data_pipeline.system.sources import is_url
 
     return path if is_url(path) else str(Path(path).expanduser().absolute())
 
 
 def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":
     from txl_dist.doctor.checks import NodeChecker, check_this_machine
-    from txl_dist.errors import ConfigError
     from txl_dist.launch.launcher import find_launcher
 
     if on is None or on == "processes":
@@ -254,7 +251,6 @@ def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":
 
 def _checks_to_skip(names: list[str]) -> frozenset[str]:
     from txl_dist.doctor.checks import CHECKS
-    from txl_dist.errors import ConfigError
 
     if unknown := sorted(set(names) - set(CHECKS)):
         raise ConfigError(

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from txl_dist.cli.options import AsJson, Batch, Checkpoint, MemLen, Seed, TgtLen, local_path_parser
+from txl_dist.cli.options import (
+    AsJson,
+    Batch,
+    Checkpoint,
+    MemLen,
+    Seed,
+    TgtLen,
+    local_path_parser,
+    whole_numbers,
+)
 from txl_dist.cli.progress import WorkUnit, work_progress
 from txl_dist.errors import ConfigError
 
@@ -99,7 +108,7 @@ def eval_speed(
 
     from txl_dist.bench.eval_speed import bench_eval_speed
 
-    lengths = _numbers("attention-length", attention_length)
+    lengths = whole_numbers("--attention-length", attention_length)
     model = _stored(checkpoint) if checkpoint else _random(n_layer, d_model, seed)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     device = next(model.parameters()).device.type
@@ -221,7 +230,7 @@ def recall(
     from txl_dist.convert.stored_model import find_model
 
     stored = find_model(checkpoint)
-    lengths = _numbers("distances", distances)
+    lengths = whole_numbers("--distances", distances)
     try:
         probe = RecallProbe(
             distances=tuple(lengths),
@@ -385,16 +394,6 @@ def run_gpu(
             "rows": [asdict(row) for row in rows],
         }
         print(json.dumps(result, allow_nan=False))
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"--{option} {text!r}: expected numbers separated by commas")
-    return numbers
 
 
 def _chosen(option: str, given: str | None, known: list[str]) -> list[str]:

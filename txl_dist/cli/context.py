@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,6 @@ import typer
 from data_pipeline.system.files import (
     StagedDirectory,
     explain_disk_errors,
-    require_writable,
     write_synced,
 )
 from txl_dist.cli.options import (
@@ -29,6 +27,8 @@ from txl_dist.cli.options import (
     Seed,
     TgtLen,
     local_path_parser,
+    staged_output,
+    whole_numbers,
 )
 from txl_dist.cli.progress import TOKENS, WorkUnit, work_progress
 from txl_dist.errors import ConfigError
@@ -130,19 +130,14 @@ def recl(
         names=model_names,
         jobs=tuple(jobs),
         contexts=_contexts(contexts, max_context, delta),
-        r_values=tuple(_numbers("--r", r)),
+        r_values=_fractions(r),
         threshold=threshold,
         num_positions=positions,
         num_resamples=resamples,
         seed=seed,
     )
     check_group(request)
-    with ExitStack() as stack:
-        # Opened first: an unusable --out must be an error before minutes of computing.
-        staged = out and stack.enter_context(StagedDirectory(out, last=JSON_NAME))
-        if out:
-            require_writable(out)
-        show = stack.enter_context(work_progress(TOKENS))
+    with staged_output(out, JSON_NAME) as staged, work_progress(TOKENS) as show:
 
         def on_progress(done: int, total: int) -> None:
             if done == 0:
@@ -186,7 +181,6 @@ def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
 
 def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, ...]:
     """Raises ConfigError for contexts that do not increase, or fewer than two."""
-
     if contexts is None:
         chosen = tuple(range(delta, max_context + 1, delta))
         if len(chosen) < 2:
@@ -195,20 +189,17 @@ def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, 
                 "RECL compares contexts one step apart, so take a smaller --delta"
             )
         return chosen
-    numbers = _numbers("--contexts", contexts)
-    if not all(number.is_integer() for number in numbers):
-        raise ConfigError(f"--contexts {contexts}: expected whole numbers of tokens")
-    chosen = tuple(map(int, numbers))
-    if chosen[0] < 1 or any(a >= b for a, b in pairwise(chosen)):
-        raise ConfigError(f"--contexts {contexts}: expected rising numbers of at least 1")
+    chosen = tuple(whole_numbers("--contexts", contexts))
+    if any(a >= b for a, b in pairwise(chosen)):
+        raise ConfigError(f"--contexts {contexts}: expected rising numbers")
     return chosen
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def _fractions(text: str) -> tuple[float, ...]:
     try:
-        return [float(word) for word in text.split(",")]
+        return tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise ConfigError(f"{option} {text!r}: expected numbers separated by commas") from None
+        raise ConfigError(f"--r {text!r}: expected numbers separated by commas") from None
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -251,11 +242,7 @@ def attention(
         batch=batch,
         max_tokens=max_tokens,
     )
-    with ExitStack() as stack:
-        # Opened first: an unusable --out must be an error before minutes of computing.
-        staged = out and stack.enter_context(StagedDirectory(out, last=ATTENTION_NAME))
-        if out:
-            require_writable(out)
+    with staged_output(out, ATTENTION_NAME) as staged:
         scorer = job.open()
         result = _measure_attention(scorer, job)
         content = attention_json(result, job, scorer.model.config)

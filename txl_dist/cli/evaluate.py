@@ -4,14 +4,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from data_pipeline.system.files import (
-    StagedDirectory,
     explain_disk_errors,
     require_writable,
     write_file,
@@ -28,6 +26,7 @@ from txl_dist.cli.options import (
     checkpoint_path,
     local_path_parser,
     open_workers,
+    staged_output,
     stoppable,
 )
 from txl_dist.cli.progress import TOKENS, running, work_progress
@@ -228,11 +227,7 @@ def evaluate(
             for checkpoint in checkpoints
         ]
     planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
-    with ExitStack() as stack:
-        # Opened first: an unusable --out must be an error before minutes of computing.
-        staged = out and stack.enter_context(StagedDirectory(out, last=RESULT_NAME))
-        if out:
-            require_writable(out)
+    with staged_output(out, RESULT_NAME) as staged:
         with (
             stoppable(_resume_advice(planned)),
             open_workers(on, workers, use_gpus=True) as pool,

@@ -9,7 +9,7 @@ import typer
 
 from data_pipeline.system.files import write_file
 from data_pipeline.system.sources import is_url
-from txl_dist.cli.options import AsJson, ConfigPath, Overrides, require_local
+from txl_dist.cli.options import AsJson, ConfigPath, Overrides, require_local, whole_numbers
 from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError
 
@@ -113,7 +113,7 @@ def estimate(
 
     Example: txl estimate configs/paper/wt103-base.yaml model.vocab_size=267735 --gpus 4,60
     """
-    numbers = _parse_gpus(gpus)
+    numbers = sorted(set(whole_numbers("--gpus", gpus)))
     from dataclasses import asdict
 
     from txl_dist.config.config_file import load_run_config
@@ -138,16 +138,6 @@ def estimate(
         return
     assumed = {**asdict(assumptions), "peak_tflops": peak_tflops or PEAK_TFLOPS[run.precision]}
     print(json.dumps({**result.to_json(), "assumptions": assumed}))
-
-
-def _parse_gpus(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(
-            f"--gpus {text}: expected numbers from 1 on, separated by commas; write for example "
-            "--gpus 8,64,512,4096"
-        )
-    return sorted({int(part) for part in parts})
 
 
 # --- txl doctor -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import typer
 from data_pipeline.system.files import explain_disk_errors, require_writable, write_file
 from txl_dist.cli.options import COPY_TO_URL, AsJson, Checkpoint, PrecisionOption, local_path_parser
 from txl_dist.cli.progress import WorkUnit, running, work_progress
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.generation.text import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 
 if TYPE_CHECKING:
@@ -121,9 +121,7 @@ def generate(
         model = model.to("cuda" if cuda.is_available() else "cpu")
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
     options["limits"] = replace(options["limits"], stop_tokens=stop_tokens)
-    _check_prompts(prompt, prompts, lines, tokenizer, strict=strict)
-    if strict:
-        _check_stop_strings(stop or (), tokenizer)
+    _check_texts(prompt, prompts, lines, stop or (), tokenizer, strict=strict)
     options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
     texts = generate_texts(
         model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
@@ -180,36 +178,30 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     return int(ids[0])
 
 
-def _check_stop_strings(strings: "Sequence[str]", tokenizer: "Tokenizer") -> None:
-    """Refuse stop strings with symbols that are not in the vocabulary."""
-    from txl_dist.generation.text import describe_unknown
-
-    for string in strings:
-        if unknown := tokenizer.unknown_symbols(string):
-            raise ConfigError(f"--stop {string!r}: {describe_unknown(unknown)}")
-
-
-def _check_prompts(
+def _check_texts(
     prompt: str,
     prompts: Path | None,
     lines: "Sequence[PromptLine]",
+    stop: "Sequence[str]",
     tokenizer: "Tokenizer",
     *,
     strict: bool,
 ) -> None:
-    """Refuse prompts without tokens; `strict`: also those with symbols that are unknown."""
+    """Refuse prompts without tokens. `strict`: also symbols that are not in the vocabulary."""
     from txl_dist.generation.generate import require_prompt
+    from txl_dist.generation.text import describe_unknown
 
-    for line in lines:
+    named: list[tuple[str, str | list[int], type[TxlError]]] = [
+        (f"{prompts}, line {line.line}", line.prompt, DataError) for line in lines
+    ]
+    for name, text, error_class in named or [("--prompt", prompt, ConfigError)]:
         try:
-            require_prompt(tokenizer, line.prompt, strict=strict)
+            require_prompt(tokenizer, text, strict=strict)
         except ValueError as error:
-            raise DataError(f"{prompts}, line {line.line}: {error}") from None
-    if not lines:
-        try:
-            require_prompt(tokenizer, prompt, strict=strict)
-        except ValueError as error:
-            raise ConfigError(f"--prompt: {error}") from None
+            raise error_class(f"{name}: {error}") from None
+    for string in stop if strict else ():
+        if unknown := tokenizer.unknown_symbols(string):
+            raise ConfigError(f"--stop {string!r}: {describe_unknown(unknown)}")
 
 
 def _stream(

@@ -16,7 +16,7 @@ data under the same paths; `work_units.py` checks that for every unit of a prepa
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
@@ -105,8 +105,6 @@ class RayWorkers:
         """Units without a worker."""
         self._deaths: dict[int, list[str]] = {}
         """By number of the unit: the nodes of the workers that died with it."""
-        self._suspects: list[tuple[float, int, Any]] = []
-        """(when to decide, number, unit) of units whose workers died, perhaps with their nodes."""
         self._num_started = self._num_failed_starts = 0
         self._is_head_lost = False
 
@@ -146,9 +144,7 @@ class RayWorkers:
                 if self._is_closed:
                     raise UnfinishedError("the workers were closed")
                 self._fill(function, pending)
-                if not any(handle.task for handle in self._calls.values()) and not (
-                    self._queue or self._suspects
-                ):
+                if not any(handle.task for handle in self._calls.values()) and not self._queue:
                     return
                 if self._calls:
                     ready, _ = ray.wait(list(self._calls), timeout=POLL_SECONDS)
@@ -161,7 +157,6 @@ class RayWorkers:
                         self._finish_start(call, handle)
                     elif (result := self._finish_unit(call, handle)) is not None:
                         yield result
-                self._check_suspects()
                 self._check_head()
         finally:
             busy = {call: handle for call, handle in self._calls.items() if handle.task}
@@ -169,7 +164,6 @@ class RayWorkers:
             for call in busy:
                 del self._calls[call]
             self._queue.clear()
-            self._suspects.clear()
             self._deaths.clear()
 
     def status(self) -> list[WorkerStatus]:
@@ -262,33 +256,24 @@ class RayWorkers:
     # --- deaths -----------------------------------------------------------------------------------
 
     def _add_death(self, node_id: str, number: int, unit: Any) -> None:
+        """Repeat a unit whose worker died. Raises WorkerDiedError if it has killed MAX_DEATHS."""
         nodes = self._deaths.setdefault(number, [])
         nodes.append(node_id)
-        if len(nodes) < MAX_DEATHS:
-            self._queue.appendleft((number, unit))
-            return
-        # Ray notices the death of a node some seconds later than that of its workers. A private Ray
-        # has one node, which this process would not outlive.
-        wait_seconds = 0.0 if self._address is None else NODE_LOSS_SECONDS
-        self._suspects.append((time.monotonic() + wait_seconds, number, unit))
-
-    def _check_suspects(self) -> None:
-        """Repeat units whose workers died with their nodes. Raises WorkerDiedError for others."""
-        for suspect in self._suspects[:]:
-            decide_at, number, unit = suspect
-            if time.monotonic() < decide_at:
-                continue
-            state = self._monitor.state
-            nodes = Counter(self._deaths[number])
-            num_deaths = sum(
-                num
-                for node_id, num in nodes.items()
-                if self._address is None or state is None or node_id in state.node_ids
-            )
-            if num_deaths >= MAX_DEATHS or nodes.total() - num_deaths > MAX_NODE_LOSSES:
+        if len(nodes) >= MAX_DEATHS:
+            # Ray notices the death of a node some seconds later than that of its workers.
+            wait_seconds = 0.0 if self._address is None else NODE_LOSS_SECONDS
+            deadline = time.monotonic() + wait_seconds
+            while self._has_node(node_id) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            num_deaths = sum(map(self._has_node, nodes))
+            if num_deaths >= MAX_DEATHS or len(nodes) - num_deaths > MAX_NODE_LOSSES:
                 raise WorkerDiedError(unit, None)
-            self._suspects.remove(suspect)
-            self._queue.appendleft((number, unit))
+        self._queue.appendleft((number, unit))
+
+    def _has_node(self, node_id: str) -> bool:
+        """Whether a node is alive, as far as is known. A private Ray has one, this machine."""
+        state = self._monitor.state
+        return self._address is None or state is None or node_id in state.node_ids
 
     def _check_head(self) -> None:
         if self._monitor.silent_seconds > HEAD_SECONDS:

@@ -59,7 +59,6 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> RayWorkers:
 
 def die_on(workers: RayWorkers, node: str) -> None:
     workers._add_death(node, 7, "unit 7")
-    workers._check_suspects()
     assert workers._queue.popleft() == (7, "unit 7")
 
 

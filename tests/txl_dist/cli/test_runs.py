@@ -1,4 +1,4 @@
-"""`txl checkpoint` as a command."""
+"""`txl checkpoint` as a command. The other commands of runs.py have tests where their work is done."""
 
 import json
 from pathlib import Path

@@ -22,7 +22,7 @@ from typing import Any
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from txl_dist.bench.rounds import Figure
+from txl_dist.bench import Figure
 from txl_dist.config.config_file import load_run_config
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World

@@ -25,6 +25,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import BlockPlace, EpochOrder
+from txl_dist.bench import Figure, print_figures
 from txl_dist.bench.data import (
     VOCAB_SIZE,
     BenchText,
@@ -33,7 +34,6 @@ from txl_dist.bench.data import (
     shard_bytes,
     with_indexes,
 )
-from txl_dist.bench.rounds import Figure, print_figures
 
 BLOCK_TOKENS = 2**18
 _SENTENCE_CHARACTERS = range(80, 401)

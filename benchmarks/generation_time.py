@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_figures import run_script
 
+from txl_dist.bench import Figure, one_thread, time_rounds
 from txl_dist.bench.model import PLAIN
-from txl_dist.bench.rounds import Figure, one_thread, time_rounds
 from txl_dist.generation.decoder import BatchDecoder
 from txl_dist.generation.text import Sampling
 from txl_dist.model.config import ModelConfig

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from training_figures import bench_config, prepare_text, run_script
 
-from txl_dist.bench.rounds import Figure
+from txl_dist.bench import Figure
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.config.training_config import TrackingConfig
 from txl_dist.errors import TxlError

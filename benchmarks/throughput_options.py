@@ -79,7 +79,7 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     """Train in this process."""
     import torch
 
-    from txl_dist.bench.rounds import kib
+    from txl_dist.bench import kib
     from txl_dist.config.config_file import load_run_config
     from txl_dist.runtime.process import keep_freed_memory
     from txl_dist.runtime.world import World

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from txl_dist.bench.rounds import peak_mib, time_rounds
+from txl_dist.bench import peak_mib, time_rounds
 from txl_dist.evaluation.job import evaluation_job
 from txl_dist.evaluation.result import plan_evaluation
 from txl_dist.model.config import ModelConfig

@@ -1,8 +1,38 @@
-"""RayLauncher: the launcher for `txl ... --on ray` and `--on ADDRESS`."""
+"""RayLauncher, the launcher for `txl ... --on ray` and `--on ADDRESS`, and its workers.
 
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+RayWorkers are the workers of `txl eval`, `txl prepare` and `txl data verify` as Ray actors.
 
+    RayWorkers.map(function, units) -> Worker.run (actors, one per CPU or GPU) -> results
+
+At most `num_workers` actors run, each with one CPU or GPU. They start when units wait for
+them, and live until the context ends, so an evaluation loads its model once per worker. An idle
+worker gets the next unit. If a worker dies, another one gets its unit; a unit that has killed
+MAX_DEATHS workers ends the work with an error. The loss of a node is not counted as such a death.
+
+A unit contains paths, offsets and settings; text never passes through Ray. All nodes must see the
+data under the same paths; `work_units.py` checks that for every unit of a preparation.
+"""
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from cluster.connection import (
+    HEAD_SECONDS,
+    NODE_LOSS_SECONDS,
+    interruptible_connection,
+    ray_log,
+    uses_gpus,
+)
+from cluster.nodes import ClusterMonitor
+from data_pipeline.errors import TxlError, UnfinishedError
+from data_pipeline.system.progress import WorkerStatus, WorkTimes
+from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
 from txl_dist.training.job import TrainJob
 
@@ -10,6 +40,254 @@ if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
     from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import Finding
+
+log = logging.getLogger(__name__)
+
+U = TypeVar("U")
+R = TypeVar("R")
+
+POLL_SECONDS = 0.5
+MAX_FAILED_STARTS = 3
+"""Workers in a row that die before they are ready."""
+MAX_NODE_LOSSES = 10
+"""Nodes that may be lost with one unit. More are no coincidence."""
+
+
+class Worker:
+    """The actor. A TxlError is returned, because Ray would wrap it if it were raised."""
+
+    def locate(self) -> tuple[str, str, int]:
+        """Node id, address of the node, pid. The first call: it returns once the actor runs."""
+        import os
+
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+
+    def run(self, function: Callable[[U], R], unit: U) -> tuple[R | TxlError, int]:
+        """The result of a unit, and this process's peak memory in bytes."""
+        try:
+            return function(unit), peak_memory_bytes()
+        except TxlError as error:
+            return error, peak_memory_bytes()
+
+
+class _WorkerHandle:
+    """An actor as the driver sees it."""
+
+    def __init__(self, number: int, actor: Any) -> None:
+        self.number, self.actor = number, actor
+        self.node_id, self.location = "", ""
+        self.task: tuple[int, Any] | None = None
+        """Number and unit; None while it starts or is idle."""
+        self.times = WorkTimes()
+
+    def __str__(self) -> str:
+        return f"worker {self.number}{self.location}"
+
+
+class RayWorkers:
+    """`Workers` on Ray. `address` None: a private Ray on this machine.
+
+    `use_gpus`: each worker gets a GPU if the cluster has any.
+    """
+
+    def __init__(self, num_workers: int, *, address: str | None, use_gpus: bool = False) -> None:
+        self.num_workers = num_workers
+        self.peak_memory_bytes = 0
+        self._address, self._use_gpus = address, use_gpus
+        self._is_closed = False
+        self._stack = ExitStack()
+        self._idle: list[_WorkerHandle] = []
+        self._calls: dict[Any, _WorkerHandle] = {}
+        """By the object reference of the call: the workers that start or are busy."""
+        self._queue: deque[tuple[int, Any]] = deque()
+        """Units without a worker."""
+        self._deaths: dict[int, list[str]] = {}
+        """By number of the unit: the nodes of the workers that died with it."""
+        self._num_started = self._num_failed_starts = 0
+        self._is_head_lost = False
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            num_cpus = self.num_workers
+            stack.enter_context(interruptible_connection(self._address, num_cpus=num_cpus))
+            stack.enter_context(ray_log(None))
+            import ray  # after `ray_connection` has set the variables that Ray reads
+
+            num_gpus = int(self._use_gpus and uses_gpus(self.num_workers))
+            self._actor_class = ray.remote(
+                # No restarts by Ray: it would repeat a unit that kills every worker, without
+                # naming it. SPREAD: the workers share the memory bandwidth of all nodes.
+                num_cpus=1,
+                num_gpus=num_gpus,
+                max_restarts=0,
+                scheduling_strategy="SPREAD",
+            )(Worker)
+            self._monitor = stack.enter_context(ClusterMonitor(use_gpu=num_gpus > 0))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Also from another thread: a `map` that is running then raises UnfinishedError."""
+        self._is_closed = True
+        self._kill([*self._idle, *self._calls.values()])
+        self._stack.close()
+
+    def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:
+        """See `Workers.map`. Closing the generator early kills the workers that are busy."""
+        import ray
+
+        pending = enumerate(units)
+        try:
+            while True:
+                if self._is_closed:
+                    raise UnfinishedError("the workers were closed")
+                self._fill(function, pending)
+                if not any(handle.task for handle in self._calls.values()) and not self._queue:
+                    return
+                if self._calls:
+                    ready, _ = ray.wait(list(self._calls), timeout=POLL_SECONDS)
+                else:
+                    ready = []
+                    time.sleep(POLL_SECONDS)
+                for call in ready:
+                    handle = self._calls.pop(call)
+                    if handle.task is None:
+                        self._finish_start(call, handle)
+                    elif (result := self._finish_unit(call, handle)) is not None:
+                        yield result
+                self._check_head()
+        finally:
+            busy = {call: handle for call, handle in self._calls.items() if handle.task}
+            self._kill(list(busy.values()))
+            for call in busy:
+                del self._calls[call]
+            self._queue.clear()
+            self._deaths.clear()
+
+    def status(self) -> list[WorkerStatus]:
+        return [
+            handle.times.status(str(handle), task[1])
+            for handle in list(self._calls.values())
+            if (task := handle.task)
+        ]
+
+    def missing(self) -> str:
+        num_missing = sum(handle.task is None for handle in list(self._calls.values()))
+        state = self._monitor.state
+        if not num_missing or state is None:
+            return ""
+        workers = "1 more worker needs" if num_missing == 1 else f"{num_missing} more workers need"
+        return (
+            f"{self._monitor.resource}s: {workers} one each, the cluster has {state.total:g}, of "
+            f"which {state.free:g} are free"
+        )
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def _fill(self, function: Callable[[U], R], pending: Iterator[tuple[int, U]]) -> None:
+        """Give units to idle workers, and start workers for the units that wait."""
+        num_busy = sum(handle.task is not None for handle in self._calls.values())
+        self._queue.extend(islice(pending, max(0, self.num_workers - num_busy - len(self._queue))))
+        while self._queue and self._idle:
+            handle = self._idle.pop()
+            handle.task = self._queue.popleft()
+            handle.times.start_unit()
+            self._calls[handle.actor.run.remote(function, handle.task[1])] = handle
+            num_busy += 1
+        num_starting = len(self._calls) - num_busy
+        for _ in range(min(len(self._queue), self.num_workers - num_busy) - num_starting):
+            handle = _WorkerHandle(self._num_started, self._actor_class.remote())
+            self._num_started += 1
+            self._calls[handle.actor.locate.remote()] = handle
+
+    def _finish_start(self, call: Any, handle: _WorkerHandle) -> None:
+        import ray
+
+        try:
+            handle.node_id, address, pid = ray.get(call)
+        except ray.exceptions.RayError as error:
+            self._kill([handle])
+            self._num_failed_starts += 1
+            if self._num_failed_starts == MAX_FAILED_STARTS:
+                raise TxlError(
+                    f"{MAX_FAILED_STARTS} workers in a row died while they started. Ray says: "
+                    f"{_first_lines(error)}. All nodes need this version of txl and its packages"
+                ) from None
+            return
+        handle.location = f" (pid {pid})" if self._address is None else f" ({address}, pid {pid})"
+        self._num_failed_starts = 0
+        self._idle.append(handle)
+
+    def _finish_unit(self, call: Any, handle: _WorkerHandle) -> tuple[int, Any] | None:
+        """Number and result of a unit; None if its worker died. Raises the unit's TxlError."""
+        import ray
+
+        assert handle.task is not None
+        (number, unit), handle.task = handle.task, None
+        try:
+            result, peak = ray.get(call)
+        except ray.exceptions.RayTaskError:
+            raise  # a bug: keep the worker's traceback
+        except ray.exceptions.RayError:
+            # An unreachable worker is treated as dead; repeating its unit is safe because units
+            # are deterministic.
+            self._kill([handle])
+            log.warning("%s died while it worked on %s", handle, unit)
+            self._add_death(handle.node_id, number, unit)
+            return None
+        self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
+        handle.times.finish_unit()
+        self._idle.append(handle)
+        if isinstance(result, TxlError):
+            raise result
+        return number, result
+
+    def _kill(self, handles: list[_WorkerHandle]) -> None:
+        import ray
+
+        if self._is_head_lost:
+            return  # the call would not return, and Ray has ended the workers
+        for handle in handles:
+            with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ValueError):
+                ray.kill(handle.actor)
+
+    # --- deaths -----------------------------------------------------------------------------------
+
+    def _add_death(self, node_id: str, number: int, unit: Any) -> None:
+        """Repeat a unit whose worker died. Raises WorkerDiedError if it has killed MAX_DEATHS."""
+        nodes = self._deaths.setdefault(number, [])
+        nodes.append(node_id)
+        if len(nodes) >= MAX_DEATHS:
+            # Ray notices the death of a node some seconds later than that of its workers.
+            wait_seconds = 0.0 if self._address is None else NODE_LOSS_SECONDS
+            deadline = time.monotonic() + wait_seconds
+            while self._has_node(node_id) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            num_deaths = sum(map(self._has_node, nodes))
+            if num_deaths >= MAX_DEATHS or len(nodes) - num_deaths > MAX_NODE_LOSSES:
+                raise WorkerDiedError(unit, None)
+        self._queue.appendleft((number, unit))
+
+    def _has_node(self, node_id: str) -> bool:
+        """Whether a node is alive, as far as is known. A private Ray has one, this machine."""
+        state = self._monitor.state
+        return self._address is None or state is None or node_id in state.node_ids
+
+    def _check_head(self) -> None:
+        if self._monitor.silent_seconds > HEAD_SECONDS:
+            self._is_head_lost = True
+            raise TxlError(
+                f"the head of the Ray cluster at {self._monitor.head} does not respond: its node "
+                "or network failed, which ends the workers too. Start the cluster again and run "
+                "the same command; finished work is kept (txl eval: with --resume)"
+            )
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:6])
 
 
 class RayLauncher(Launcher):
@@ -34,8 +312,6 @@ class RayLauncher(Launcher):
         self, num_workers: int, *, use_gpus: bool = False
     ) -> "AbstractContextManager[Workers]":
         """Ray actors; on a cluster, all nodes must see the same files as this process."""
-        from cluster.workers import RayWorkers
-
         return RayWorkers(num_workers, address=self._address, use_gpus=use_gpus)
 
     def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":

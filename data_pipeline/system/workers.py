@@ -6,7 +6,7 @@ of the unit. If a worker dies (out of memory, killed), its unit is retried once;
 death an error names the unit. Workers end when this process ends for any reason.
 
 concurrent.futures is not used: its pool does not report which unit a dead worker had, and its
-workers survive a killed parent. `cluster/workers.py` has the same interface on Ray.
+workers survive a killed parent. `cluster/launcher.py` has the same interface on Ray.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """What models use and how runs went: context curves and RECL, attention, plots, the page of a run.
 
-    recl.py         losses of a group of models -> relative effective context length
+    recl.py         the relative effective context length of a group of models (`txl recl`)
     windows.py      a model's losses of sampled targets after exactly c tokens
-    recl_report.py  measures a group (`txl recl`); recl.json, curve.csv and tables
     attention.py    attention of every head by distance (`txl attention`)
     run_report.py   what a run directory says about a run, as one HTML page (`txl report`)
     plots.py        all figures; no other module imports matplotlib

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from txl_dist.analysis.attention import AttentionByDistance
-from txl_dist.analysis.recl_report import ReclReport
+from txl_dist.analysis.recl import ReclReport
 from txl_dist.analysis.run_report import RunRecord, Series
 
 

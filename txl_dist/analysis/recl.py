@@ -1,4 +1,4 @@
-"""RECL, the relative effective context length of a model in a group of models.
+"""RECL, the relative effective context length of a model in a group of models (`txl recl`).
 
 For model i, target t and context c, l_i(c, t) is the loss of t after exactly c tokens, in nats.
 
@@ -25,19 +25,52 @@ measured step reaches the threshold. Both agree if gains decrease with c.
 The minimum with the baseline counts improvements and ignores deteriorations. A model whose losses
 vary with the context without becoming better therefore has gains above 0.
 
-`analyse_group` adds context curves, and bootstrap intervals of both.
+`txl recl --out DIR` writes recl.json and curve.csv next to the plots, and `--json` prints the
+object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
+
+    format, version              "txl-recl", 1
+    group, data, split           the name of the group, path or URL, split
+    data_sha256                  digest of the dataset's manifest
+    protocol                     one line to quote with the numbers
+    contexts, delta, threshold   in tokens; delta is null if the steps differ, then there is no RECL
+    positions, documents         number of targets, and of documents that contain them
+    within_documents             whether the context of each target is inside its document
+    seed                         of the sample and of the intervals
+    bootstrap                    unit, num_units, num_resamples and level of the intervals
+    models                       per model: name, checkpoint, model digest, parameters, settings,
+                                 max_context; curve: context, nats, perplexity, low, high (nats);
+                                 recl: r, recl, low, high, is_lower_bound, last_gain_ends, gains
 """
 
+import csv
+import io
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from txl_dist.evaluation.bootstrap import Resampling, interval, resamples
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.segments import Reset
+from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
+from data_pipeline.tokenizers.loading import differences
+from txl_dist.analysis.windows import (
+    WindowScorer,
+    max_context,
+    measure_losses,
+    sample_positions,
+    useful_contexts,
+)
+from txl_dist.convert.stored_model import StoredModel, find_model
+from txl_dist.errors import ConfigError, DataError
+from txl_dist.evaluation.bootstrap import LEVEL, Resampling, interval, plan_resampling, resamples
+from txl_dist.evaluation.job import EvaluationJob
+from txl_dist.evaluation.result import Subject
 
 # Shapes: M models, C contexts, N targets, Z resamples
 
@@ -161,3 +194,254 @@ def analyse_group(
             result = {"r": r, "low": int(low), "high": int(high), **asdict(length)}
             models[model]["recl"].append(result)
     return models
+
+
+# --- a group of stored models ---------------------------------------------------------------------
+
+JSON_NAME = "recl.json"
+CSV_NAME = "curve.csv"
+
+ReclReport: TypeAlias = dict[str, Any]
+"""The object of recl.json."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReclRequest:
+    """What `txl recl` measures. All jobs have the same data and split."""
+
+    group: str
+    """Published with the result, because RECL depends on the group."""
+    names: tuple[str, ...]
+    jobs: tuple[EvaluationJob, ...]
+    """One per model; the batch size counts windows."""
+    contexts: tuple[int, ...]
+    r_values: tuple[float, ...]
+    threshold: float
+    num_positions: int
+    num_resamples: int
+    seed: int
+
+
+def check_group(request: ReclRequest) -> None:
+    """Check everything that can be checked before weights are loaded.
+
+    Raises ConfigError for invalid options; DataError if tokenizers differ, among models or from the
+    data.
+    """
+    if len(set(request.names)) < len(request.names):
+        raise ConfigError(f"the models need different names, got {', '.join(request.names)}")
+    if bad := [r for r in request.r_values if not 0 < r <= 1]:
+        raise ConfigError(f"--r {bad[0]:g} must be above 0 and at most 1")
+    models = [find_model(job.checkpoint, weights=job.weights) for job in request.jobs]
+    _require_one_tokenizer(models)
+    data = request.jobs[0].data
+    manifest = load_manifest(data)
+    for model in models:
+        model.check_data(manifest, data)
+
+
+def measure_group(
+    request: ReclRequest, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> ReclReport:
+    """Losses of every model at every context, their curves and RECL: the object of recl.json.
+
+    Calls `on_progress(tokens read, tokens to read)`, first before anything is read. Holds one model
+    in memory at a time. Raises DataError if no target has enough context, CheckpointError for
+    damaged weights.
+    """
+    check_group(request)
+    first = request.jobs[0]
+    source = open_split(first.data, first.settings.split, manifest=load_manifest(first.data))
+    within_documents = any(job.settings.reset == "document" for job in request.jobs)
+    reset: Reset = "document" if within_documents else "stream"
+    positions = sample_positions(
+        source,
+        context=request.contexts[-1],
+        num_positions=request.num_positions,
+        seed=request.seed,
+        reset=reset,
+    )
+    losses, models = [], []
+    work = [tokens_per_target(job, request.contexts) * len(positions) for job in request.jobs]
+    on_progress(0, sum(work))
+    for number, (name, job) in enumerate(zip(request.names, request.jobs, strict=True)):
+        scorer, model = _open(name, job)
+        models.append(model)
+
+        def on_read(done: int, _: int, before: int = sum(work[:number])) -> None:
+            on_progress(before + done, sum(work))
+
+        losses.append(
+            measure_losses(
+                scorer,
+                source,
+                positions,
+                request.contexts,
+                batch_windows=job.batch_chunks,
+                on_progress=on_read,
+            )
+        )
+    steps = {later - earlier for earlier, later in pairwise(request.contexts)}
+    delta = steps.pop() if len(steps) == 1 else None
+    resampling = plan_resampling(
+        positions.document_N, num_resamples=request.num_resamples, seed=request.seed
+    )
+    analyses = analyse_group(
+        np.stack(losses),
+        request.contexts,
+        positions.document_N,
+        resampling,
+        r_values=request.r_values if delta else (),
+        threshold=request.threshold,
+        max_contexts=[model["max_context"] for model in models],
+    )
+    report = {
+        "format": "txl-recl",
+        "version": 1,
+        "group": request.group,
+        "data": str(first.data),
+        "data_sha256": source.manifest.digest,
+        "split": first.settings.split,
+        "protocol": "",
+        "contexts": list(request.contexts),
+        "delta": delta,
+        "threshold": request.threshold,
+        "positions": len(positions),
+        "documents": positions.num_documents,
+        "within_documents": within_documents,
+        "seed": request.seed,
+        "bootstrap": {
+            "unit": resampling.unit,
+            "num_units": resampling.num_units,
+            "num_resamples": resampling.num_resamples,
+            "level": LEVEL,
+        },
+        "models": [{**model, **analysis} for model, analysis in zip(models, analyses, strict=True)],
+    }
+    return {**report, "protocol": _protocol(report)}
+
+
+def _protocol(report: ReclReport) -> str:
+    """One line to quote with the numbers."""
+    contexts, delta = report["contexts"], report["delta"]
+    step = f" in steps of {delta}" if delta else ""
+    place = "document" if report["within_documents"] else "split"
+    models = "; ".join(
+        f"{Subject(model['name'], model['digest'])}: tgt_len {model['tgt_len']}, mem_len "
+        f"{model['mem_len']}, clamp_len {model['clamp_len']}, same_length "
+        f"{model['same_length']}, {model['precision']}"
+        for model in report["models"]
+    )
+    return (
+        f"RECL (arXiv:1901.02860, appendix C) of group {report['group']!r} on {report['split']} of "
+        f"{Subject(report['data'], report['data_sha256'])}: contexts {contexts[0]} to "
+        f"{contexts[-1]} tokens{step}, threshold {report['threshold']:g}, "
+        f"{report['positions']:,} targets of {report['documents']:,} documents (seed "
+        f"{report['seed']}) with {contexts[-1]} tokens before them in their {place}; each loss "
+        f"after exactly c tokens, read from an empty memory; {models}"
+    )
+
+
+def _require_one_tokenizer(models: list[StoredModel]) -> None:
+    """Losses per token can be compared only if all models have the same tokens."""
+    first = models[0]
+    for model in models[1:]:
+        if not model.tokenizer or not first.tokenizer:
+            continue
+        if changes := differences(model.tokenizer, first.tokenizer):
+            raise DataError(
+                f"the tokenizers of {model.path} and {first.path} differ: {changes}; a group needs "
+                "one tokenizer, because its losses per token are compared. Compare models that "
+                "were trained on the same prepared dataset"
+            )
+
+
+def _open(name: str, job: EvaluationJob) -> tuple[WindowScorer, dict[str, Any]]:
+    """The model, and its description."""
+    stored, settings = find_model(job.checkpoint, weights=job.weights), job.settings
+    model = job.open().model
+    description = {
+        "name": name,
+        "checkpoint": str(job.checkpoint),
+        "digest": stored.digest,
+        "num_parameters": sum(weight.numel() for weight in model.parameters()),
+        "distance_encoding": model.config.distance_encoding,
+        "tgt_len": settings.tgt_len,
+        "mem_len": settings.mem_len,
+        "clamp_len": settings.clamp_len,
+        "same_length": settings.same_length,
+        "reset": settings.reset,
+        "precision": settings.precision,
+        "max_context": max_context(model.config, settings.tgt_len),
+    }
+    scorer = WindowScorer(model=model, tgt_len=settings.tgt_len, precision=settings.precision)
+    return scorer, description
+
+
+def tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
+    """Tokens that a model reads to score one target after each of `contexts` tokens."""
+    config = job.model_config(find_model(job.checkpoint, weights=job.weights).config)
+    return sum(useful_contexts(contexts, max_context(config, job.settings.tgt_len)))
+
+
+# --- files and tables -----------------------------------------------------------------------------
+
+
+def write_report(staged: StagedDirectory, report: ReclReport) -> None:
+    """recl.json, curve.csv (one line per model and context) and the plots."""
+    from txl_dist.analysis.plots import plot_group, write_figure
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["model", "context", "nats", "low", "high", "perplexity"])
+    for model in report["models"]:
+        for point in model["curve"]:
+            numbers = (point[name] for name in ("nats", "low", "high", "perplexity"))
+            writer.writerow([model["name"], point["context"], *map(repr, numbers)])
+    with explain_disk_errors("writing recl.json and its plots", staged.directory):
+        staging = staged.stage()
+        plots = write_figure(plot_group(report), staging, "recl")
+        write_synced(staging / CSV_NAME, text.getvalue().encode())
+        write_synced(staging / JSON_NAME, json.dumps(report, allow_nan=False).encode())
+        staged.publish([*plots, CSV_NAME, JSON_NAME])
+
+
+def print_report(report: ReclReport) -> None:
+    print("mean nats per token after exactly c tokens, with half the width of its interval")
+    print("\n".join(_curve_table(report)))
+    if report["delta"] is None:
+        print("no RECL: the steps between the contexts differ")
+    else:
+        print(f"\nRECL in tokens, with its interval; group: {report['group']}")
+        print("\n".join(_recl_table(report)))
+        print("last gain ends: the context from which on no step reaches the threshold, per r")
+    print(f"\n{report['protocol']}")
+
+
+def _curve_table(report: ReclReport, *, max_rows: int = 12) -> Iterator[str]:
+    """Nats per token of every model by context; at most about `max_rows`."""
+    models, contexts = report["models"], report["contexts"]
+    width = max(16, *(len(model["name"]) for model in models))
+    yield f"{'context':>9}" + "".join(f"  {model['name']:>{width}}" for model in models)
+    last, step = len(contexts) - 1, -(-len(contexts) // max_rows)
+    for column in sorted({*range(0, last, step), last}):
+        points = [model["curve"][column] for model in models]
+        cells = [f"{p['nats']:.4f} ±{(p['high'] - p['low']) / 2:.4f}" for p in points]
+        yield f"{contexts[column]:>9,}" + "".join(f"  {cell:>{width}}" for cell in cells)
+
+
+def _recl_table(report: ReclReport) -> Iterator[str]:
+    """RECL of every model by r, with intervals."""
+    models = report["models"]
+    width = max(len(name) for name in ("model", *(model["name"] for model in models)))
+    titles = [f"RECL r={result['r']:g}" for result in models[0]["recl"]]
+    rows = [("model", [*titles, "last gain ends"])]
+    for model in models:
+        cells = []
+        for each in model["recl"]:
+            sign = ">=" if each["is_lower_bound"] else ""
+            cells.append(f"{sign}{each['recl']:,} ({each['low']:,}-{each['high']:,})")
+        ends = "/".join(f"{each['last_gain_ends']:,}" for each in model["recl"])
+        rows.append((model["name"], [*cells, ends]))
+    for name, cells in rows:
+        yield f"{name:{width}}" + "".join(f"  {cell:>20}" for cell in cells)

@@ -27,7 +27,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import GROUP_TOKENS
 from data_pipeline.streams.segments import SegmentReader
 from data_pipeline.tokenizers import load_tokenizer
-from txl_dist.bench.rounds import Figure, time_rounds
+from txl_dist.bench import Figure, time_rounds
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import EvaluationConfig, TrackingConfig, TrainingConfig

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.bench.rounds import one_thread, time_rounds
+from txl_dist.bench import one_thread, time_rounds
 from txl_dist.model.attention import SegmentContext, choose_implementation, heads_first
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.encodings import DistanceTerms

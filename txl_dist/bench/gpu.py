@@ -10,8 +10,8 @@ synchronisation, as between two reads of the loss; a round of steps ends with on
 against two peaks: that of the data sheet, and the fastest square product measured on the same
 machine in the same dtype. The whole module also runs on a CPU, for its tests.
 
-The paper's sizes equal those of configs/paper (a test compares them). NVIDIA's base is that of its
-DeepLearningExamples. `num_lanes` is the published batch on one GPU of those it was trained on.
+The sizes are those of configs/paper and configs/nvidia. `num_lanes` is the published batch on one
+GPU of those it was trained on.
 
 Sources: Dai et al. 2019, arXiv:1901.02860, and its code;
 https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/LanguageModeling/Transformer-XL
@@ -23,10 +23,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import Precision
+from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.devices import to_device
@@ -60,57 +64,45 @@ class BenchModel:
     """Goal of this project on one H100, against its data sheet."""
 
 
-_WT103_CUTOFFS = (20_000, 40_000, 200_000)
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+class PublishedModel(NamedTuple):
+    """A config of this repository, what its dataset would add, and its micro-batch on one GPU."""
+
+    config: str
+    vocab_size: int
+    num_lanes: int
+    mfu_goal: float
+
 
 MODELS = {
-    "nvidia-base": BenchModel(
-        config=ModelConfig(
-            vocab_size=267_735, cutoffs=(19_997, 39_997, 199_997), n_layer=16, d_model=512,
-            n_head=8, d_head=64, d_inner=2048, mem_len=192, dropout=0.1,
-        ),
-        tgt_len=192,
-        num_lanes=32,
-        mfu_goal=0.25,
-    ),
-    "wt103-base": BenchModel(
-        config=ModelConfig(
-            vocab_size=267_735, cutoffs=_WT103_CUTOFFS, n_layer=16, d_model=410, n_head=10,
-            d_head=41, d_inner=2100, mem_len=150, dropout=0.1,
-        ),
-        tgt_len=150,
-        num_lanes=60,
-        mfu_goal=0.25,
-    ),
-    "wt103-large": BenchModel(
-        config=ModelConfig(
-            vocab_size=267_735, cutoffs=_WT103_CUTOFFS, div_val=4,
-            tie_projs=(False, True, True, True), n_layer=18, d_model=1024, n_head=16, d_head=64,
-            d_inner=4096, mem_len=384, dropout=0.2, dropatt=0.2,
-        ),
-        tgt_len=384,
-        num_lanes=32,
-        mfu_goal=0.40,
-    ),
-    "enwik8-base": BenchModel(
-        config=ModelConfig(
-            vocab_size=204, n_layer=12, d_model=512, n_head=8, d_head=64, d_inner=2048,
-            mem_len=512, dropout=0.1,
-        ),
-        tgt_len=512,
-        num_lanes=22,
-        mfu_goal=0.30,
-    ),
-    "enwik8-large": BenchModel(
-        config=ModelConfig(
-            vocab_size=204, n_layer=24, d_model=1024, n_head=8, d_head=128, d_inner=3072,
-            mem_len=768, dropout=0.15, dropatt=0.15,
-        ),
-        tgt_len=768,
-        num_lanes=16,
-        mfu_goal=0.40,
-    ),
-}  # fmt: skip
+    "nvidia-base": PublishedModel("nvidia/wt103-base", 267_735, 32, 0.25),
+    "wt103-base": PublishedModel("paper/wt103-base", 267_735, 60, 0.25),
+    "wt103-large": PublishedModel("paper/wt103-large", 267_735, 32, 0.40),
+    "enwik8-base": PublishedModel("paper/enwik8-base", 204, 22, 0.30),
+    "enwik8-large": PublishedModel("paper/enwik8-large", 204, 16, 0.40),
+}
 """By name, in the order of the table."""
+
+
+def load_model(name: str) -> BenchModel:
+    """One of MODELS. Raises ConfigError where the configs are not installed."""
+    published = MODELS[name]
+    path = CONFIGS / f"{published.config}.yaml"
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist: the configs are part of the repository, not of the "
+            "installed package. Install txl from a clone: pip install -e ."
+        )
+    config = load_run_config(path)
+    return BenchModel(
+        config=replace(config.model, vocab_size=published.vocab_size),
+        tgt_len=config.data.tgt_len,
+        num_lanes=published.num_lanes,
+        mfu_goal=published.mfu_goal,
+    )
+
 
 DATA_SHEET_TFLOPS = {
     # The most specific name first: the words of a device's name contain all words of one of these.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from txl_dist.bench.rounds import Figure, peak_mib, time_rounds
+from txl_dist.bench import Figure, peak_mib, time_rounds
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.memory import SequenceState

@@ -9,13 +9,12 @@ import typer
 from data_pipeline.errors import TxlError
 from txl_dist.cli import (
     bench,
-    config,
     context,
     data,
-    doctor,
     evaluate,
     generate,
     job,
+    preflight,
     prepare,
     reproduce,
     runs,
@@ -33,8 +32,8 @@ app = typer.Typer(
 )
 app.command("prepare")(prepare.prepare)
 app.add_typer(data.app, name="data")
-app.add_typer(config.app, name="config")
-app.command("estimate")(config.estimate)
+app.add_typer(preflight.app, name="config")
+app.command("estimate")(preflight.estimate)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("recl")(context.recl)
@@ -46,7 +45,7 @@ app.add_typer(runs.checkpoint_app, name="checkpoint")
 app.add_typer(runs.track_app, name="track")
 app.add_typer(job.app, name="job")
 app.add_typer(bench.app, name="bench")
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(preflight.doctor)
 app.command("import")(runs.import_)
 app.command("export")(runs.export)
 

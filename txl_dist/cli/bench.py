@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from txl_dist.cli.options import AsJson, Batch, Checkpoint, MemLen, Seed, TgtLen, local_path_parser
+from txl_dist.cli.options import (
+    AsJson,
+    Batch,
+    Checkpoint,
+    MemLen,
+    Seed,
+    TgtLen,
+    local_path_parser,
+    whole_numbers,
+)
+from txl_dist.cli.progress import WorkUnit, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +47,8 @@ def model(
 
     Example: txl bench model --rounds 20
     """
+    from txl_dist.bench import print_figures
     from txl_dist.bench.model import bench_model
-    from txl_dist.bench.rounds import print_figures
 
     print_figures(bench_model(rounds=rounds), as_json=as_json)
 
@@ -56,8 +66,8 @@ def data(
 
     Example: txl bench data --megabytes 200
     """
+    from txl_dist.bench import print_figures
     from txl_dist.bench.data import bench_data
-    from txl_dist.bench.rounds import print_figures
 
     print_figures(bench_data(megabytes=megabytes), as_json=as_json)
 
@@ -98,7 +108,7 @@ def eval_speed(
 
     from txl_dist.bench.eval_speed import bench_eval_speed
 
-    lengths = _numbers("attention-length", attention_length)
+    lengths = whole_numbers("--attention-length", attention_length)
     model = _stored(checkpoint) if checkpoint else _random(n_layer, d_model, seed)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     device = next(model.parameters()).device.type
@@ -217,11 +227,10 @@ def recall(
     from data_pipeline.system.remote_path import dataset_path
     from txl_dist.analysis.windows import WindowScorer
     from txl_dist.bench.recall import RecallProbe, measure_recall, random_text, sampled_text
-    from txl_dist.cli.progress import WorkUnit, work_progress
     from txl_dist.convert.stored_model import find_model
 
     stored = find_model(checkpoint)
-    lengths = _numbers("distances", distances)
+    lengths = whole_numbers("--distances", distances)
     try:
         probe = RecallProbe(
             distances=tuple(lengths),
@@ -330,7 +339,7 @@ def gpu(
     """
     import torch
 
-    from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops
+    from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops, load_model
     from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
 
     chosen_models = _chosen("models", models, [*MODELS])
@@ -348,7 +357,8 @@ def gpu(
         compile=compiled,
         data_sheet_flops=sheet,
     )
-    run_gpu({name: MODELS[name] for name in chosen_models}, chosen, settings, as_json=as_json)
+    loaded = {name: load_model(name) for name in chosen_models}
+    run_gpu(loaded, chosen, settings, as_json=as_json)
 
 
 def run_gpu(
@@ -384,16 +394,6 @@ def run_gpu(
             "rows": [asdict(row) for row in rows],
         }
         print(json.dumps(result, allow_nan=False))
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"--{option} {text!r}: expected numbers separated by commas")
-    return numbers
 
 
 def _chosen(option: str, given: str | None, known: list[str]) -> list[str]:

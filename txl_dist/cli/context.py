@@ -3,13 +3,17 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from data_pipeline.system.files import (
+    StagedDirectory,
+    explain_disk_errors,
+    write_synced,
+)
 from txl_dist.cli.options import (
     COPY_TO_URL,
     AsJson,
@@ -23,12 +27,15 @@ from txl_dist.cli.options import (
     Seed,
     TgtLen,
     local_path_parser,
+    staged_output,
+    whole_numbers,
 )
+from txl_dist.cli.progress import TOKENS, WorkUnit, work_progress
+from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.system.files import StagedDirectory
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.recl_report import ReclRequest
+    from txl_dist.analysis.recl import ReclRequest
     from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
 
@@ -94,8 +101,7 @@ def recl(
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
-    from data_pipeline.system.files import StagedDirectory, require_writable
-    from txl_dist.analysis.recl_report import (
+    from txl_dist.analysis.recl import (
         JSON_NAME,
         ReclRequest,
         check_group,
@@ -103,7 +109,6 @@ def recl(
         print_report,
         write_report,
     )
-    from txl_dist.cli.progress import TOKENS, work_progress
     from txl_dist.evaluation.job import evaluation_job
 
     jobs = [
@@ -125,19 +130,14 @@ def recl(
         names=model_names,
         jobs=tuple(jobs),
         contexts=_contexts(contexts, max_context, delta),
-        r_values=tuple(_numbers("--r", r)),
+        r_values=_fractions(r),
         threshold=threshold,
         num_positions=positions,
         num_resamples=resamples,
         seed=seed,
     )
     check_group(request)
-    with ExitStack() as stack:
-        # Opened first: an unusable --out must be an error before minutes of computing.
-        staged = out and stack.enter_context(StagedDirectory(out, last=JSON_NAME))
-        if out:
-            require_writable(out)
-        show = stack.enter_context(work_progress(TOKENS))
+    with staged_output(out, JSON_NAME) as staged, work_progress(TOKENS) as show:
 
         def on_progress(done: int, total: int) -> None:
             if done == 0:
@@ -171,8 +171,6 @@ def _has_memory(checkpoint: Path) -> bool:
 
 
 def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
-    from txl_dist.errors import ConfigError
-
     if names is None:
         return tuple(str(path) for path in checkpoints)
     listed = tuple(name.strip() for name in names.split(","))
@@ -183,8 +181,6 @@ def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
 
 def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, ...]:
     """Raises ConfigError for contexts that do not increase, or fewer than two."""
-    from txl_dist.errors import ConfigError
-
     if contexts is None:
         chosen = tuple(range(delta, max_context + 1, delta))
         if len(chosen) < 2:
@@ -193,22 +189,17 @@ def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, 
                 "RECL compares contexts one step apart, so take a smaller --delta"
             )
         return chosen
-    numbers = _numbers("--contexts", contexts)
-    if not all(number.is_integer() for number in numbers):
-        raise ConfigError(f"--contexts {contexts}: expected whole numbers of tokens")
-    chosen = tuple(map(int, numbers))
-    if chosen[0] < 1 or any(a >= b for a, b in pairwise(chosen)):
-        raise ConfigError(f"--contexts {contexts}: expected rising numbers of at least 1")
+    chosen = tuple(whole_numbers("--contexts", contexts))
+    if any(a >= b for a, b in pairwise(chosen)):
+        raise ConfigError(f"--contexts {contexts}: expected rising numbers")
     return chosen
 
 
-def _numbers(option: str, text: str) -> list[float]:
-    from txl_dist.errors import ConfigError
-
+def _fractions(text: str) -> tuple[float, ...]:
     try:
-        return [float(word) for word in text.split(",")]
+        return tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise ConfigError(f"{option} {text!r}: expected numbers separated by commas") from None
+        raise ConfigError(f"--r {text!r}: expected numbers separated by commas") from None
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -239,7 +230,6 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.analysis.attention import ATTENTION_NAME, attention_json
     from txl_dist.evaluation.job import evaluation_job
 
@@ -252,11 +242,7 @@ def attention(
         batch=batch,
         max_tokens=max_tokens,
     )
-    with ExitStack() as stack:
-        # Opened first: an unusable --out must be an error before minutes of computing.
-        staged = out and stack.enter_context(StagedDirectory(out, last=ATTENTION_NAME))
-        if out:
-            require_writable(out)
+    with staged_output(out, ATTENTION_NAME) as staged:
         scorer = job.open()
         result = _measure_attention(scorer, job)
         content = attention_json(result, job, scorer.model.config)
@@ -272,7 +258,6 @@ def attention(
 
 def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDistance":
     from txl_dist.analysis.attention import attention_by_distance
-    from txl_dist.cli.progress import WorkUnit, work_progress
     from txl_dist.evaluation.result import plan_evaluation
 
     chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
@@ -285,7 +270,6 @@ def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDi
 def _write_attention(
     staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
 ) -> None:
-    from data_pipeline.system.files import explain_disk_errors, write_synced
     from txl_dist.analysis.attention import ATTENTION_NAME, as_utf8
     from txl_dist.analysis.plots import plot_attention, write_figure
 

@@ -4,12 +4,17 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from data_pipeline.system.files import (
+    explain_disk_errors,
+    require_writable,
+    write_file,
+)
+from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
 from txl_dist.cli.options import (
     COPY_TO_URL,
     AsJson,
@@ -21,8 +26,11 @@ from txl_dist.cli.options import (
     checkpoint_path,
     local_path_parser,
     open_workers,
+    staged_output,
     stoppable,
 )
+from txl_dist.cli.progress import TOKENS, running, work_progress
+from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.distributed import PlannedJob
@@ -169,7 +177,6 @@ def evaluate(
     if watch is not None:
         _watch(watch, on, workers)
         return
-    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.evaluation_output import (
         RESULT_NAME,
         print_scores,
@@ -177,8 +184,6 @@ def evaluate(
         sweep_content,
         sweep_objects,
     )
-    from txl_dist.cli.progress import TOKENS, running, work_progress
-    from txl_dist.errors import ConfigError
 
     if not checkpoints or data is None:
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
@@ -222,11 +227,7 @@ def evaluate(
             for checkpoint in checkpoints
         ]
     planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
-    with ExitStack() as stack:
-        # Opened first: an unusable --out must be an error before minutes of computing.
-        staged = out and stack.enter_context(StagedDirectory(out, last=RESULT_NAME))
-        if out:
-            require_writable(out)
+    with staged_output(out, RESULT_NAME) as staged:
         with (
             stoppable(_resume_advice(planned)),
             open_workers(on, workers, use_gpus=True) as pool,
@@ -259,9 +260,7 @@ def evaluate(
 
 
 def _watch(run: Path, on: str, workers: int) -> None:
-    from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
     from data_pipeline.system.workers import ProcessWorkers
-    from txl_dist.cli.progress import running
 
     is_of_run = PARENT_VARIABLE in os.environ  # `evaluation.on: workers` has started it
     if is_of_run:
@@ -291,7 +290,6 @@ def _note(line: str) -> None:
 
 def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> dict[str, list[int]]:
     """Values of --sweep by option, which must not have another value."""
-    from txl_dist.errors import ConfigError
     from txl_dist.evaluation.job import parse_sweep
 
     values = parse_sweep(texts)
@@ -304,8 +302,6 @@ def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> di
 
 def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -> None:
     """Refuse a file of --per-document that cannot be written, before minutes of computing."""
-    from data_pipeline.system.files import require_writable
-    from txl_dist.errors import ConfigError
 
     if per_document and swept:
         raise ConfigError(
@@ -318,7 +314,6 @@ def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -
 def _write_documents(
     path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
 ) -> None:
-    from data_pipeline.system.files import explain_disk_errors, write_file
     from txl_dist.cli.evaluation_output import document_lines
 
     if path:
@@ -329,7 +324,6 @@ def _write_documents(
 
 def _names(split: str) -> list[str]:
     """Parse `valid,test`."""
-    from txl_dist.errors import ConfigError
 
     names = [name.strip() for name in split.split(",")]
     if "" in names or len(set(names)) < len(names):
@@ -350,7 +344,6 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
 
 def _log_to_mlflow(objects: "Sequence[Mapping[str, Any]]") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
-    from txl_dist.cli.progress import running
     from txl_dist.tracking.process import log_evaluations
 
     scored = []

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from data_pipeline.system.files import explain_disk_errors, require_writable, write_file
 from txl_dist.cli.options import COPY_TO_URL, AsJson, Checkpoint, PrecisionOption, local_path_parser
+from txl_dist.cli.progress import WorkUnit, running, work_progress
+from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.generation.text import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 
 if TYPE_CHECKING:
@@ -97,9 +100,6 @@ def generate(
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
-    from data_pipeline.system.files import require_writable
-    from txl_dist.cli.progress import running
-    from txl_dist.errors import ConfigError
     from txl_dist.generation.text import read_prompts
 
     if prompts and prompt:
@@ -121,9 +121,7 @@ def generate(
         model = model.to("cuda" if cuda.is_available() else "cpu")
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
     options["limits"] = replace(options["limits"], stop_tokens=stop_tokens)
-    _check_prompts(prompt, prompts, lines, tokenizer, strict=strict)
-    if strict:
-        _check_stop_strings(stop or (), tokenizer)
+    _check_texts(prompt, prompts, lines, stop or (), tokenizer, strict=strict)
     options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
     texts = generate_texts(
         model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
@@ -146,7 +144,6 @@ def _options(
     stop: list[str] | None,
 ) -> dict[str, Any]:
     """The sampling and the limits. Raises ConfigError."""
-    from txl_dist.errors import ConfigError
 
     try:
         # Bytes that are not UTF-8 reach Python as lone surrogates.
@@ -165,7 +162,6 @@ def _options(
 
 def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     """The id of a `--stop-token`. Raises ConfigError for another text than that of one token."""
-    from txl_dist.errors import ConfigError
 
     if token.isascii() and token.isdecimal() and len(token) < 11:
         if int(token) < tokenizer.vocab_size:
@@ -182,38 +178,30 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     return int(ids[0])
 
 
-def _check_stop_strings(strings: "Sequence[str]", tokenizer: "Tokenizer") -> None:
-    """Refuse stop strings with symbols that are not in the vocabulary."""
-    from txl_dist.errors import ConfigError
-    from txl_dist.generation.text import describe_unknown
-
-    for string in strings:
-        if unknown := tokenizer.unknown_symbols(string):
-            raise ConfigError(f"--stop {string!r}: {describe_unknown(unknown)}")
-
-
-def _check_prompts(
+def _check_texts(
     prompt: str,
     prompts: Path | None,
     lines: "Sequence[PromptLine]",
+    stop: "Sequence[str]",
     tokenizer: "Tokenizer",
     *,
     strict: bool,
 ) -> None:
-    """Refuse prompts without tokens; `strict`: also those with symbols that are unknown."""
-    from txl_dist.errors import ConfigError, DataError
+    """Refuse prompts without tokens. `strict`: also symbols that are not in the vocabulary."""
     from txl_dist.generation.generate import require_prompt
+    from txl_dist.generation.text import describe_unknown
 
-    for line in lines:
+    named: list[tuple[str, str | list[int], type[TxlError]]] = [
+        (f"{prompts}, line {line.line}", line.prompt, DataError) for line in lines
+    ]
+    for name, text, error_class in named or [("--prompt", prompt, ConfigError)]:
         try:
-            require_prompt(tokenizer, line.prompt, strict=strict)
+            require_prompt(tokenizer, text, strict=strict)
         except ValueError as error:
-            raise DataError(f"{prompts}, line {line.line}: {error}") from None
-    if not lines:
-        try:
-            require_prompt(tokenizer, prompt, strict=strict)
-        except ValueError as error:
-            raise ConfigError(f"--prompt: {error}") from None
+            raise error_class(f"{name}: {error}") from None
+    for string in stop if strict else ():
+        if unknown := tokenizer.unknown_symbols(string):
+            raise ConfigError(f"--stop {string!r}: {describe_unknown(unknown)}")
 
 
 def _stream(
@@ -255,8 +243,6 @@ def _result_lines(
 
 def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
     """Print every result when it is there, or write all to a file at the end."""
-    from data_pipeline.system.files import explain_disk_errors, write_file
-    from txl_dist.cli.progress import WorkUnit, work_progress
 
     if out is None:
         for line in results:

@@ -59,8 +59,6 @@ class JobRequest:
     """The command without `txl`. The path of a run config is relative to the package."""
     root: str
     """Absolute path on the cluster, seen by all nodes; all other relative paths begin there."""
-    log: str | None = None
-    """File on the cluster for a copy of the driver's output; None: no copy."""
     stop_seconds: int = STOP_SECONDS
     """How long the command may take to end after a stop request; then Ray kills it."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -82,8 +80,7 @@ class JobRequest:
     @property
     def entrypoint(self) -> str:
         """The shell command that Ray runs in the unpacked package."""
-        log = ("--log", self.log) if self.log else ()
-        words = (self.python, "-P", "-m", "cluster.job_driver", "--root", self.root, *log)
+        words = (self.python, "-P", "-m", "cluster.job_driver", "--root", self.root)
         # exec: otherwise a shell stays between Ray and the driver, and dies of the stop signal.
         return f"exec {shlex.join((*words, '--', *self.words))}"
 
@@ -279,7 +276,6 @@ def _plan_training(
     details = {
         "name": _name("train", posixpath.basename(run), [run]),
         "words": ("train", packed, "--on", "auto", *others),
-        "log": f"{run}/logs/driver.log",
         "stop_seconds": math.ceil(config.training.grace_seconds) + SHUTDOWN_SECONDS,
         "config": packed,
     }

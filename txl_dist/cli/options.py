@@ -18,6 +18,7 @@ from data_pipeline.errors import ConfigError
 from txl_dist.errors import CheckpointError, PreemptedError
 
 if TYPE_CHECKING:
+    from data_pipeline.system.files import StagedDirectory
     from data_pipeline.system.workers import Workers
 
 COPY_FROM_URL = "Copy it to this machine with the store's own tools, and give the path of the copy."
@@ -77,6 +78,32 @@ def checkpoint_path(text: str) -> Path:
     if not _are_elsewhere.get() and not path.exists():
         raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
     return path
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The value of an option `N,N,...`. Raises ConfigError for others than numbers from 1 on."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"{option} {text!r}: expected whole numbers of at least 1, separated by commas"
+        )
+    return [int(part) for part in parts]
+
+
+@contextmanager
+def staged_output(out: Path | None, last: str) -> "Iterator[StagedDirectory | None]":
+    """The directory of `--out`, whose file `last` appears last. None without one.
+
+    Open it first: an unusable directory must be an error before minutes of computing.
+    """
+    from data_pipeline.system.files import StagedDirectory, require_writable
+
+    if out is None:
+        yield None
+        return
+    with StagedDirectory(out, last=last) as staged:
+        require_writable(out)
+        yield staged
 
 
 # --- options and arguments ------------------------------------------------------------------------

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from data_pipeline.system.files import write_file
 from txl_dist.cli.options import COPY_TO_URL, AsJson, SavedCheckpoint, local_path_parser
+from txl_dist.cli.progress import running
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 
 if TYPE_CHECKING:
     from txl_dist.model.transformer_xl import TransformerXL
@@ -36,9 +39,7 @@ def report(
 
     Example: txl report runs/quickstart
     """
-    from data_pipeline.system.files import write_file
     from txl_dist.analysis.run_report import read_run, run_page
-    from txl_dist.errors import ConfigError
 
     record = read_run(run)
     path = out or run / "report.html"
@@ -65,7 +66,6 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     """
     from txl_dist.checkpoint.directory import CheckpointDirectory
     from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-    from txl_dist.errors import CheckpointError
     from txl_dist.training.scores import ScoreTable
     from txl_dist.training.state import load_state
 
@@ -138,9 +138,7 @@ def sync(
 
     Example: txl track sync runs/quickstart
     """
-    from txl_dist.cli.progress import running
     from txl_dist.config.redaction import HIDDEN
-    from txl_dist.errors import ConfigError, TxlError
     from txl_dist.tracking.process import EXIT_UNDELIVERED
     from txl_dist.tracking.tracker import (
         LOG,

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from data_pipeline.system.signals import StopSignals, exit_without_teardown
 from txl_dist.cli.options import ConfigPath, Overrides, require_local
+from txl_dist.cli.progress import run_progress
+from txl_dist.errors import ConfigError, PreemptedError, TxlError, print_error
 
 if TYPE_CHECKING:
     from txl_dist.launch.launcher import RankRange
@@ -123,7 +126,6 @@ def _launch(
 
     for corpus in job.config.data.corpora.values():
         require_manifest(corpus.path)  # before numpy is imported: the most common mistake
-    from txl_dist.cli.progress import run_progress
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.process import stray_variables
     from txl_dist.training.compatibility import check_newest_checkpoint
@@ -168,7 +170,6 @@ def _require_known_settings(job: "TrainJob") -> None:
     if not job.allow_change:
         return
     from txl_dist.config.config_file import flatten_config
-    from txl_dist.errors import ConfigError
     from txl_dist.training.compatibility import MIXTURE
 
     # A misspelt key would allow nothing, and the ranks would refuse the change much later.
@@ -192,8 +193,6 @@ def _train_as_rank(
     import logging
     import os
 
-    from data_pipeline.system.signals import StopSignals, exit_without_teardown
-    from txl_dist.errors import ConfigError, PreemptedError, TxlError, print_error
     from txl_dist.runtime.world import World
     from txl_dist.tracking.process import wait_for_delivery
     from txl_dist.training.rank import train_rank

@@ -3,7 +3,6 @@
 import json
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,20 +10,18 @@ import torch
 from tests.support.commands import run_txl
 from txl_dist.bench import gpu
 from txl_dist.bench.gpu import (
-    MODELS,
     BenchModel,
     GpuRow,
     Settings,
     bench_gpu,
     data_sheet_flops,
     implementations_for,
+    load_model,
 )
 from txl_dist.cli import bench as command
-from txl_dist.config.config_file import load_run_config
 from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.flops import training_flops
 
-CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = BenchModel(
     config=ModelConfig(
         vocab_size=40, cutoffs=(10,), n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16,
@@ -45,14 +42,6 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SECONDS_PER_SIZE", 0.0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_models_are_those_of_the_configs(name: str) -> None:
-    path = f"paper/{name}.yaml" if name != "nvidia-base" else "nvidia/wt103-base.yaml"
-    config, model = load_run_config(CONFIGS / path), MODELS[name]
-    assert replace(model.config, vocab_size=0) == replace(config.model, vocab_size=0)
-    assert model.tgt_len == config.data.tgt_len
-
-
 @pytest.mark.parametrize(
     ("name", "megaflops"),
     [
@@ -62,7 +51,7 @@ def test_the_models_are_those_of_the_configs(name: str) -> None:
 )  # fmt: skip
 def test_operations_per_token(name: str, megaflops: float) -> None:
     """Without tails, which depend on the text."""
-    model = MODELS[name]
+    model = load_model(name)
     flops = training_flops(model.config, num_lanes=model.num_lanes, tgt_len=model.tgt_len)
     per_token = flops / model.num_lanes / model.tgt_len / 1e6
     assert per_token == pytest.approx(megaflops, rel=0.1)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from txl_dist.cli.config import app
+from txl_dist.cli.preflight import app
 from txl_dist.config.config_file import dump_run_config, load_run_config
 from txl_dist.errors import ConfigError
 
@@ -69,7 +69,7 @@ def test_an_invalid_config_ends_with_exit_code_2(command: str) -> None:
 
 def test_importing_the_commands_imports_nothing_heavy() -> None:
     code = (
-        "import sys, txl_dist.cli.config;"
+        "import sys, txl_dist.cli.preflight;"
         "print(*{'torch', 'pydantic', 'ruamel', 'mlflow', 'numpy'} & set(sys.modules))"
     )
     result = subprocess.run(

@@ -54,9 +54,9 @@ def test_the_table_has_a_column_per_number_of_gpus() -> None:
 @pytest.mark.parametrize(
     ("gpus", "message"),
     [
-        ("0", "expected numbers from 1 on"),
-        ("8,x", "expected numbers from 1 on"),
-        ("", "expected numbers from 1 on"),
+        ("0", "expected whole numbers of at least 1"),
+        ("8,x", "expected whole numbers of at least 1"),
+        ("", "expected whole numbers of at least 1"),
         ("1,6", "6 GPUs for data.num_lanes=5"),
     ],
 )
@@ -75,7 +75,7 @@ def test_an_unknown_vocabulary_is_refused() -> None:
 
 def test_importing_the_command_imports_nothing_heavy() -> None:
     code = (
-        "import sys, txl_dist.cli.config;"
+        "import sys, txl_dist.cli.preflight;"
         "print(*{'torch', 'pydantic', 'ruamel', 'mlflow', 'numpy'} & set(sys.modules))"
     )
     result = subprocess.run(

@@ -56,7 +56,6 @@ def test_the_command_runs_on_the_cluster_with_the_config_of_the_package() -> Non
     assert request.words == (
         *("train", "configs/tiny.yaml", "--on", "auto", "--ranks", "2", "seed=4"),
     )
-    assert request.log == "/shared/runs/tiny/logs/driver.log"
     assert request.stop_seconds == 25 + SHUTDOWN_SECONDS
     assert plan(*TRAIN, "training.grace_seconds=99.5").stop_seconds == 100 + SHUTDOWN_SECONDS
     assert plan("eval", "a", "b").words == ("eval", "--on", "auto", "a", "b")

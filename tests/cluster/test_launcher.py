@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import cluster.workers
+import cluster.launcher
+from cluster.launcher import MAX_NODE_LOSSES, RayWorkers
 from cluster.nodes import ClusterState
-from cluster.workers import MAX_NODE_LOSSES, RayWorkers
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.system.workers import WorkerDiedError
@@ -50,7 +50,7 @@ def test_workers_on_ray_keep_the_contract_of_workers(tmp_path: Path) -> None:
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> RayWorkers:
     """Workers of a cluster in which node `alive` is left."""
-    monkeypatch.setattr(cluster.workers, "NODE_LOSS_SECONDS", 0.0)
+    monkeypatch.setattr(cluster.launcher, "NODE_LOSS_SECONDS", 0.0)
     workers = RayWorkers(2, address="127.0.0.1:1")
     state = ClusterState(node_ids=frozenset({"alive"}), total=2, free=0)
     workers._monitor = SimpleNamespace(state=state)  # type: ignore[assignment]
@@ -59,7 +59,6 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> RayWorkers:
 
 def die_on(workers: RayWorkers, node: str) -> None:
     workers._add_death(node, 7, "unit 7")
-    workers._check_suspects()
     assert workers._queue.popleft() == (7, "unit 7")
 
 

@@ -47,7 +47,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.streams.remainder import Range, Remainder, merged
+from data_pipeline.streams.order import Range, Remainder, merged
 
 
 class EpochRange(NamedTuple):

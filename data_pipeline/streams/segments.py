@@ -3,6 +3,9 @@
 `SegmentReader` cuts segments for some lanes of a plan. `segment_stream.py` calls it in a
 thread, before the training loop needs the segments.
 
+`documents_of_lanes` names the documents at the same positions, for messages about the data of a
+step. It reads indexes only, no tokens.
+
 The code of the paper lets a lane's memory continue into the next document (`reset: stream`). With
 `reset: document`, `age` limits attention to the current document.
 
@@ -11,7 +14,7 @@ Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.streams.cursor import LaneCursor, rising_ages
 from data_pipeline.streams.lanes import EpochRange, LanePlan
-from data_pipeline.streams.mixture import MixedSource, source_of_epoch
+from data_pipeline.streams.mixture import MixedEpoch, MixedSource, source_of_epoch
 from data_pipeline.streams.order import EpochOrder, Shuffle
 
 if TYPE_CHECKING:
@@ -166,3 +169,73 @@ class SegmentReader:
             source.block_tokens, seed=self._seed, epoch=epoch, shuffle=self._shuffle
         )
         return _Epoch(source, order)
+
+
+# --- the documents of lanes -----------------------------------------------------------------------
+
+
+class LaneDocument(NamedTuple):
+    """A document with tokens in a range of lane positions."""
+
+    lane: int
+    epoch: int
+    corpus: int
+    """The document's corpus, as its place in the mixture; 0 without a mixture."""
+    id: str
+    position: int
+    """First lane position of the range at which a token of the document is."""
+    num_tokens: int
+    """Tokens of the document in the range."""
+
+
+def documents_of_lanes(
+    source: TokenSource | MixedSource,
+    plan: LanePlan,
+    *,
+    lanes: Sequence[int],
+    start: int,
+    stop: int,
+    shuffle: Shuffle,
+    seed: int,
+) -> list[LaneDocument]:
+    """The documents of lane positions [start, stop) of these lanes, by position, then by lane."""
+    documents = []
+    position = start
+    for part in plan.epoch_ranges(start, stop):
+        tokens = source_of_epoch(source, part.epoch)
+        order = EpochOrder.of(tokens.block_tokens, seed=seed, epoch=part.epoch, shuffle=shuffle)
+        for lane in lanes:
+            first_position = position
+            for _, first, last, _ in plan.token_ranges(lane, part):
+                documents += [
+                    LaneDocument(
+                        lane, part.epoch, corpus, id_, first_position + begin - first, end - begin
+                    )
+                    for corpus, id_, begin, end in _documents(tokens, order, first, last)
+                ]
+                first_position += last - first
+        position += part.stop - part.start
+    return documents
+
+
+def _documents(
+    source: TokenSource, order: EpochOrder, start: int, stop: int
+) -> Iterator[tuple[int, str, int, int]]:
+    """(corpus, id, first token, end) of each document in tokens [start, stop) of the order."""
+    while start < stop:
+        block, block_start = order.locate(start)
+        num_tokens = int(source.block_tokens[block])
+        starts = source.document_starts(block)
+        documents = order.document_order(block, len(starts))
+        if documents is None:
+            documents = np.arange(len(starts))
+        ids = source.document_ids(block)
+        corpus = int(source.corpus[block]) if isinstance(source, MixedEpoch) else 0
+        ends = block_start + np.cumsum(np.diff([*starts, num_tokens])[documents])
+        block_stop = min(stop, block_start + num_tokens)
+        for place in range(int(np.searchsorted(ends, start, side="right")), len(documents)):
+            end = min(int(ends[place]), block_stop)
+            yield corpus, ids[documents[place]], start, end
+            start = end
+            if start == block_stop:
+                break

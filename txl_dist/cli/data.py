@@ -154,7 +154,7 @@ def inspect(
     from data_pipeline.shards.manifest import load_manifest
     from data_pipeline.shards.shard_reader import open_split
     from data_pipeline.shards.verify import excerpts
-    from data_pipeline.streams.unigram_entropy import unigram_entropy
+    from data_pipeline.streams.cursor import unigram_entropy
     from data_pipeline.system.remote_path import dataset_path
 
     directory = dataset_path(dataset)

@@ -17,10 +17,10 @@ from data_pipeline.shards.manifest import (
 )
 from data_pipeline.shards.shard_files import FrameCache
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
+from data_pipeline.streams.cursor import unigram_entropy
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
 from data_pipeline.streams.order import Shuffle
-from data_pipeline.streams.unigram_entropy import unigram_entropy
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.loading import StoredTokenizer, differences

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.streams.remainder import num_tokens
+from data_pipeline.streams.order import num_tokens
 from txl_dist.training.state import CorpusEntry, Phase
 
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.streams.documents import LaneDocument, documents_of_lanes
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.segments import LaneDocument, Segment, documents_of_lanes
 from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.directory import CheckpointDirectory, divergence_advice
 from txl_dist.config.run_config import RunConfig

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.pipeline import segment_pipeline
-from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream, segment_pipeline
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError

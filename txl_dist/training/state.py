@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import tokens_per_epoch
-from data_pipeline.streams.remainder import Remainder
+from data_pipeline.streams.order import Remainder
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256

@@ -1,4 +1,4 @@
-"""The segment stream: its position, its thread's lifetime, and errors in the thread."""
+"""The segment stream: its position, its thread's lifetime, errors in the thread, and a pipeline."""
 
 import gc
 import itertools
@@ -11,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import webdataset as wds
 
 from data_pipeline.errors import DataError
+from data_pipeline.streams.segment_stream import segment_pipeline
+from data_pipeline.streams.segments import Segment
 from tests.data_pipeline.streams.numbered_stream import stream_of
 from tests.support.token_sources import NumberedSource
 
@@ -139,3 +142,16 @@ print(sum(1 for _ in itertools.islice(stream, 10)))
         timeout=20,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "10\n", "")
+
+
+def test_a_new_pipeline_continues_at_the_streams_position() -> None:
+    def shifted(segments: Iterator[Segment]) -> Iterator[tuple[int, int]]:
+        for segment in segments:
+            yield segment.position, int(segment.input[0, 0]) + 1
+
+    stages = shifted, wds.map(lambda pair: pair)
+    with stream_of(NumberedSource([1000]), num_lanes=1) as stream:
+        pipeline = segment_pipeline(stream, *stages)
+        assert list(itertools.islice(pipeline, 3)) == [(0, 1), (4, 5), (8, 9)]
+        repeated = segment_pipeline(stream, *stages)
+        assert list(itertools.islice(repeated, 2)) == [(12, 13), (16, 17)]

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.remainder import Remainder
+from data_pipeline.streams.order import Remainder
 from data_pipeline.streams.segment_stream import SegmentStream
 from tests.support.gloo_ranks import RankGroups
 from tests.support.small_models import VOCAB_SIZE, small_model

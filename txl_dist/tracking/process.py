@@ -423,25 +423,14 @@ def _recorded_parts(result: Mapping[str, Any]) -> dict[str, Any]:
     scalars = {key: value for key, value in result.items() if key not in ("details", "protocol")}
     numbers = {key: value for key, value in scalars.items() if type(value) in (int, float)}
     texts = redact({key: value for key, value in scalars.items() if key not in numbers})
-    numbers |= _interval(result.get("details") or {})
+    intervals = (result.get("details") or {}).get("interval") or {}
+    for name, bounds in intervals.items():
+        if isinstance(bounds, list) and None not in bounds:  # None: out of the range of a float
+            numbers |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
     protocol = result.get("protocol")
     return {
         "name": f"evaluation {result.get('split', '')}".strip(),
         "metrics": {key: float(value) for key, value in numbers.items() if math.isfinite(value)},
         "params": {key: as_text(value) for key, value in texts.items()},
         "tags": {"txl.protocol": redact(str(protocol))} if protocol is not None else {},
-    }
-
-
-def _interval(details: Mapping[str, Any]) -> dict[str, float]:
-    """The bounds of every score that has an interval, such as perplexity_low."""
-    bounds = [
-        (name, value)
-        for name, value in (details.get("interval") or {}).items()
-        if isinstance(value, list)
-    ]
-    return {
-        f"{name}_{end}": bound
-        for name, value in bounds
-        for end, bound in zip(("low", "high"), value, strict=True)
     }

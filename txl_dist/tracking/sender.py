@@ -299,12 +299,10 @@ def record_evaluations(results: Sequence[tuple[str, Mapping[str, Any]]]) -> None
         tracker.end(run_id, "finished")
 
 
-def deliver(
-    run_dir: Path, request: TrackingRequest, training: TrainingEnd, *, poll_seconds: float
-) -> bool:
+def deliver(run_dir: Path, request: TrackingRequest, training: TrainingEnd) -> bool:
     """Send until training has ended and the server has everything (True), or until the deadline."""
     sender = Sender(run_dir, request)
-    backoff_seconds = poll_seconds
+    backoff_seconds = POLL_SECONDS
     is_failing = is_last = False
     while True:
         # Tested before the journal is read: then that read sees every line.
@@ -318,7 +316,7 @@ def deliver(
                 return True
             if is_failing:
                 log.info("the server responds again")
-            backoff_seconds, is_failing = poll_seconds, False
+            backoff_seconds, is_failing = POLL_SECONDS, False
         except UnavailableError as error:
             if not is_failing:
                 log.warning("%s", error)
@@ -358,7 +356,7 @@ def git_commit() -> str | None:
     return result.stdout.strip()
 
 
-def run(run_dir: Path, *, sync: bool, poll_seconds: float, flush_seconds: float) -> int:
+def run(run_dir: Path, *, sync: bool, flush_seconds: float) -> int:
     """Everything a sender does; returns its exit code."""
     training = TrainingEnd(flush_seconds=flush_seconds)
     if sync:
@@ -380,8 +378,7 @@ def run(run_dir: Path, *, sync: bool, poll_seconds: float, flush_seconds: float)
         if commit := git_commit():
             request.tags.setdefault("mlflow.source.git.commit", commit)
         request.without_secrets().save(run_dir / REQUEST)
-    is_only = wait_for_previous_sender(run_dir, training)
-    if is_only and deliver(run_dir, request, training, poll_seconds=poll_seconds):
+    if wait_for_previous_sender(run_dir, training) and deliver(run_dir, request, training):
         return 0
     # Into RUN/logs/tracking.log; a tracker that still waits repeats it in the training log.
     log.warning("not everything was delivered. To try again: %s", sync_command(run_dir))
@@ -394,7 +391,6 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, nargs="?")
     parser.add_argument("--evaluations", action="store_true", help="record those on standard input")
     parser.add_argument("--sync", action="store_true", help="deliver the rest of an ended run")
-    parser.add_argument("--poll-seconds", type=float, default=POLL_SECONDS)
     parser.add_argument("--flush-seconds", type=float, default=FLUSH_SECONDS)
     options = parser.parse_args()
     if options.evaluations:
@@ -405,12 +401,7 @@ def main() -> int:
         level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
     logging.getLogger("txl_dist").setLevel(logging.INFO)
-    return run(
-        options.run_dir,
-        sync=options.sync,
-        poll_seconds=options.poll_seconds,
-        flush_seconds=options.flush_seconds,
-    )
+    return run(options.run_dir, sync=options.sync, flush_seconds=options.flush_seconds)
 
 
 if __name__ == "__main__":

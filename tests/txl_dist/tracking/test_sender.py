@@ -228,7 +228,7 @@ def test_sync_delivers_what_an_ended_run_did_not(
 ) -> None:
     write_steps(run_dir, range(1, 11))
     request = request_for(server.uri.replace("://", "://user:CANARY@"))
-    command = [*SENDER, str(run_dir), "--poll-seconds", "0.1", "--flush-seconds", "0.2"]
+    command = [*SENDER, str(run_dir), "--flush-seconds", "0.2"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, env=child_environment(), **pipes) as sender:
         assert sender.stdin is not None

@@ -178,7 +178,7 @@ def _check_driver(nodes: _Nodes, request: DoctorRequest) -> None:
     if "exposure" not in request.skip:
         import ray
 
-        nodes.add("exposure", check_token(ray.get_runtime_context().gcs_address), ALL_NODES)
+        nodes.add("exposure", [check_token(ray.get_runtime_context().gcs_address)], ALL_NODES)
 
 
 def _check_each(nodes: _Nodes, request: DoctorRequest) -> None:

@@ -182,7 +182,7 @@ MIN_SHARED_MEMORY_BYTES = _GIB
 def check_devices() -> list[Finding]:
     """GPUs if the driver lists some, else CPUs."""
     gpus = list_gpus()
-    return check_gpus(gpus) if gpus else check_cpus()
+    return check_gpus(gpus) if gpus else [check_cpus()]
 
 
 def list_gpus() -> list[str]:
@@ -269,20 +269,18 @@ def check_gpus(listed: list[str]) -> list[Finding]:
     return findings or [ok(described)]
 
 
-def check_cpus() -> list[Finding]:
+def check_cpus() -> Finding:
     """The CPUs that this process may use; a note if that is less than the machine has."""
     total, usable = os.cpu_count() or 1, usable_cpus()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
     summary = f"no GPU; {total} CPUs, {memory:.1f} GiB host memory"
     if usable < total:
-        return [
-            note(
-                f"{summary}; this process may use {usable:g} CPUs",
-                expected=f"{total} CPUs",
-                advice="give ray start --num-cpus, so that ranks start no more threads than that",
-            )
-        ]
-    return [ok(summary)]
+        return note(
+            f"{summary}; this process may use {usable:g} CPUs",
+            expected=f"{total} CPUs",
+            advice="give ray start --num-cpus, so that ranks start no more threads than that",
+        )
+    return ok(summary)
 
 
 def usable_cpus() -> float:

@@ -155,7 +155,7 @@ GcsClient(address=sys.argv[1])
 """
 
 
-def check_token(address: str) -> list[Finding]:
+def check_token(address: str) -> Finding:
     """Connect to the head node of a Ray cluster without a token."""
     # In a separate process: Ray reads the token once per process. HOME has the default token.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -169,34 +169,28 @@ def check_token(address: str) -> list[Finding]:
             env={**environment, "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled"},
         )
     except subprocess.TimeoutExpired:
-        return [
-            note(
-                f"the head at {address} did not answer within {CONNECT_SECONDS:g} s to a "
-                "connection without a token",
-                expected="a refusal",
-                advice="check again when the head is less busy",
-            )
-        ]
-    if ended.returncode == 0:
-        return [
-            problem(
-                f"the head at {address} accepts connections without a token, so everyone who "
-                "reaches it can run commands on all nodes",
-                expected="token authentication",
-                advice="ray get-auth-token --generate, copy ~/.ray/auth_token to all nodes and to "
-                "this machine, and start the cluster again with RAY_AUTH_MODE=token",
-            )
-        ]
-    if "Authentication" in ended.stderr:
-        return [ok("Ray requires a token")]
-    last_line = next(reversed(ended.stderr.strip().splitlines()), "no output")
-    return [
-        note(
-            f"whether Ray requires a token is unknown: {last_line}",
-            expected="a refusal without a token",
-            advice="check that the head is reachable from this machine",
+        return note(
+            f"the head at {address} did not answer within {CONNECT_SECONDS:g} s to a "
+            "connection without a token",
+            expected="a refusal",
+            advice="check again when the head is less busy",
         )
-    ]
+    if ended.returncode == 0:
+        return problem(
+            f"the head at {address} accepts connections without a token, so everyone who "
+            "reaches it can run commands on all nodes",
+            expected="token authentication",
+            advice="ray get-auth-token --generate, copy ~/.ray/auth_token to all nodes and to "
+            "this machine, and start the cluster again with RAY_AUTH_MODE=token",
+        )
+    if "Authentication" in ended.stderr:
+        return ok("Ray requires a token")
+    last_line = next(reversed(ended.stderr.strip().splitlines()), "no output")
+    return note(
+        f"whether Ray requires a token is unknown: {last_line}",
+        expected="a refusal without a token",
+        advice="check that the head is reachable from this machine",
+    )
 
 
 MLFLOW_SECONDS = 5.0
@@ -212,11 +206,11 @@ def check_tracking(uri: str | None) -> list[Finding]:
         return [ok("no server is set: runs are tracked in mlflow.db next to their directory")]
     scheme = uri.partition("://")[0].partition("+")[0]
     if scheme in ("http", "https"):
-        return _check_server(uri)
+        return [_check_server(uri)]
     if scheme == "sqlite":
-        return _check_sqlite(uri)
+        return [_check_sqlite(uri)]
     if scheme in _DRIVERS:
-        return _check_database(uri, *_DRIVERS[scheme])
+        return [_check_database(uri, *_DRIVERS[scheme])]
     if entry_points(group="txl.trackers", name=scheme):
         return [ok(f"{shown(uri)}: a tracker of another package (not checked)")]
     return [
@@ -228,50 +222,44 @@ def check_tracking(uri: str | None) -> list[Finding]:
     ]
 
 
-def _check_server(uri: str) -> list[Finding]:
+def _check_server(uri: str) -> Finding:
     name = shown(uri)
     try:
         server_version = _get(uri, "/version").strip()
         _get(uri, "/api/2.0/mlflow/experiments/search?max_results=1")
     except urllib.error.HTTPError as error:
         refused = error.code in (401, 403)
-        return [
-            problem(
-                f"{name} answers {error.code} {error.reason}",
-                expected="the answers of an MLflow server",
-                advice="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN); for "
-                "'Invalid Host header' start the server with --allowed-hosts"
-                if refused
-                else "see the log of the server; check that the address is MLflow's",
-            )
-        ]
+        return problem(
+            f"{name} answers {error.code} {error.reason}",
+            expected="the answers of an MLflow server",
+            advice="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN); for "
+            "'Invalid Host header' start the server with --allowed-hosts"
+            if refused
+            else "see the log of the server; check that the address is MLflow's",
+        )
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        return [
-            problem(
-                f"{name} does not respond: {reason}",
-                expected=f"a response within {MLFLOW_SECONDS:g} s",
-                advice="check that the server runs, its host and port, and the firewall between. "
-                "Training goes on without it and sends the metrics later",
-            )
-        ]
+        return problem(
+            f"{name} does not respond: {reason}",
+            expected=f"a response within {MLFLOW_SECONDS:g} s",
+            advice="check that the server runs, its host and port, and the firewall between. "
+            "Training goes on without it and sends the metrics later",
+        )
     return _compare_versions(name, server_version)
 
 
-def _compare_versions(name: str, server: str) -> list[Finding]:
+def _compare_versions(name: str, server: str) -> Finding:
     client = version("mlflow")
     summary = f"{name}: MLflow {server[:40]}"
     if server.split(".")[:1] != client.split(".")[:1]:
-        return [
-            problem(
-                summary,
-                expected=f"MLflow {client.split('.')[0]}, as the client ({client})",
-                advice="upgrade the server, or check that the address is MLflow's",
-            )
-        ]
+        return problem(
+            summary,
+            expected=f"MLflow {client.split('.')[0]}, as the client ({client})",
+            advice="upgrade the server, or check that the address is MLflow's",
+        )
     if server.split(".")[:2] != client.split(".")[:2]:
-        return [note(summary, expected=f"MLflow {client}", advice="use one version in production")]
-    return [ok(summary)]
+        return note(summary, expected=f"MLflow {client}", advice="use one version in production")
+    return ok(summary)
 
 
 def _get(uri: str, path: str) -> str:
@@ -298,18 +286,16 @@ def _credentials(user: str | None, password: str | None) -> dict[str, str]:
     return {}
 
 
-def _check_sqlite(uri: str) -> list[Finding]:
+def _check_sqlite(uri: str) -> Finding:
     path = Path(uri.removeprefix("sqlite:///").partition("?")[0])
     directory = existing_parent(path.parent)
     if not os.access(path if path.exists() else directory, os.W_OK):
-        return [
-            problem(
-                f"{path}: this user may not write it",
-                expected="a database that the ranks can write",
-                advice="check its permissions and its mount, or choose another tracking.uri",
-            )
-        ]
-    return [ok(f"{path}, a SQLite database")]
+        return problem(
+            f"{path}: this user may not write it",
+            expected="a database that the ranks can write",
+            advice="check its permissions and its mount, or choose another tracking.uri",
+        )
+    return ok(f"{path}, a SQLite database")
 
 
 def existing_parent(path: Path) -> Path:
@@ -317,25 +303,21 @@ def existing_parent(path: Path) -> Path:
     return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
-def _check_database(uri: str, module: str, default_port: int) -> list[Finding]:
+def _check_database(uri: str, module: str, default_port: int) -> Finding:
     parts = urlsplit(uri)
     name, host, port = shown(uri), parts.hostname or "127.0.0.1", parts.port or default_port
     if find_spec(module) is None:
-        return [
-            problem(
-                f"{name}: {module} is not installed",
-                expected=f"{module} on every node that runs a rank",
-                advice=f"pip install {module}, or use a tracking server (http://HOST:PORT)",
-            )
-        ]
+        return problem(
+            f"{name}: {module} is not installed",
+            expected=f"{module} on every node that runs a rank",
+            advice=f"pip install {module}, or use a tracking server (http://HOST:PORT)",
+        )
     try:
         socket.create_connection((host, port), MLFLOW_SECONDS).close()
     except OSError as error:
-        return [
-            problem(
-                f"{name}: nothing answers at {host}:{port} ({error})",
-                expected=f"a connection within {MLFLOW_SECONDS:g} s",
-                advice="check that the database runs, its address, and the firewall between",
-            )
-        ]
-    return [ok(f"{name}: accepts connections (credentials not checked)")]
+        return problem(
+            f"{name}: nothing answers at {host}:{port} ({error})",
+            expected=f"a connection within {MLFLOW_SECONDS:g} s",
+            advice="check that the database runs, its address, and the firewall between",
+        )
+    return ok(f"{name}: accepts connections (credentials not checked)")

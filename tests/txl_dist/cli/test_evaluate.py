@@ -53,7 +53,9 @@ def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Pa
     options = ("--mem-len", 0, "--tgt-len", 64)  # long segments are fast
     code, output = run_txl("eval", run, dataset, "--split", "train,valid", *options)
     assert code == 0, output
-    header, train, valid, _, *protocols = output.splitlines()
+    # On a busy machine it takes long enough for lines of progress.
+    lines = [line for line in output.splitlines() if not line.startswith("scoring: ")]
+    header, train, valid, _, *protocols = lines
     assert header.split()[:4] == ["checkpoint", "split", "targets", "nats/token"]
     assert "step-00000020" in train
     assert [line.split()[1] for line in (train, valid)] == ["train", "valid"]

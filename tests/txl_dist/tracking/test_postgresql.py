@@ -48,7 +48,7 @@ def test_a_database_that_is_restarted_in_the_middle_gets_every_point_once(
         run_id = run_id_of(run)
         wait_until(lambda: is_delivered(run), timeout_seconds=60)
         rows = database.query("SELECT key, step, timestamp, run_uuid FROM metrics")
-    written = [(p.key, p.step, p.milliseconds) for line in metrics(run) for p in points_of(line)]
+    written = [(p.metric, p.step, p.milliseconds) for line in metrics(run) for p in points_of(line)]
     assert Counter(rows) == Counter((*point, run_id) for point in written)
 
 

@@ -1,4 +1,4 @@
-"""`txl checkpoint` as a command."""
+"""`txl checkpoint` as a command. Tests of the work of the other commands are next to it."""
 
 import json
 from pathlib import Path

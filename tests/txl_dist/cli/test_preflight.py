@@ -1,0 +1,213 @@
+"""`txl config`, `txl estimate` and `txl doctor`: output, exit codes, few imports."""
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from tests.support.commands import run_txl
+from txl_dist.cli.app import app
+from txl_dist.config.config_file import dump_run_config, load_run_config
+from txl_dist.doctor.finding import Finding, ok, print_report, problem
+from txl_dist.errors import ConfigError
+
+TINY = str(Path(__file__).parents[3] / "configs" / "tiny.yaml")
+
+
+def test_show_prints_the_resolved_config_with_overrides() -> None:
+    result = CliRunner().invoke(
+        app, ["config", "show", TINY, "optimizer.lr=1e-3", "model.n_layer=6"]
+    )
+    assert result.exit_code == 0
+    expected = load_run_config(TINY, ["optimizer.lr=1e-3", "model.n_layer=6"])
+    assert result.stdout == dump_run_config(expected)
+    assert yaml.safe_load(result.stdout)["model"]["n_layer"] == 6
+
+
+def test_show_as_json_is_one_object_without_secrets() -> None:
+    result = CliRunner().invoke(
+        app, ["config", "show", TINY, "--json", "tracking.uri=http://u:CANARY@h"]
+    )
+    assert json.loads(result.stdout)["tracking"]["uri"] == "http://***@h"
+
+
+def test_validate_reports_a_valid_config() -> None:
+    result = CliRunner().invoke(app, ["config", "validate", TINY])
+    assert (result.exit_code, "is a valid config" in result.stdout) == (0, True)
+    result = CliRunner().invoke(app, ["config", "validate", TINY, "--json"])
+    assert json.loads(result.stdout)["valid"] is True
+
+
+def test_init_writes_a_valid_config_and_overwrites_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "my-run.yaml"
+    result = CliRunner().invoke(app, ["config", "init", str(tmp_path / "my-run"), "--json"])
+    assert json.loads(result.stdout) == {"config": str(path)}
+    assert load_run_config(path).directory == "runs/my-run"
+
+    path.write_text("mine")
+    result = CliRunner().invoke(app, ["config", "init", str(path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "exists already" in str(result.exception)
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["a b", "..", ".hidden", "a: b", "", "no/such/directory"])
+def test_init_refuses_names_that_are_no_file_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["config", "init", name])
+    assert isinstance(result.exception, ConfigError)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["show", "validate"])
+def test_an_invalid_config_ends_with_exit_code_2(command: str) -> None:
+    result = CliRunner().invoke(app, ["config", command, TINY, "model.n_layers=6"])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.exit_code == 2
+    assert result.stdout == ""
+
+
+def test_importing_the_commands_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, txl_dist.cli.preflight;"
+        "print(*{'torch', 'pydantic', 'ruamel', 'mlflow', 'numpy'} & set(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == []
+
+
+# --- txl estimate
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def estimate(*words: object) -> Result:
+    return CliRunner().invoke(app, ["estimate", TINY, *map(str, words)])
+
+
+def test_json_and_table_have_every_stage_and_number_of_gpus(dataset: Path) -> None:
+    data = f"data.path={dataset}"
+    result = estimate(data, "--gpus", "5", "--json")
+    assert result.exit_code == 0, result.exception
+    content = json.loads(result.stdout)
+    assert content["legal_world_sizes"] == {"minimum": 1, "maximum": 5}
+    (scale,) = content["scales"]
+    assert (scale["gpus"], scale["lanes_per_rank"], scale["num_steps"]) == (5, 1, 20)
+    assert set(scale["stages"]) == {"0", "1", "2", "3"}
+    for stage in scale["stages"].values():
+        memory = stage["memory"]
+        assert memory["device"] == sum(
+            memory[part]
+            for part in ("weights", "gradients", "optimizer", "buffers", "lanes", "activations")
+        )
+    assert scale["days"] * 86400 == pytest.approx(20 * scale["step_seconds"])
+    assert content["assumptions"]["peak_tflops"] == 19.5
+
+
+@pytest.mark.slow
+def test_the_table_has_a_column_per_number_of_gpus() -> None:
+    options = ("model.vocab_size=256", "--gpus", "8,64,512,4096", "--lanes-per-gpu", 1)
+    result = estimate(*options)
+    assert result.exit_code == 0, result.exception
+    gpus = next(line for line in result.stdout.splitlines() if line.startswith("GPUs"))
+    assert gpus.split() == ["GPUs", "8", "64", "512", "4,096"]
+    stages = [line for line in result.stdout.splitlines() if "ZeRO stage 3" in line]
+    assert len(stages) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        ("0", "expected whole numbers of at least 1"),
+        ("8,x", "expected whole numbers of at least 1"),
+        ("", "expected whole numbers of at least 1"),
+        ("1,6", "6 GPUs for data.num_lanes=5"),
+    ],
+)
+def test_illegal_numbers_of_gpus_are_refused(gpus: str, message: str) -> None:
+    result = estimate("model.vocab_size=256", "--gpus", gpus)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+    assert result.stdout == ""
+
+
+def test_an_unknown_vocabulary_is_refused() -> None:
+    result = estimate("--gpus", "1")
+    assert isinstance(result.exception, ConfigError)
+    assert "add model.vocab_size=N" in str(result.exception).replace("Add", "add")
+
+
+def test_the_example_of_the_how_to_is_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = (ROOT / "docs" / "how_to" / "estimate_a_run.md").read_text("utf-8")
+    example = textwrap.dedent(text[text.index("    txl estimate") : text.index("How to read it")])
+    command, _, expected = example.partition("\n\n")
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, shlex.split(command.replace("\\\n", ""))[1:])
+    assert result.exit_code == 0, result.exception
+    assert result.stdout.strip() == expected.strip()
+
+
+# --- txl doctor
+
+
+def test_all_is_well_with_exit_code_0(dataset: Path, tmp_path: Path) -> None:
+    options = ("--run", tmp_path / "run", "--data", dataset, "--min-free-gib", "0")
+    code, output = run_txl("doctor", *options, "--skip", "exposure")
+    assert code == 0, output
+    for check in ("versions", "devices", "tracking", "storage", "dataset"):
+        assert f" {check} " in output
+    assert "no problems found" in output
+
+
+def test_a_problem_gives_exit_code_1_and_one_json_object(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    options = ("--tracking-uri", uri, "--data", tmp_path / "none", "--skip", "devices", "--json")
+    code, output = run_txl("doctor", *options)
+    assert code == 1
+    report = json.loads(output)
+    assert not report["ok"]
+    bad = {one["check"]: one for one in report["findings"] if one["status"] == "problem"}
+    assert set(bad) >= {"tracking", "dataset"}
+    for row in bad.values():
+        assert set(row) == {"node", "check", "status", "found", "expected", "advice"}
+        assert all(row.values())
+    assert "devices" not in {one["check"] for one in report["findings"]}
+
+
+def test_an_unknown_check_and_a_url_as_run_directory_are_refused() -> None:
+    assert run_txl("doctor", "--skip", "virus")[0] == 2
+    assert run_txl("doctor", "--run", "s3://bucket/run")[0] == 2
+
+
+def test_nodes_with_the_same_finding_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def at(node: str, finding: Finding) -> Finding:
+        return Finding(
+            status=finding.status,
+            found=finding.found,
+            expected=finding.expected,
+            advice=finding.advice,
+            check="storage",
+            node=node,
+        )
+
+    bad = problem("no mount", expected="a mount", advice="mount it")
+    print_report([at("n1", bad), *(at(f"n{number}", ok("fine")) for number in range(2, 9))])
+    fine, problems, total = capsys.readouterr().out.splitlines()
+    assert "n2, n3, n4, n5 and 3 more: fine" in fine
+    assert problems.endswith("n1: no mount | expected: a mount | do: mount it")
+    assert total == "1 problem found"

@@ -133,7 +133,7 @@ class DocumentBatch:
         return TextSource(spill, is_spill=True)
 
     def read_text(self, number: int, staging: Path) -> Iterator[str]:
-        """Yield the text of a document in consecutive fragments: it may be larger than memory.
+        """Yield the text of a document in consecutive fragments: it may be larger than RAM.
 
         Raises DataError if the text differs from the scanned one, and UnfinishedError if it cannot
         be read now or its spill file is damaged.

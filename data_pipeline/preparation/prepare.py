@@ -2,7 +2,7 @@
 
 Each document is read twice: once to locate and hash it, and once to tokenize it into its shard. In
 between, one process assigns all documents to shards from their locations alone, so an input larger
-than memory can be shuffled and split. Scanning, counting and writing are work units that any
+than RAM can be shuffled and split. Scanning, counting and writing are work units that any
 number of workers share (`work_units.py`). The same input and settings give the same bytes for any
 number of workers.
 
@@ -211,7 +211,7 @@ def _scan_input(
     paths = {number: runner.staging / result["scan"] for number, result in results}
     with (runner.staging / REJECTS_NAME).open("wb") as rejects:
         index = InputIndex(files, units, rejects)
-        # From disk, because all scans in memory would take another 70 bytes per document.
+        # From disk, because all scans in RAM would take another 70 bytes per document.
         index.fill(lambda number: ScanResult.load(paths[number]))
         rejects.flush()
         os.fsync(rejects.fileno())

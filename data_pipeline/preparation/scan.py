@@ -5,7 +5,7 @@ and sha256 of every document, about 70 bytes per document on disk. The reader co
 a text while it reads the text (`Record.sha256` in `data_pipeline/readers`).
 
 The index joins the scans of all units in input order, as NumPy columns: 52 bytes per document and
-no text. An input larger than memory can therefore be deduplicated, split and shuffled in one
+no text. An input larger than RAM can therefore be deduplicated, split and shuffled in one
 process, and its documents read again one by one. Lines count from the start of a range in a scan,
 and from the start of the file in the index.
 """
@@ -30,7 +30,7 @@ UNIT_BYTES = 64 * 2**20
 MAX_RANGES_PER_UNIT = 4096
 """Maximum number of file ranges per unit. Limits the size of a unit of many small files."""
 MAX_REJECTS = 1_000_000
-"""Maximum number of rejects per unit. A reject takes up to 1 kB of memory."""
+"""Maximum number of rejects per unit. A reject takes up to 1 kB of RAM."""
 DOCUMENT, EMPTY, REJECT = 0, 1, 2
 RECORD = np.dtype(
     [
@@ -236,9 +236,9 @@ TEXT_HASH_BYTES = 16
 """Bytes of a text's sha256 to keep. They identify duplicates and files that changed."""
 
 _ROWS_PER_UPDATE = 8192
-"""Records whose contribution to the digest is held in memory."""
+"""Records whose contribution to the digest is held in RAM."""
 MAX_SHOWN_REJECTS = 5
-"""Rejects kept in memory for an error message. An input of another format has one per line."""
+"""Rejects kept in RAM for an error message. An input of another format has one per line."""
 
 
 class InputIndex:

@@ -94,8 +94,8 @@ def _cut_into_shards(
 def first_of_each_text(index: InputIndex) -> np.ndarray:
     """Numbers of the documents to keep, ascending. Sets `index.duplicates` to the others' count.
 
-    Texts are equal if the first 16 bytes of their sha256 are equal. Sorting these needs no hash
-    table of Python objects, so memory stays at a few words per document.
+    Texts are equal if the first 16 bytes of their sha256 are equal. They are sorted, which takes a
+    few words of RAM per document; a hash table of Python objects would take more.
     """
     words = np.ascontiguousarray(index.text_hash).view("<u8")  # [D, 2]
     is_held_out = np.array([file.split not in ("", TRAIN) for file in index.files])[index.file]

@@ -67,6 +67,7 @@ from data_pipeline.system.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.tokenizers import (
     Tokenizer,
     counts_from_bytes,
+    encoder_of,
     load_tokenizer,
     merge_counts,
     needs_training,
@@ -193,7 +194,7 @@ def _write_dataset(
         input=index.summary(),
     )
     cache_tokenizer(tokenizer)
-    encoder, reason = _encoder_of(tokenizer)
+    encoder, reason = encoder_of(tokenizer)
     if reason:
         note(f"encoding with {encoder}, which is slower than gigatoken: {reason}")
     splits = _write_shards(index, shards, header, runner)
@@ -285,16 +286,6 @@ def _write_shards(
         split: SplitEntry.of([entries[split, number] for number in range(count)])
         for split, count in counts.items()
     }
-
-
-def _encoder_of(tokenizer: Tokenizer) -> tuple[str, str]:
-    """The library that encodes with its version, and why it is not gigatoken; "" if neither is."""
-    # Imported here: tiktoken and tokenizers take 0.1 s to import.
-    from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
-
-    if not isinstance(tokenizer, PretrainedTokenizer):
-        return "", ""
-    return tokenizer.encoder, tokenizer.slow_reason
 
 
 def _publish(manifest: ShardManifest, runner: UnitRunner, *, tools: dict[str, str] | None) -> None:

@@ -2,9 +2,9 @@
 
 Each document is read twice: once to locate and hash it, and once to tokenize it into its shard. In
 between, one process assigns all documents to shards from their locations alone, so an input larger
-than memory can be shuffled and split. Scanning, counting and writing are work units that any
-number of workers share (`work_units.py`). The same input and settings
-give the same bytes for any number of workers.
+than RAM can be shuffled and split. Scanning, counting and writing are work units that any
+number of workers share (`work_units.py`). The same input and settings give the same bytes for any
+number of workers.
 
 Finished units stay in the staging directory when the program is stopped or killed, and a rerun of
 the same command reuses them. `system/files.py` publishes the dataset in one step.
@@ -19,37 +19,35 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.preparation.deduplicate import first_of_each_text
-from data_pipeline.preparation.document_batch import DocumentBatch
-from data_pipeline.preparation.input_checks import (
+from data_pipeline.preparation.checks import (
+    find_existing,
+    require_same_input,
     require_text_files,
     require_usable_input,
     warn_of_empty_files,
 )
-from data_pipeline.preparation.input_index import InputIndex
-from data_pipeline.preparation.output_checks import find_existing, require_same_input
-from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
-from data_pipeline.preparation.shard_assignment import assign_shards
-from data_pipeline.preparation.splits import (
-    choose_given_splits,
-    cut_only_document,
-    is_cut_by_position,
+from data_pipeline.preparation.document_batch import DocumentBatch
+from data_pipeline.preparation.scan import InputIndex, ScanResult, plan_scan, scan
+from data_pipeline.preparation.splits import assign_shards, choose_given_splits, first_of_each_text
+from data_pipeline.preparation.staging import (
+    FinishedFile,
+    claim_staging,
+    fingerprint_of,
+    load_finished,
+    record_finished,
 )
-from data_pipeline.preparation.staging_fingerprint import claim_staging, fingerprint_of
-from data_pipeline.preparation.tokenization import cache_tokenizer, encoder_of
-from data_pipeline.preparation.tokenizer_training import (
-    count_units,
-    save_tokenizer,
-    train_on_counts,
-    train_or_reuse,
+from data_pipeline.preparation.work_units import (
+    CountUnit,
+    ShardUnit,
+    UnitRunner,
+    cache_tokenizer,
 )
-from data_pipeline.preparation.unit_runner import UnitRunner
-from data_pipeline.preparation.work_units import ShardUnit
 from data_pipeline.readers import InputFile, find_files
 from data_pipeline.readers.names import count_by_split
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
+    TOKENIZER_NAME,
     DatasetHeader,
     IndexHeader,
     InputSummary,
@@ -58,11 +56,25 @@ from data_pipeline.shards.manifest import (
     SplitEntry,
 )
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
+from data_pipeline.system.files import (
+    StagedDirectory,
+    explain_disk_errors,
+    sha256_file,
+    write_synced,
+)
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.workers import InProcess, Workers, peak_memory_bytes
-from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
-from data_pipeline.tokenizers.recipes import recipe_of
+from data_pipeline.tokenizers import (
+    Tokenizer,
+    counts_from_bytes,
+    encoder_of,
+    load_tokenizer,
+    merge_counts,
+    needs_training,
+    ready_tokenizer,
+    token_dtype,
+    tokenizer_of_counts,
+)
 
 DEFAULT_MAX_REJECT_RATE = 0.001
 _SUFFIXES_SHOWN = 8
@@ -109,9 +121,9 @@ def prepare_dataset(
         note: receives messages for the user, one line each.
 
     Raises ConfigError for splits that contradict each other. Raises DataError for an input without
-    usable text, for too many rejects and for an `out` that
-    holds something else. Raises UnfinishedError for a full or failing disk, a failing server and
-    dead workers; finished units are then kept.
+    usable text, for too many rejects and for an `out` that holds something else. Raises
+    UnfinishedError for a full or failing disk, a failing server and dead workers; finished units
+    are then kept.
     """
     started = time.monotonic()
     workers = workers or InProcess()
@@ -168,18 +180,9 @@ def _write_dataset(
     index = _scan_input(files, settings, runner)
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
-    num_bytes, published = int(index.text_bytes.sum()), recipe_of(settings.recipe).published_bytes
-    if published is not None and num_bytes != published:
-        note(
-            f"{settings.recipe} as published has {published:,} bytes, this input has "
-            f"{num_bytes:,}: scores cannot be compared with published ones"
-        )
-    if is_cut_by_position(index, settings):
-        shards = cut_only_document(index, settings, runner.staging)
-    else:
-        shards = assign_shards(index, settings, note)
+    shards = assign_shards(index, settings, runner.staging, note)
     if tokenizer:
-        save_tokenizer(tokenizer, runner.staging)
+        _save_tokenizer(tokenizer, runner.staging)
     else:
         tokenizer = _train_tokenizer(index, shards["train"], settings, runner)
     header = DatasetHeader(
@@ -209,7 +212,7 @@ def _scan_input(
     paths = {number: runner.staging / result["scan"] for number, result in results}
     with (runner.staging / REJECTS_NAME).open("wb") as rejects:
         index = InputIndex(files, units, rejects)
-        # From disk, because all scans in memory would take another 70 bytes per document.
+        # From disk, because all scans in RAM would take another 70 bytes per document.
         index.fill(lambda number: ScanResult.load(paths[number]))
         rejects.flush()
         os.fsync(rejects.fileno())
@@ -219,23 +222,44 @@ def _scan_input(
 def _train_tokenizer(
     index: InputIndex, train: list[np.ndarray], settings: PrepareSettings, runner: UnitRunner
 ) -> Tokenizer:
-    """Train on the shards of the train split, or reuse the tokenizer of an interrupted run."""
-    batches = (DocumentBatch.of(index, numbers) for numbers in train)
+    """Train on the shards of the train split, or reuse the tokenizer of an interrupted run.
 
-    def run_training() -> Tokenizer:
-        total_bytes = 0
-        for numbers in train:
-            if settings.tokenizer == "bpe" and total_bytes >= settings.train_bytes:
-                break  # `count_units` yields no later shard
-            total_bytes += int(index.text_bytes[numbers].sum())
-        results = runner.run("counting", count_units(settings, batches), total_bytes)
-        paths = sorted(result["counts"] for _, result in results)
-        runner.progress("training the tokenizer", 0, 0)
-        return train_on_counts(settings, [runner.staging / path for path in paths])
-
-    tokenizer, reused = train_or_reuse(runner.staging, index.digest, run_training)
-    runner.count(reused=reused)
+    Work units count the symbols of each shard: characters, words, or for bpe the words at the
+    beginning of train. This process adds the counts and builds the vocabulary.
+    """
+    staging, key = runner.staging, index.digest
+    path = staging / TOKENIZER_NAME
+    if load_finished(staging, "tokenizer", key) is not None:
+        runner.count(reused=True)
+        return load_tokenizer(path)
+    counted, total_bytes = [], 0
+    for numbers in train:
+        context = settings
+        if settings.tokenizer == "bpe":
+            bytes_left = settings.train_bytes - total_bytes
+            if bytes_left <= 0:
+                break
+            context = settings.model_copy(update={"train_bytes": bytes_left})
+        counted.append((numbers, context.model_dump_json()))
+        total_bytes += int(index.text_bytes[numbers].sum())
+    units = (
+        CountUnit("train", number, context, DocumentBatch.of(index, numbers))
+        for number, (numbers, context) in enumerate(counted)
+    )
+    results = runner.run("counting", units, total_bytes)
+    paths = sorted(result["counts"] for _, result in results)
+    runner.progress("training the tokenizer", 0, 0)
+    counts = merge_counts(counts_from_bytes((staging / name).read_bytes()) for name in paths)
+    tokenizer = tokenizer_of_counts(settings, counts)
+    _save_tokenizer(tokenizer, staging)
+    files = [FinishedFile(TOKENIZER_NAME, path.stat().st_size, sha256_file(path))]
+    record_finished(staging, "tokenizer", key, result={}, files=files)
+    runner.count(reused=False)
     return tokenizer
+
+
+def _save_tokenizer(tokenizer: Tokenizer, staging: Path) -> None:
+    write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
 
 
 def _write_shards(

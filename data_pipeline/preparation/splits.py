@@ -1,4 +1,9 @@
-"""Which split a document is in: given with its file, by a hash, or by its place in a long text.
+"""Which documents go into which shard of which split, and in which order.
+
+One process decides this for the whole input, from arrays without text. The result depends on input
+and settings only, so any number of workers can then write the shards independently.
+
+The split of a document is given with its file, by a hash, or by its place in a long text:
 
 - The input gives splits to its files (`readers/names.py`). `--split none` merges them.
 - `--split valid=0.1` holds out that fraction of train by a hash: of the document, or of the work
@@ -22,12 +27,90 @@ import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.preparation.document_batch import DocumentBatch
-from data_pipeline.preparation.input_index import InputIndex
+from data_pipeline.preparation.scan import InputIndex
 from data_pipeline.readers import InputFile, InputFiles
 from data_pipeline.readers.names import TRAIN, count_by_split, list_splits, split_order
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.recipes import fixed_split, recipe_of
+
+
+def assign_shards(
+    index: InputIndex, settings: PrepareSettings, staging: Path, note: Callable[[str], None]
+) -> dict[str, list[np.ndarray]]:
+    """Split -> its shards; a shard is the numbers of its documents, in their final order.
+
+    `staging` has the spill files, if the only document must be read to cut it.
+    """
+    recipe, num_bytes = recipe_of(settings.recipe), int(index.text_bytes.sum())
+    if recipe.published_bytes not in (None, num_bytes):
+        note(
+            f"{settings.recipe} as published has {recipe.published_bytes:,} bytes, this input has "
+            f"{num_bytes:,}: scores cannot be compared with published ones"
+        )
+    # Splits that the input gives take the place of a recipe's.
+    has_fixed_split = recipe.fixed_split and not any(file.split for file in index.files)
+    if has_fixed_split or settings.split_by == "position":
+        return _cut_only_document(index, settings, staging)
+    numbers = first_of_each_text(index) if settings.dedup == "exact" else np.arange(len(index))
+    orders = _order_splits(index, numbers, settings, note)
+    return {
+        name: _cut_into_shards(order, index.text_bytes[order], settings.shard_bytes)
+        for name, order in orders.items()
+    }
+
+
+def _order_splits(
+    index: InputIndex, numbers: np.ndarray, settings: PrepareSettings, note: Callable[[str], None]
+) -> dict[str, np.ndarray]:
+    """Split -> the numbers of its documents in their final order. `numbers` are the candidates."""
+    names, split_of = split_of_documents(index, numbers, settings, note)
+    order = numbers
+    if settings.shuffle is not None:
+        # Keys of document numbers, not of ranks among `numbers`: deduplication keeps the order.
+        seed = settings.shuffle.to_bytes(8, "little")
+        keys = (hash64(b"txl-shuffle", seed + int(n).to_bytes(8, "little")) for n in numbers)
+        shuffled = np.argsort(np.fromiter(keys, np.uint64, len(numbers)), kind="stable")
+        order, split_of = numbers[shuffled], split_of[shuffled]
+    return {name: order[split_of == number] for number, name in enumerate(names)}
+
+
+def _cut_into_shards(
+    order: np.ndarray, text_bytes: np.ndarray, shard_bytes: int
+) -> list[np.ndarray]:
+    """Greedy: consecutive documents with at most `shard_bytes` of text, or one larger document."""
+    ends = np.cumsum(text_bytes)
+    shards, first = [], 0
+    while first < len(order):
+        before = int(ends[first]) - int(text_bytes[first])
+        # A uint64 limit: with a Python int, NumPy compares `ends` as float64, exact below 2**53.
+        limit = np.uint64(before + shard_bytes)
+        stop = max(int(np.searchsorted(ends, limit, side="right")), first + 1)
+        shards.append(order[first:stop])
+        first = stop
+    return shards
+
+
+def first_of_each_text(index: InputIndex) -> np.ndarray:
+    """Numbers of the documents to keep, ascending. Sets `index.duplicates` to the others' count.
+
+    Texts are equal if the first 16 bytes of their sha256 are equal. They are sorted, which takes a
+    few words of RAM per document; a hash table of Python objects would take more.
+    """
+    words = np.ascontiguousarray(index.text_hash).view("<u8")  # [D, 2]
+    is_held_out = np.array([file.split not in ("", TRAIN) for file in index.files])[index.file]
+    # The sort is stable: equal texts stay in input order, those of held-out splits before train.
+    order = np.lexsort((~is_held_out, words[:, 1], words[:, 0]))
+    is_repeat = np.zeros(len(order), bool)
+    is_repeat[1:] = (words[order[1:]] == words[order[:-1]]).all(axis=1)
+    is_repeat &= ~is_held_out[order]
+    first = np.sort(order[~is_repeat])
+    index.duplicates = len(index) - len(first)
+    return first
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
 
 _MIN_STEMS = 10
 """Fewer stems are not works but a common name: `sample_000001`."""
@@ -185,13 +268,7 @@ def hash64(purpose: bytes, content: bytes) -> int:
     return int.from_bytes(digest, "little")
 
 
-def is_cut_by_position(index: InputIndex, settings: PrepareSettings) -> bool:
-    """Whether the splits are ranges of one document. Given splits take the place of a recipe's."""
-    is_fixed = recipe_of(settings.recipe).fixed_split and not any(f.split for f in index.files)
-    return is_fixed or settings.split_by == "position"
-
-
-def cut_only_document(
+def _cut_only_document(
     index: InputIndex, settings: PrepareSettings, staging: Path
 ) -> dict[str, list[np.ndarray]]:
     """Replace the only document by one document per split. Return the shards like `assign_shards`.

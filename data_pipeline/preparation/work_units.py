@@ -1,4 +1,4 @@
-"""Work units of `txl prepare`, and how a worker executes one.
+"""Work units of `txl prepare`, how a worker executes one, and how they are distributed to workers.
 
 Three kinds: scan ranges of the input (`scan.py`); count the symbols in the documents of one shard,
 for a vocabulary that is trained; write one shard. A unit depends on input and settings alone.
@@ -7,7 +7,7 @@ Any worker can execute it, in any order, more than once, and in a later run: the
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.document_batch import DocumentBatch
-from data_pipeline.preparation.finished_units import (
+from data_pipeline.preparation.document_batch import DocumentBatch, read_groups
+from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
+from data_pipeline.preparation.staging import (
     FINGERPRINT,
     RECORDS,
     FinishedFile,
@@ -24,19 +25,19 @@ from data_pipeline.preparation.finished_units import (
     record_finished,
     scratch_directory,
 )
-from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
-from data_pipeline.preparation.text_groups import read_groups
-from data_pipeline.preparation.tokenization import (
-    load_cached_tokenizer,
-    tokenize_document,
-    tokenize_texts,
-)
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_index import DocumentIds
 from data_pipeline.shards.shard_writer import ShardWriter
-from data_pipeline.system.files import explain_disk_errors, sha256_file, write_synced
-from data_pipeline.system.progress import count_bytes
-from data_pipeline.tokenizers import cuts_of
+from data_pipeline.system.files import (
+    StagedDirectory,
+    explain_disk_errors,
+    sha256_file,
+    write_synced,
+)
+from data_pipeline.system.progress import Progress, count_bytes
+from data_pipeline.system.workers import Workers
+from data_pipeline.tokenizers import Tokenizer, cuts_of, load_tokenizer, token_dtype
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS, text_parts
 from data_pipeline.tokenizers.training import count_symbols, counts_to_bytes
 
@@ -233,3 +234,143 @@ def _move_to_staging(path: Path, staging: Path) -> FinishedFile:
     file = FinishedFile(f"{RECORDS}/{path.name}", path.stat().st_size, sha256_file(path))
     path.replace(staging / file.path)
     return file
+
+
+# --- distribution to workers ----------------------------------------------------------------------
+
+
+class UnitRunner:
+    """Runs the work units of one staging directory. `staging` is its absolute path."""
+
+    def __init__(
+        self,
+        staged: StagedDirectory,
+        staging: Path,
+        fingerprint: str,
+        workers: Workers,
+        progress: Progress,
+    ) -> None:
+        self.staged, self.staging = staged, staging
+        self.progress = progress
+        self.finished = self.reused = 0
+        self._fingerprint, self._workers = fingerprint, workers
+
+    def run(
+        self, phase: str, units: Iterable[Unit], total_bytes: int
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield (number, result) of every unit in the order in which they finish.
+
+        Reports progress in bytes under the name `phase`.
+        """
+        sizes: dict[int, int] = {}
+
+        def tasks() -> Iterator[Task]:
+            for number, unit in enumerate(units):
+                sizes[number] = unit.size
+                yield Task(unit, self.staging, self._fingerprint)
+
+        done_bytes = 0
+        self.progress(phase, 0, total_bytes)
+        for number, outcome in self._workers.map(run_task, tasks()):
+            self.count(reused=outcome.reused)
+            size = sizes.pop(number)
+            # Reused units lower the total instead of raising the rate, which is of real work.
+            if outcome.reused:
+                total_bytes -= size
+            else:
+                done_bytes += size
+            self.progress(phase, done_bytes, total_bytes)
+            yield number, outcome.result
+
+    def count(self, *, reused: bool) -> None:
+        """Count one finished unit. From now on, staging is kept when the run is stopped."""
+        self.staged.keep_staging = True
+        self.finished += 1
+        self.reused += reused
+
+
+# --- tokens of documents --------------------------------------------------------------------------
+
+
+_cache: dict[str, Tokenizer] = {}
+"""The last tokenizer of this process, by digest. A worker loads it once, not once per shard."""
+
+
+def cache_tokenizer(tokenizer: Tokenizer) -> None:
+    """Use `tokenizer` for all shards that this process writes, without loading it."""
+    _cache.clear()
+    _cache[tokenizer.digest] = tokenizer
+
+
+def load_cached_tokenizer(path: Path, digest: str) -> Tokenizer:
+    """The tokenizer with this digest, loaded from `path` unless cached."""
+    if digest not in _cache:
+        tokenizer = load_tokenizer(path)
+        if tokenizer.digest != digest:
+            raise DataError(
+                f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again."
+            )
+        cache_tokenizer(tokenizer)
+    return _cache[digest]
+
+
+def tokenize_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], ids: DocumentIds
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of whole documents as one array, and int64 [texts] how many each has.
+
+    `ids` name the documents in errors. As `tokenize_document` for each.
+    """
+    tokens, lengths = tokenizer.encode_batch(texts)
+    if not tokenizer.opens_documents:
+        if not lengths.all():
+            raise _no_tokens(ids.id_of(int(np.flatnonzero(lengths == 0)[0])))
+        return tokens, lengths
+    ends = np.cumsum(lengths)
+    marks = np.flatnonzero(tokens == tokenizer.end_of_document)
+    if marks.size:
+        raise _contains_end(tokenizer, ids.id_of(int(np.searchsorted(ends, marks[0], "right"))))
+    starts = ends - lengths + np.arange(len(ends))  # with one more token per earlier document
+    is_text = np.ones(len(tokens) + len(ends), bool)
+    is_text[starts] = False
+    opened = np.full(len(is_text), tokenizer.end_of_document, token_dtype(tokenizer.vocab_size))
+    opened[is_text] = tokens
+    return opened, lengths + 1
+
+
+def tokenize_document(
+    tokenizer: Tokenizer, texts: Iterable[str], *, document_id: str
+) -> Iterator[np.ndarray]:
+    """Yield the tokens of a document in consecutive arrays.
+
+    The first token is end-of-document if the tokenizer opens documents with it. `texts` is the text
+    in fragments cut anywhere. Raises DataError for a document without tokens, or one that
+    contains the end-of-document token.
+    """
+    is_empty = not tokenizer.opens_documents
+    if tokenizer.opens_documents:
+        yield np.array([tokenizer.end_of_document])
+    for part in text_parts(texts, max_chars=MAX_PART_CHARS, cuts=tokenizer.cuts):
+        tokens = tokenizer.encode(part)
+        is_empty = is_empty and not tokens.size
+        # Lanes reset the memory at this token, so it must not occur inside a document.
+        if tokenizer.opens_documents and (tokens == tokenizer.end_of_document).any():
+            raise _contains_end(tokenizer, document_id)
+        yield tokens
+    if is_empty:
+        raise _no_tokens(document_id)
+
+
+def _contains_end(tokenizer: Tokenizer, document_id: str) -> DataError:
+    return DataError(
+        f"{printable(document_id)} contains text that this tokenizer encodes as its "
+        f"end-of-document token, id {tokenizer.end_of_document}. Use another tokenizer, or "
+        "remove the document from the input, and run this again."
+    )
+
+
+def _no_tokens(document_id: str) -> DataError:
+    return DataError(
+        f"{printable(document_id)} has no tokens: it contains only whitespace, and this recipe "
+        "adds no end-of-document token. Remove it from the input and run this again."
+    )

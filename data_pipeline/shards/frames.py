@@ -47,7 +47,7 @@ class FrameError(DataError):
 
 
 class FrameWriter:
-    """A writable stream that compresses into frames. Memory is limited to one frame.
+    """A writable stream that compresses into frames. RAM is limited to one frame.
 
     Call `next_unit(size)` before writing `size` bytes that belong together. A frame ends exactly
     at their end; from 1.5 times `frame_bytes` on they are divided evenly into several frames.

@@ -28,7 +28,7 @@ def push_dataset(
 ) -> ShardManifest:
     """Copy the dataset in `directory` to `url`, except files that are already there and complete.
 
-    Raises DataError for a damaged dataset, another dataset at the URL, or a failing store;
+    Raises DataError for a damaged dataset, another dataset at the URL, or failing object storage;
     ConfigError for a URL that cannot be written.
     """
     target = dataset_path(url)
@@ -109,6 +109,6 @@ def _send(source: Path, target: RemotePath, size: int, sha256: str | None) -> No
 
 def _store_error(target: RemotePath, error: OSError) -> DataError:
     return DataError(
-        f"{target}: the store refuses or fails ({error.strerror}). Check that the bucket exists, "
-        "the credentials and the network, then run it again."
+        f"{target}: object storage refuses or fails ({error.strerror}). Check that the bucket "
+        "exists, the credentials and the network, then run it again."
     )

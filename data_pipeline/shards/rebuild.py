@@ -101,7 +101,17 @@ def rebuild_manifest(
     require_writable(directory)  # fail before all shards are read
     headers = {paths[number]: header for number, header in workers.map(_read_header, paths)}
     header = _common_header(directory, headers)
-    rules = TokenRules.of(header.dataset, open_tokenizer(directory, header.dataset))
+    tokenizer = open_tokenizer(directory, header.dataset)
+    ids, expected = (
+        (each.vocab_size, each.end_of_document) for each in (header.dataset, tokenizer)
+    )
+    if ids != expected:  # no digest covers the header
+        raise DataError(
+            f"{directory}: vocab_size and end_of_document are {ids} in the indexes, {expected} in "
+            f"tokenizer.json. An index is damaged; restore it, or run txl prepare INPUT --out "
+            f"{directory} again elsewhere."
+        )
+    rules = TokenRules.of(header.dataset, tokenizer)
 
     done, total = 0, sum(path.stat().st_size for path in paths)
     entries: dict[str, ShardEntry] = {}

@@ -40,7 +40,7 @@ from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_pa
 
 DEFAULT_CACHE_FRAMES = 64
 INDEX_CACHE_BYTES = 256 * 2**20
-"""Memory for loaded indexes: about 250 shards of 128M tokens in documents of 1,000 tokens."""
+"""RAM for loaded indexes: about 250 shards of 128M tokens in documents of 1,000 tokens."""
 _PARALLEL_REQUESTS = 16
 
 
@@ -77,7 +77,7 @@ class _OpenShard:
 class SplitReader:
     """A TokenSource over one split. Thread-safe; cannot be pickled.
 
-    Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in memory: with
+    Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in RAM: with
     one per concurrently read lane, no frame is decoded twice. Keeps about `cache_index_bytes` of
     indexes. `frame_cache` keeps compressed frames on disk; default: none for a directory, the
     user's cache for a URL (`FrameCache.of_user`).
@@ -124,7 +124,7 @@ class SplitReader:
     def document_ids(self, block: int) -> list[str]:
         """Ids of the documents of a block, in the order of `document_starts`.
 
-        Ids are not kept in memory, so each call reads the index of the shard again.
+        Ids are not kept in RAM, so each call reads the index of the shard again.
         """
         shard, number = self._locate(block)
         index = self._read_index(self.entry.shards[shard])
@@ -175,7 +175,7 @@ class SplitReader:
         return shard, block - int(self._first_block[shard])
 
     def _index(self, shard: int) -> _OpenShard:
-        """A shard's index: from memory, else loaded and checked."""
+        """A shard's index: from RAM, else loaded and checked."""
         with self._lock:
             if shard in self._open:
                 self._open.move_to_end(shard)
@@ -216,7 +216,7 @@ class SplitReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _frames(self, shard: int, low: int, high: int) -> list[bytes]:
-        """Frames [low, high) of a shard, decoded: from memory, else read."""
+        """Frames [low, high) of a shard, decoded: from RAM, else read."""
         decoded: dict[int, bytes] = {}
         with self._lock:
             for number in range(low, high):

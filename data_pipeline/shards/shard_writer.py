@@ -6,7 +6,7 @@ block on its own. The tar is compressed by `frames.FrameWriter` in frames that e
 so a reader decodes only the blocks it needs. The caller puts the end-of-document token at the start
 of every document.
 
-Memory is limited to about one block for documents of any size: tokens arrive in chunks. The chunks
+RAM is limited to about one block for documents of any size: tokens arrive in chunks. The chunks
 of a giant document go to a temporary file, because a tar member starts with its size.
 
 The same documents give the same bytes: tar headers contain no time, user or group. They equal those
@@ -98,7 +98,7 @@ class ShardWriter:
             buffered.append(chunk)
             size += chunk.nbytes
             if size > self._block_bytes:
-                # More than a block: from here on to a file, so that at most a block is in memory.
+                # More than a block: from here on to a file, so that at most a block is in RAM.
                 self._flush()
                 self._add_giant(document_id, itertools.chain(buffered, checked))
                 break
@@ -229,7 +229,7 @@ class ShardWriter:
                         "files or records, and run this again."
                     )
                 file.write(chunk.tobytes())
-            # An array of this shape without its memory: all elements are one.
+            # An array of this shape that takes no RAM: all elements are one.
             header = _npy_header(np.broadcast_to(np.empty(1, self._dtype), (num_tokens,)))
             assert len(header) == reserved
             file.seek(0)

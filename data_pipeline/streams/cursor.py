@@ -1,7 +1,7 @@
 """The cursor: reads ranges of tokens and their ages at any position of an epoch's order.
 
 Tokens are read in chunks. With shuffled documents a chunk is a whole block; otherwise at most
-`CHUNK_TOKENS` of one. A block of one document is not shuffled, so a document larger than memory is
+`CHUNK_TOKENS` of one. A block of one document is not shuffled, so a document larger than RAM is
 never read as a whole. A cursor keeps one chunk and returns ranges inside it without a copy. A jump
 to any position reads one chunk.
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MAX_PASSES = 1000
 """Most passes over a corpus per epoch. More is probably a typing error, and every pass costs 32
-bytes of memory per block."""
+bytes of RAM per block."""
 
 
 def tokens_per_epoch(tokens: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:

@@ -21,9 +21,11 @@ Example:
 
 from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer, token_dtype
-from data_pipeline.tokenizers.loading import load_tokenizer
+from data_pipeline.tokenizers.loading import encoder_of, load_tokenizer
 from data_pipeline.tokenizers.training import (
+    counts_from_bytes,
     cuts_of,
+    merge_counts,
     needs_training,
     ready_tokenizer,
     tokenizer_of_counts,
@@ -34,8 +36,11 @@ __all__ = [
     "ByteTokenizer",
     "Cuts",
     "Tokenizer",
+    "counts_from_bytes",
     "cuts_of",
+    "encoder_of",
     "load_tokenizer",
+    "merge_counts",
     "needs_training",
     "ready_tokenizer",
     "token_dtype",

@@ -6,7 +6,7 @@ depends on the texts alone: not on how they are divided into parts that are coun
 The next merge is the pair of adjacent symbols with the largest count, and of equal counts the pair
 with the smallest ids: the rule of `tokenizers`. That library cannot start from counts, though: it
 reads the text in one process and holds every word as objects (660 MiB at 250 MB of text). Here the
-words are one array of symbols with a few words of memory per byte of a distinct word.
+words are one array of symbols with a few words of RAM per byte of a distinct word.
 
 Source: Sennrich et al. 2016, arXiv:1508.07909, algorithm 1.
 """
@@ -159,7 +159,7 @@ _RARE_SHARE = 2**12
 _RARE_STEP = 32
 """When only rare pairs are left, the limit is divided by this."""
 _PARTS = 16
-"""All pairs are counted in this many parts, by their left symbols: more parts, less memory."""
+"""All pairs are counted in this many parts, by their left symbols: more parts, less RAM."""
 _FEW = 300
 """Up to this many pairs, a loop takes less time than numpy's sorting."""
 
@@ -170,7 +170,7 @@ def learn_merges(
     """The merges in order, as pairs of ids. The id of the n-th merge is 256 + n.
 
     `counts` has words as `bpe.count_words` gives them: a character is a byte, as in Latin-1. It is
-    emptied, because it takes a third of the memory of the merges.
+    emptied, because it takes a third of the RAM of the merges.
     Ids 0 to 255 are the bytes in the order of `byte_order`. Stops at `num_symbols` ids, or before a
     pair that occurs less than `min_count` times.
     """
@@ -190,7 +190,7 @@ class _Merger:
     is the pair of a symbol and its right neighbour, _NONE if there is none. `weight` [N] is the
     count of the symbol's word.
 
-    Pairs that occur less than `least` times are not kept: they take most of the memory, and few
+    Pairs that occur less than `least` times are not kept: they take most of the RAM, and few
     vocabularies need them. Counts of pairs only fall. When no other pair is left, `least` falls,
     and all pairs are counted again.
     """
@@ -223,7 +223,7 @@ class _Merger:
     def _count_all(self) -> None:
         """Count and queue the pairs of all symbols."""
         for part in range(_PARTS):
-            # Of the lowest byte, which takes a quarter of the memory.
+            # Of the lowest byte, which takes a quarter of the RAM.
             places = np.flatnonzero(self.symbol.astype(np.uint8) % _PARTS == part).astype(np.int32)
             places = places[self.symbol[places] >= 0]
             pairs = self._pairs(self.symbol[places], self.symbol[self.right[places]])

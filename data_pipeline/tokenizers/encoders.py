@@ -49,7 +49,7 @@ CHARACTERS_OF_EARLIER_VERSIONS = (
 """Characters of Unicode 14 to 16: older tables of `tokenizers` have other classes for some."""
 MAX_GROWTH_BYTES = 96 * 2**20
 _CHECK_BYTES = 2 * 2**20
-"""Bytes of text between two checks of the memory of the process."""
+"""Bytes of text between two checks of the RAM of the process."""
 
 
 class GigatokenEncoder:

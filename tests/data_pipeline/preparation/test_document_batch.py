@@ -1,4 +1,4 @@
-"""Texts are read twice: a file that changed or is lost in between is reported."""
+"""Texts are read twice: changed or lost files are reported, and groups change no byte."""
 
 import gzip
 from pathlib import Path
@@ -9,7 +9,7 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from tests.data_pipeline.preparation.preparing import files_of, prepare
+from tests.data_pipeline.preparation.preparing import files_of, prepare, write_corpus
 
 SPLIT_AND_SHUFFLED = PrepareSettings(
     split={"valid": 0.2, "test": 0.2}, shuffle=3, shard_bytes=12_000, block_bytes=2_000
@@ -76,3 +76,35 @@ def test_texts_that_must_be_spilled_give_the_same_bytes(
     monkeypatch.setattr(InputFile, "rereadable", property(lambda file: file.name != "b.jsonl"))
     prepare(lines, tmp_path / "spilled", 10**6)
     assert files_of(tmp_path / "spilled") == files_of(tmp_path / "plain")
+
+
+MODULE = "data_pipeline.preparation.document_batch"
+
+
+@pytest.mark.parametrize(("shuffle", "limits"), [(None, (0, 0)), (5, (300, 40))])
+def test_the_size_of_groups_does_not_change_a_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: int | None, limits: tuple[int, int]
+) -> None:
+    write_corpus(tmp_path / "in", [f"word{n % 7} tä{n} " * (n % 5 + 1) for n in range(12)])
+    settings = PrepareSettings(format="lines", shuffle=shuffle, shard_bytes=700, block_bytes=512)
+    prepare_dataset([tmp_path / "in"], tmp_path / "whole", settings, max_reject_rate=1)
+    for name, value in zip(("GROUP_BYTES", "MAX_SHORT_BYTES"), limits, strict=True):
+        monkeypatch.setattr(f"{MODULE}.{name}", value)
+    monkeypatch.setattr(f"{MODULE}._MAX_OPEN_FILES", 2)
+    prepare_dataset([tmp_path / "in"], tmp_path / "out", settings, max_reject_rate=1)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("recipe", "text"), [("wt103", " \t"), (None, "kept")])
+def test_a_short_document_without_tokens_is_refused_by_name(
+    tmp_path: Path, recipe: str | None, text: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name, content in (("a.txt", "one two"), ("b.txt", text), ("c.txt", "three")):
+        (tmp_path / "in" / name).write_text(content)
+    settings = PrepareSettings(format="text", tokenizer="word", recipe=recipe)
+    if recipe:
+        with pytest.raises(DataError, match=r"b\.txt has no tokens"):
+            prepare_dataset([tmp_path / "in"], tmp_path / "out", settings)
+    else:
+        assert prepare_dataset([tmp_path / "in"], tmp_path / "out", settings).manifest

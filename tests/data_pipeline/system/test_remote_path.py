@@ -159,7 +159,7 @@ def test_a_missing_bucket_and_refused_credentials_are_named(
 ) -> None:
     with pytest.raises(DataError, match=r"s3://nowhere/data/manifest\.json: there is no such dir"):
         load_manifest("s3://nowhere/data")
-    with pytest.raises(DataError, match=r"s3://nowhere/data.*the store refuses"):
+    with pytest.raises(DataError, match=r"s3://nowhere/data.*object storage refuses"):
         push_dataset(dataset[0], "s3://nowhere/data")
     push_dataset(dataset[0], URL)
     host, port = s3_server.get_host_and_port()

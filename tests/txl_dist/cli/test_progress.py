@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.preparation.finished_units import RECORDS
+from data_pipeline.preparation.staging import RECORDS
 from data_pipeline.shards.push import push_dataset
 from data_pipeline.system.progress import WorkerStatus, count_bytes, counting_bytes
 from data_pipeline.system.workers import InProcess

@@ -153,8 +153,8 @@ def test_ray_places_ranks_where_the_config_says(dataset: Path, tmp_path: Path) -
 
 
 def rank_pids(run: Path) -> list[int]:
-    """Pids of the ranks that have started, from their launch files."""
-    return [json.loads(path.read_text())["pid"] for path in run.glob(".launch-*.rank-*")]
+    """Pids of the ranks that have started, from their heartbeats."""
+    return [json.loads(path.read_text())["pid"] for path in run.glob(".heartbeats/rank-*.json")]
 
 
 def placed(pids: list[int], nodes: dict[str, RayNode]) -> Counter[str]:

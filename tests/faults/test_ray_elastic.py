@@ -1,6 +1,5 @@
 """Nodes of a Ray cluster are preempted, lost and added; the head dies and is started again."""
 
-import json
 import re
 import signal
 import subprocess
@@ -9,12 +8,14 @@ import time
 from pathlib import Path
 from typing import Self
 
+import psutil
 import pytest
 
 from tests.support.commands import ENVIRONMENT, num_lines, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import RayNode, ray_node, token_environment
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_job, train
+from txl_dist.runtime.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.fault
 LONG = (NO_EVALUATION, "training.num_steps=600", "training.checkpoint_interval_steps=50")
@@ -76,10 +77,18 @@ def drain(node_id: str, address: str, tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=60)
 
 
-def nodes_of_ranks(run: Path) -> list[str]:
-    """Ids of the nodes on which the ranks have started."""
-    files = sorted(run.glob(".launch-*.rank-*"))
-    return [json.loads(path.read_text())["node_id"] for path in files]
+def pid_of_rank(run: Path) -> int:
+    path = run / ".heartbeats" / "rank-0.json"
+    return Heartbeat.model_validate_json(path.read_bytes()).pid
+
+
+def node_of(pid: int) -> str:
+    """The id of the Ray node whose raylet has started this process."""
+    words = [word for parent in psutil.Process(pid).parents() for word in parent.cmdline()]
+    (node_id,) = {
+        match[1] for word in words if (match := re.fullmatch(r"--node[-_]id=(\w+)", word))
+    }
+    return node_id
 
 
 @pytest.mark.fault_row(5)
@@ -97,13 +106,14 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
         options = ("--on", head.address, "--ranks", 1, "--max-restarts", 0)
         with Command(tmp_path, *words, *options) as command:
             command.wait_for(" step 30 |")
-            (first,) = nodes_of_ranks(run)
+            pid = pid_of_rank(run)
+            first = node_of(pid)
             noticed_at = time.monotonic()
             drain(first, head.address, tmp_path)
             command.wait_for("continuing with 1 ranks from step ")
             seconds_to_save = time.monotonic() - noticed_at
-            wait_until(lambda: bool(nodes_of_ranks(run)))
-            (second,) = nodes_of_ranks(run)
+            wait_until(lambda: pid_of_rank(run) != pid)
+            second = node_of(pid_of_rank(run))
             assert command.wait() == 0, command.text()
     text = command.text()
     print(text)

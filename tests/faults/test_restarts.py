@@ -74,7 +74,7 @@ def test_killed_and_hung_ranks_are_restarted_with_the_same_losses(
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     restarts = re.findall(
-        r"^(rank .*); restart (\d) of at most 1 .*, from step (\d+)$", output, re.M
+        r"^(rank .*); restart (\d) of at most 1 .*, from step (\d+); ", output, re.M
     )
     assert [(event, count) for event, count, _ in restarts] == [
         ("rank 1 was killed by SIGKILL", "1"),
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_has_all_files_is_completed_although_a_rank_was_killed
     process = start(dataset, tmp_path, "--max-restarts", 1, TXL_FAULT=fault)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    assert re.findall(r"restart \d of at most 1 .*, from step (\d+)$", output, re.M) == [
+    assert re.findall(r"restart \d of at most 1 .*, from step (\d+); ", output) == [
         "40", "80", "120", "160",
     ]  # fmt: skip
     assert losses(tmp_path) == losses(straight)
@@ -116,11 +116,8 @@ def test_the_only_rank_of_a_run_is_restarted_when_it_hangs(
     os.kill(beat.pid, signal.SIGSTOP)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    if launcher == "processes":
-        assert re.search(r"no rank has responded for \d+ s .*; last seen: rank 0 \(host", output)
-        assert "rank 0 hung and was killed; restart 1 of at most 1" in output
-    else:
-        assert f"pid {beat.pid}) failed (A worker health check has been hanging" in output
+    assert re.search(r"no rank has responded for \d+ s .*; last seen: rank 0 \(host", output)
+    assert re.search(r"rank 0 .*hung and was killed; restart 1 of at most 1", output)
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=2e-6)
     assert not psutil.pid_exists(beat.pid)
 

@@ -11,6 +11,7 @@ from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
+from txl_dist.training.scores import FOLDER, Score
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 NO_EVALUATION = "evaluation.split=null"
@@ -60,3 +61,8 @@ def losses(run: Path) -> dict[int, float]:
             assert line["step"] not in by_step, f"step {line['step']} twice in {run}"
             by_step[line["step"]] = line["loss"]
     return by_step
+
+
+def score_of_step(run: Path, step: int) -> Score:
+    """The score that a run has written after this step."""
+    return Score.model_validate_json((run / FOLDER / f"step-{step:08d}.json").read_bytes())

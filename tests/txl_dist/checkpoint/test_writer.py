@@ -222,8 +222,9 @@ def test_a_snapshot_does_not_change_with_its_originals(tmp_path: Path) -> None:
     for fragment in fragments:
         for tensor in (fragment.master, *fragment.states.values()):
             tensor.zero_()
-    for tensor in memory_of_lane.values():
-        tensor.zero_()
+    for tensors in memory_of_lane.values():
+        for tensor in tensors.values():
+            tensor.zero_()
     directory = CheckpointDirectory(tmp_path)
     directory.open()
     one = Save(directory=directory, save_id="c" * 8, state={"step": 3}, rank=0, num_ranks=1)

@@ -21,7 +21,7 @@ quickstart: setup  ## real text to a trained, evaluated, tracked model in a few 
 	$(BIN)/python benchmarks/quickstart.py
 
 test: setup      ## the test suite, under 8 minutes on 2 cores
-	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster and not gpu' --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster and not gpu' --numprocesses 2 --dist loadfile
 
 test-all: setup  ## also the exhaustive grids, with all examples of property tests
 	$(BIN)/python -m pytest -m 'not fault and not cluster and not gpu' --hypothesis-profile=all

@@ -1,7 +1,7 @@
 """Tell Ray in time that this host will be preempted, so that its ranks can save.
 
-    python -m cluster.drain_node --deadline-seconds 110                        preStop hook of a pod
-    python -m cluster.drain_node --deadline-seconds 100 --when-preempted aws   on a spot instance
+    python -P -m cluster.drain_node --deadline-seconds 110                    preStop hook of a pod
+    python -P -m cluster.drain_node --deadline-seconds 100 --when-preempted aws on a spot instance
 
 Kubernetes and clouds end a host by signals to its processes, at which a Ray node ends immediately,
 and its ranks with it. Ray's notice of a preemption comes before that: the node gets no new work,
@@ -139,7 +139,7 @@ def _request(url: str, *, headers: dict[str, str], method: str = "GET") -> str |
 
 def main(words: Sequence[str] | None = None) -> None:
     """The command line of this module."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.drain_node", description=MESSAGE)
+    parser = argparse.ArgumentParser(prog="python -P -m cluster.drain_node", description=MESSAGE)
     parser.add_argument("--deadline-seconds", type=float, required=True)
     parser.add_argument("--address", help="of the Ray cluster")
     parser.add_argument("--when-preempted", choices=CLOUDS, help="wait for the cloud's notice")

@@ -164,7 +164,7 @@ def test_a_pod_of_ray_is_deleted_after_its_ranks_have_saved(path: Path) -> None:
     grace = grace_seconds(words) if words[1] == "train" else 0
     for pod in pod_specs(load(path)):
         command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert command[:3] == ["python", "-m", "cluster.drain_node"]
+        assert command[:4] == ["python", "-P", "-m", "cluster.drain_node"]
         drain = float(command[command.index("--deadline-seconds") + 1])
         assert grace + END_SECONDS <= drain
         assert drain + END_SECONDS <= pod["terminationGracePeriodSeconds"]

@@ -77,13 +77,15 @@ def drain(node_id: str, address: str, tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=60)
 
 
-def pid_of_rank(run: Path) -> int:
+def pid_of_rank(run: Path) -> int | None:
+    """None between two attempts: a new one starts without heartbeats."""
     path = run / ".heartbeats" / "rank-0.json"
-    return Heartbeat.model_validate_json(path.read_bytes()).pid
+    return Heartbeat.model_validate_json(path.read_bytes()).pid if path.exists() else None
 
 
-def node_of(pid: int) -> str:
+def node_of(pid: int | None) -> str:
     """The id of the Ray node whose raylet has started this process."""
+    assert pid is not None
     words = [word for parent in psutil.Process(pid).parents() for word in parent.cmdline()]
     (node_id,) = {
         match[1] for word in words if (match := re.fullmatch(r"--node[-_]id=(\w+)", word))
@@ -106,13 +108,13 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
         options = ("--on", head.address, "--ranks", 1, "--max-restarts", 0)
         with Command(tmp_path, *words, *options) as command:
             command.wait_for(" step 30 |")
-            pid = pid_of_rank(run)
-            first = node_of(pid)
+            first_pid = pid_of_rank(run)
+            first = node_of(first_pid)
             noticed_at = time.monotonic()
             drain(first, head.address, tmp_path)
             command.wait_for("continuing with 1 ranks from step ")
             seconds_to_save = time.monotonic() - noticed_at
-            wait_until(lambda: pid_of_rank(run) != pid)
+            wait_until(lambda: pid_of_rank(run) not in (None, first_pid))
             second = node_of(pid_of_rank(run))
             assert command.wait() == 0, command.text()
     text = command.text()

@@ -39,14 +39,16 @@ def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
     other_lines = [
         line
         for line in lines
-        if " | loss " not in line and not line.startswith(("waiting ", "still starting"))
+        if " | loss " not in line
+        and " checkpoint at step " not in line
+        and not line.startswith(("waiting ", "still starting"))
     ]
     died = [line for line in other_lines if "died; " in line]
     assert len(died) == 1, output
     assert "(node " in died[0]
     assert "restart" in died[0]
-    # They include the lines of every run: a new run, waiting, resuming, finished, done.
-    assert len(other_lines) < 25, output
+    # What is left are the lines of two starts, of the loss and of the end: no dump of Ray's.
+    assert len(other_lines) < 28, output
     assert "Traceback" not in output
     assert "raylet" in (run / "logs" / "ray.log").read_text().lower()
     assert losses(run) == losses(straight)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.shards.manifest import InputSummary, ShardManifest, SplitEntry
+from data_pipeline.shards.manifest import NO_TEXT, InputSummary, ShardManifest, SplitEntry
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer
@@ -34,7 +34,7 @@ def write_dataset(directory: Path) -> None:
         input=InputSummary(
             digest="0" * 64, files=1, documents=60, empty=0, rejected=0, duplicates=0
         ),
-        splits={"train": SplitEntry.of([writer.close()])},
+        splits={"train": SplitEntry.of([writer.close(NO_TEXT)])},
     )
     (directory / "manifest.json").write_bytes(manifest.to_bytes())
 

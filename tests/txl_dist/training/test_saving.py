@@ -81,7 +81,7 @@ def stop_in_evaluation(trainer: Trainer, step: int, only_rank: int | None) -> No
 
 
 @pytest.mark.parametrize("only_rank", [None, 1])
-@pytest.mark.parametrize("step", [10, 14, 20])
+@pytest.mark.parametrize("step", [pytest.param(10, marks=pytest.mark.slow), 14, 20])
 def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_equals_an_uninterrupted_one(
     ranks: RankGroups, dataset: Path, tmp_path: Path, step: int, only_rank: int | None
 ) -> None:

@@ -93,10 +93,13 @@ def check(case: Case) -> None:
         assert_close(gradient, expected_gradients[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_the_kernels_equal_the_equation_and_its_gradients(case: Case, use_tiles: Any) -> None:
-    use_tiles(case.tiles)
-    check(case)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if CASES[name].dropout else []) for name in CASES],
+)
+def test_the_kernels_equal_the_equation_and_its_gradients(name: str, use_tiles: Any) -> None:
+    use_tiles(CASES[name].tiles)
+    check(CASES[name])
 
 
 @pytest.mark.slow

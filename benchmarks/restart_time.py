@@ -26,7 +26,7 @@ import psutil
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 LIMIT_SECONDS = {"processes": 10.0, "ray": 15.0}
-RANK_PROCESS = {"processes": "txl_dist.launch.rank_process", "ray": "TrainWorker"}
+RANK_PROCESS = {"processes": "txl_dist.launch.rank_process", "ray": "ray::RankActor"}
 """A word of the command line of a rank."""
 NUM_RANKS = 2
 STEPS_BEFORE_KILL = 20

@@ -1,7 +1,7 @@
 """Tell Ray in time that this host will be preempted, so that its ranks can save.
 
-    python -P -m cluster.drain_node --deadline-seconds 110                    preStop hook of a pod
-    python -P -m cluster.drain_node --deadline-seconds 100 --when-preempted aws on a spot instance
+    python -P -m cluster.drain_node --deadline-seconds 110                     preStop hook of a pod
+    python -P -m cluster.drain_node --deadline-seconds 100 --when-preempted aws  on a spot instance
 
 Kubernetes and clouds end a host by signals to its processes, at which a Ray node ends immediately,
 and its ranks with it. Ray's notice of a preemption comes before that: the node gets no new work,

@@ -50,7 +50,9 @@ def test_the_older_attempt_stops_at_its_next_save_and_the_newer_does_not_notice(
     os.kill(older_rank, signal.SIGCONT)
     output, _ = older.communicate(timeout=120)
     assert older.returncode == 4, output
-    assert f"FencedError: attempt 2 (host {os.uname().nodename}, pid {newer_rank}" in output
+    host = os.uname().nodename
+    assert f"FencedError: this process, attempt 1 (host {host}, pid {older_rank}, " in output
+    assert f"was replaced: attempt 2 (host {host}, pid {newer_rank}, " in output
     assert "took over this run" in output
     assert (checkpoints.at(15) / "manifest.json").read_bytes() == saved
     assert checkpoints.pointer("LATEST") == 15

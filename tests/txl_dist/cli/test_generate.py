@@ -33,7 +33,6 @@ def test_the_defaults_are_those_of_python() -> None:
     assert options["batch"] == inspect.signature(generate_texts).parameters["batch_size"].default
 
 
-@pytest.mark.slow
 def test_unknown_words_are_said_with_their_number_or_refused(
     word_model: Path, tmp_path: Path
 ) -> None:

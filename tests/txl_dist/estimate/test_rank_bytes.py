@@ -1,7 +1,7 @@
 """Memory of a rank: the example of the ZeRO paper, monotony, and offload."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.txl_dist.estimate.models import model_of
@@ -46,7 +46,6 @@ def test_stage_2_shards_gradients_and_stage_3_weights() -> None:
     assert memory(3).weights == 2 * part
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     stage=st.sampled_from([0, 1, 2, 3]),
     num_ranks=st.integers(1, 2048),

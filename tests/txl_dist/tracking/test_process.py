@@ -81,7 +81,6 @@ def _train(dataset: Path, run: Path, uri: str, *settings: object) -> tuple[objec
     )
 
 
-@pytest.mark.slow
 def test_the_end_is_delivered_before_the_launcher_ends(
     dataset: Path, run_dir: Path, server: MlflowServer
 ) -> None:

@@ -223,7 +223,6 @@ def test_a_journal_line_whose_time_is_not_a_number_is_delivered(time: object) ->
 SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
 
 
-@pytest.mark.slow
 def test_sync_delivers_what_an_ended_run_did_not(
     run_dir: Path, server: MlflowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

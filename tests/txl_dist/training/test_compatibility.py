@@ -1,6 +1,8 @@
 """Data of another tokenizer is refused, with the command that prepares compatible data."""
 
+import hashlib
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +122,14 @@ def test_the_command_in_the_error_prepares_compatible_ids_and_names_do_not_count
     use(data, run, compatible)
     unnamed = _ids(tmp_path / "unnamed", 31)
     use(data, run, unnamed)
+    # Until version 0.9, the digest of a vocabulary depended on its names.
+    digest = hashlib.sha256((data / "tokenizer.json").read_bytes().strip()).hexdigest()
+    old = shutil.copytree(data, tmp_path / "old")
+    manifest = load_manifest(old).model_copy(update={"tokenizer_digest": digest})
+    (old / "manifest.json").write_bytes(manifest.to_bytes())
+    with pytest.raises(TxlError, match="tokenizer") as caught:
+        use(data, run, old)
+    assert digest in str(caught.value)
 
 
 def prepare(out: Path, text: str) -> Path:

@@ -3,6 +3,7 @@ SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
 
     StopSignals               training: all signals of one request count once, also in native code
     sigterm_interrupts        preparation: SIGTERM raises KeyboardInterrupt, as Ctrl-C does
+    interrupts_blocked        a child process that starts inside it gets no SIGINT while it imports
     ignore_interrupts         worker processes: only their parent reacts to Ctrl-C
     block_stop_signals        a thread whose child processes must survive a signal to the whole job
     unblock_stop_signals      such a child process, once it has handlers
@@ -172,9 +173,27 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread; child processes that it starts inherit that (they must call
+    `ignore_interrupts`).
+
+    A spawned Python imports for some tenths of a second before its first line can ignore SIGINT.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore_interrupts() -> None:
-    """Ignore SIGINT in a worker: Ctrl-C reaches the whole process group, the parent decides."""
+    """Ignore SIGINT in a worker: Ctrl-C reaches the whole process group, the parent decides.
+
+    Also one that arrived while it was blocked (`interrupts_blocked`).
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def block_stop_signals() -> None:

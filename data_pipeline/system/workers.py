@@ -18,13 +18,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.progress import WorkerStatus, WorkTimes, counting_bytes
-from data_pipeline.system.signals import end_with_parent, ignore_interrupts
+from data_pipeline.system.signals import end_with_parent, ignore_interrupts, interrupts_blocked
 
 U = TypeVar("U")
 R = TypeVar("R")
@@ -193,7 +194,10 @@ class _Worker:
         self.process = context.Process(
             target=_serve, args=(child_connection, self.counter), daemon=True
         )
-        self.process.start()
+        # The tracker first: starting it inside would unblock SIGINT.
+        resource_tracker.ensure_running()
+        with interrupts_blocked():
+            self.process.start()
         # The child must hold the only copy, or its death would not end the stream here.
         child_connection.close()
 

@@ -1,6 +1,8 @@
 """Worker processes that map units of work, and the thread that runs jobs."""
 
+import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +37,25 @@ def test_results_carry_the_numbers_of_their_units() -> None:
         assert sorted(workers.map(square, range(3, 23))) == expected
         assert list(workers.map(square, [])) == []
         assert 2**20 < workers.peak_memory_bytes < 8 * peak_memory_bytes()
+
+
+def test_a_worker_that_is_still_importing_ignores_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C reaches the whole process group: the parent decides what happens to its workers."""
+    with ProcessWorkers(1) as workers:
+        results = workers.map(square, [3, 4])
+
+        def interrupt() -> None:
+            wait_until(lambda: bool(workers.status()))
+            (child,) = multiprocessing.active_children()
+            for _ in range(20):
+                os.kill(child.pid or 0, signal.SIGINT)
+                time.sleep(0.01)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        assert [result for _, result in results] == [9, 16]
+        thread.join()
+    assert "KeyboardInterrupt" not in capfd.readouterr().err
 
 
 def count_and_wait(path: str) -> int:

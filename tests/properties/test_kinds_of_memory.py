@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.running_mean import KINDS
-from tests.support.small_models import VOCAB_SIZE, random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, VOCAB_SIZE, random_text, small_model
 from txl_dist.model.memory import SequenceState, memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -62,7 +62,11 @@ def read(
 
 @every_kind
 @in_training_and_inference
-@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True}], ids=["", "pre-norm"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pre_lnorm": True}, *MODERN.values(), SHORT_AND_LONG],
+    ids=["", "pre-norm", *MODERN, "short and long"],
+)
 @torch.no_grad()
 def test_no_loss_depends_on_later_tokens(kind: str, start: str, options: dict[str, Any]) -> None:
     model, text_BN = small_model(memory=kind, **options), random_text(2, NUM_TOKENS + 1)

@@ -6,11 +6,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import RECIPES, ModelConfig
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 
 VOCAB_SIZE = 11
+
+MODERN: dict[str, dict[str, Any]] = {
+    "modern": RECIPES["modern"] | {"zero_init": False, "init_std": 0.4},
+    "gated": {"residual_gate": "gru", "feed_forward": "relu2", "output_gate": True},
+    "normed": {
+        "qk_norm": True,
+        "attention_scale": 2.0,
+        "norm": "rmsnorm",
+        "softcap": 3.0,
+        "biases": False,
+        "residual_scalars": True,
+        "cutoffs": (4, 9),
+    },
+}
+"""Settings of the block, each of them in one of these at least. Read in segments with memories that
+are long enough, they give the numbers of one segment."""
+SHORT_AND_LONG: dict[str, Any] = {"mem_shares": (0.4, 1.0)}
+"""Layers with memories of another length."""
 
 
 def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
@@ -26,7 +44,13 @@ def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
         "init_std": 0.4,
         "proj_init_std": 0.4,
     }
-    return TransformerXL(ModelConfig(**(sizes | options)), seed=seed).double()
+    model = TransformerXL(ModelConfig(**(sizes | options)), seed=seed).double()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attention.gate.weight", "residual_scalars", "update_bias")):
+            with torch.no_grad():  # they start at constants
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def random_text(num_lanes: int, num_tokens: int, *, seed: int = 0) -> Tensor:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from data_pipeline.streams.segments import IGNORED
 from data_pipeline.system.remote_path import DatasetPath
@@ -137,6 +138,9 @@ class _Sums:
         """A callback that adds the attention weights of a segment's scored queries."""
 
         def add(layer: int, weight_BHTS: Tensor) -> None:
+            # A layer with a shorter memory gives nothing to the keys before it.
+            missing = self._distance_TS.numel() // weight_BHTS.shape[2] - weight_BHTS.shape[3]
+            weight_BHTS = pad(weight_BHTS, (missing, 0))
             weight_HTS = torch.zeros_like(weight_BHTS[0], dtype=torch.float64)
             for lane_HTS, scored_T in zip(weight_BHTS, scored_BT, strict=True):
                 # One lane at a time: a float64 copy of all lanes needs twice the memory of the

@@ -45,12 +45,13 @@ import torch
 from torch import Tensor
 
 from txl_dist.bench import one_thread, time_rounds
-from txl_dist.model.attention import SegmentContext, choose_implementation, heads_first
+from txl_dist.model.attention import SegmentContext, choose_implementation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.flops import inference_flops, window_flops
+from txl_dist.model.layer import Layer
 from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
-from txl_dist.model.transformer_xl import Layer, TransformerXL
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import Visibility
 from txl_dist.runtime.process import keep_freed_memory
 
@@ -197,7 +198,7 @@ def _window_path(
 def _reuse_path(
     model: TransformerXL, length: int, tgt_len: int, lanes: int, generator: torch.Generator
 ) -> _Path:
-    config = replace(model.config, mem_len=length)
+    config = replace(model.config, mem_len=length, mem_shares=())
     cache = KVCache.empty(config, lanes)
     num_segments = max(1, REUSE_TOKENS // tgt_len)
     text_N = _random_text(model, lanes * (num_segments * tgt_len + 1), generator)
@@ -233,7 +234,7 @@ def _fastest(paths: Sequence[_Path], clock: Callable[[], float]) -> _Path:
 
 def _random_text(model: TransformerXL, num_tokens: int, generator: torch.Generator) -> Tensor:
     """Uniformly random ids. The work depends on them only through an adaptive softmax."""
-    text_N = torch.randint(model.config.vocab_size, (num_tokens,), generator=generator)
+    text_N = torch.randint(model.config.num_ids, (num_tokens,), generator=generator)
     return text_N.to(next(model.parameters()).device)
 
 
@@ -271,22 +272,21 @@ class WindowReader:
             raise ValueError(f"windows {tuple(input_BL.shape)}, expected {self._shape}")
         for cache in self._caches:
             cache.length = 0
-        for block_BTD in self._embedded(input_BL).split(self._block_len, dim=1):
-            last_BTD = self._read(block_BTD)
-        hidden_B1D = self._last_query(last_BTD)
         model = self._model
+        for first_BTD in model.embed(input_BL).split(self._block_len, dim=1):
+            last_BTD = self._read(first_BTD)
+        hidden_B1D = model.output(self._last_query(last_BTD))
         nats_B1: Tensor = model.softmax(hidden_B1D, target_B[:, None], model.table)
         return nats_B1[:, 0]
 
-    def _embedded(self, input_BL: Tensor) -> Tensor:
-        x_BLD = self._model.table(input_BL)
-        return self._model.encoding.add_to_input(self._model.config, x_BLD)
-
-    def _read(self, x_BTD: Tensor) -> Tensor:
+    def _read(self, first_BTD: Tensor) -> Tensor:
         """Read a block; returns the input of the last layer, which stores keys and values only."""
+        x_BTD, model = first_BTD, self._model
         context = _causal_context(self._model.config, x_BTD, self._caches[0].length)
-        for layer, cache in zip(self._layers[:-1], self._caches[:-1], strict=True):
-            x_BTD = layer(x_BTD, cache, context)
+        last = len(self._layers) - 1
+        for number, (layer, cache) in enumerate(zip(self._layers[:-1], self._caches, strict=False)):
+            x_BTD = layer(model.layer_input(number, x_BTD, first_BTD), cache, context)
+        x_BTD = model.layer_input(last, x_BTD, first_BTD)
         is_last_block = self._caches[-1].length + x_BTD.shape[1] == self._shape[1]
         # The last query stores its own keys and values.
         stored_BTD = x_BTD[:, :-1] if is_last_block else x_BTD
@@ -304,7 +304,7 @@ class _GrowingCache(LayerKVCache):
     """Keys and values of all tokens of the window that were read so far, without a memory."""
 
     def __init__(self, model: TransformerXL, shape: tuple[int, int], terms: DistanceTerms) -> None:
-        config, weight = model.config, model.table.weights[0]
+        config, weight = model.config, model.weight
         super().__init__(
             num_heads=config.n_head, num_lanes=shape[0], mem_len=0, d_head=config.d_head
         )
@@ -327,7 +327,7 @@ class _GrowingCache(LayerKVCache):
 
 def _distance_terms(model: TransformerXL, window_len: int) -> list[DistanceTerms]:
     """The terms of every layer for all distances in a window."""
-    config, weight = model.config, model.table.weights[0]
+    config, weight = model.config, model.weight
     prepared = model.encoding.prepare(config, window_len, weight, lambda encoded: encoded)
     shared = (model.content_bias_HK, model.distance_bias_HK) if config.shares_biases else None
     layers: list[Any] = list(model.layers)
@@ -377,5 +377,4 @@ def _causal_context(config: ModelConfig, x_BTD: Tensor, start: int) -> SegmentCo
 
 def _store_keys_and_values(layer: Layer, x_BTD: Tensor, cache: _GrowingCache) -> None:
     x_BTD = layer.attention_norm(x_BTD) if layer.pre_lnorm else x_BTD
-    attention = layer.attention
-    cache.append(*heads_first(attention.key_value(x_BTD), attention.heads))
+    cache.append(*layer.attention.keys_and_values(x_BTD))

@@ -281,7 +281,7 @@ class TrainingStep:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._memory = self._model.empty_memory(model.num_lanes)
         shape = (model.num_lanes, model.tgt_len)
-        text = zipf_tokens(config.vocab_size, (shape[0], shape[1] + 1))
+        text = zipf_tokens(config.num_ids, (shape[0], shape[1] + 1))
         self._input_BT = to_device(text[:, :-1].contiguous(), settings.device)
         self._target_BT = text[:, 1:].contiguous()  # on the host, as in training
         self._age_BT = torch.full(shape, 10**6, dtype=torch.int32, device=settings.device)

@@ -179,7 +179,7 @@ def _segment(
     generator = torch.Generator().manual_seed(0)
     # vocab_size ** uniform: the probability of an id is proportional to about 1 / (id + 1).
     uniform = torch.rand(lanes, tgt_len + 1, generator=generator)
-    text = (config.vocab_size**uniform - 1).long().clamp(max=config.vocab_size - 1)
+    text = (config.num_ids**uniform - 1).long().clamp(max=config.num_ids - 1)
     age_BT = torch.full((lanes, tgt_len), OLD)
     return text[:, :-1], text[:, 1:], age_BT
 

@@ -253,7 +253,7 @@ def recall(
     model, tokenizer = stored.load(config)
     if data is None:
         excluded = [tokenizer.end_of_document] if tokenizer else []
-        texts = random_text(probe, config.vocab_size, excluded=excluded)
+        texts = random_text(probe, config.num_ids, excluded=excluded)
     else:
         source = open_split(dataset_path(data), split, manifest=manifest)
         texts = sampled_text(probe, source, stored.reset)

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from txl_dist.config import optimizer_config
 from txl_dist.config.data_config import CorpusConfig
 from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
@@ -28,6 +29,7 @@ from txl_dist.config.yaml_file import (
     read_yaml,
 )
 from txl_dist.errors import ConfigError
+from txl_dist.model import config as model_config
 
 _REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
 """The settings without a default, with some legal value for each."""
@@ -157,7 +159,8 @@ class _Source:
         try:
             # As JSON, because only there strict mode accepts mappings for dataclasses and
             # lists for tuples.
-            return RunConfig.model_validate_json(json.dumps(self.value), strict=True)
+            value = _with_recipe(self.value)
+            return RunConfig.model_validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 path = tuple(details["loc"])
@@ -180,6 +183,17 @@ class _Source:
         """The override or the line that set `path`, or the nearest section above it."""
         above = (path[:length] for length in range(len(path), 0, -1))
         return next((self._origins[key] for key in above if key in self._origins), str(self.path))
+
+
+def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
+    """The config with the settings of its `model.recipe` where it has none of its own."""
+    model, result = value.get("model"), dict(value)
+    recipe = model.get("recipe") if isinstance(model, dict) else None
+    for name, recipes in (("model", model_config.RECIPES), ("optimizer", optimizer_config.RECIPES)):
+        section = value.get(name) or {}
+        if isinstance(recipe, str) and recipe in recipes and isinstance(section, dict):
+            result[name] = recipes[recipe] | section
+    return result
 
 
 def _read_override(name: str, text: str) -> YamlDocument:
@@ -212,6 +226,9 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         yield from (f"{name}: {line}" if name else line for line in lines)
     elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
         yield f"unknown key {name}; {_nearest_key(path)}"
+    elif path[-1:] == ("[key]",):  # of a mapping with given keys
+        hint = _hint(error) or f"; valid here: {error['ctx']['expected']}"
+        yield f"unknown key {dotted(path[:-1])}{hint}"
     elif kind == "missing":
         yield f"{name} is missing; give it a value (see configs/quickstart.yaml)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):

@@ -94,7 +94,7 @@ def checked_config(values: Mapping[str, Any], *, origin: str) -> ModelConfig:
         name = ".".join(str(part) for part in first["loc"])
         message = str(first["msg"]).removeprefix("Value error, ")
         raise ConfigError(f"{origin}: {f'{name}: ' if name else ''}{message}") from None
-    if config.vocab_size < 1:
+    if config.num_ids < 1:
         raise ConfigError(
             f"{origin}: the vocabulary size is {config.vocab_size}; expected at least 1"
         )

@@ -1,7 +1,7 @@
 """The architecture of one Transformer-XL, as frozen data that is checked when it is created.
 
-It also lists the distance encodings, the kinds of memory and the implementations of attention that
-a config can name. To add one, write its class or function and add one entry here.
+It also lists the distance encodings, norms, kinds of memory and implementations of attention that a
+config can name, and the recipes. To add one, write its class or function and add one entry here.
 
 Names follow the paper's code (arXiv:1901.02860) where it has the same option. Imports no torch, so
 a run's config can be loaded and checked without it.
@@ -13,7 +13,7 @@ from inspect import formatannotation
 from itertools import pairwise
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,41 @@ DISTANCE_ENCODINGS = {
 }
 """By the value of `ModelConfig.distance_encoding`."""
 
+NORMS = {
+    "layernorm": "torch.nn:LayerNorm",
+    "rmsnorm": "txl_dist.model.norms:RmsNorm",
+}
+"""By the value of `ModelConfig.norm`: a module that is created with the width."""
+
+FEED_FORWARDS = ("relu", "relu2", "swiglu")
+"""The values of `ModelConfig.feed_forward` (layer.py has the equations)."""
+
+RESIDUAL_GATES = ("none", "gru")
+"""The values of `ModelConfig.residual_gate`."""
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "modern": {
+        "norm": "rmsnorm",
+        "pre_lnorm": True,
+        "embedding_norm": True,
+        "final_norm": True,
+        "qk_norm": True,
+        "attention_scale": 15.4,
+        "output_gate": True,
+        "feed_forward": "swiglu",
+        "biases": False,
+        "zero_init": True,
+        "residual_scalars": True,
+        "softcap": 15.0,
+        "distance_encoding": "rotary",
+        "tie_weight": False,
+        "init_std": 0.03,
+    },
+}
+"""By the value of `ModelConfig.recipe`: defaults of settings that differ from the paper's. Those of
+the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-today.md)."""
+
 MEMORY_KINDS = {"recurrent": "txl_dist.model.memory.recurrent:Recurrent"}
 """By the value of `ModelConfig.memory`: a `MemoryKind` (memory/__init__.py), as "module:class"."""
 
@@ -116,8 +151,12 @@ class ModelConfig:
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
-    vocab_size: int = 0
-    """Number of token ids. 0 in a run's YAML: the vocabulary size of the data."""
+    recipe: str = "paper"
+    """Where a run's YAML has no value for a setting of `model` or `optimizer`: `paper`, the
+    defaults listed here, or `modern`, a block of today. Python: `ModelConfig.of_recipe`."""
+    vocab_size: int | None = 0
+    """Number of token ids. 0 in a run's YAML: the vocabulary size of the data. None: a model of
+    vectors, without embedding and softmax, for a loop of your own."""
     n_layer: int = 4
     """Number of layers."""
     d_model: int = 128
@@ -134,6 +173,9 @@ class ModelConfig:
     """What a lane carries from segment to segment: `recurrent`, the paper's."""
     mem_len: int = 128
     """Tokens of memory per lane and layer; 0 disables recurrence."""
+    mem_shares: tuple[float, ...] = ()
+    """Memory length of each layer as a share of `mem_len`, repeated over the layers: `[0.25, 1]`
+    alternates short and long memories. () is `mem_len` in every layer."""
     distance_encoding: str = "sinusoidal"
     """How attention depends on distances: `sinusoidal` (the paper's), or another encoding."""
     clamp_len: int | None = None
@@ -152,6 +194,31 @@ class ModelConfig:
     """Each layer has its own position biases u and v, instead of one pair for all layers."""
     pre_lnorm: bool = False
     """Normalise the input of each sublayer (pre-norm) instead of its output (post-norm)."""
+    norm: str = "layernorm"
+    """`layernorm`, or `rmsnorm`: divide by the root mean square, without parameters."""
+    embedding_norm: bool = False
+    """Normalise the token vectors before the first layer."""
+    final_norm: bool = False
+    """Normalise the output of the last layer."""
+    qk_norm: bool = False
+    """Divide queries and keys, those of the memory too, by their length."""
+    attention_scale: float | None = None
+    """Multiplies the products of queries and keys. None: 1 / sqrt(d_head), or sqrt(d_head) with
+    `qk_norm`."""
+    output_gate: bool = False
+    """Multiply the output of each head by a gate between 0 and 2 that depends on its input."""
+    feed_forward: str = "relu"
+    """Activation of the feed-forward sublayer: `relu`, `relu2` (its square) or `swiglu`."""
+    biases: bool = True
+    """The feed-forward and the softmax have biases."""
+    zero_init: bool = False
+    """The output projections of sublayers, and of a softmax of its own weights, start at 0."""
+    residual_scalars: bool = False
+    """Each layer reads a x + b x_0 instead of x, with learned a and b; x_0 is the embedding."""
+    residual_gate: str = "none"
+    """`none`: x + f(x). `gru`: a gated unit instead of each sum, GTrXL's."""
+    softcap: float | None = None
+    """Limit logits to this absolute value, smoothly: c tanh(logit / c)."""
     dropout: float = 0.0
     """Dropout of embeddings, encoded distances, hidden layers, sublayers and the model's output."""
     dropatt: float = 0.0
@@ -167,13 +234,21 @@ class ModelConfig:
         _require_types(self)
         _require_known("distance_encoding", self.distance_encoding, DISTANCE_ENCODINGS)
         _require_known("memory", self.memory, MEMORY_KINDS)
+        _require_known("recipe", self.recipe, RECIPES)
+        _require_known("norm", self.norm, NORMS)
+        _require_known("feed_forward", self.feed_forward, FEED_FORWARDS)
+        _require_known("residual_gate", self.residual_gate, RESIDUAL_GATES)
         _require_known("attention", self.attention, ("auto", *ATTENTION_IMPLEMENTATIONS))
         for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("vocab_size", "mem_len"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("attention_scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value} must be above 0, or null")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) <= 0.99:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 0.99]")
@@ -185,7 +260,15 @@ class ModelConfig:
         self._check_attention()
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
+        self._check_memory_shares()
+        self._check_vectors()
         self._check_clusters()
+
+    @classmethod
+    def of_recipe(cls, recipe: str, **settings: Any) -> Self:
+        """A config with the defaults of a recipe. Raises ValueError for an unknown name."""
+        _require_known("recipe", recipe, RECIPES)
+        return cls(recipe=recipe, **(RECIPES[recipe] | settings))
 
     def _check_encoding(self) -> None:
         name, encoding = self.distance_encoding, self.encoding
@@ -211,6 +294,30 @@ class ModelConfig:
         if self.untie_r and not encoding.has_position_biases:
             raise ValueError(
                 f"untie_r=true is not supported by distance_encoding={name}; use false"
+            )
+
+    def _check_memory_shares(self) -> None:
+        shares = self.mem_shares
+        if len(shares) > self.n_layer:
+            raise ValueError(
+                f"mem_shares has {len(shares)} entries for n_layer={self.n_layer}; give one per "
+                "layer, or fewer that are repeated"
+            )
+        if self.same_length and 0 in self.mem_lens:
+            raise ValueError(
+                "same_length=true needs a memory in every layer: raise the smallest of mem_shares"
+            )
+        if any(not 0 <= share <= 1 for share in shares) or (shares and max(shares) < 1):
+            raise ValueError(
+                f"mem_shares={list(shares)} must be between 0 and 1, and the largest 1: mem_len is "
+                "the length of the longest memory"
+            )
+
+    def _check_vectors(self) -> None:
+        if self.vocab_size is None and (self.cutoffs or self.div_val > 1 or self.d_embed):
+            raise ValueError(
+                "vocab_size=null is a model of vectors, which has no tables for cutoffs, div_val "
+                "or d_embed; remove them"
             )
 
     def _check_attention(self) -> None:
@@ -256,6 +363,28 @@ class ModelConfig:
         return self.encoding.has_position_biases and not self.untie_r
 
     @property
+    def num_ids(self) -> int:
+        """Token ids of the vocabulary; 0 if it is not known yet, or for a model of vectors."""
+        return self.vocab_size or 0
+
+    @property
+    def mem_lens(self) -> tuple[int, ...]:
+        """Memory length of each layer."""
+        shares = self.mem_shares or (1.0,)
+        lens = [round(self.mem_len * share) for share in shares]
+        return tuple(lens[layer % len(lens)] for layer in range(self.n_layer))
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by, besides the 1 / sqrt(d_head) of every implementation.
+
+        With `qk_norm` queries and keys have length sqrt(d_head), for which that is exact.
+        """
+        if self.attention_scale is None:
+            return 1.0
+        return self.attention_scale * self.d_head ** (-0.5 if self.qk_norm else 0.5)
+
+    @property
     def num_clusters(self) -> int:
         """Clusters of the vocabulary, including the shortlist of frequent tokens."""
         return len(self.cutoffs) + 1
@@ -263,12 +392,12 @@ class ModelConfig:
     @property
     def cluster_bounds(self) -> tuple[tuple[int, int], ...]:
         """Token ids [start, stop) of each cluster."""
-        return tuple(pairwise((0, *self.cutoffs, self.vocab_size)))
+        return tuple(pairwise((0, *self.cutoffs, self.num_ids)))
 
     @property
     def table_bounds(self) -> tuple[tuple[int, int], ...]:
         """Token ids [start, stop) of each embedding table: one per cluster if `div_val` > 1."""
-        return self.cluster_bounds if self.div_val > 1 else ((0, self.vocab_size),)
+        return self.cluster_bounds if self.div_val > 1 else ((0, self.num_ids),)
 
     @property
     def table_widths(self) -> tuple[int, ...]:

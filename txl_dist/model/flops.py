@@ -8,7 +8,7 @@ share grows with `mem_len`. The tests compare the sums with torch's FlopCounterM
 from collections.abc import Sequence
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import memory_kind
+from txl_dist.model.memory import MemoryKind, memory_kind
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, W = H K
 
@@ -21,11 +21,11 @@ def forward_flops(
     `tail_rows` is the number of targets in each cluster of the adaptive softmax after the first; it
     depends on the text. Without it the count is a lower bound: every token's head, and no tail.
     """
-    num_keys = memory_kind(config).num_past + tgt_len
-    memory = config.n_layer * _keys_and_values(config, num_lanes * memory_kind(config).num_past)
-    cached = memory + _distances(config, num_keys)
-    return cached + inference_flops(
-        config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows
+    kind = memory_kind(config)
+    return (
+        _memory(config, num_lanes)
+        + sum(_distances(config, past + tgt_len) for past in _pasts(kind))
+        + inference_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
     )
 
 
@@ -34,13 +34,12 @@ def inference_flops(
 ) -> int:
     """As `forward_flops`, with a KVCache: the memory and the distances are already projected."""
     tokens = num_lanes * tgt_len
-    num_keys = memory_kind(config).num_past + tgt_len
-    layer = (
-        _queries_and_feed_forward(config, tokens)
-        + _keys_and_values(config, tokens)
-        + _scores_and_mixing(config, tokens * num_keys)
+    layer = _queries_and_feed_forward(config, tokens) + _keys_and_values(config, tokens)
+    scores = sum(
+        _scores_and_mixing(config, tokens * (past + tgt_len))
+        for past in _pasts(memory_kind(config))
     )
-    return config.n_layer * layer + _ends(config, tokens) + _tails(config, tail_rows)
+    return config.n_layer * layer + scores + _ends(config, tokens) + _tails(config, tail_rows)
 
 
 def window_flops(config: ModelConfig, *, window_len: int, block_len: int) -> int:
@@ -68,18 +67,32 @@ def training_flops(
     """Forward and backward. The backward of a product is two products, for both of its factors.
 
     The inputs of two products need no gradient, the projections of distances and of memory: their
-    backward is one product. Under `pre_lnorm` the memory passes a norm that does need a gradient.
+    backward is one product. Under `pre_lnorm` the memory passes a norm whose gains need a gradient.
     """
+    kind = memory_kind(config)
     forward = forward_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
-    memory = config.n_layer * _keys_and_values(config, num_lanes * memory_kind(config).num_past)
-    memory = 0 if config.pre_lnorm else memory
-    return 3 * forward - memory - _distances(config, memory_kind(config).num_past + tgt_len)
+    has_gains = config.pre_lnorm and config.norm == "layernorm"
+    memory = 0 if has_gains else _memory(config, num_lanes)
+    return 3 * forward - memory - sum(_distances(config, past + tgt_len) for past in _pasts(kind))
+
+
+def _pasts(kind: MemoryKind) -> list[int]:
+    """M of each layer."""
+    return [kind.num_past_in(number) for number in range(kind.config.n_layer)]
+
+
+def _memory(config: ModelConfig, num_lanes: int) -> int:
+    """The projection of the memory's keys and values in all layers."""
+    return _keys_and_values(config, num_lanes * sum(_pasts(memory_kind(config))))
 
 
 def _queries_and_feed_forward(config: ModelConfig, tokens: int) -> int:
-    """Per layer: projections of the queries and of the mixed values, and the feed-forward."""
+    """Per layer: projections of the queries and of the mixed values, the feed-forward, gates."""
     width = config.n_head * config.d_head
-    return 2 * 2 * tokens * config.d_model * (width + config.d_inner)
+    columns = 2 * width + config.d_inner * (3 if config.feed_forward == "swiglu" else 2)
+    columns += config.n_head if config.output_gate else 0
+    columns += 2 * 6 * config.d_model if config.residual_gate == "gru" else 0
+    return 2 * tokens * config.d_model * columns
 
 
 def _scores_and_mixing(config: ModelConfig, num_pairs: int) -> int:
@@ -105,10 +118,10 @@ def _tails(config: ModelConfig, tail_rows: Sequence[int]) -> int:
 
 
 def _distances(config: ModelConfig, num_keys: int) -> int:
-    """The projection of every distance, once per layer for all lanes."""
+    """The projection of every distance in a layer, once for all lanes."""
     if not config.encoding.projects_distances:
         return 0
-    return config.n_layer * 2 * num_keys * config.d_model * config.n_head * config.d_head
+    return 2 * num_keys * config.d_model * config.n_head * config.d_head
 
 
 def _ends(config: ModelConfig, tokens: int) -> int:
@@ -117,6 +130,8 @@ def _ends(config: ModelConfig, tokens: int) -> int:
     With `div_val` above 1, every token counts with the width of the first table. The error is
     within half a percent of the total.
     """
+    if config.vocab_size is None:
+        return 0
     width = config.table_widths[0]
     head = 2 * tokens * width * (config.cluster_bounds[0][1] + len(config.cutoffs))
     return head + 2 * _one_projection(config, tokens)

@@ -13,20 +13,23 @@ Results equal those of `TransformerXL.hidden` with the attention `sdpa`, bit for
 dropout and models without memory are not supported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
+from txl_dist.model.attention import head_gates
 from txl_dist.model.attention.sdpa import gpu_kernels
 from txl_dist.model.encodings import DistanceTerms, apply_rotary, cast_like
+from txl_dist.model.layer import Layer, combined
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
-from txl_dist.model.transformer_xl import Layer, TransformerXL
+from txl_dist.model.norms import normalise
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
 
 # Shapes: B lanes, M memory tokens, S = M + 1 keys, D d_model, H heads, K d_head, X = H K
@@ -44,21 +47,27 @@ class TokenStep:
             raise ValueError("TokenStep needs a KVCache with a memory, and attention=auto or sdpa")
         assert isinstance(cache, KVCache)
         self._model, self._num_past = model, cache.num_past
-        config, like = model.config, model.table.weights[0]
+        config, like = model.config, model.weight
         self._same_length = config.same_length
-        prepared = model.encoding.prepare(config, cache.num_past + 1, like, lambda x: x)
+        prepared = {
+            num_past: model.encoding.prepare(config, num_past + 1, like, lambda x: x)
+            for num_past in {layer.mem_len for layer in cache.layers}
+        }
         shared = (model.content_bias_HK, model.distance_bias_HK) if config.shares_biases else None
         self._layers = []
         for layer, layer_cache in zip(model.layers, cache.layers, strict=True):
             assert isinstance(layer, Layer)
-            make = partial(layer.attention.distances, prepared, shared)
-            terms = layer_cache.terms(cache.num_past + 1, make)
+            make = partial(layer.attention.distances, prepared[layer_cache.mem_len], shared)
+            terms = layer_cache.terms(layer_cache.mem_len + 1, make)
             self._layers.append(_LayerStep(layer, layer_cache, terms))
         # A full memory hides a key only with `same_length`. Without other scores to add, a mask of
         # zeros makes scaled_dot_product_attention take the same kernel as in segments.
         is_needed = config.same_length or not config.encoding.multiplies_distances
-        self._full_mask_B1S = self._compute_mask([cache.num_past], like) if is_needed else None
-        """The mask with a full memory; None if it hides nothing."""
+        self._full_masks: dict[int, Tensor | None] = {
+            num_past: self._compute_mask([num_past], num_past, like) if is_needed else None
+            for num_past in prepared
+        }
+        """By memory length: the mask [B, 1, S] with a full memory; None if it hides nothing."""
         self._kernels = gpu_kernels if like.device.type == "cuda" else nullcontext
 
     @staticmethod
@@ -68,19 +77,19 @@ class TokenStep:
         return has_keys and model.config.attention in ("auto", "sdpa")
 
     def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
-        x_BD: Tensor = self._model.table(token_B)
-        if min(ages) >= self._num_past:
-            mask_B1S = self._full_mask_B1S
-        else:
-            mask_B1S = self._compute_mask(ages, x_BD)
+        x_BD: Tensor = self._model.embed(token_B)
+        first_BD, masks = x_BD, self._full_masks
+        if min(ages) < self._num_past:
+            masks = {num: self._compute_mask(ages, num, x_BD) for num in masks}
         with self._kernels():
-            for layer in self._layers:
-                x_BD = layer(x_BD, mask_B1S)
-        return x_BD
+            for number, layer in enumerate(self._layers):
+                x_BD = self._model.layer_input(number, x_BD, first_BD)
+                x_BD = layer(x_BD, masks[layer.num_past])
+        return self._model.output(x_BD)
 
-    def _compute_mask(self, ages: Sequence[int], like: Tensor) -> Tensor:
+    def _compute_mask(self, ages: Sequence[int], num_past: int, like: Tensor) -> Tensor:
         age_B1 = torch.tensor(ages, device=like.device)[:, None]
-        visible_B1S = visible_keys(age_B1, num_past=self._num_past, same_length=self._same_length)
+        visible_B1S = visible_keys(age_B1, num_past=num_past, same_length=self._same_length)
         return mask_scores(visible_B1S, like.dtype)
 
 
@@ -119,44 +128,60 @@ class _LayerStep:
 
     def __init__(self, layer: Layer, cache: LayerKVCache, terms: DistanceTerms) -> None:
         attention, feed_forward = layer.attention, layer.feed_forward
+        self.num_past = cache.mem_len
         self._pre_lnorm, self._heads = layer.pre_lnorm, attention.heads
         self._cache, self._terms = cache, terms
         self._query_terms: _QueryTerms | None = None
         self._query, self._key_value = attention.query.weight, attention.key_value.weight
-        self._out = attention.out.weight
+        self._out, self._attention = attention.out.weight, attention
+        self._has_norms = attention.qk_norm or attention.query_scale != 1
         self._up = feed_forward.up.weight, feed_forward.up.bias
         self._down = feed_forward.down.weight, feed_forward.down.bias
+        self._activate = feed_forward.activate
         self._attention_norm, self._feed_forward_norm = (
-            (norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-            for norm in (layer.attention_norm, layer.feed_forward_norm)
+            _functional(norm) for norm in (layer.attention_norm, layer.feed_forward_norm)
         )
+        self._attention_gate, self._feed_forward_gate = (
+            layer.attention_gate, layer.feed_forward_gate,
+        )  # fmt: skip
 
     def __call__(self, x_BD: Tensor, mask_B1S: Tensor | None) -> Tensor:
         if self._pre_lnorm:
-            x_BD = x_BD + self._attend(layer_norm(x_BD, *self._attention_norm), mask_B1S)
-            return x_BD + self._feed_forward(layer_norm(x_BD, *self._feed_forward_norm))
-        x_BD = layer_norm(x_BD + self._attend(x_BD, mask_B1S), *self._attention_norm)
-        return layer_norm(x_BD + self._feed_forward(x_BD), *self._feed_forward_norm)
+            mixed_BD = self._attend(self._attention_norm(x_BD), mask_B1S)
+            x_BD = combined(self._attention_gate, x_BD, mixed_BD)
+            out_BD = self._feed_forward(self._feed_forward_norm(x_BD))
+            return combined(self._feed_forward_gate, x_BD, out_BD)
+        mixed_BD = self._attend(x_BD, mask_B1S)
+        x_BD = self._attention_norm(combined(self._attention_gate, x_BD, mixed_BD))
+        out_BD = self._feed_forward(x_BD)
+        return self._feed_forward_norm(combined(self._feed_forward_gate, x_BD, out_BD))
 
     def _feed_forward(self, x_BD: Tensor) -> Tensor:
-        return linear(linear(x_BD, *self._up).relu_(), *self._down)
+        return linear(self._activate(linear(x_BD, *self._up)), *self._down)
 
     def _attend(self, x_BD: Tensor, mask_B1S: Tensor | None) -> Tensor:
         num_lanes, (num_heads, d_head) = len(x_BD), self._heads
         q_HBK = linear(x_BD, self._query).view(num_lanes, num_heads, d_head).transpose(0, 1)
         key_value_B2H1K = linear(x_BD, self._key_value).view(num_lanes, 2, num_heads, 1, d_head)
-        k_HBSK, v_HBSK = self._cache.append(*key_value_B2H1K.permute(1, 2, 0, 3, 4).unbind())
+        k_HB1K, v_HB1K = key_value_B2H1K.permute(1, 2, 0, 3, 4).unbind()
+        if self._attention.qk_norm:
+            k_HB1K = normalise(k_HB1K)
+        k_HBSK, v_HBSK = self._cache.append(k_HB1K, v_HB1K)
         if self._query_terms is None:
             self._query_terms = _QueryTerms.of(self._terms, q_HBK)
         terms = self._query_terms
         if terms.rotary_SK is not None:
-            q_HBK = apply_rotary(q_HBK.unsqueeze(2), terms.rotary_SK).squeeze(2)
             k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
+        if terms.rotary_SK is not None or self._has_norms:
+            q_HBK = self._attention.scaled_queries(q_HBK.unsqueeze(2), self._terms).squeeze(2)
         bias_HB1S = self._score_bias(q_HBK, terms, mask_B1S)
         u_H1K = terms.content_bias_H1K
         query_HB1K = (q_HBK if u_H1K is None else q_HBK + u_H1K).unsqueeze(2)
         mixed_HB1K = scaled_dot_product_attention(query_HB1K, k_HBSK, v_HBSK, attn_mask=bias_HB1S)
-        return linear(mixed_HB1K.squeeze(2).transpose(0, 1).reshape(num_lanes, -1), self._out)
+        mixed_BHK = mixed_HB1K.squeeze(2).transpose(0, 1)
+        if self._attention.gate is not None:
+            mixed_BHK = mixed_BHK * head_gates(self._attention.gate(x_BD))
+        return linear(mixed_BHK.reshape(num_lanes, -1), self._out)
 
     def _score_bias(
         self, q_HBK: Tensor, terms: _QueryTerms, mask_B1S: Tensor | None
@@ -170,6 +195,14 @@ class _LayerStep:
             return None if score_HBS is None else score_HBS.unsqueeze(2)
         mask_B1S = mask_B1S.to(q_HBK.dtype)
         return mask_B1S if score_HBS is None else score_HBS.unsqueeze(2) + mask_B1S
+
+
+def _functional(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The norm without the time of a module's call and attributes."""
+    if isinstance(norm, nn.LayerNorm):
+        settings = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        return lambda x_BD: layer_norm(x_BD, *settings)
+    return normalise
 
 
 def _scaled(q_HBK: Tensor, scaled_bias_H1K: Tensor | None) -> Tensor:

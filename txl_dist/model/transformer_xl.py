@@ -4,10 +4,8 @@
     x_(l+1) = layer_l(x_l, memory_l)       memory_l: x_l of the previous mem_len tokens, no gradient
     nats    = softmax(x_L, targets)
 
-A layer is attention and feed-forward, each with a residual and a LayerNorm:
-
-    post-norm (the paper)    x = norm(x + f(x))
-    pre-norm (pre_lnorm)     x = x + f(norm(x)), where attention also normalises the memory
+With `residual_scalars` layer l reads x_l' = a_l x_l + b_l x_0, and its memory holds x_l'. Layers
+are in layer.py. A model without a vocabulary takes vectors x_0 and has no softmax.
 
 The model has no state: `forward` takes the memory and returns the next one. The data decides with
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
@@ -18,12 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from txl_dist.model.attention import (
-    Attention,
     AttentionWeightsCallback,
     SegmentContext,
     choose_implementation,
@@ -31,64 +26,10 @@ from txl_dist.model.attention import (
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks
 from txl_dist.model.encodings import encoding_class
+from txl_dist.model.layer import GruGate, Layer, new_norm
 from txl_dist.model.memory import SequenceState, memory_kind
 from txl_dist.model.visibility import Visibility, check_segment, check_targets
 from txl_dist.model.vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
-
-# Shapes: B lanes, T segment tokens, N = B T, D d_model, I d_inner
-
-
-class FeedForward(nn.Module):
-    """forward(x_BTD, dropout_masks) -> out_BTD, without the residual."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.d_model, config.d_inner)
-        self.down = nn.Linear(config.d_inner, config.d_model)
-        self.inner_dropout = Dropout(config.dropout, layer=layer, place="inner")
-
-    def forward(self, x_BTD: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
-        # Flatten to 2-D: nn.Linear on 3-D input returns a view, which the in-place ReLU would
-        # force autograd to copy.
-        inner_NI = in_place_relu(self.up(x_BTD.flatten(0, 1)))
-        inner_BTI = inner_NI.unflatten(0, x_BTD.shape[:2])
-        return self.down(self.inner_dropout(inner_BTI, dropout_masks))
-
-
-class Layer(nn.Module):
-    """forward(x_BTD, past, context) -> the next layer's input [B, T, D].
-
-    `past` is what `SequenceState.past` returns; see `Attention`.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.pre_lnorm = config.pre_lnorm
-        self.memory_reader = memory_kind(config).reader(layer)
-        self.attention = Attention(config, layer)
-        self.attention_norm = nn.LayerNorm(config.d_model)
-        self.attention_dropout = Dropout(config.dropout, layer=layer, place="attention")
-        self.feed_forward = FeedForward(config, layer)
-        self.feed_forward_norm = nn.LayerNorm(config.d_model)
-        self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
-
-    def forward(self, x_BTD: Tensor, past: Any, context: SegmentContext) -> Tensor:
-        masks, memory = context.dropout_masks, past
-        if self.memory_reader is not None:
-            x_BTD, memory = self.memory_reader(x_BTD, past, context)
-        if self.pre_lnorm:
-            norm = self.attention_norm
-            # The memory holds inputs from before the norm; a cache holds keys computed after it.
-            memory = norm(memory) if isinstance(memory, Tensor) else memory
-            mixed_BTD = self.attention(norm(x_BTD), memory, context)
-            x_BTD = x_BTD + self.attention_dropout(mixed_BTD, masks)
-            out_BTD = self.feed_forward(self.feed_forward_norm(x_BTD), masks)
-            return x_BTD + self.feed_forward_dropout(out_BTD, masks)
-        mixed_BTD = self.attention(x_BTD, memory, context)
-        x_BTD = self.attention_norm(x_BTD + self.attention_dropout(mixed_BTD, masks))
-        out_BTD = self.feed_forward(x_BTD, masks)
-        return self.feed_forward_norm(x_BTD + self.feed_forward_dropout(out_BTD, masks))
-
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
@@ -110,20 +51,28 @@ class TransformerXL(nn.Module):
         self, config: ModelConfig, *, seed: int = 0, recompute_layers: bool = False
     ) -> None:
         super().__init__()
-        if config.vocab_size < 1:
+        if config.vocab_size == 0:
             raise ValueError("ModelConfig.vocab_size must be set to build a model")
         self.config = config
         self.recompute_layers = recompute_layers
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
         self.encoding = encoding_class(config)
-        self.table = AdaptiveEmbedding(config)
+        if config.vocab_size is not None:
+            self.table = AdaptiveEmbedding(config)
+        if config.embedding_norm:
+            self.embedding_norm = new_norm(config)
+        if config.residual_scalars:
+            self.residual_scalars = nn.Parameter(torch.empty(config.n_layer, 2))  # a and b
         if config.shares_biases:
             heads = (config.n_head, config.d_head)
             self.content_bias_HK = nn.Parameter(torch.empty(heads))  # u of all layers
             self.distance_bias_HK = nn.Parameter(torch.empty(heads))  # v of all layers
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
-        self.softmax = AdaptiveSoftmax(config)
+        if config.final_norm:
+            self.final_norm = new_norm(config)
+        if config.vocab_size is not None:
+            self.softmax = AdaptiveSoftmax(config)
         self.embedding_dropout = Dropout(config.dropout, layer=0, place="embedding")
         # All lanes share the encoded distances, so they also share the dropout mask.
         self.distance_dropout = Dropout(config.dropout, layer=0, place="distances", by_lane=False)
@@ -155,24 +104,48 @@ class TransformerXL(nn.Module):
         dropout_masks: DropoutMasks | None = None,
         on_attention_weights: AttentionWeightsCallback | None = None,
     ) -> tuple[Tensor, SequenceState]:
-        """The last layer's output [B, T, D], and the memory for the next segment."""
+        """The model's output [B, T, D], and the memory for the next segment.
+
+        `input_BT`: ids, or without a vocabulary vectors [B, T, D].
+        """
         check_segment(self.config, input_BT, age_BT, memory)
         is_trained = self.training and memory.is_trainable
         if is_trained and dropout_masks is None and max(self.config.dropout, self.config.dropatt):
             dropout_masks = DeviceDropoutMasks.random()
-        x_BTD = self.table(input_BT)
+        first_BTD = x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
+        # Built once for all layers of a memory length, including the mask that follows from the
+        # ages.
+        contexts: dict[int, SegmentContext] = {}
+        hidden = []  # the input of each layer, and the last output: the next memory
+        for number, layer in enumerate(self.layers):
+            x_BTD = self.layer_input(number, x_BTD, first_BTD)
+            hidden.append(x_BTD)
+            num_past = memory.num_past_in(number)
+            if num_past not in contexts:
+                contexts[num_past] = self._segment_context(
+                    x_BTD, age_BT, num_past, dropout_masks, on_attention_weights
+                )
+            x_BTD = self._run_layer(layer, x_BTD, memory.past(number, x_BTD), contexts[num_past])
+        hidden.append(x_BTD)
+        return self.output_dropout(self.output(x_BTD), dropout_masks), memory.after(hidden, age_BT)
+
+    def embed(self, input_BT: Tensor) -> Tensor:
+        """x_0 before dropout, [B, T, D]."""
+        x_BTD = input_BT if self.config.vocab_size is None else self.table(input_BT)
         # Only absolute positions change the input; other encodings act on the scores.
         x_BTD = self.encoding.add_to_input(self.config, x_BTD)
-        x_BTD = self.embedding_dropout(x_BTD, dropout_masks)
-        # Built once for all layers, including the mask that follows from the ages.
-        context = self._segment_context(
-            x_BTD, age_BT, memory.num_past, dropout_masks, on_attention_weights
-        )
-        hidden = [x_BTD]  # the input of each layer, and the last output: the next memory
-        for number, layer in enumerate(self.layers):
-            x_BTD = self._run_layer(layer, x_BTD, memory.past(number, x_BTD), context)
-            hidden.append(x_BTD)
-        return self.output_dropout(x_BTD, dropout_masks), memory.after(hidden, age_BT)
+        return self.embedding_norm(x_BTD) if self.config.embedding_norm else x_BTD
+
+    def layer_input(self, number: int, x_BTD: Tensor, first_BTD: Tensor) -> Tensor:
+        """What layer `number` reads: a x + b x_0, or x without `residual_scalars`."""
+        if not self.config.residual_scalars:
+            return x_BTD
+        a, b = self.residual_scalars[number].unbind()
+        return a * x_BTD + b * first_BTD
+
+    def output(self, x_BTD: Tensor) -> Tensor:
+        """The model's output before dropout, from that of the last layer."""
+        return self.final_norm(x_BTD) if self.config.final_norm else x_BTD
 
     def _run_layer(
         self,
@@ -233,6 +206,13 @@ class TransformerXL(nn.Module):
         """Logits of the next token, [B, T, V]."""
         return self.softmax.logits(hidden_BTD, self.table)
 
+    @property
+    def weight(self) -> Tensor:
+        """A weight that every model has, for its dtype and device."""
+        layer: Any = self.layers[0]
+        weight: Tensor = layer.attention.query.weight
+        return weight
+
     def empty_memory(
         self, num_lanes: int, *, dtype: torch.dtype | None = None, on_host: bool = False
     ) -> SequenceState:
@@ -242,7 +222,7 @@ class TransformerXL(nn.Module):
         host.
         """
         # Like a weight, so that `model.to(...)` or `.double()` also applies to new memories.
-        weight = self.table.weights[0]
+        weight = self.weight
         return memory_kind(self.config).empty(
             num_lanes,
             dtype=dtype or weight.dtype,
@@ -255,7 +235,7 @@ class TransformerXL(nn.Module):
 
         `max_tokens`: no segment has more tokens before it than this, so no more are kept.
         """
-        weight = self.table.weights[0]
+        weight = self.weight
         return memory_kind(self.config).for_inference(
             num_lanes, max_tokens=max_tokens, dtype=weight.dtype, device=weight.device
         )
@@ -273,6 +253,9 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
         projections of embedding and softmax       normal(0, proj_init_std)
         gains of LayerNorm                         normal(1, init_std)
         biases                                     0
+        `zero_init`: output projections, softmax   0
+        gates of heads                             0, so that each gate is 1
+        residual scalars a and b                   1 and 0
 
     as in the paper's training script. One generator draws all parameters in their order, so every
     rank has the same weights without a broadcast.
@@ -285,31 +268,18 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
                 parameter.normal_(0.0, config.proj_init_std, generator=generator)
             elif name.endswith("norm.weight"):
                 parameter.normal_(1.0, config.init_std, generator=generator)
-            elif name.endswith((".bias", "cluster_bias")):
+            elif name == "residual_scalars":
+                parameter.copy_(torch.tensor([1.0, 0.0]).expand_as(parameter))
+            elif name.endswith("update_bias"):
+                parameter.fill_(GruGate.INITIAL_BIAS)
+            elif name.endswith((".bias", "cluster_bias")) or _starts_at_zero(name, config):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, config.init_std, generator=generator)
 
 
-def in_place_relu(x: Tensor) -> Tensor:
-    """ReLU that overwrites `x`, and in backward the gradient of its output.
-
-    `x` must be the output of a product that nothing else reads. A forward hook on that product sees
-    the values after the ReLU, and must not use its gradient.
-    """
-    return _InPlaceRelu.apply(x)
-
-
-class _InPlaceRelu(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x.relu_())
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        (gradient,) = gradients  # safe to overwrite: the next product computed it for this node
-        return torch.ops.aten.threshold_backward.grad_input(gradient, y, 0, grad_input=gradient)
+def _starts_at_zero(name: str, config: ModelConfig) -> bool:
+    if name.endswith("attention.gate.weight"):
+        return True
+    outputs = ("attention.out.weight", "feed_forward.down.weight")
+    return config.zero_init and (name.endswith(outputs) or name.startswith("softmax.weights."))

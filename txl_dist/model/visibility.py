@@ -87,15 +87,18 @@ def check_segment(
     config: ModelConfig, input_BT: Tensor, age_BT: Tensor, memory: SequenceState
 ) -> None:
     """Raises ValueError, or TypeError for another kind of memory."""
-    if input_BT.dim() != 2 or not input_BT.numel():
-        raise ValueError(
-            f"input_BT has the shape {list(input_BT.shape)}: expected [lanes, tokens], at least "
-            "one of each"
-        )
     is_read = _can_be_read(input_BT)
-    _check_integers("input_BT", input_BT, 0, config.vocab_size - 1, is_read=is_read)
-    num_lanes, tgt_len = input_BT.shape
-    if age_BT.shape not in (input_BT.shape, (1, tgt_len)):  # one row: the ages of all lanes
+    if config.vocab_size is None:
+        _check_vectors(input_BT, config.d_model)
+    else:
+        if input_BT.dim() != 2 or not input_BT.numel():
+            raise ValueError(
+                f"input_BT has the shape {list(input_BT.shape)}: expected [lanes, tokens], at "
+                "least one of each"
+            )
+        _check_integers("input_BT", input_BT, 0, config.vocab_size - 1, is_read=is_read)
+    num_lanes, tgt_len = input_BT.shape[:2]
+    if age_BT.shape not in ((num_lanes, tgt_len), (1, tgt_len)):  # one row: the ages of all lanes
         raise ValueError(
             f"age_BT has the shape {list(age_BT.shape)}, input_BT {list(input_BT.shape)}: every "
             "token needs an age, its distance to the start of its document or stream"
@@ -110,7 +113,11 @@ def check_segment(
 
 
 def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> None:
-    """Raises ValueError."""
+    """Raises ValueError, also for a model of vectors, which has no targets."""
+    if config.vocab_size is None:
+        raise ValueError(
+            "a model with vocab_size=null scores nothing: call `hidden`, which returns its output"
+        )
     if target_BT.shape != input_BT.shape:
         raise ValueError(
             f"target_BT has the shape {list(target_BT.shape)}, input_BT {list(input_BT.shape)}: "
@@ -119,6 +126,16 @@ def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> N
     # For a model on a GPU, targets are on the host: nothing is read there either.
     is_read = _can_be_read(input_BT)
     _check_integers("target_BT", target_BT, -1, config.vocab_size - 1, is_read=is_read)
+
+
+def _check_vectors(x_BTD: Tensor, width: int) -> None:
+    if x_BTD.dim() != 3 or not x_BTD.numel() or x_BTD.shape[2] != width:
+        raise ValueError(
+            f"the input has the shape {list(x_BTD.shape)}: a model with vocab_size=null expects "
+            f"vectors [lanes, tokens, d_model={width}], at least one of each"
+        )
+    if not x_BTD.is_floating_point():
+        raise ValueError(f"the input has the dtype {x_BTD.dtype}: expected floating-point vectors")
 
 
 def _can_be_read(input_BT: Tensor) -> bool:

@@ -165,8 +165,8 @@ class AdaptiveSoftmax(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.bounds = config.cluster_bounds
-        self.bias = nn.Parameter(torch.empty(config.vocab_size))
+        self.bounds, self.softcap = config.cluster_bounds, config.softcap
+        self.bias = _new_bias(config.num_ids, config)
         self.weights = nn.ParameterList(
             torch.empty(stop - start, width)
             for (start, stop), width in zip(config.table_bounds, config.table_widths, strict=True)
@@ -182,7 +182,7 @@ class AdaptiveSoftmax(nn.Module):
         )
         if config.cutoffs:
             self.cluster_weight = nn.Parameter(torch.empty(len(config.cutoffs), widths[0]))
-            self.cluster_bias = nn.Parameter(torch.empty(len(config.cutoffs)))
+            self.cluster_bias = _new_bias(len(config.cutoffs), config)
 
     def forward(self, hidden_BTD: Tensor, target_BT: Tensor, table: AdaptiveEmbedding) -> Tensor:
         """Negative log-likelihood [B, T] in nats, in token order; 0 where the target is IGNORED.
@@ -262,7 +262,9 @@ class AdaptiveSoftmax(nn.Module):
         is_large = len(hidden_ND) * len(weight_VE) > MAX_LOGITS
         if is_large and devices.host_waits_for(hidden_ND.device):
             x_NE = self._project(number, hidden_ND, table)
-            return chunked_cross_entropy(x_NE, weight_VE, bias_V, target_N, max_logits=MAX_LOGITS)
+            return chunked_cross_entropy(
+                x_NE, weight_VE, bias_V, target_N, max_logits=MAX_LOGITS, softcap=self.softcap
+            )
         logits_NV = self._logits_of(number, hidden_ND, layers, table)
         return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
 
@@ -276,7 +278,8 @@ class AdaptiveSoftmax(nn.Module):
         projected = self._project(number, hidden, table)
         logits = linear(projected, *layers[number])
         # Under autocast logits are bf16: 8 bits of precision are too few to sum a vocabulary.
-        return logits.to(_at_least_fp32(logits.dtype))
+        logits = logits.to(_at_least_fp32(logits.dtype))
+        return logits if self.softcap is None else capped(logits, self.softcap)
 
     def _project(self, number: int, hidden: Tensor, table: AdaptiveEmbedding) -> Tensor:
         if str(number) in self.projections:
@@ -284,6 +287,20 @@ class AdaptiveSoftmax(nn.Module):
         if not len(table.projections):
             return hidden
         return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
+
+
+def _new_bias(size: int, config: ModelConfig) -> Tensor:
+    """A parameter, or zeros that are neither trained nor saved."""
+    return (
+        nn.Parameter(torch.empty(size))
+        if config.biases
+        else nn.Buffer(torch.zeros(size), persistent=False)
+    )
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """c tanh(logit / c), for a `softcap` c. Source: Gemma 2, arXiv:2408.00118, section 2."""
+    return softcap * torch.tanh(logits / softcap)
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -295,11 +312,17 @@ MAX_LOGITS = 2**27
 
 
 def chunked_cross_entropy(
-    x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_N: Tensor, *, max_logits: int
+    x_NE: Tensor,
+    weight_VE: Tensor,
+    bias_V: Tensor,
+    target_N: Tensor,
+    *,
+    max_logits: int,
+    softcap: float | None = None,
 ) -> Tensor:
     """Nats [N] of a linear layer, without its whole logits in memory; 0 where IGNORED.
 
-        nats_n = log(sum_v exp(logit_nv)) - logit_(n, target n)        logit = x W^T + b
+        nats_n = log(sum_v exp(logit_nv)) - logit_(n, target n)        logit = x W^T + b, capped
 
     The rows are computed in chunks of at most `max_logits` logits: forward keeps one float per row,
     the logarithm of the sum, and backward computes the logits of a chunk again. This costs one more
@@ -312,7 +335,9 @@ def chunked_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if is_cast else x_NE.dtype
     num_rows = max(1, max_logits // len(weight_VE))
     with torch.autocast(device, enabled=False):
-        return _ChunkedCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, dtype, num_rows)
+        return _ChunkedCrossEntropy.apply(
+            x_NE, weight_VE, bias_V, target_N, dtype, num_rows, softcap
+        )
 
 
 class _ChunkedCrossEntropy(Function):
@@ -325,17 +350,20 @@ class _ChunkedCrossEntropy(Function):
         target_N: Tensor,
         dtype: torch.dtype,
         num_rows: int,
+        softcap: float | None,
     ) -> Tensor:
         layer = weight_VE.to(dtype), bias_V.to(dtype)
         total_N = x_NE.new_empty(len(x_NE), dtype=_at_least_fp32(dtype))
         nats_N = torch.empty_like(total_N)
         for rows in _chunks(len(x_NE), num_rows):
             logit_RV = linear(x_NE[rows].to(dtype), *layer).to(total_N.dtype)
+            if softcap is not None:
+                logit_RV.div_(softcap).tanh_().mul_(softcap)
             torch.logsumexp(logit_RV, dim=-1, out=total_N[rows])
             column_R1 = target_N[rows].clamp(min=0)[:, None]
             nats_N[rows] = total_N[rows] - logit_RV.gather(1, column_R1).squeeze(1)
         ctx.save_for_backward(x_NE, weight_VE, bias_V, target_N, total_N)
-        ctx.dtype, ctx.num_rows = dtype, num_rows
+        ctx.dtype, ctx.num_rows, ctx.softcap = dtype, num_rows, softcap
         return nats_N.masked_fill_(target_N == IGNORED, 0)
 
     @staticmethod
@@ -350,16 +378,32 @@ class _ChunkedCrossEntropy(Function):
         for rows in _chunks(len(x_NE), ctx.num_rows):
             x_RE = x_NE[rows].to(ctx.dtype)
             # The gradient of a row: its probabilities, minus 1 at the target.
-            p_RV = linear(x_RE, *layer).to(total_N.dtype).sub_(total_N[rows, None]).exp_()
+            p_RV = linear(x_RE, *layer).to(total_N.dtype)
+            slope_RV = None  # of the cap
+            if ctx.softcap is not None:
+                p_RV.div_(ctx.softcap).tanh_()
+                slope_RV = 1 - p_RV.square()
+                p_RV.mul_(ctx.softcap)
+            p_RV.sub_(total_N[rows, None]).exp_()
             column_R1 = target_N[rows].clamp(min=0)[:, None]
             # Not `scatter_add_`, which is refused where algorithms must be deterministic.
             p_RV.scatter_(1, column_R1, p_RV.gather(1, column_R1) - 1)
             p_RV.mul_(scale_N[rows, None])
+            if slope_RV is not None:
+                p_RV.mul_(slope_RV)
             d_bias_V += p_RV.sum(0)
             d_logit_RV = p_RV.to(ctx.dtype)
             d_x_NE[rows] = (d_logit_RV @ layer[0]).to(d_x_NE.dtype)
             d_weight_VE += d_logit_RV.t() @ x_RE
-        return d_x_NE, d_weight_VE.to(weight_VE.dtype), d_bias_V.to(bias_V.dtype), None, None, None
+        return (
+            d_x_NE,
+            d_weight_VE.to(weight_VE.dtype),
+            d_bias_V.to(bias_V.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _chunks(num: int, size: int) -> list[slice]:

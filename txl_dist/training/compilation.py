@@ -20,7 +20,8 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_implementation
 from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks, LaneDropoutMasks
-from txl_dist.model.transformer_xl import Layer, TransformerXL
+from txl_dist.model.layer import Layer
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
 

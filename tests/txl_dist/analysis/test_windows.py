@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.small_models import VOCAB_SIZE, random_text, read_stream, small_model
+from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, read_stream, small_model
 from tests.support.token_sources import TextSource, random_corpus
 from txl_dist.analysis.recl import relative_effective_context_length
 from txl_dist.analysis.windows import Positions, WindowScorer, measure_losses, sample_positions
@@ -31,6 +31,8 @@ MEMORY_MODELS: list[dict[str, Any]] = [
     {"mem_len": 7, "distance_encoding": "rotary"},
     {"mem_len": 3, "distance_encoding": "shaw", "clamp_len": 4},
     {"mem_len": 0},
+    MODERN["modern"] | {"mem_len": 3},
+    {"mem_len": 5, "mem_shares": (0.4, 1.0)},
 ]
 
 
@@ -77,7 +79,7 @@ def test_more_than_the_longest_useful_context_changes_nothing(options: dict[str,
     if options["mem_len"]:
         expected = brute_force_nats(model, window, tgt_len=tgt_len)
         assert_close(brute_force_nats(model, window[-limit - 1 :], tgt_len=tgt_len), expected)
-    assert limit == tgt_len * (1 + 2 * -(-options["mem_len"] // tgt_len))
+    assert limit == tgt_len * (1 + sum(-(-mem_len // tgt_len) for mem_len in model.config.mem_lens))
 
 
 def test_older_tokens_do_influence_a_model_that_reads_on() -> None:

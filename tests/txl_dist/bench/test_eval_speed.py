@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
-from tests.support.small_models import random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
 from txl_dist.bench import eval_speed
 from txl_dist.bench.eval_speed import WindowReader, bench_eval_speed
 from txl_dist.model.flops import inference_flops, window_flops
@@ -90,6 +90,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"distance_encoding": "rotary"},
     {"distance_encoding": "alibi"},
     {"distance_encoding": "absolute"},
+    *MODERN.values(),
+    SHORT_AND_LONG,
 ]
 
 

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from txl_dist.config.config_file import dump_run_config, flatten_config, load_run_config
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.deepspeed_config import DeepSpeedConfig
+from txl_dist.config.optimizer_config import RECIPES as OPTIMIZER_RECIPES
 from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import TrackingConfig, TrainingConfig
 from txl_dist.config.yaml_file import dump_yaml, read_yaml
 from txl_dist.errors import ConfigError
+from txl_dist.model.config import RECIPES as MODEL_RECIPES
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
@@ -62,6 +64,19 @@ def test_common_notations_of_numbers_are_read(load: Any, text: str, value: float
 def test_text_that_yaml_1_1_converts_stays_text(load: Any, text: str) -> None:
     assert read_yaml(f"a: {text}").value == {"a": text}
     assert load(SMALL, f"tracking.experiment={text}").tracking.experiment == text
+
+
+def test_a_recipe_gives_what_the_file_leaves_out(load: Any) -> None:
+    paper = load(SMALL)
+    modern = load(SMALL, "model.recipe=modern", "model.softcap=null", "optimizer.lr=0.5")
+    for name, value in (MODEL_RECIPES["modern"] | {"softcap": None}).items():
+        assert getattr(modern.model, name) == value, name
+    for name, value in (OPTIMIZER_RECIPES["modern"] | {"lr": 0.5}).items():
+        assert getattr(modern.optimizer, name) == value, name
+    # What the file sets is kept, and what no recipe names is the default of all.
+    assert modern.model.n_layer == paper.model.n_layer
+    assert modern.optimizer.warmup_steps == paper.optimizer.warmup_steps
+    assert load(SMALL, "model.recipe=paper") == paper
 
 
 def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> None:
@@ -192,6 +207,9 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("model.n_layers=3", "unknown key model.n_layers; did you mean model.n_layer?"),
         ("n_layer=3", "unknown key n_layer; did you mean model.n_layer?"),
         ("zzz=3", "unknown key zzz; valid here: directory, seed"),
+        ("model.recipe=modrn", "recipe='modrn' must be one of paper, modern"),
+        ("optimizer.lr_factors.hid=2", "unknown key optimizer.lr_factors.hid; did you mean hidden"),
+        ("optimizer.lr_factors.head=0", "optimizer.lr_factors.head is 0; it should be greater"),
         ("data.reset=documnt", "'document' or 'stream'; did you mean document?"),
         ("tracking.enabled=yes", 'tracking.enabled is "yes"; it should be a valid boolean; write'),
         ("training.num_steps=1e2", "training.num_steps is 100.0; it should be a valid integer"),

@@ -9,7 +9,7 @@ from tests.txl_dist.estimate.models import run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import Device, LiveBytes, dry_run, tail_rows
 from txl_dist.model import vocabulary
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import RECIPES, ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.engine.optimizers import create_optimizer
 
@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pre-norm": {"model": {"pre_lnorm": True, "untie_r": True, "attention": "reference"}},
     "rotary": {"model": {"distance_encoding": "rotary"}},
     "alibi": {"model": {"distance_encoding": "alibi"}},
+    "modern": {"model": RECIPES["modern"]},
     "shaw": {"model": {"distance_encoding": "shaw", "clamp_len": 63}},
     "recompute": {"training": {"activation_checkpointing": True}},
     "bf16 memory": {"training": {"memory_dtype": "bf16"}},

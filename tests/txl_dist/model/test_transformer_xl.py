@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.small_models import random_text, read_stream, small_model
+from tests.support.small_models import MODERN, random_text, read_stream, small_model
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.transformer_xl import TransformerXL
@@ -21,6 +21,7 @@ OPTIONS = [
     {"distance_encoding": "shaw", "clamp_len": 4},
     {"distance_encoding": "rotary", "attention": "sdpa"},
     {"distance_encoding": "alibi"},
+    *MODERN.values(),
     {"distance_encoding": "alibi", "attention": "reference", "clamp_len": 3},
 ]
 
@@ -124,6 +125,7 @@ RECOMPUTED = {
     "pre-norm": {"pre_lnorm": True},
     "reference": {"attention": "reference"},
     "own biases": {"untie_r": True},
+    **MODERN,
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.small_models import VOCAB_SIZE, random_text, small_model
+from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, small_model
 from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_job, train
 from txl_dist.cli.app import app
 from txl_dist.config.config_file import default_settings
@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "pre-norm": {"pre_lnorm": True},
     "projected": {"d_embed": 4},
     "clusters": {"cutoffs": (4, 8), "div_val": 2},
+    **MODERN,
     "untied clusters": {"cutoffs": (4, 8), "tie_weight": False, "untie_r": True},
 }
 # bf16 has 8 significant bits, so its rounding error is at most 2**-9 = 0.2 %. These models have

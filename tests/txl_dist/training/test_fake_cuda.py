@@ -21,6 +21,7 @@ from data_pipeline.streams.segments import Segment
 from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
 from tests.support.small_models import VOCAB_SIZE, small_model
 from txl_dist.model import token_step
+from txl_dist.model.config import RECIPES
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
@@ -31,7 +32,7 @@ from txl_dist.training.step import DeviceSegments, TrainStep
 ENCODINGS: dict[str, dict[str, Any]] = {
     "sinusoidal": {"same_length": True},
     "shaw": {"clamp_len": 4},
-    "rotary": {"untie_r": False},
+    "rotary": RECIPES["modern"] | {"untie_r": False},
     "alibi": {"pre_lnorm": True},
     "absolute": {"mem_len": 0},
 }

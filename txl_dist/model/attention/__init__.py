@@ -25,6 +25,7 @@ from txl_dist.model.devices import has_triton
 from txl_dist.model.dropout import Dropout, DropoutMasks, KeepBits
 from txl_dist.model.encodings import Biases, DistanceTerms, apply_rotary, encoding_class
 from txl_dist.model.memory.kv_cache import LayerKVCache
+from txl_dist.model.norms import normalise
 from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
@@ -116,6 +117,10 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(config.d_model, 2 * width, bias=False)
         self.distances = encoding_class(config)(config)
         self.out = nn.Linear(width, config.d_model, bias=False)
+        self.qk_norm, self.query_scale = config.qk_norm, config.query_scale
+        self.gate = (
+            nn.Linear(config.d_model, config.n_head, bias=False) if config.output_gate else None
+        )
         self.weight_dropout = Dropout(config.dropatt, layer=layer, place="attention weights")
 
     def forward(
@@ -123,23 +128,42 @@ class Attention(nn.Module):
     ) -> Tensor:
         q_HBTK = self.query(x_BTD).unflatten(-1, self.heads).permute(2, 0, 1, 3)
         if isinstance(memory, LayerKVCache):
-            k_HBSK, v_HBSK = memory.append(*heads_first(self.key_value(x_BTD), self.heads))
+            k_HBSK, v_HBSK = memory.append(*self.keys_and_values(x_BTD))
             terms = memory.terms(k_HBSK.shape[2], lambda: self._terms(context))
+            if terms.rotary_SK is not None:
+                k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
         else:
             # Two projections, because one of both inputs would compute a gradient for the memory:
             # 4 % more operations in a training step of `txl bench model`.
             projected = self.key_value(memory), self.key_value(x_BTD)
             k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
             terms = self._terms(context)
-        if terms.rotary_SK is not None:
-            q_HBTK = apply_rotary(q_HBTK, terms.rotary_SK)
-            k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
+            if self.qk_norm:
+                k_HBSK = normalise(k_HBSK, rotary_SK=terms.rotary_SK)
+            elif terms.rotary_SK is not None:
+                k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
+        q_HBTK = self.scaled_queries(q_HBTK, terms)
         if context.on_attention_weights is not None:
             weights = reference_weights(q_HBTK, k_HBSK, terms, context.visibility.mask)
             context.on_attention_weights(self.weight_dropout.layer, weights)
         keep_BHTS = self._dropout_scale(x_BTD, context, k_HBSK.shape[2])
         mixed_BTHK = context.attention(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep_BHTS)
+        if self.gate is not None:
+            mixed_BTHK = mixed_BTHK * head_gates(self.gate(x_BTD))
         return self.out(mixed_BTHK.flatten(-2))
+
+    def keys_and_values(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the segment as a cache stores them, [H, B, T, K]: normed, not rotated."""
+        k_HBTK, v_HBTK = heads_first(self.key_value(x_BTD), self.heads)
+        return normalise(k_HBTK) if self.qk_norm else k_HBTK, v_HBTK
+
+    def scaled_queries(self, q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
+        """Queries normed, multiplied by `ModelConfig.query_scale` and rotated, as far as set."""
+        if self.qk_norm:
+            return normalise(q_HBTK, self.query_scale, terms.rotary_SK)
+        if self.query_scale != 1:
+            q_HBTK = q_HBTK * self.query_scale
+        return q_HBTK if terms.rotary_SK is None else apply_rotary(q_HBTK, terms.rotary_SK)
 
     def _terms(self, context: SegmentContext) -> DistanceTerms:
         return self.distances(context.distances, context.biases_HK)
@@ -159,6 +183,14 @@ class Attention(nn.Module):
 
 Heads = tuple[int, int]
 """H and K."""
+
+
+def head_gates(x_BTH: Tensor) -> Tensor:
+    """Gates [B, T, H, 1] of the heads' outputs: 1 at 0, as the weights start.
+
+    Source: Qiu et al. 2025, arXiv:2505.06708, per head; twice the sigmoid.
+    """
+    return (2 * x_BTH.sigmoid())[..., None]
 
 
 def heads_first(key_value_BNX: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,11 @@ class SequenceState(ABC):
     @property
     @abstractmethod
     def num_past(self) -> int:
-        """M: the keys before the segment to which attention attends, in every layer."""
+        """M: the keys before the segment to which attention attends, at most, in a layer."""
+
+    def num_past_in(self, number: int) -> int:
+        """The same for layer `number`."""
+        return self.num_past
 
     @abstractmethod
     def past(self, number: int, x_BTD: Tensor) -> Any:
@@ -115,8 +119,12 @@ class MemoryKind(ABC):
 
     @property
     def num_past(self) -> int:
-        """M of a state of `empty`."""
+        """M of a state of `empty`: the most of any layer."""
         return 0
+
+    def num_past_in(self, number: int) -> int:
+        """M of layer `number`."""
+        return self.num_past
 
     @abstractmethod
     def receptive_tokens(self, tgt_len: int) -> int | None:

@@ -135,16 +135,19 @@ class KVCache(SequenceState):
 
         `max_tokens`: no segment has more tokens before it than this, so no more are kept.
         """
-        mem_len = config.mem_len
+        mem_lens = config.mem_lens
         # Under same_length, mem_len also limits the attention span.
         if max_tokens is not None and not config.same_length:
-            mem_len = min(mem_len, max(0, max_tokens))
+            mem_lens = tuple(min(mem_len, max(0, max_tokens)) for mem_len in mem_lens)
         shape = {"num_heads": config.n_head, "num_lanes": num_lanes, "d_head": config.d_head}
-        return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for _ in range(config.n_layer)))
+        return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for mem_len in mem_lens))
 
     @property
     def num_past(self) -> int:
-        return self.layers[0].mem_len
+        return max(layer.mem_len for layer in self.layers)
+
+    def num_past_in(self, number: int) -> int:
+        return self.layers[number].mem_len
 
     def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
         return self.layers[number]

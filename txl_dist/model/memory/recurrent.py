@@ -29,12 +29,15 @@ class Recurrent(MemoryKind):
     def num_past(self) -> int:
         return self.config.mem_len
 
+    def num_past_in(self, number: int) -> int:
+        return self.config.mem_lens[number]
+
     def receptive_tokens(self, tgt_len: int) -> int:
-        """Each layer sees `mem_len` positions before its segment, so whole segments per layer.
+        """Each layer sees its memory before its segment, so whole segments per layer.
 
         The dependency length O(N * L) of the paper, section 3.2.
         """
-        return tgt_len * self.config.n_layer * -(-self.config.mem_len // tgt_len)
+        return tgt_len * sum(-(-mem_len // tgt_len) for mem_len in self.config.mem_lens)
 
     def empty(
         self,
@@ -44,11 +47,11 @@ class Recurrent(MemoryKind):
         device: torch.device | str = "cpu",
         pin: bool = False,
     ) -> "RecurrentMemory":
-        shape = (num_lanes, self.config.mem_len, self.config.d_model)
+        lanes, width = num_lanes, self.config.d_model
         return RecurrentMemory(
             tuple(
-                torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
-                for _ in range(self.config.n_layer)
+                torch.zeros(lanes, mem_len, width, dtype=dtype, device=device, pin_memory=pin)
+                for mem_len in self.config.mem_lens
             )
         )
 
@@ -58,8 +61,9 @@ class Recurrent(MemoryKind):
         return KVCache.empty(self.config, num_lanes, max_tokens=max_tokens)
 
     def fits(self, saved: ModelConfig) -> bool:
-        """The same kind, and at least as many tokens."""
-        return super().fits(saved) and saved.mem_len >= self.config.mem_len
+        """The same kind, and at least as many tokens in every layer."""
+        lens = zip(saved.mem_lens, self.config.mem_lens, strict=True)
+        return super().fits(saved) and all(old >= new for old, new in lens)
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,11 @@ class RecurrentMemory(SequenceState):
 
     @property
     def num_past(self) -> int:
-        """Tokens per lane, including the zeros before the start of a stream."""
-        return self.layers[0].shape[1]
+        """Tokens per lane, including the zeros before the start of a stream, in the longest."""
+        return max(layer.shape[1] for layer in self.layers)
+
+    def num_past_in(self, number: int) -> int:
+        return self.layers[number].shape[1]
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         """The memory of a layer with the dtype and device of its input; itself if it has them."""
@@ -100,7 +107,8 @@ class RecurrentMemory(SequenceState):
 
     def load_row(self, lane: int, saved: Mapping[str, Tensor]) -> None:
         """If `saved` has more tokens, the newest ones."""
-        newest = {name: row[len(row) - self.num_past :] for name, row in saved.items()}
+        lens = {name: len(row) for name, row in self.row(lane).items()}
+        newest = {name: row[len(row) - lens.get(name, 0) :] for name, row in saved.items()}
         super().load_row(lane, newest)
 
     def visible_share(self, ages: Sequence[int]) -> tuple[int, int]:
@@ -109,7 +117,9 @@ class RecurrentMemory(SequenceState):
 
     def check(self, config: ModelConfig, num_lanes: int) -> None:
         shapes = [tuple(layer.shape) for layer in self.layers]
-        if shapes != [(num_lanes, self.num_past, config.d_model)] * config.n_layer:
+        # Another memory length than in training is allowed, as in evaluation.
+        expected = [(num_lanes, shape[1], config.d_model) for shape in shapes]
+        if len(shapes) != config.n_layer or shapes != expected:
             raise ValueError(
                 f"the memory has {len(shapes)} layers, the first of shape {list(shapes[0])}: "
                 f"expected {config.n_layer} of shape [{num_lanes}, mem_len, {config.d_model}], for "

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from txl_dist.checkpoint.snapshot import AVERAGE
-from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.model.transformer_xl import TransformerXL
 
 
@@ -228,6 +228,21 @@ def matrices(model: TransformerXL) -> frozenset[str]:
     return hidden_matrices(model) | frozenset(projections)
 
 
+def _roles(model: TransformerXL) -> dict[str, Role]:
+    """The role of every parameter (config/optimizer_config.py). A shared weight is embedding."""
+    hidden = hidden_matrices(model)
+
+    def role(name: str) -> Role:
+        if name in hidden:
+            return "hidden"
+        if name.startswith("table."):
+            return "embedding"
+        is_head = name.startswith(("softmax.weights.", "softmax.projections."))
+        return "head" if is_head or name == "softmax.cluster_weight" else "other"
+
+    return {name: role(name) for name, _ in model.named_parameters()}
+
+
 def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Groups for a torch optimizer, in the order of their first parameters.
 
@@ -235,12 +250,12 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     Muon, `ndim >= 2` and no "embed" in the name, would take the embedding tables, the cluster
     weights of the adaptive softmax and the position biases for hidden matrices.
 
-    Besides torch's keys a group has `rule` (muon or adam) and `states`, the names of the
-    optimizer's states of its parameters.
+    Besides torch's keys a group has `rule` (muon or adam), `states`, the names of the optimizer's
+    states of its parameters, and `lr_factor`, of its learning rate.
     """
-    hidden, decayed = hidden_matrices(model), matrices(model)
+    hidden, decayed, role = hidden_matrices(model), matrices(model), _roles(model)
     average, entry = (AVERAGE,) if config.averaging else (), _OPTIMIZERS[config.name]
-    groups: dict[tuple[str, float], dict[str, Any]] = {}
+    groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         states, rule = entry.states, "adam"
         if entry.hidden_states is not None and name in hidden:
@@ -250,9 +265,10 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
             "params": [],
             "rule": rule,
             "weight_decay": weight_decay,
+            "lr_factor": (lr_factor := config.lr_factors.get(role[name], 1.0)),
             "states": (*states, *average),
         }
-        groups.setdefault((rule, weight_decay), empty)["params"].append(parameter)
+        groups.setdefault((rule, weight_decay, lr_factor), empty)["params"].append(parameter)
     return list(groups.values())
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.small_models import random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
 from txl_dist.model.memory import kv_cache
 from txl_dist.model.memory.kv_cache import KVCache
 from txl_dist.model.memory.recurrent import RecurrentMemory
@@ -21,6 +21,8 @@ OPTIONS = [
     {"distance_encoding": "rotary", "attention": "sdpa"},
     {"distance_encoding": "alibi"},
     {"mem_len": 0},
+    *MODERN.values(),
+    SHORT_AND_LONG,
 ]
 
 

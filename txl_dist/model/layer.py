@@ -1,0 +1,163 @@
+"""One layer: attention and feed-forward, each with a norm and a residual.
+
+    post-norm (the paper)    x = norm(x + f(x))
+    pre-norm (pre_lnorm)     x = x + f(norm(x)), where attention also normalises the memory
+
+With `residual_gate: gru` a gated unit takes the place of each sum. Sources: those of each class.
+"""
+
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+from txl_dist.model.attention import Attention, SegmentContext
+from txl_dist.model.config import NORMS, ModelConfig
+from txl_dist.model.dropout import Dropout, DropoutMasks
+from txl_dist.model.memory import memory_kind
+
+# Shapes: B lanes, T segment tokens, N = B T, D d_model, I d_inner
+
+
+def new_norm(config: ModelConfig) -> nn.Module:
+    """A norm of the config's kind over D."""
+    norm: nn.Module = resolve_name(NORMS[config.norm])(config.d_model)
+    return norm
+
+
+class FeedForward(nn.Module):
+    """forward(x_BTD, dropout_masks) -> out_BTD, without the residual.
+
+    relu      down(relu(up(x)))
+    relu2     down(relu(up(x))^2)                   So et al. 2021, arXiv:2109.08668
+    swiglu    down(silu(a) * b), [a ; b] = up(x)    Shazeer 2020, arXiv:2002.05202
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.activation = config.feed_forward
+        width = config.d_inner * (2 if self.activation == "swiglu" else 1)
+        self.up = nn.Linear(config.d_model, width, bias=config.biases)
+        self.down = nn.Linear(config.d_inner, config.d_model, bias=config.biases)
+        self.inner_dropout = Dropout(config.dropout, layer=layer, place="inner")
+
+    def forward(self, x_BTD: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
+        # Flatten to 2-D: nn.Linear on 3-D input returns a view, which the in-place ReLU would
+        # force autograd to copy.
+        inner_NI = self.activate(self.up(x_BTD.flatten(0, 1)))
+        inner_BTI = inner_NI.unflatten(0, x_BTD.shape[:2])
+        return self.down(self.inner_dropout(inner_BTI, dropout_masks))
+
+    def activate(self, x_NI: Tensor) -> Tensor:
+        """The activation of `up`'s result, which it may overwrite."""
+        if self.activation == "swiglu":
+            gate_NI, value_NI = x_NI.chunk(2, dim=-1)
+            return silu(gate_NI) * value_NI
+        x_NI = in_place_relu(x_NI)
+        return x_NI.square() if self.activation == "relu2" else x_NI
+
+
+class GruGate(nn.Module):
+    """forward(x, y) -> a gated sum of the residual stream x and a sublayer's output y.
+
+        y' = relu(y)
+        r  = sigmoid(W_r y' + U_r x)        z = sigmoid(W_z y' + U_z x - b)
+        h  = tanh(W_h y' + U_h (r * x))
+        g(x, y) = (1 - z) * x + z * h
+
+    b starts at 2, so that the layer starts close to the identity. Source: Parisotto et al. 2019,
+    arXiv:1910.06764, section 3.2, with the ReLU of its figure 1.
+    """
+
+    INITIAL_BIAS = 2.0
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.d_model
+        self.from_output = nn.Linear(width, 3 * width, bias=False)  # W_r, W_z, W_h
+        self.from_input = nn.Linear(width, 2 * width, bias=False)  # U_r, U_z
+        self.from_reset = nn.Linear(width, width, bias=False)  # U_h
+        self.update_bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        w_r, w_z, w_h = self.from_output(y_BTD.relu()).chunk(3, dim=-1)
+        u_r, u_z = self.from_input(x_BTD).chunk(2, dim=-1)
+        reset, update = (w_r + u_r).sigmoid(), (w_z + u_z - self.update_bias).sigmoid()
+        candidate = (w_h + self.from_reset(reset * x_BTD)).tanh()
+        # Under autocast the products are bf16; the residual stream stays fp32.
+        return torch.lerp(x_BTD, candidate.to(x_BTD.dtype), update.to(x_BTD.dtype))
+
+
+class Layer(nn.Module):
+    """forward(x_BTD, past, context) -> the next layer's input [B, T, D].
+
+    `past` is what `SequenceState.past` returns; see `Attention`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.pre_lnorm = config.pre_lnorm
+        self.memory_reader = memory_kind(config).reader(layer)
+        self.attention = Attention(config, layer)
+        self.attention_norm = new_norm(config)
+        self.attention_dropout = Dropout(config.dropout, layer=layer, place="attention")
+        self.feed_forward = FeedForward(config, layer)
+        self.feed_forward_norm = new_norm(config)
+        self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
+        if config.residual_gate == "gru":
+            self.attention_gate: GruGate | None = GruGate(config)
+            self.feed_forward_gate: GruGate | None = GruGate(config)
+        else:
+            self.attention_gate = self.feed_forward_gate = None
+
+    def forward(self, x_BTD: Tensor, past: Any, context: SegmentContext) -> Tensor:
+        masks, memory = context.dropout_masks, past
+        if self.memory_reader is not None:
+            x_BTD, memory = self.memory_reader(x_BTD, past, context)
+        if self.pre_lnorm:
+            norm = self.attention_norm
+            # The memory holds inputs from before the norm; a cache holds keys computed after it.
+            memory = norm(memory) if isinstance(memory, Tensor) else memory
+            mixed_BTD = self.attention_dropout(self.attention(norm(x_BTD), memory, context), masks)
+            x_BTD = combined(self.attention_gate, x_BTD, mixed_BTD)
+            out_BTD = self.feed_forward(self.feed_forward_norm(x_BTD), masks)
+            out_BTD = self.feed_forward_dropout(out_BTD, masks)
+            return combined(self.feed_forward_gate, x_BTD, out_BTD)
+        mixed_BTD = self.attention_dropout(self.attention(x_BTD, memory, context), masks)
+        x_BTD = self.attention_norm(combined(self.attention_gate, x_BTD, mixed_BTD))
+        out_BTD = self.feed_forward_dropout(self.feed_forward(x_BTD, masks), masks)
+        out: Tensor = self.feed_forward_norm(combined(self.feed_forward_gate, x_BTD, out_BTD))
+        return out
+
+
+def combined(gate: GruGate | None, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+    """The residual connection of a sublayer with input x and output y."""
+    return x_BTD + y_BTD if gate is None else gate(x_BTD, y_BTD)
+
+
+def in_place_relu(x: Tensor) -> Tensor:
+    """ReLU that overwrites `x`, and in backward the gradient of its output.
+
+    `x` must be the output of a product that nothing else reads. A forward hook on that product sees
+    the values after the ReLU, and must not use its gradient.
+    """
+    return _InPlaceRelu.apply(x)
+
+
+class _InPlaceRelu(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x.relu_())
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        (gradient,) = gradients  # safe to overwrite: the next product computed it for this node
+        return torch.ops.aten.threshold_backward.grad_input(gradient, y, 0, grad_input=gradient)

@@ -15,6 +15,8 @@ are those of `txl generate`. Score a split with the settings of training:
     result = evaluate(evaluation_job(job.run_path, "data/stdlib", max_tokens=10_000))
 
 examples/minimal_train.py trains in one process on the parts: dataset, lanes, model and memory.
+`Memory` carries a model's memory in a loop of your own, also of vectors instead of token ids
+(examples/recall_agent.py, docs/how_to/use_memory_in_your_own_loop.md).
 Paths can be given as text or as `pathlib.Path`.
 """
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     )
     from txl_dist.generation.text import Sampling, TextLimits
     from txl_dist.launch.launcher import find_launcher
+    from txl_dist.model.carried_memory import Memory
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
     from txl_dist.training.job import TrainJob
@@ -51,6 +54,7 @@ __all__ = [
     "EvaluationJob",
     "EvaluationSettings",
     "LanePlan",
+    "Memory",
     "ModelConfig",
     "Reading",
     "RunConfig",
@@ -79,6 +83,7 @@ _MODULE_OF = {
     "EvaluationJob": "txl_dist.evaluation.job",
     "EvaluationSettings": "txl_dist.evaluation.job",
     "LanePlan": "data_pipeline.streams.lanes",
+    "Memory": "txl_dist.model.carried_memory",
     "ModelConfig": "txl_dist.model.config",
     "Reading": "txl_dist.convert.stored_model",
     "RunConfig": "txl_dist.config.run_config",

@@ -20,6 +20,7 @@ PUBLIC = {
     "EvaluationJob",
     "EvaluationSettings",
     "LanePlan",
+    "Memory",
     "ModelConfig",
     "Reading",
     "RunConfig",

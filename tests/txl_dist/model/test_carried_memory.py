@@ -1,0 +1,200 @@
+"""Memory in a loop of one's own: one step, a window, and windows cut anywhere agree."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
+from txl_dist import Memory
+from txl_dist.model.transformer_xl import TransformerXL
+
+# Shapes: B rows, N tokens, L layers, M memory tokens, D d_model
+
+NUM_ROWS, NUM_TOKENS, WIDTH = 3, 9, 6
+OPTIONS: dict[str, dict[str, Any]] = {"paper": {}, **MODERN}
+
+
+def of_vectors(**options: Any) -> TransformerXL:
+    vectors = {key: value for key, value in options.items() if key != "cutoffs"}
+    return small_model(**({"vocab_size": None, "mem_len": NUM_TOKENS} | vectors))
+
+
+def random_vectors(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(NUM_ROWS, NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def random_starts() -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.rand(NUM_ROWS, NUM_TOKENS, generator=generator) < 0.25
+
+
+def read_in_pieces(
+    model: TransformerXL, x_BND: Tensor, starts_BN: Tensor, cuts: list[int], *, cached: bool = False
+) -> tuple[Tensor, Memory]:
+    memory, outputs = Memory.empty(model, NUM_ROWS), []
+    if cached:
+        memory = memory.cached(model)
+    for begin, end in pairwise([0, *cuts, NUM_TOKENS]):
+        here = slice(begin, end)
+        output, memory = memory.read(model, x_BND[:, here], starts=starts_BN[:, here])
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), memory
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@given(cuts=st.sets(st.integers(1, NUM_TOKENS - 1)), cached=st.booleans())
+@torch.no_grad()
+def test_windows_cut_anywhere_give_the_same_numbers(
+    options: dict[str, Any], cuts: set[int], cached: bool
+) -> None:
+    model, x_BND, starts_BN = of_vectors(**options), random_vectors(), random_starts()
+    whole, memory = read_in_pieces(model, x_BND, starts_BN, [])
+    pieces, memory_of_pieces = read_in_pieces(model, x_BND, starts_BN, sorted(cuts), cached=cached)
+    assert_close(pieces, whole, atol=1e-9, rtol=1e-9)
+    assert torch.equal(memory_of_pieces.age_B, memory.age_B)
+    assert_close(memory_of_pieces.vectors(), memory.vectors(), atol=1e-9, rtol=1e-9)
+
+
+@torch.no_grad()
+def test_no_episode_sees_another() -> None:
+    model, starts_BN = of_vectors(), random_starts()
+    x_BND = random_vectors()
+    episode_BN = starts_BN.long().cumsum(1)
+    changed = torch.where((episode_BN == 1)[..., None], random_vectors(seed=1), x_BND)
+    for cuts in ([], [2, 3], list(range(1, NUM_TOKENS))):
+        first, _ = read_in_pieces(model, x_BND, starts_BN, cuts)
+        second, _ = read_in_pieces(model, changed, starts_BN, cuts)
+        others = episode_BN != 1
+        assert torch.equal(first[others], second[others])
+        assert not torch.equal(first[~others], second[~others])
+
+
+@torch.no_grad()
+def test_a_reset_row_reads_as_a_new_one_and_the_others_go_on() -> None:
+    model, x_BND = of_vectors(), random_vectors()
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND)
+    continued, _ = memory.read(model, x_BND)
+    new, _ = Memory.empty(model, NUM_ROWS).read(model, x_BND)
+    for rows in (torch.tensor([False, True, False]), torch.tensor([1])):
+        output, _ = memory.reset(rows).read(model, x_BND)
+        assert_close(output[1], new[1])
+        assert torch.equal(output[[0, 2]], continued[[0, 2]])
+    assert memory.age_B.tolist() == [NUM_TOKENS] * NUM_ROWS, "reset returns another memory"
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@torch.no_grad()
+def test_rows_are_selected_exchanged_saved_and_loaded(is_cached: bool, tmp_path: Path) -> None:
+    model, x_BND = of_vectors(**SHORT_AND_LONG), random_vectors()
+    starts_BN = random_starts()
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND, starts=starts_BN)
+    expected, _ = memory.read(model, x_BND)
+    memory = memory.cached(model) if is_cached else memory
+    rows = torch.tensor([2, 0])
+    output, _ = memory[rows].read(model, x_BND[rows])
+    assert_close(output, expected[rows])
+    other = Memory.empty(model, 2).with_rows([0], memory[[2]]).with_rows([1], memory[[0]])
+    assert_close(other.read(model, x_BND[rows])[0], expected[rows])
+    save_file(memory.tensors(), tmp_path / "memory.safetensors")
+    loaded = Memory.of_tensors(model, load_file(tmp_path / "memory.safetensors"))
+    assert torch.equal(loaded.read(model, x_BND)[0], expected)
+    assert memory.to(dtype=torch.float32).tensors()["layer-0"].dtype == torch.float32
+
+
+@torch.no_grad()
+def test_vectors_and_validity_are_a_memory() -> None:
+    model, x_BND, starts_BN = of_vectors(), random_vectors(), random_starts()
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND, starts=starts_BN)
+    expected, _ = memory.read(model, x_BND)
+    vectors_BLMD, valid_BM = memory.vectors(), memory.valid()
+    assert vectors_BLMD.shape == (NUM_ROWS, 2, NUM_TOKENS, WIDTH)
+    last_start = [max(row.nonzero().flatten().tolist(), default=0) for row in starts_BN]
+    assert valid_BM.sum(1).tolist() == [NUM_TOKENS - start for start in last_start]
+    assert_close(Memory.of_vectors(model, vectors_BLMD, valid_BM).read(model, x_BND)[0], expected)
+    hidden = vectors_BLMD.masked_fill(~valid_BM[:, None, :, None], 5.0)
+    assert_close(Memory.of_vectors(model, hidden, valid_BM).read(model, x_BND)[0], expected)
+
+
+def test_a_window_has_gradients_and_dropout_and_the_memory_has_none() -> None:
+    model, x_BND = of_vectors(dropout=0.5), random_vectors().requires_grad_()
+    memory = Memory.empty(model, NUM_ROWS)
+    first, memory = memory.read(model, x_BND)
+    second, _ = Memory.empty(model, NUM_ROWS).read(model, x_BND)
+    assert not torch.equal(first, second), "dropout"
+    assert not memory.vectors().requires_grad
+    later = random_vectors(seed=2).requires_grad_()
+    memory.read(model, later)[0].sum().backward()
+    assert later.grad is not None
+    assert x_BND.grad is None
+    model.eval()
+    assert torch.equal(*(Memory.empty(model, NUM_ROWS).read(model, x_BND)[0] for _ in range(2)))
+
+
+def test_a_model_of_ids_scores_with_a_memory_as_with_ages() -> None:
+    model, text_BN = small_model(), random_text(2, 9)
+    memory, nats = Memory.empty(model, 2), []
+    for here in (slice(0, 3), slice(3, 8)):
+        target = text_BN[:, here.start + 1 : here.stop + 1]
+        nats_BT, memory = memory.score(model, text_BN[:, here], target)
+        nats.append(nats_BT)
+    state, expected = model.empty_memory(2), []
+    for here in (slice(0, 3), slice(3, 8)):
+        target = text_BN[:, here.start + 1 : here.stop + 1]
+        age_BT = torch.arange(9)[here].expand(2, -1)
+        nats_BT, state = model(text_BN[:, here], target, age_BT, state)
+        expected.append(nats_BT)
+    assert torch.equal(torch.cat(nats, 1), torch.cat(expected, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model, memory: memory.read(model, torch.zeros(2, 4, WIDTH)), "expected 3 rows"),
+        (lambda model, memory: memory.read(model, torch.zeros(3, 4, 5)), "d_model=6"),
+        (lambda model, memory: memory.read(model, torch.zeros(3, 4)), "expects vectors"),
+        (
+            lambda model, memory: memory.read(
+                model, torch.zeros(3, 4, WIDTH), starts=torch.zeros(3, 4)
+            ),
+            "expected torch.bool",
+        ),
+        (
+            lambda model, memory: memory.read(model, torch.zeros(3, 4, WIDTH, dtype=torch.int64)),
+            "floating-point",
+        ),
+        (
+            lambda model, memory: Memory.of_vectors(
+                model, torch.zeros(1, 2, 2, WIDTH), torch.tensor([[True, False]])
+            ),
+            "false, then true",
+        ),
+        (
+            lambda model, memory: Memory.of_vectors(
+                model, torch.zeros(1, 3, 2, WIDTH), torch.ones(1, 2).bool()
+            ),
+            "3 layers",
+        ),
+        (lambda model, memory: Memory.of_tensors(model, {"age": torch.zeros(1)}), "found the"),
+        (lambda model, memory: memory.score(model, torch.zeros(3, 4, WIDTH), None), "vocab_size"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(call: Any, message: str) -> None:
+    model = of_vectors()
+    with pytest.raises(ValueError, match=message):
+        call(model, Memory.empty(model, NUM_ROWS))
+
+
+def test_a_model_of_vectors_has_no_tables() -> None:
+    names = {name.partition(".")[0] for name, _ in of_vectors().named_parameters()}
+    assert not names & {"table", "softmax"}
+    with pytest.raises(ValueError, match="no tables for cutoffs"):
+        of_vectors(div_val=2)

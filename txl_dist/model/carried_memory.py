@@ -1,0 +1,247 @@
+"""Memory for a loop of your own: agents, speech, music, any stream of vectors or ids.
+
+    model = TransformerXL(ModelConfig(vocab_size=None, d_model=64, ...))
+    memory = Memory.empty(model, num_rows=8)
+    output_BTD, memory = memory.read(model, vectors_BTD, starts=is_first_BT)
+
+A `Memory` is a `SequenceState` and the age of each row's next token, so that the caller counts
+nothing. It is never changed: `read`, `reset` and the others return a new one. A row is one stream;
+where an episode begins in it, `starts` is true, also in the middle of a window, and no token sees
+one of another episode.
+
+One step at a time, a window, and windows cut anywhere give the same numbers, as long as an episode
+is not longer than `mem_len`: a token sees the `mem_len` tokens before its window.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from txl_dist.model.attention import AttentionWeightsCallback
+from txl_dist.model.memory import SequenceState
+from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
+from txl_dist.model.memory.recurrent import RecurrentMemory
+from txl_dist.model.transformer_xl import TransformerXL
+
+# Shapes: B rows, T tokens of a window, L layers, M memory tokens, D d_model
+
+_AGE = "age"
+"""Name of the ages among the tensors of a memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """The state of B rows, and how many tokens of its episode each of them has read."""
+
+    state: SequenceState
+    age_B: Tensor
+    """int64: the age of the next token of each row; 0 sees nothing of the state."""
+
+    @classmethod
+    def empty(cls, model: TransformerXL, num_rows: int) -> "Memory":
+        """Rows at the start of an episode, with the dtype and device of the model."""
+        age_B = torch.zeros(num_rows, dtype=torch.int64, device=model.weight.device)
+        return cls(model.empty_memory(num_rows), age_B)
+
+    def __len__(self) -> int:
+        return len(self.age_B)
+
+    def read(
+        self,
+        model: TransformerXL,
+        input_BT: Tensor,
+        *,
+        starts: Tensor | None = None,
+        on_attention_weights: AttentionWeightsCallback | None = None,
+    ) -> tuple[Tensor, "Memory"]:
+        """The model's output [B, T, D] for a window, and the memory after it.
+
+        `input_BT`: vectors [B, T, D], or ids for a model with a vocabulary. `starts` [B, T]: true
+        at the first token of an episode. Gradients reach the weights and the window, and stop at
+        the memory. In training mode the model has dropout. Raises ValueError for wrong shapes.
+        """
+        age_BT = self._ages(input_BT, starts)
+        output_BTD, state = model.hidden(
+            input_BT, age_BT, self.state, on_attention_weights=on_attention_weights
+        )
+        return output_BTD, Memory(state, age_BT[:, -1] + 1)
+
+    def score(
+        self,
+        model: TransformerXL,
+        input_BT: Tensor,
+        target_BT: Tensor,
+        *,
+        starts: Tensor | None = None,
+    ) -> tuple[Tensor, "Memory"]:
+        """Nats [B, T] of targets, for a model with a vocabulary; else as `read`."""
+        age_BT = self._ages(input_BT, starts)
+        nats_BT, state = model(input_BT, target_BT, age_BT, self.state)
+        return nats_BT, Memory(state, age_BT[:, -1] + 1)
+
+    def _ages(self, input_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
+        if input_BT.dim() < 2 or len(input_BT) != len(self):
+            raise ValueError(
+                f"the input has the shape {list(input_BT.shape)}: expected {len(self)} rows, those "
+                "of the memory, and at least one token"
+            )
+        position_T = torch.arange(input_BT.shape[1], device=self.age_B.device)
+        age_BT = self.age_B[:, None] + position_T
+        if starts_BT is None:
+            return age_BT
+        if starts_BT.dtype != torch.bool or starts_BT.shape != age_BT.shape:
+            raise ValueError(
+                f"starts has the dtype {starts_BT.dtype} and the shape {list(starts_BT.shape)}: "
+                f"expected torch.bool {list(age_BT.shape)}"
+            )
+        begin_BT = torch.where(starts_BT, position_T, -1).cummax(dim=1).values
+        return torch.where(begin_BT >= 0, position_T - begin_BT, age_BT)
+
+    def reset(self, rows: Tensor) -> "Memory":
+        """`rows` begin a new episode: a mask of booleans [B], or row numbers."""
+        age_B = self.age_B.clone()
+        age_B[rows] = 0
+        return replace(self, age_B=age_B)
+
+    def __getitem__(self, rows: Any) -> "Memory":
+        """Some rows: a slice, numbers or a mask of booleans. Copies, except for a slice."""
+        return self._mapped(lambda tensor: tensor[rows], self.age_B[rows])
+
+    def with_rows(self, rows: Any, other: "Memory") -> "Memory":
+        """This memory with the rows of `other` in place of `rows`."""
+        mine, new = self.uncached(), other.uncached().tensors()
+        tensors = {name: tensor.clone() for name, tensor in mine.tensors().items()}
+        for name, tensor in tensors.items():
+            tensor[rows] = new[name].to(tensor.device, tensor.dtype)
+        return _of_recurrent(tensors)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "Memory":
+        """Copied to another device or stored in another dtype."""
+        return self._mapped(lambda tensor: tensor.to(device, dtype), self.age_B.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, to save them, for example with safetensors; see `of_tensors`."""
+        state = self.uncached().state
+        return {**state.tensors(), _AGE: self.age_B}
+
+    @classmethod
+    def of_tensors(cls, model: TransformerXL, tensors: Mapping[str, Tensor]) -> "Memory":
+        """From `tensors`. Raises ValueError if they are not the memory of such a model."""
+        expected = {*cls.empty(model, 1).tensors()}
+        if tensors.keys() != expected:
+            raise ValueError(f"found the tensors {sorted(tensors)}, expected {sorted(expected)}")
+        memory = _of_recurrent(tensors)
+        memory.state.check(model.config, len(memory))
+        return memory.to(model.weight.device)
+
+    def vectors(self) -> Tensor:
+        """The layers' inputs [B, L, M, D], to store them once per sampled window."""
+        state = self.uncached().state
+        layers = list(state.tensors().values())
+        if len({layer.shape for layer in layers}) > 1:
+            raise ValueError("the layers have memories of different lengths; use tensors()")
+        return torch.stack(layers, dim=1)
+
+    def valid(self) -> Tensor:
+        """Which of the M tokens belong to the row's episode, [B, M]; the last is the newest."""
+        past = self.uncached().state.num_past
+        return torch.arange(past, 0, -1, device=self.age_B.device) <= self.age_B[:, None]
+
+    @classmethod
+    def of_vectors(cls, model: TransformerXL, vectors: Tensor, valid: Tensor) -> "Memory":
+        """From `vectors` [B, L, M, D] and `valid` [B, M], on the model's device.
+
+        The valid tokens of a row must be its newest ones. Raises ValueError.
+        """
+        if vectors.dim() != 4 or valid.shape != (len(vectors), vectors.shape[2]):
+            raise ValueError(
+                f"vectors have the shape {list(vectors.shape)} and valid {list(valid.shape)}: "
+                "expected [rows, layers, tokens, d_model] and [rows, tokens]"
+            )
+        if valid.dtype != torch.bool or (valid[:, 1:] < valid[:, :-1]).any():
+            raise ValueError(
+                "valid must be booleans, and the valid tokens of a row its newest: false, then true"
+            )
+        device, dtype = model.weight.device, model.weight.dtype
+        layers = tuple(layer.to(device, dtype) for layer in vectors.unbind(1))
+        state = RecurrentMemory(layers)
+        state.check(model.config, len(vectors))
+        return cls(state, valid.sum(1).to(device))
+
+    def cached(self, model: TransformerXL) -> "Memory":
+        """The same for constant weights without gradients: keys and values are kept too.
+
+        A token then costs no projection of the memory. After a change of weights, call it again on
+        `uncached()`. `read` changes a cached memory in place.
+        """
+        state = self.state
+        if isinstance(state, _CachedMemory):
+            return self
+        if not isinstance(state, RecurrentMemory):
+            raise ValueError(f"model.memory={model.config.memory} has no keys and values to cache")
+        with torch.no_grad():
+            layers = tuple(
+                _cached_layer(layer, inputs_BMD)
+                for layer, inputs_BMD in zip(model.layers, state.layers, strict=True)
+            )
+        return replace(self, state=_CachedMemory(KVCache(layers), state))
+
+    def uncached(self) -> "Memory":
+        """The memory without keys and values; itself if there are none."""
+        state = self.state
+        return replace(self, state=state.inputs) if isinstance(state, _CachedMemory) else self
+
+    def _mapped(self, function: Any, age_B: Tensor) -> "Memory":
+        state = self.uncached().state
+        if not isinstance(state, RecurrentMemory):
+            raise ValueError(f"a {type(state).__name__} has no rows of its own")
+        return Memory(RecurrentMemory(tuple(map(function, state.layers))), age_B)
+
+
+def _of_recurrent(tensors: Mapping[str, Tensor]) -> Memory:
+    layers = [tensors[f"layer-{number}"] for number in range(len(tensors) - 1)]
+    return Memory(RecurrentMemory(tuple(layers)), tensors[_AGE])
+
+
+def _cached_layer(layer: Any, inputs_BMD: Tensor) -> LayerKVCache:
+    num_heads, d_head = layer.attention.heads
+    num_rows, mem_len, _ = inputs_BMD.shape
+    cache = LayerKVCache(num_heads=num_heads, num_lanes=num_rows, mem_len=mem_len, d_head=d_head)
+    if mem_len:
+        x_BMD = layer.attention_norm(inputs_BMD) if layer.pre_lnorm else inputs_BMD
+        cache.append(*layer.attention.keys_and_values(x_BMD))
+    return cache
+
+
+@dataclass(frozen=True)
+class _CachedMemory(SequenceState):
+    """Keys and values for the layers, and the inputs of which they were computed."""
+
+    keys_values: KVCache
+    inputs: RecurrentMemory
+    is_trainable = False
+
+    @property
+    def num_past(self) -> int:
+        return self.inputs.num_past
+
+    def num_past_in(self, number: int) -> int:
+        return self.inputs.num_past_in(number)
+
+    def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
+        return self.keys_values.past(number, x_BTD)
+
+    def after(self, hidden_BTD: Any, age_BT: Tensor) -> "_CachedMemory":
+        return _CachedMemory(self.keys_values, self.inputs.after(hidden_BTD, age_BT))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.inputs.tensors()
+
+    def select(self, lanes: Any, num_removed: Any) -> "_CachedMemory":
+        inputs = self.inputs.select(lanes, num_removed)
+        return _CachedMemory(self.keys_values.select(lanes, num_removed), inputs)

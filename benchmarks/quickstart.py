@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SOURCES, DATA, RUNS = Path("data/stdlib-sources"), Path("data/stdlib"), Path("runs")
-CONFIG = "configs/quickstart.yaml"
+CONFIG = "configs/modern/quickstart.yaml"
 STOPPED = 75
 """Exit code of a run that stopped on request."""
 PROMPT = "def read_lines(path):\n"

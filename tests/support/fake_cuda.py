@@ -53,16 +53,13 @@ def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def to_fake_cuda(model: nn.Module) -> None:
-    """Replace the parameters and buffers of a model by fake ones; call it inside `fake_cuda`."""
+    """Replace the parameters of a model by fake ones; call it inside `fake_cuda`."""
     # Not `model.to`: it cannot exchange a parameter for a tensor of another class.
     fakes = {
         name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=CUDA))
         for name, p in model.named_parameters()
     }
     model.load_state_dict(fakes, assign=True)
-    for module in model.modules():  # those that are not saved
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA))
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def read_stream(
     config = model.config
     if mem_len is not None:
         config = replace(config, mem_len=mem_len)
-    memory = memory_kind(config).empty(len(text_BN), dtype=torch.float64)
+    memory = memory_kind(config).empty(len(text_BN), dtype=model.weight.dtype)
     age_BN = torch.arange(text_BN.shape[1]).expand_as(text_BN)
     columns = [tensor[:, :-1] for tensor in (text_BN, age_BN)]
     segments = zip(

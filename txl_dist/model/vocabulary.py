@@ -166,7 +166,9 @@ class AdaptiveSoftmax(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.bounds, self.softcap = config.cluster_bounds, config.softcap
-        self.bias = _new_bias(config.num_ids, config)
+        self.has_biases = config.biases
+        if config.biases:
+            self.bias = nn.Parameter(torch.empty(config.num_ids))
         self.weights = nn.ParameterList(
             torch.empty(stop - start, width)
             for (start, stop), width in zip(config.table_bounds, config.table_widths, strict=True)
@@ -182,7 +184,8 @@ class AdaptiveSoftmax(nn.Module):
         )
         if config.cutoffs:
             self.cluster_weight = nn.Parameter(torch.empty(len(config.cutoffs), widths[0]))
-            self.cluster_bias = _new_bias(len(config.cutoffs), config)
+            if config.biases:
+                self.cluster_bias = nn.Parameter(torch.empty(len(config.cutoffs)))
 
     def forward(self, hidden_BTD: Tensor, target_BT: Tensor, table: AdaptiveEmbedding) -> Tensor:
         """Negative log-likelihood [B, T] in nats, in token order; 0 where the target is IGNORED.
@@ -227,15 +230,19 @@ class AdaptiveSoftmax(nn.Module):
         # a tensor of the whole vocabulary (steps of 275 instead of 251 ms in `txl bench model`).
         if len(weights) < len(sizes):
             weights = list(weights[0].split(sizes))
-        biases = list(self.bias.split(sizes))
+        # Zeros in place of absent biases: one path for all that follows.
+        bias_V = self.bias if self.has_biases else weights[0].new_zeros(sum(sizes))
+        biases = list(bias_V.split(sizes))
         if len(sizes) > 1:
             weights[0], biases[0] = self._head(weights[0], biases[0])
         return list(zip(weights, biases, strict=True))
 
     def _head(self, weight_VE: Tensor, bias_V: Tensor) -> tuple[Tensor, Tensor]:
         """The head: tokens of the shortlist, then clusters, then on GPUs columns of padding."""
-        weights, biases = [weight_VE, self.cluster_weight], [bias_V, self.cluster_bias]
-        num_columns = len(weight_VE) + len(self.cluster_weight)
+        num_clusters = len(self.cluster_weight)
+        cluster_bias = self.cluster_bias if self.has_biases else bias_V.new_zeros(num_clusters)
+        weights, biases = [weight_VE, self.cluster_weight], [bias_V, cluster_bias]
+        num_columns = len(weight_VE) + num_clusters
         num_padding = -num_columns % HEAD_MULTIPLE
         if num_padding and devices.host_waits_for(weight_VE.device):
             weights.append(weight_VE.new_zeros(num_padding, weight_VE.shape[1]))
@@ -287,15 +294,6 @@ class AdaptiveSoftmax(nn.Module):
         if not len(table.projections):
             return hidden
         return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
-
-
-def _new_bias(size: int, config: ModelConfig) -> Tensor:
-    """A parameter, or zeros that are neither trained nor saved."""
-    return (
-        nn.Parameter(torch.empty(size))
-        if config.biases
-        else nn.Buffer(torch.zeros(size), persistent=False)
-    )
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:

@@ -19,7 +19,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import run_txl
 from tests.support.replayed_models import OWN_HF, golden_files, hf_directories, original_arguments
-from tests.support.small_models import small_model
+from tests.support.small_models import MODERN, random_text, read_stream, small_model
 from tests.txl_dist.checkpoint import saving
 from tests.txl_dist.convert.example_files import hf_copy, hf_weights
 from txl_dist.convert.other_programs import read_model
@@ -85,6 +85,18 @@ def test_an_export_scores_as_its_checkpoint(
 
 def test_an_export_writes_as_its_checkpoint(run: Path, exported: Path) -> None:
     assert json_of("generate", exported, *TEXT) == json_of("generate", run, *TEXT)
+
+
+@pytest.mark.parametrize("options", MODERN.values(), ids=MODERN)
+def test_an_export_of_any_block_has_the_same_numbers(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = small_model(**options).float()
+    write_exported(tmp_path / "model", model, None)
+    loaded = find_model(tmp_path / "model").load()
+    assert loaded.config == model.config
+    text_BN = random_text(2, 7)
+    assert torch.equal(*(read_stream(each, text_BN, tgt_len=3)[0] for each in (loaded, model)))
 
 
 def test_an_export_imported_again_reads_text_as_before(exported: Path, tmp_path: Path) -> None:

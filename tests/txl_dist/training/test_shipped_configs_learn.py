@@ -19,7 +19,7 @@ from txl_dist.training.diagnostics import CLEARLY_BELOW
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
-ELSEWHERE = ("paper", "nvidia", "wt103-", "tiny")
+ELSEWHERE = ("paper", "nvidia", "wt103-", "tiny", "30m", "125m", "350m")
 """A CPU is too slow for them; tiny.yaml, with 15 tokens per step, is in test_diagnostics.py."""
 INIT = "txl config init"
 
@@ -33,7 +33,7 @@ def shipped() -> list[object]:
 def prepare_data(name: str, folder: Path) -> Path:
     """Data like that of the config: modules of the standard library, or the documents of txl."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    is_code = name.startswith(("baselines", "quickstart"))
+    is_code = name.startswith(("baselines", "quickstart", "modern"))
     inputs = sorted(library.glob("*.py")) if is_code else [ROOT / "README.md", ROOT / "docs"]
     prepare_dataset(inputs, folder, PrepareSettings(split={"valid": 0.1}), max_reject_rate=0.02)
     return folder

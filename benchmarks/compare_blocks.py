@@ -1,0 +1,288 @@
+"""One ingredient of the modern block at a time: loss at equal tokens and at equal CPU-seconds.
+
+    python benchmarks/compare_blocks.py data/stdlib --out runs/blocks.jsonl
+    python benchmarks/compare_blocks.py --out runs/blocks.jsonl --table
+
+DATA is prepared as by `make quickstart`. Every run trains on one thread, in one process, on the
+same tokens for all runs of a seed, and scores the same held-out tokens from time to time. CPU
+seconds are those of steps alone, without data, evaluation and start. Each run is one line of --out;
+a second call runs what is missing. `--table` prints mean and range over seeds, and how many steps
+and CPU-seconds each run took to the final loss of `paper-adamw`.
+
+`gpt` is a GPT without memory in the manner of nanoGPT (rival_gpt.py), at two learning rates.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rival_gpt
+import torch
+from torch import Tensor
+
+from txl_dist import (
+    LanePlan,
+    Reading,
+    SegmentStream,
+    TransformerXL,
+    evaluate,
+    evaluation_job,
+    load_manifest,
+    load_run_config,
+    open_split,
+    open_tokenizer,
+    write_exported,
+)
+from txl_dist.training.engine.optimizers import create_optimizer
+from txl_dist.training.schedule import lr_at
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+REFERENCE = "paper-adamw"
+SAME_SIZE = ("model.feed_forward=relu2", "model.d_inner=512")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    REFERENCE: ("quickstart",),
+    "paper-muon": ("quickstart", "optimizer.name=muon"),
+    "modern": ("modern/quickstart",),
+    "no-memory": ("modern/quickstart", "model.mem_len=0"),
+    "memory-64": ("modern/quickstart", "model.mem_len=64"),
+    "short-long": ("modern/quickstart", "model.mem_shares=[0.25, 1]"),
+    "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
+    "layernorm": ("modern/quickstart", "model.norm=layernorm"),
+    "no-embedding-norm": ("modern/quickstart", "model.embedding_norm=false"),
+    "no-qk-norm": (
+        "modern/quickstart", "model.qk_norm=false", "model.attention_scale=null",
+    ),
+    "scale-1/sqrt(K)": ("modern/quickstart", "model.attention_scale=null"),
+    "no-output-gate": ("modern/quickstart", "model.output_gate=false"),
+    "relu2": ("modern/quickstart", *SAME_SIZE),
+    "relu": ("modern/quickstart", "model.feed_forward=relu", "model.d_inner=512"),
+    "biases": ("modern/quickstart", "model.biases=true"),
+    "no-zero-init": ("modern/quickstart", "model.zero_init=false"),
+    "no-residual-scalars": ("modern/quickstart", "model.residual_scalars=false"),
+    "no-softcap": ("modern/quickstart", "model.softcap=null"),
+    "tied": ("modern/quickstart", "model.tie_weight=true"),
+    "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
+    "gru-gate": ("modern/quickstart", "model.residual_gate=gru"),
+    "cosine": ("modern/quickstart", "optimizer.schedule=cosine"),
+}  # fmt: skip
+"""Config and overrides of each run: the modern block, and one ingredient changed."""
+RIVALS = {"gpt-1e-3": 1e-3, "gpt-3e-3": 3e-3}
+"""Learning rates of the GPT."""
+SCORED_TOKENS = 200_000
+
+
+def main() -> None:
+    """Train what is missing, or print the table."""
+    names = [*VARIANTS, *RIVALS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", nargs="?", type=Path, help="dataset with a split valid")
+    parser.add_argument("--out", type=Path, required=True, help="file of the results")
+    parser.add_argument("--table", action="store_true", help="print the results, train nothing")
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--evaluations", type=int, default=8, help="of each run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--variants", nargs="+", choices=names, default=names)
+    arguments = parser.parse_args()
+    if arguments.data:
+        torch.set_num_threads(1)
+        keys = ("data", "name", "seed", "steps")
+        done = {tuple(run[key] for key in keys) for run in results(arguments.out)}
+        for seed in arguments.seeds:
+            for name in arguments.variants:
+                if (arguments.data.name, name, seed, arguments.steps) not in done:
+                    run = train(name, arguments, seed)
+                    with arguments.out.open("a") as file:
+                        file.write(json.dumps(run) + "\n")
+    if arguments.table:
+        print_tables(results(arguments.out))
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train one run; its result has (step, CPU-seconds, held-out nats) of each evaluation."""
+    every = arguments.steps // arguments.evaluations
+    make = gpt_steps if name in RIVALS else transformer_xl_steps
+    step, score, num_parameters = make(name, arguments.data, arguments.steps, seed)
+    curve, seconds = [], 0.0
+    for number in range(1, arguments.steps + 1):
+        seconds += step(number)
+        if number % every == 0:
+            curve.append((number, round(seconds, 2), round(score(), 5)))
+            print(f"{name}, seed {seed}: step {number}, {seconds:.0f} CPU-s, {curve[-1][2]:.4f}")
+    return {
+        "data": arguments.data.name, "name": name, "seed": seed, "steps": arguments.steps,
+        "parameters": num_parameters, "curve": curve,
+    }  # fmt: skip
+
+
+Steps = tuple[Callable[[int], float], Callable[[], float], int]
+"""A function that makes step n and returns its CPU-seconds, one that returns the held-out nats, and
+the number of parameters."""
+
+
+def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
+    config_name, *overrides = VARIANTS[name]
+    settings = [f"data.path={data}", f"seed={seed}", f"training.num_steps={num_steps}", *overrides]
+    config = load_run_config(CONFIGS / f"{config_name}.yaml", settings)
+    manifest = load_manifest(data)
+    source = open_split(data, "train", manifest=manifest)
+    lanes, tgt_len = config.data.num_lanes, config.data.tgt_len
+    plan = LanePlan(num_tokens=source.num_tokens, num_lanes=lanes, tgt_len=tgt_len)
+    segments = iter(SegmentStream(source, plan, lanes=range(lanes), reset="document", seed=seed))
+    model_config = replace(config.model, vocab_size=manifest.vocab_size)
+    model = TransformerXL(model_config, seed=seed)
+    optimizer = create_optimizer(model, config.optimizer)
+    for group in optimizer.param_groups:  # as the engine creates the state
+        for parameter in group["params"]:
+            zeros = {state: torch.zeros_like(parameter) for state in group["states"]}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+    memory = [model.empty_memory(lanes)]
+    clipping = config.optimizer.gradient_clipping
+
+    def step(number: int) -> float:
+        segment = next(segments)
+        start = time.thread_time()
+        lr = lr_at(number, config.optimizer, num_steps=num_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_factor"]
+        target_BT = torch.from_numpy(segment.target)
+        nats_BT, memory[0] = model(
+            torch.from_numpy(segment.input), target_BT, torch.from_numpy(segment.age), memory[0]
+        )
+        update(model, optimizer, nats_BT.sum() / (target_BT >= 0).sum(), clipping)
+        return time.thread_time() - start
+
+    tokenizer = open_tokenizer(data, manifest)
+
+    def score() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "model"
+            write_exported(out, model, tokenizer, Reading(tgt_len=tgt_len, reset="document"))
+            job = evaluation_job(out, data, max_tokens=SCORED_TOKENS)
+            return evaluate(job).sums.nats_per_token
+
+    return step, score, sum(p.numel() for p in model.parameters())
+
+
+def gpt_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
+    manifest = load_manifest(data)
+    train_text = all_tokens(open_split(data, "train", manifest=manifest))
+    held_out = all_tokens(open_split(data, "valid", manifest=manifest))[: SCORED_TOKENS + 1]
+    model = rival_gpt.Gpt(rival_gpt.GptConfig(manifest.vocab_size), seed)
+    optimizer = rival_gpt.optimizer_of(model, RIVALS[name])
+    generator = torch.Generator().manual_seed(seed)
+    warmup = 100
+
+    def step(number: int) -> float:
+        # As many tokens as a step of the quickstart: 16 lanes of 128.
+        windows = rival_gpt.random_windows(train_text, 2048 // rival_gpt.WINDOW, generator)
+        start = time.thread_time()
+        share = (number - warmup) / (num_steps - warmup)
+        cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * max(0.0, share)))
+        for group in optimizer.param_groups:
+            group["lr"] = RIVALS[name] * (number / warmup if number < warmup else cosine)
+        update(model, optimizer, rival_gpt.training_loss(model, windows), 1.0)
+        return time.thread_time() - start
+
+    return (
+        step,
+        lambda: rival_gpt.held_out_nats(model, held_out),
+        sum(p.numel() for p in model.parameters()),
+    )
+
+
+def update(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, clipping: float
+) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    if clipping:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
+    optimizer.step()
+
+
+def all_tokens(source: Any) -> Any:
+    """The text of a split in its order on disk."""
+    sizes = enumerate(source.block_tokens.tolist())
+    return np.concatenate([source.read(block, 0, size) for block, size in sizes])
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def print_tables(runs: list[dict[str, Any]]) -> None:
+    """One table per dataset and length of the runs."""
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run["data"], run["steps"]].append(run)
+    for (data, steps), group in groups.items():
+        print(f"\n{data}, {steps} steps, {len({run['seed'] for run in group})} seeds\n")
+        print("\n".join(table(group)))
+
+
+def table(runs: list[dict[str, Any]]) -> Iterator[str]:
+    by_name = defaultdict(list)
+    for run in runs:
+        by_name[run["name"]].append(run)
+    reference = by_name.get(REFERENCE)
+    goal = statistics.fmean(run["curve"][-1][2] for run in reference) if reference else None
+    preset = by_name.get("modern", [])
+    budget = statistics.fmean(run["curve"][-1][1] for run in preset) if preset else None
+    yield (
+        "| run | parameters | nats | range | CPU-s | nats at the CPU-s of modern "
+        f"| steps to {goal or 0:.4f} | share of its CPU-s |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, group in by_name.items():
+        final = [run["curve"][-1][2] for run in group]
+        seconds = statistics.fmean(run["curve"][-1][1] for run in group)
+        yield (
+            f"| {name} | {group[0]['parameters']:,} | {statistics.fmean(final):.4f} "
+            f"| {max(final) - min(final):.4f} | {seconds:.0f} | {at_budget(group, budget)} "
+            f"| {reached(group, goal, reference)} |"
+        )
+
+
+def at_budget(group: list[dict[str, Any]], budget: float | None) -> str:
+    """The loss on the curve where a run has used these CPU-seconds; `-` if it used fewer."""
+    values = [interpolated(run["curve"], budget) for run in group if budget]
+    if not values or None in values:
+        return "-"
+    return f"{statistics.fmean(value for value in values if value is not None):.4f}"
+
+
+def interpolated(curve: list[list[float]], seconds: float) -> float | None:
+    for (_, s0, n0), (_, s1, n1) in pairwise(curve):
+        if s0 <= seconds <= s1:
+            return n0 + (n1 - n0) * (seconds - s0) / (s1 - s0)
+    return None
+
+
+def reached(group: list[dict[str, Any]], goal: float | None, reference: Any) -> str:
+    """The first evaluated step at the goal, and its share of the reference's CPU-seconds."""
+    if goal is None:
+        return "- | -"
+    whole = statistics.fmean(run["curve"][-1][1] for run in reference)
+    firsts = [next(((s, t) for s, t, n in run["curve"] if n <= goal), None) for run in group]
+    hits = [first for first in firsts if first]
+    if len(hits) < len(firsts):
+        return "not reached | -"
+    steps, share = max(s for s, _ in hits), statistics.fmean(t for _, t in hits) / whole
+    return f"{steps} | {share:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A GPT without memory, to compare with: learned absolute positions, random windows, AdamW.
+
+The architecture and the training of nanoGPT's small models: pre-norm LayerNorm, GELU, tied
+weights, causal attention inside one window, each batch of windows at random places. Held-out tokens
+are scored with at least half a window before them, from windows that overlap by half.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+# Shapes: B windows, T tokens of a window, D width, H heads, K head size, N tokens of a text
+
+WINDOW = 256
+
+
+@dataclass(frozen=True)
+class GptConfig:
+    vocab_size: int
+    n_layer: int = 4
+    d_model: int = 128
+    n_head: int = 4
+
+
+class Block(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        width = config.d_model
+        self.n_head = config.n_head
+        self.attention_norm, self.inner_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x_BTD)).unflatten(-1, (3, self.n_head, -1))
+        q_BHTK, k_BHTK, v_BHTK = qkv.permute(2, 0, 3, 1, 4).unbind()
+        mixed = scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
+        return x_BTD + self.down(gelu(self.up(self.inner_norm(x_BTD))))
+
+
+class Gpt(nn.Module):
+    """forward(token_BT) -> logits [B, T, V]."""
+
+    def __init__(self, config: GptConfig, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = nn.Embedding(WINDOW, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.LayerNorm(config.d_model)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # Output projections are smaller by the number of residual sums.
+                is_output = name.endswith(("out.weight", "down.weight"))
+                std = 0.02 / (2 * config.n_layer) ** 0.5 if is_output else 0.02
+                nn.init.normal_(parameter, std=std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, token_BT: Tensor) -> Tensor:
+        x_BTD = self.table(token_BT) + self.positions.weight[: token_BT.shape[1]]
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.norm(x_BTD) @ self.table.weight.T
+
+
+def random_windows(token_N: np.ndarray, num_windows: int, generator: torch.Generator) -> Tensor:
+    """Windows [B, T + 1] at random places."""
+    starts = torch.randint(len(token_N) - WINDOW - 1, (num_windows,), generator=generator)
+    rows = [token_N[start : start + WINDOW + 1].astype(np.int64) for start in starts.tolist()]
+    return torch.from_numpy(np.stack(rows))
+
+
+def training_loss(model: Gpt, window_BT: Tensor) -> Tensor:
+    logits = model(window_BT[:, :-1])
+    return cross_entropy(logits.flatten(0, 1), window_BT[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_out_nats(model: Gpt, token_N: np.ndarray) -> float:
+    """Mean over all tokens after the first."""
+    half, total, count = WINDOW // 2, 0.0, 0
+    text = torch.from_numpy(token_N.astype(np.int64))
+    starts = list(range(0, max(1, len(text) - half - 1), half))
+    for first in range(0, len(starts), 16):
+        for start in starts[first : first + 16]:
+            window = text[start : start + WINDOW + 1]
+            logits = model(window[None, :-1])[0]
+            nats = cross_entropy(logits, window[1:], reduction="none")
+            scored = nats if start == 0 else nats[half:]
+            total, count = total + float(scored.sum()), count + len(scored)
+    return total / count
+
+
+def optimizer_of(model: Gpt, lr: float) -> torch.optim.Optimizer:
+    """AdamW with weight decay 0.1 of the matrices, betas 0.9 and 0.99."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), fused=True)

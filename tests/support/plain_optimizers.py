@@ -20,13 +20,15 @@ BETA1, BETA2, EPS, WEIGHT_DECAY, MOMENTUM = 0.7, 0.95, 1e-5, 0.3, 0.95
 
 def plain_optimizer(name: str, model: TransformerXL) -> torch.optim.Optimizer:
     """The optimizer of that name; the learning rate of its groups is set before each step."""
-    hidden, others = [], []
+    hidden, stacked, others = [], [], []
     for parameter_name, parameter in model.named_parameters():
         is_hidden = parameter_name.endswith(tuple(f".{part}.weight" for part in HIDDEN))
-        (hidden if is_hidden else others).append(parameter)
+        is_stacked = parameter_name.endswith(".key_value.weight")  # keys above values
+        (stacked if is_stacked else hidden if is_hidden else others).append(parameter)
     groups = [
-        {"params": hidden, "weight_decay": WEIGHT_DECAY, "hidden": True},
-        {"params": others, "weight_decay": 0.0, "hidden": False},
+        {"params": hidden, "weight_decay": WEIGHT_DECAY, "hidden": 1},
+        {"params": stacked, "weight_decay": WEIGHT_DECAY, "hidden": 2},
+        {"params": others, "weight_decay": 0.0, "hidden": 0},
     ]
     adam: dict[str, Any] = {"lr": 1.0, "betas": (BETA1, BETA2), "eps": EPS, "foreach": False}
     match name:
@@ -78,8 +80,10 @@ def _muon_or_adamw(
         return decayed - group["lr"] * _adam_update(gradient, state)
     state["B"] = MOMENTUM * state.get("B", 0) + (1 - MOMENTUM) * gradient
     update = MOMENTUM * state["B"] + (1 - MOMENTUM) * gradient
-    factor = 0.2 * math.sqrt(max(weight.shape))
-    return decayed - group["lr"] * factor * newton_schulz_by_svd(update)
+    matrices = update.chunk(group["hidden"])
+    factor = 0.2 * math.sqrt(max(matrices[0].shape))
+    step = torch.cat([newton_schulz_by_svd(matrix) for matrix in matrices])
+    return decayed - group["lr"] * factor * step
 
 
 def newton_schulz_by_svd(matrix: Tensor) -> Tensor:

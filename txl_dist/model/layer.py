@@ -18,6 +18,7 @@ from torch.nn.functional import silu
 from txl_dist.model.attention import Attention, SegmentContext
 from txl_dist.model.config import NORMS, ModelConfig
 from txl_dist.model.dropout import Dropout, DropoutMasks
+from txl_dist.model.linear import StackedLinear
 from txl_dist.model.memory import memory_kind
 
 # Shapes: B lanes, T segment tokens, N = B T, D d_model, I d_inner
@@ -40,8 +41,12 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.activation = config.feed_forward
-        width = config.d_inner * (2 if self.activation == "swiglu" else 1)
-        self.up = nn.Linear(config.d_model, width, bias=config.biases)
+        self.up = StackedLinear(
+            config.d_model,
+            config.d_inner,
+            num_stacked=2 if self.activation == "swiglu" else 1,
+            bias=config.biases,
+        )
         self.down = nn.Linear(config.d_inner, config.d_model, bias=config.biases)
         self.inner_dropout = Dropout(config.dropout, layer=layer, place="inner")
 
@@ -78,8 +83,8 @@ class GruGate(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width = config.d_model
-        self.from_output = nn.Linear(width, 3 * width, bias=False)  # W_r, W_z, W_h
-        self.from_input = nn.Linear(width, 2 * width, bias=False)  # U_r, U_z
+        self.from_output = StackedLinear(width, width, num_stacked=3)  # W_r, W_z, W_h
+        self.from_input = StackedLinear(width, width, num_stacked=2)  # U_r, U_z
         self.from_reset = nn.Linear(width, width, bias=False)  # U_h
         self.update_bias = nn.Parameter(torch.empty(width))
 

@@ -93,7 +93,8 @@ def test_an_export_of_any_block_has_the_same_numbers(
 ) -> None:
     model = small_model(**options).float()
     write_exported(tmp_path / "model", model, None)
-    loaded = find_model(tmp_path / "model").load()
+    stored = find_model(tmp_path / "model")
+    loaded, _ = stored.load(stored.config)
     assert loaded.config == model.config
     text_BN = random_text(2, 7)
     assert torch.equal(*(read_stream(each, text_BN, tgt_len=3)[0] for each in (loaded, model)))

@@ -24,6 +24,7 @@ from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, AttentionImplementa
 from txl_dist.model.devices import has_triton
 from txl_dist.model.dropout import Dropout, DropoutMasks, KeepBits
 from txl_dist.model.encodings import Biases, DistanceTerms, apply_rotary, encoding_class
+from txl_dist.model.linear import StackedLinear
 from txl_dist.model.memory.kv_cache import LayerKVCache
 from txl_dist.model.norms import normalise
 from txl_dist.model.visibility import Visibility
@@ -114,7 +115,7 @@ class Attention(nn.Module):
         width = config.n_head * config.d_head
         self.heads = (config.n_head, config.d_head)
         self.query = nn.Linear(config.d_model, width, bias=False)
-        self.key_value = nn.Linear(config.d_model, 2 * width, bias=False)
+        self.key_value = StackedLinear(config.d_model, width, num_stacked=2)
         self.distances = encoding_class(config)(config)
         self.out = nn.Linear(width, config.d_model, bias=False)
         self.qk_norm, self.query_scale = config.qk_norm, config.query_scale

@@ -13,7 +13,7 @@ torch's without the decorators.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn, optim
 
 from txl_dist.checkpoint.snapshot import AVERAGE
 from txl_dist.config.optimizer_config import OptimizerConfig, Role
+from txl_dist.model.linear import StackedLinear
 from txl_dist.model.transformer_xl import TransformerXL
 
 
@@ -112,6 +113,29 @@ class FlatMatrices:
     all_gather: Callable[[Tensor], Tensor]
     """The parts of all ranks, in one flat tensor."""
 
+    @classmethod
+    def of(
+        cls,
+        shapes: Iterable[tuple[int, ...]],
+        offsets: Iterable[int],
+        *,
+        num_stacked: int,
+        rank: int,
+        all_gather: Callable[[Tensor], Tensor],
+    ) -> Self:
+        """Of weights that are `num_stacked` matrices each."""
+        cut = [
+            ((rows // num_stacked, columns), offset + number * rows * columns // num_stacked)
+            for (rows, columns), offset in zip(shapes, offsets, strict=True)
+            for number in range(num_stacked)
+        ]
+        return cls(
+            shapes=tuple(shape for shape, _ in cut),
+            offsets=tuple(offset for _, offset in cut),
+            rank=rank,
+            all_gather=all_gather,
+        )
+
     def orthogonalised(self, part: Tensor) -> Tensor:
         """This rank's part of the update. Collective. Padding between matrices becomes 0."""
         whole = self.all_gather(part)
@@ -128,6 +152,8 @@ class FlatMatrices:
 
 class Muon(AdamW):
     """Muon for groups with `rule: muon`, AdamW for all others, also on ZeRO's flat partitions.
+
+    A weight of several stacked matrices (model/linear.py) is updated as these, one by one.
 
         B     momentum * B + (1 - momentum) * gradient       elementwise, on this rank's part
         U     (1 - momentum) * gradient + momentum * B       Nesterov; elementwise
@@ -182,7 +208,11 @@ class Muon(AdamW):
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
         update = gradient.lerp(momentum, self._momentum)
         flat = self.flat.get(id(parameter))
-        update = orthogonalised(update) if flat is None else flat.orthogonalised(update)
+        if flat is None:
+            matrices = update.chunk(group["num_stacked"])
+            update = torch.cat([orthogonalised(matrix) for matrix in matrices])
+        else:
+            update = flat.orthogonalised(update)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"])
 
@@ -228,6 +258,15 @@ def matrices(model: TransformerXL) -> frozenset[str]:
     return hidden_matrices(model) | frozenset(projections)
 
 
+def _num_stacked(model: TransformerXL) -> dict[str, int]:
+    """How many matrices the weights of stacked linear layers are."""
+    return {
+        f"{name}.weight": module.num_stacked
+        for name, module in model.named_modules()
+        if isinstance(module, StackedLinear)
+    }
+
+
 def _roles(model: TransformerXL) -> dict[str, Role]:
     """The role of every parameter (config/optimizer_config.py). A shared weight is embedding."""
     hidden = hidden_matrices(model)
@@ -251,11 +290,13 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     weights of the adaptive softmax and the position biases for hidden matrices.
 
     Besides torch's keys a group has `rule` (muon or adam), `states`, the names of the optimizer's
-    states of its parameters, and `lr_factor`, of its learning rate.
+    states of its parameters, `lr_factor`, of its learning rate, and `num_stacked`, the matrices in
+    each of its weights.
     """
     hidden, decayed, role = hidden_matrices(model), matrices(model), _roles(model)
     average, entry = (AVERAGE,) if config.averaging else (), _OPTIMIZERS[config.name]
-    groups: dict[tuple[str, float, float], dict[str, Any]] = {}
+    stacked = _num_stacked(model)
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         states, rule = entry.states, "adam"
         if entry.hidden_states is not None and name in hidden:
@@ -266,9 +307,12 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
             "rule": rule,
             "weight_decay": weight_decay,
             "lr_factor": (lr_factor := config.lr_factors.get(role[name], 1.0)),
+            "num_stacked": (num_stacked := stacked.get(name, 1) if rule == "muon" else 1),
             "states": (*states, *average),
         }
-        groups.setdefault((rule, weight_decay, lr_factor), empty)["params"].append(parameter)
+        groups.setdefault((rule, weight_decay, lr_factor, num_stacked), empty)["params"].append(
+            parameter
+        )
     return list(groups.values())
 
 

@@ -148,9 +148,10 @@ class Stage12Engine(Engine):
         zero = self._engine.optimizer
         groups = enumerate(self._optimizer.param_groups)
         return {
-            id(group["params"][0]): FlatMatrices(
-                shapes=tuple(tuple(p.shape) for p in zero.round_robin_bit16_groups[number]),
-                offsets=tuple(zero.round_robin_bit16_offsets[number]),
+            id(group["params"][0]): FlatMatrices.of(
+                [tuple(p.shape) for p in zero.round_robin_bit16_groups[number]],
+                zero.round_robin_bit16_offsets[number],
+                num_stacked=group["num_stacked"],
                 rank=self._world.rank,
                 all_gather=self._world.all_gather_parts,
             )

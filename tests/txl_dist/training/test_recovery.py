@@ -23,6 +23,7 @@ from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, ti
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import DivergedError
 from txl_dist.runtime import activity
+from txl_dist.training.follow import FIRST_BATCH
 from txl_dist.training.loop import Trainer
 
 # As in tests/properties/test_one_trajectory.py: another number of ranks sums in another order.
@@ -77,7 +78,8 @@ def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
     assert [code for code, *_ in ends] == [0, 0]
     assert [*losses(straight)] == [1, 2, 3, 4, 6, 7, 8]
     assert counters(straight) == dict.fromkeys(range(5, 9), (1, 0))
-    ((event,),) = [events for *_, events in ends][:1]
+    # A process says this before its first step, and the ranks of a test may have made steps.
+    (event,) = [event for event in ends[0][2] if event != FIRST_BATCH]
     assert "policy=skip, event 1 of at most 10: the loss of step 5 is nan" in event
 
     # Lanes 2, 3 and 4 are on rank 1. Their documents are those of the first tokens of each slice.

@@ -119,6 +119,38 @@ def test_matrices_cut_by_ranks_are_orthogonalised_whole(num_ranks: int) -> None:
     assert not update[12:16].any()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_stacked_matrices_are_orthogonalised_one_by_one(num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, size = torch.randn(6, 4, generator=generator), 24 // num_ranks
+    parts = [
+        FlatMatrices.of(
+            [(6, 4)], [0], num_stacked=3, rank=rank, all_gather=lambda part: weight.flatten()
+        ).orthogonalised(weight.flatten()[rank * size : (rank + 1) * size])
+        for rank in range(num_ranks)
+    ]
+    expected = torch.cat([orthogonalised(matrix) for matrix in weight.chunk(3)])
+    assert torch.equal(torch.cat(parts).view(6, 4), expected)
+
+
+def test_the_keys_and_values_and_halves_of_swiglu_are_stacked() -> None:
+    gated = model(feed_forward="swiglu", residual_gate="gru")
+    names = {id(parameter): name for name, parameter in gated.named_parameters()}
+    found = {
+        names[id(parameter)].removeprefix("layers.0."): group["num_stacked"]
+        for group in parameter_groups(gated, OptimizerConfig(name="muon"))
+        for parameter in group["params"]
+        if group["num_stacked"] > 1
+    }
+    gates = {"from_output.weight": 3, "from_input.weight": 2}
+    assert found == {
+        "attention.key_value.weight": 2,
+        "feed_forward.up.weight": 2,
+        **{f"attention_gate.{name}": number for name, number in gates.items()},
+        **{f"feed_forward_gate.{name}": number for name, number in gates.items()},
+    }
+
+
 def test_averages_are_a_copy_until_their_start_then_the_mean_or_exponential() -> None:
     values = [3.0, 5.0, 1.0, 7.0]  # after steps 1 to 4
     results = {}

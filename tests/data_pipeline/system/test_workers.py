@@ -1,7 +1,7 @@
 """Worker processes that map units of work, and the thread that runs jobs."""
 
-import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -41,20 +41,23 @@ def test_results_carry_the_numbers_of_their_units() -> None:
 
 def test_a_worker_that_is_still_importing_ignores_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C reaches the whole process group: the parent decides what happens to its workers."""
+    num_sent = []
     with ProcessWorkers(1) as workers:
         results = workers.map(square, [3, 4])
 
         def interrupt() -> None:
             wait_until(lambda: bool(workers.status()))
-            (child,) = multiprocessing.active_children()
+            (pid,) = re.findall(r"pid (\d+)", workers.status()[0].name)
             for _ in range(20):
-                os.kill(child.pid or 0, signal.SIGINT)
+                os.kill(int(pid), signal.SIGINT)
+                num_sent.append(1)
                 time.sleep(0.01)
 
         thread = threading.Thread(target=interrupt)
         thread.start()
         assert [result for _, result in results] == [9, 16]
         thread.join()
+    assert sum(num_sent) == 20
     assert "KeyboardInterrupt" not in capfd.readouterr().err
 
 

@@ -48,10 +48,15 @@ from txl_dist.training.schedule import lr_at
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 REFERENCE = "paper-adamw"
+SAME_DATA = ("data.num_lanes=32", "data.tgt_len=64")
+"""As in the modern quickstart."""
 SAME_SIZE = ("model.feed_forward=relu2", "model.d_inner=512")
 VARIANTS: dict[str, tuple[str, ...]] = {
-    REFERENCE: ("quickstart",),
-    "paper-muon": ("quickstart", "optimizer.name=muon"),
+    REFERENCE: ("quickstart", *SAME_DATA),
+    "paper-muon": (
+        "quickstart", *SAME_DATA, "optimizer.name=muon", "optimizer.lr=8e-3",
+        "optimizer.schedule=linear", "optimizer.gradient_clipping=0",
+    ),
     "modern": ("modern/quickstart",),
     "no-memory": ("modern/quickstart", "model.mem_len=0"),
     "memory-64": ("modern/quickstart", "model.mem_len=64"),
@@ -187,7 +192,7 @@ def gpt_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
     warmup = 100
 
     def step(number: int) -> float:
-        # As many tokens as a step of the quickstart: 16 lanes of 128.
+        # As many tokens as a step of the quickstart.
         windows = rival_gpt.random_windows(train_text, 2048 // rival_gpt.WINDOW, generator)
         start = time.thread_time()
         share = (number - warmup) / (num_steps - warmup)

@@ -77,7 +77,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no-softcap": ("modern/quickstart", "model.softcap=null"),
     "tied": ("modern/quickstart", "model.tie_weight=true"),
     "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
-    "gru-gate": ("modern/quickstart", "model.residual_gate=gru"),
+    "gru-gate": ("modern/quickstart", "model.residual_gate=gru", "model.zero_init=false"),
     "cosine": ("modern/quickstart", "optimizer.schedule=cosine"),
 }  # fmt: skip
 """Config and overrides of each run: the modern block, and one ingredient changed."""

@@ -77,6 +77,11 @@ class RunConfig(Section):
         min_lr, lr = self.optimizer.min_lr, self.optimizer.lr
         if min_lr > lr:
             problems.append(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
+        if self.model.vocab_size is None:
+            problems.append(
+                "model.vocab_size=null is a model of vectors, for a loop of your own; a run reads "
+                "token ids: use 0, the vocabulary size of the data"
+            )
         lanes, micro = self.data.num_lanes, self.training.micro_batch_lanes
         if micro is not None and micro > lanes:
             problems.append(

@@ -5,12 +5,12 @@
     output_BTD, memory = memory.read(model, vectors_BTD, starts=is_first_BT)
 
 A `Memory` is a `SequenceState` and the age of each row's next token, so that the caller counts
-nothing. It is never changed: `read`, `reset` and the others return a new one. A row is one stream;
-where an episode begins in it, `starts` is true, also in the middle of a window, and no token sees
-one of another episode.
+nothing. It is never changed: `read`, `reset` and the others return a new one (but see `cached`). A
+row is one stream; where an episode begins in it, `starts` is true, also in the middle of a window,
+and no token sees one of another episode.
 
 One step at a time, a window, and windows cut anywhere give the same numbers, as long as an episode
-is not longer than `mem_len`: a token sees the `mem_len` tokens before its window.
+is not longer than the shortest memory of a layer: a layer sees that many tokens before the window.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,8 @@ class Memory:
 
         `input_BT`: vectors [B, T, D], or ids for a model with a vocabulary. `starts` [B, T]: true
         at the first token of an episode. Gradients reach the weights and the window, and stop at
-        the memory. In training mode the model has dropout. Raises ValueError for wrong shapes.
+        the memory. In training mode the model has dropout, except with a cached memory. Raises
+        ValueError for wrong shapes, and if a cached memory has been read before.
         """
         age_BT = self._ages(input_BT, starts)
         output_BTD, state = model.hidden(
@@ -88,8 +89,9 @@ class Memory:
                 f"the input has the shape {list(input_BT.shape)}: expected {len(self)} rows, those "
                 "of the memory, and at least one token"
             )
-        position_T = torch.arange(input_BT.shape[1], device=self.age_B.device)
-        age_BT = self.age_B[:, None] + position_T
+        device = input_BT.device
+        position_T = torch.arange(input_BT.shape[1], device=device)
+        age_BT = self.age_B.to(device)[:, None] + position_T
         if starts_BT is None:
             return age_BT
         if starts_BT.dtype != torch.bool or starts_BT.shape != age_BT.shape:
@@ -97,24 +99,37 @@ class Memory:
                 f"starts has the dtype {starts_BT.dtype} and the shape {list(starts_BT.shape)}: "
                 f"expected torch.bool {list(age_BT.shape)}"
             )
-        begin_BT = torch.where(starts_BT, position_T, -1).cummax(dim=1).values
+        begin_BT = torch.where(starts_BT.to(device), position_T, -1).cummax(dim=1).values
         return torch.where(begin_BT >= 0, position_T - begin_BT, age_BT)
 
     def reset(self, rows: Tensor) -> "Memory":
-        """`rows` begin a new episode: a mask of booleans [B], or row numbers."""
+        """`rows` begin a new episode: a mask [B] of torch.bool, or row numbers.
+
+        Raises ValueError for a number below 0 or above the last row.
+        """
+        if (
+            rows.dtype != torch.bool
+            and rows.numel()
+            and not 0 <= rows.min() <= rows.max() < len(self)
+        ):
+            raise ValueError(f"rows {rows.tolist()} of a memory of {len(self)} rows")
         age_B = self.age_B.clone()
         age_B[rows] = 0
         return replace(self, age_B=age_B)
 
     def __getitem__(self, rows: Any) -> "Memory":
-        """Some rows: a slice, numbers or a mask of booleans. Copies, except for a slice."""
+        """Some rows: a number, a slice, numbers or a mask of booleans. A slice is no copy."""
+        rows = [rows] if isinstance(rows, int) else rows
         return self._mapped(lambda tensor: tensor[rows], self.age_B[rows])
 
     def with_rows(self, rows: Any, other: "Memory") -> "Memory":
-        """This memory with the rows of `other` in place of `rows`."""
+        """This memory with the rows of `other` in place of `rows`. Raises ValueError if the layers
+        of `other` have other lengths."""
         mine, new = self.uncached(), other.uncached().tensors()
         tensors = {name: tensor.clone() for name, tensor in mine.tensors().items()}
         for name, tensor in tensors.items():
+            if name not in new or tensor.shape[1:] != new[name].shape[1:]:
+                raise ValueError(f"{name} of the other memory has other sizes: {_shapes(other)}")
             tensor[rows] = new[name].to(tensor.device, tensor.dtype)
         return _of_recurrent(tensors)
 
@@ -135,6 +150,8 @@ class Memory:
         expected = {*cls.empty(model, 1).tensors()}
         if tensors.keys() != expected:
             raise ValueError(f"found the tensors {sorted(tensors)}, expected {sorted(expected)}")
+        if tensors[_AGE].dtype != torch.int64:
+            raise ValueError(f"the ages have the dtype {tensors[_AGE].dtype}: expected torch.int64")
         memory = _of_recurrent(tensors)
         memory.state.check(model.config, len(memory))
         return memory.to(model.weight.device)
@@ -167,6 +184,8 @@ class Memory:
             raise ValueError(
                 "valid must be booleans, and the valid tokens of a row its newest: false, then true"
             )
+        if len(set(model.config.mem_lens)) > 1:
+            raise ValueError("the layers have memories of different lengths; use of_tensors()")
         device, dtype = model.weight.device, model.weight.dtype
         layers = tuple(layer.to(device, dtype) for layer in vectors.unbind(1))
         state = RecurrentMemory(layers)
@@ -176,8 +195,8 @@ class Memory:
     def cached(self, model: TransformerXL) -> "Memory":
         """The same for constant weights without gradients: keys and values are kept too.
 
-        A token then costs no projection of the memory. After a change of weights, call it again on
-        `uncached()`. `read` changes a cached memory in place.
+        A token then costs no projection of the memory. `read` moves the cache on, so a cached
+        memory can be read once. After a change of weights, call it again on `uncached()`.
         """
         state = self.state
         if isinstance(state, _CachedMemory):
@@ -186,10 +205,10 @@ class Memory:
             raise ValueError(f"model.memory={model.config.memory} has no keys and values to cache")
         with torch.no_grad():
             layers = tuple(
-                _cached_layer(layer, inputs_BMD)
-                for layer, inputs_BMD in zip(model.layers, state.layers, strict=True)
+                _cached_layer(layer, state.past(number, model.weight))
+                for number, layer in enumerate(model.layers)
             )
-        return replace(self, state=_CachedMemory(KVCache(layers), state))
+        return replace(self, state=_CachedMemory(KVCache(layers), state, [0]))
 
     def uncached(self) -> "Memory":
         """The memory without keys and values; itself if there are none."""
@@ -201,6 +220,10 @@ class Memory:
         if not isinstance(state, RecurrentMemory):
             raise ValueError(f"a {type(state).__name__} has no rows of its own")
         return Memory(RecurrentMemory(tuple(map(function, state.layers))), age_B)
+
+
+def _shapes(memory: Memory) -> str:
+    return ", ".join(f"{name} {list(x.shape)}" for name, x in memory.tensors().items())
 
 
 def _of_recurrent(tensors: Mapping[str, Tensor]) -> Memory:
@@ -224,6 +247,10 @@ class _CachedMemory(SequenceState):
 
     keys_values: KVCache
     inputs: RecurrentMemory
+    shared_reads: list[int]
+    """One number, how often the keys and values were read, shared by all that have them."""
+    num_reads: int = 0
+    """The same when this memory was made."""
     is_trainable = False
 
     @property
@@ -234,14 +261,20 @@ class _CachedMemory(SequenceState):
         return self.inputs.num_past_in(number)
 
     def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
+        if self.shared_reads[0] != self.num_reads:
+            raise ValueError(
+                "this cached memory was read before, and its keys and values are those after that: "
+                "call `uncached()` to read it again"
+            )
         return self.keys_values.past(number, x_BTD)
 
     def after(self, hidden_BTD: Any, age_BT: Tensor) -> "_CachedMemory":
-        return _CachedMemory(self.keys_values, self.inputs.after(hidden_BTD, age_BT))
+        self.shared_reads[0] += 1
+        inputs = self.inputs.after(hidden_BTD, age_BT)
+        return _CachedMemory(self.keys_values, inputs, self.shared_reads, self.shared_reads[0])
 
     def tensors(self) -> dict[str, Tensor]:
         return self.inputs.tensors()
 
     def select(self, lanes: Any, num_removed: Any) -> "_CachedMemory":
-        inputs = self.inputs.select(lanes, num_removed)
-        return _CachedMemory(self.keys_values.select(lanes, num_removed), inputs)
+        raise ValueError("select rows of a Memory by memory[rows]")

@@ -153,7 +153,7 @@ class ModelConfig:
 
     recipe: str = "paper"
     """Where a run's YAML has no value for a setting of `model` or `optimizer`: `paper`, the
-    defaults listed here, or `modern`, a block of today. Python: `ModelConfig.of_recipe`."""
+    defaults listed here, or `modern`, a block of today. In Python only a name: use `of_recipe`."""
     vocab_size: int | None = 0
     """Number of token ids. 0 in a run's YAML: the vocabulary size of the data. None: a model of
     vectors, without embedding and softmax, for a loop of your own."""
@@ -203,8 +203,8 @@ class ModelConfig:
     qk_norm: bool = False
     """Divide queries and keys, those of the memory too, by their length."""
     attention_scale: float | None = None
-    """Multiplies the products of queries and keys. None: 1 / sqrt(d_head), or sqrt(d_head) with
-    `qk_norm`."""
+    """Multiplies the products of queries with keys and distances, not u and v. None: 1 /
+    sqrt(d_head), or sqrt(d_head) with `qk_norm`. Without `qk_norm`, null is the usual choice."""
     output_gate: bool = False
     """Multiply the output of each head by a gate between 0 and 2 that depends on its input."""
     feed_forward: str = "relu"
@@ -260,6 +260,11 @@ class ModelConfig:
         self._check_attention()
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
+        if self.zero_init and self.residual_gate == "gru":
+            raise ValueError(
+                "residual_gate=gru with zero_init=true would never train its sublayers: the gate "
+                "takes the ReLU of their output, which has no gradient at 0; use zero_init=false"
+            )
         self._check_memory_shares()
         self._check_vectors()
         self._check_clusters()

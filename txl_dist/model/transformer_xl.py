@@ -131,7 +131,9 @@ class TransformerXL(nn.Module):
 
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""
-        x_BTD = input_BT if self.config.vocab_size is None else self.table(input_BT)
+        # An encoder under autocast gives bf16; the residual stream and the memory stay fp32.
+        is_vectors = self.config.vocab_size is None
+        x_BTD = input_BT.to(self.weight.dtype) if is_vectors else self.table(input_BT)
         # Only absolute positions change the input; other encodings act on the scores.
         x_BTD = self.encoding.add_to_input(self.config, x_BTD)
         return self.embedding_norm(x_BTD) if self.config.embedding_norm else x_BTD
@@ -203,7 +205,9 @@ class TransformerXL(nn.Module):
         )
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Logits of the next token, [B, T, V]."""
+        """Logits of the next token, [B, T, V]. Raises ValueError for a model of vectors."""
+        if self.config.vocab_size is None:
+            raise ValueError("a model with vocab_size=null has no logits: it has no vocabulary")
         return self.softmax.logits(hidden_BTD, self.table)
 
     @property

@@ -243,7 +243,8 @@ class AdaptiveSoftmax(nn.Module):
         cluster_bias = self.cluster_bias if self.has_biases else bias_V.new_zeros(num_clusters)
         weights, biases = [weight_VE, self.cluster_weight], [bias_V, cluster_bias]
         num_columns = len(weight_VE) + num_clusters
-        num_padding = -num_columns % HEAD_MULTIPLE
+        # A soft-cap would make -inf a finite logit.
+        num_padding = 0 if self.softcap else -num_columns % HEAD_MULTIPLE
         if num_padding and devices.host_waits_for(weight_VE.device):
             weights.append(weight_VE.new_zeros(num_padding, weight_VE.shape[1]))
             biases.append(bias_V.new_full((num_padding,), -torch.inf))  # of probability 0
@@ -324,7 +325,8 @@ def chunked_cross_entropy(
 
     The rows are computed in chunks of at most `max_logits` logits: forward keeps one float per row,
     the logarithm of the sum, and backward computes the logits of a chunk again. This costs one more
-    product of the same size, a third more for this layer, and bounds the memory by two chunks. Sums
+    product of the same size, a third more for this layer, and bounds the memory by two chunks, with
+    a soft-cap by four. Sums
     over the vocabulary and over chunks are fp32, or fp64 for fp64 inputs. Under autocast, products
     have its dtype.
     """

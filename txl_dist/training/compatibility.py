@@ -34,6 +34,7 @@ _FREE = (
     "data.prefetch_segments",
     "data.cache_",
     "model.attention",
+    "model.recipe",  # its settings are compared themselves
     "model.vocab_size",
     "training.num_tokens",  # compared as training.num_steps, like num_epochs
     "training.num_epochs",
@@ -68,6 +69,7 @@ _ON_REQUEST = (
     "data.num_lanes",
     "data.tgt_len",
     "model.mem_len",
+    "model.mem_shares",
     "model.dropout",
     "model.dropatt",
     "precision",

@@ -207,6 +207,7 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("model.n_layers=3", "unknown key model.n_layers; did you mean model.n_layer?"),
         ("n_layer=3", "unknown key n_layer; did you mean model.n_layer?"),
         ("zzz=3", "unknown key zzz; valid here: directory, seed"),
+        ("model.vocab_size=null", "a model of vectors, for a loop of your own"),
         ("model.recipe=modrn", "recipe='modrn' must be one of paper, modern"),
         ("optimizer.lr_factors.hid=2", "unknown key optimizer.lr_factors.hid; did you mean hidden"),
         ("optimizer.lr_factors.head=0", "optimizer.lr_factors.head is 0; it should be greater"),

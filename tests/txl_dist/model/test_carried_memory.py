@@ -155,6 +155,27 @@ def test_a_model_of_ids_scores_with_a_memory_as_with_ages() -> None:
     assert torch.equal(torch.cat(nats, 1), torch.cat(expected, 1))
 
 
+def read_twice(memory: Memory, model: TransformerXL) -> None:
+    for _ in range(2):
+        with torch.no_grad():
+            memory.read(model, random_vectors())
+
+
+@torch.no_grad()
+def test_one_row_and_vectors_and_memories_of_another_precision() -> None:
+    model, x_BND = of_vectors(), random_vectors()
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND)
+    expected, _ = memory.read(model, x_BND)
+    assert_close(memory[1].read(model, x_BND[1:2])[0], expected[1:2])
+    narrow = memory.to(dtype=torch.bfloat16)
+    output, after = narrow.cached(model).read(model, x_BND)
+    assert_close(output, narrow.read(model, x_BND)[0])
+    assert after.tensors()["layer-0"].dtype == torch.bfloat16
+    output, _ = memory.read(model, x_BND.bfloat16())  # as of an encoder under autocast
+    assert output.dtype == torch.float64
+    assert_close(output, memory.read(model, x_BND.bfloat16().double())[0])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -183,6 +204,19 @@ def test_a_model_of_ids_scores_with_a_memory_as_with_ages() -> None:
             ),
             "3 layers",
         ),
+        (
+            lambda model, memory: Memory.of_tensors(
+                model, memory.tensors() | {"age": torch.zeros(3)}
+            ),
+            "expected torch.int64",
+        ),
+        (lambda model, memory: memory.reset(torch.tensor([3])), "of a memory of 3 rows"),
+        (
+            lambda model, memory: memory.with_rows([0], Memory.empty(of_vectors(mem_len=2), 1)),
+            "other sizes",
+        ),
+        (lambda model, memory: read_twice(memory.cached(model), model), "was read before"),
+        (lambda model, memory: model.logits(torch.zeros(3, 4, WIDTH)), "no logits"),
         (lambda model, memory: Memory.of_tensors(model, {"age": torch.zeros(1)}), "found the"),
         (lambda model, memory: memory.score(model, torch.zeros(3, 4, WIDTH), None), "vocab_size"),
     ],

@@ -7,6 +7,13 @@ import pytest
 from txl_dist.model.config import DISTANCE_ENCODINGS, ModelConfig
 
 INVALID = [
+    ({"residual_gate": "gru", "zero_init": True}, "use zero_init=false"),
+    ({"mem_shares": (0.5, 1.5)}, "must be between 0 and 1"),
+    ({"mem_shares": (0.5,)}, "the largest 1"),
+    ({"mem_shares": (0.5, 1.0), "n_layer": 1}, "2 entries for n_layer=1"),
+    ({"mem_shares": (0.0, 1.0), "same_length": True}, "needs a memory in every layer"),
+    ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),
+    ({"softcap": -1.0}, "softcap=-1.0 must be above 0"),
     ({"cutoffs": (6, 3)}, "cutoffs=.* drop the entry out of order"),
     ({"cutoffs": (3, 11), "vocab_size": 11}, "cutoffs=.* size, 11"),
     ({"same_length": True, "mem_len": 0}, "same_length=true needs a memory: set mem_len"),
@@ -48,7 +55,10 @@ def test_only_an_encoding_that_fills_d_model_with_sines_needs_it_even(name: str)
     assert ModelConfig(distance_encoding=name, d_model=d_model, **options).d_model == d_model
 
 
-@pytest.mark.parametrize("option", ["distance_encoding", "attention"])
+@pytest.mark.parametrize(
+    "option",
+    ["distance_encoding", "attention", "norm", "feed_forward", "residual_gate", "recipe", "memory"],
+)
 def test_an_unknown_name_is_refused_with_the_known_ones(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option}='none' must be one of .*, "):
-        ModelConfig(**{option: "none"})
+    with pytest.raises(ValueError, match=f"{option}='nothing' must be one of "):
+        ModelConfig(**{option: "nothing"})

@@ -98,7 +98,7 @@ def prepare(tokenizer: miditok.REMI, out: Path) -> None:
 
 
 def train(out: Path, *, num_steps: int) -> None:
-    """Train in a process of its own, as `txl train --on processes` does."""
+    """Train in another process, as `txl train --on processes` does."""
     config = load_run_config(
         CONFIG,
         [

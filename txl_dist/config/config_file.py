@@ -186,7 +186,7 @@ class _Source:
 
 
 def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
-    """The config with the settings of its `model.recipe` where it has none of its own."""
+    """The config with the settings of its `model.recipe` for those that it leaves out."""
     model, result = value.get("model"), dict(value)
     recipe = model.get("recipe") if isinstance(model, dict) else None
     for name, recipes in (("model", model_config.RECIPES), ("optimizer", optimizer_config.RECIPES)):

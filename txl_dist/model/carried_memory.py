@@ -218,7 +218,7 @@ class Memory:
     def _mapped(self, function: Any, age_B: Tensor) -> "Memory":
         state = self.uncached().state
         if not isinstance(state, RecurrentMemory):
-            raise ValueError(f"a {type(state).__name__} has no rows of its own")
+            raise ValueError(f"a {type(state).__name__} cannot be taken apart by rows")
         return Memory(RecurrentMemory(tuple(map(function, state.layers))), age_B)
 
 

@@ -96,11 +96,8 @@ NORMS = {
 }
 """By the value of `ModelConfig.norm`: a module that is created with the width."""
 
-FEED_FORWARDS = ("relu", "relu2", "swiglu")
-"""The values of `ModelConfig.feed_forward` (layer.py has the equations)."""
-
-RESIDUAL_GATES = ("none", "gru")
-"""The values of `ModelConfig.residual_gate`."""
+FEED_FORWARDS, RESIDUAL_GATES = ("relu", "relu2", "swiglu"), ("none", "gru")
+"""The values of `feed_forward` and `residual_gate` (layer.py has the equations)."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -212,7 +209,7 @@ class ModelConfig:
     biases: bool = True
     """The feed-forward and the softmax have biases."""
     zero_init: bool = False
-    """The output projections of sublayers, and of a softmax of its own weights, start at 0."""
+    """The output projections of sublayers and the weights of an untied softmax start at 0."""
     residual_scalars: bool = False
     """Each layer reads a x + b x_0 instead of x, with learned a and b; x_0 is the embedding."""
     residual_gate: str = "none"

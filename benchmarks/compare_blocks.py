@@ -50,7 +50,6 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 REFERENCE = "paper-adamw"
 SAME_DATA = ("data.num_lanes=32", "data.tgt_len=64")
 """As in the modern quickstart."""
-SAME_SIZE = ("model.feed_forward=relu2", "model.d_inner=512")
 VARIANTS: dict[str, tuple[str, ...]] = {
     REFERENCE: ("quickstart", *SAME_DATA),
     "paper-muon": (
@@ -69,7 +68,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "scale-1/sqrt(K)": ("modern/quickstart", "model.attention_scale=null"),
     "no-output-gate": ("modern/quickstart", "model.output_gate=false"),
-    "relu2": ("modern/quickstart", *SAME_SIZE),
+    "relu2": ("modern/quickstart", "model.feed_forward=relu2", "model.d_inner=512"),
     "relu": ("modern/quickstart", "model.feed_forward=relu", "model.d_inner=512"),
     "biases": ("modern/quickstart", "model.biases=true"),
     "no-zero-init": ("modern/quickstart", "model.zero_init=false"),

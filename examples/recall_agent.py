@@ -139,7 +139,7 @@ def train(mem_len: int, *, num_windows: int, seed: int = 0) -> float:
     baseline = 1 / NUM_CUES
     for number in range(1, num_windows + 1):
         window = act(agent, environments, memory, generator)
-        # The whole window at once, from the memory before it: the same numbers, with gradients.
+        # The whole window in one call, from the memory before it: the same numbers, with gradients.
         # The memory after it is of the weights before the update, as in training on text.
         logits_BTA, memory = agent.read(
             torch.stack(window.observed, 1), torch.stack(window.starts, 1), memory

@@ -94,7 +94,7 @@ def test_dropout_masks_have_the_bits_of_the_cpu(seed: int, step: int, dtype: tor
     masks = LaneDropoutMasks(seed=seed, step=step, lanes=[0, 7, 2**31, -1])
     for by_lane, shape in ((True, (4, 3, 1037)), (False, (129, 65))):
         x, place = torch.empty(shape, dtype=dtype), {"rate": 0.3, "layer": 3, "by_lane": by_lane}
-        on_gpu = masks.scale(x.to(DEVICE), place="inner", **place)
+        on_gpu = masks.on(DEVICE).scale(x.to(DEVICE), place="inner", **place)
         assert torch.equal(on_gpu.cpu(), masks.scale(x, place="inner", **place))
 
 
@@ -102,7 +102,7 @@ def test_dropout_bits_are_those_of_the_mask() -> None:
     masks = LaneDropoutMasks(seed=2**63 - 1, step=2**40 + 3, lanes=[0, 7, 2**31, -1])
     for shape in ((4, 2, 3, 96), (4, 2, 3, 1037)):
         x, place = torch.empty(shape), {"rate": 0.3, "layer": 3}
-        bits = masks.keep_bits(x.to(DEVICE), place="attention weights", **place)
+        bits = masks.on(DEVICE).keep_bits(x.to(DEVICE), place="attention weights", **place)
         expected = masks.scale(x, place="attention weights", by_lane=True, **place)
         on_host = bits._replace(words=bits.words.cpu())
         assert torch.equal(unpack(on_host, shape), expected)

@@ -157,12 +157,13 @@ def compile_kernels(capability: int, dtype: torch.dtype, d_head: int) -> Iterato
         operator = torch.ops.txl_dist.relative_attention
         mixed, _ = operator(q, k, v, distance, reach, keep_words, 1.25)
         mixed.sum().backward()
-    lane_B, counter, threshold = torch.zeros(B, dtype=torch.int64), [0, 1, 2, 3], 2**13
+    lane_B, key_2, layer = (torch.zeros(n, dtype=torch.int64) for n in (B, 2, 1))
+    mask = lane_B, key_2, layer, 3, 2**13  # place and threshold
     names = ["_scale_kernel", "_bits_kernel"]
     with _compiled_instead(dropout_kernel, names, capability) as mask_kernels:
-        dropout_kernel.lane_dropout_scale(lane_B, counter, threshold, [B, T, S], dtype)
+        dropout_kernel.lane_dropout_scale(*mask, [B, T, S], dtype)
         for num_keys in (S + 1, S):  # rows of whole words, and others
-            dropout_kernel.lane_dropout_bits(lane_B, counter, threshold, [B, H, T, num_keys])
+            dropout_kernel.lane_dropout_bits(*mask, [B, H, T, num_keys])
     for kernel in (*attention_kernels, *mask_kernels):
         assert kernel.result is not None
         yield kernel.result

@@ -277,7 +277,7 @@ class TrainingStep:
         if settings.compile:
             # All rows share one function, of which torch compiles 8 variants and no more.
             torch.compiler.reset()
-            compile_model(self._model, settings.device)
+            compile_model(self._model, settings.device, draws_by_kernel=True)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._memory = self._model.empty_memory(model.num_lanes)
         shape = (model.num_lanes, model.tgt_len)

@@ -201,6 +201,11 @@ class _PeaksByPhase:
 class _Masks:
     """Dropout masks without values (`DropoutMasks`)."""
 
+    reads_tensors = False
+
+    def on(self, device: torch.device) -> "_Masks":
+        return self
+
     def scale(self, x: Tensor, **place: Any) -> Tensor:
         return torch.empty_like(x)
 

@@ -15,11 +15,12 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, NamedTuple, Protocol, Self, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.library import define, impl, register_fake
 
 from txl_dist.model.devices import has_triton, to_device
 
@@ -41,20 +42,32 @@ class KeepBits(NamedTuple):
 class DropoutMasks(Protocol):
     """The masks of one step; each is a function of (seed, step, lane, layer, place)."""
 
-    def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
+    reads_tensors: bool
+    """Whether `layer` may be a tensor, on the device of the masks."""
+
+    def on(self, device: torch.device) -> "DropoutMasks":
+        """The same masks, for tensors on `device`."""
+
+    def scale(
+        self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
+    ) -> Tensor:
         """0 or 1 / (1 - rate), shaped like `x`. `by_lane`: dimension 0 of `x` is the lanes."""
 
-    def keep_bits(self, x: Tensor, *, rate: float, layer: int, place: Place) -> KeepBits:
+    def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
         """A mask as bits; for masks by lane, that of `scale`. Dimension 0 of `x` is the lanes."""
 
 
 class Dropout(nn.Module):
     """Sets a fraction `rate` of its input to 0 and scales the rest by 1 / (1 - rate)."""
 
+    layer_number: Tensor
+
     def __init__(self, rate: float, *, layer: int, place: Place, by_lane: bool = True) -> None:
         super().__init__()
         self.rate, self.layer, self.by_lane = rate, layer, by_lane
         self.place: Place = place
+        # All layers share one compiled function, which depends on a number but not on a tensor.
+        self.register_buffer("layer_number", torch.tensor(layer), persistent=False)
 
     def forward(self, x: Tensor, masks: DropoutMasks | None) -> Tensor:
         scale = self.scale(x, masks)
@@ -69,14 +82,14 @@ class Dropout(nn.Module):
         return None if masks is None or self.rate == 0 else self.draw_bits(x, masks)
 
     def draw(self, x: Tensor, masks: DropoutMasks) -> Tensor:
-        """The masks for `x`. Separate, because `training.compile` does not compile it."""
-        return masks.scale(
-            x, rate=self.rate, layer=self.layer, place=self.place, by_lane=self.by_lane
-        )
+        """The masks for `x`. Separate, because `training.compile` may not compile it."""
+        layer = self.layer_number if masks.reads_tensors else self.layer
+        return masks.scale(x, rate=self.rate, layer=layer, place=self.place, by_lane=self.by_lane)
 
     def draw_bits(self, x: Tensor, masks: DropoutMasks) -> KeepBits:
         """`draw` as bits."""
-        return masks.keep_bits(x, rate=self.rate, layer=self.layer, place=self.place)
+        layer = self.layer_number if masks.reads_tensors else self.layer
+        return masks.keep_bits(x, rate=self.rate, layer=layer, place=self.place)
 
 
 class DeviceDropoutMasks:
@@ -88,6 +101,8 @@ class DeviceDropoutMasks:
     ranks and devices continues bit for bit, and no generator is saved.
     """
 
+    reads_tensors = False
+
     def __init__(self, *, seed: int, step: int = 0, rank: int = 0, micro_batch: int = 0) -> None:
         self._key = struct.pack("<4q", seed, step, rank, micro_batch)
 
@@ -96,12 +111,18 @@ class DeviceDropoutMasks:
         """New masks in every call, which `torch.manual_seed` makes repeatable."""
         return cls(seed=int(torch.randint(2**62, (), device="cpu")))
 
-    def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
+    def on(self, device: torch.device) -> Self:
+        """Itself: the device of `x` draws."""
+        return self
+
+    def scale(
+        self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
+    ) -> Tensor:
         """0 or 1 / (1 - rate), with the shape of `x`."""
         scale = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return self._draw(scale, rate, layer, place).div_(1 - rate)
 
-    def keep_bits(self, x: Tensor, *, rate: float, layer: int, place: Place) -> KeepBits:
+    def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
         """Another mask, as bits. Dimension 0 of `x` is the lanes."""
         num_words = math.ceil(x.shape[-1] / 16)
         shape = (*x.shape[:-1], 2 * num_words, 8)
@@ -111,9 +132,9 @@ class DeviceDropoutMasks:
         octets = keep.mul_(bit_values).sum(-1, dtype=torch.uint8)
         return KeepBits(octets.view(torch.int16), 1 / (1 - rate))
 
-    def _draw(self, result: Tensor, rate: float, layer: int, place: Place) -> Tensor:
+    def _draw(self, result: Tensor, rate: float, layer: int | Tensor, place: Place) -> Tensor:
         """`result`, filled with 0 (at `rate`) and 1."""
-        generator = torch.Generator(result.device).manual_seed(self._seed_of(layer, place))
+        generator = torch.Generator(result.device).manual_seed(self._seed_of(int(layer), place))
         return result.bernoulli_(1 - rate, generator=generator)
 
     def _seed_of(self, layer: int, place: Place) -> int:
@@ -136,39 +157,39 @@ class LaneDropoutMasks:
     A run draws the same masks on any number of ranks, in any micro-batches, after any resume and on
     any device, because each mask has its own range of a counter-based generator: Philox-4x64-10
     (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). numpy guarantees that the
-    raw stream of a bit generator does not change between versions; torch has no such guarantee. On
-    GPUs a Triton kernel computes the same bits (dropout_kernel.py).
+    raw stream of a bit generator does not change between versions; torch has no such guarantee.
     """
+
+    reads_tensors = False
 
     def __init__(self, *, seed: int, step: int, lanes: Sequence[int]) -> None:
         self.key = (seed, step)
         self.lanes = lanes
-        self._device_lanes: Tensor | None = None
 
-    def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
+    def on(self, device: torch.device) -> "LaneDropoutMasks | GpuLaneDropoutMasks":
+        """The same masks, drawn on `device` where triton can run."""
+        if device.type == "cuda" and _has_triton(device):
+            return GpuLaneDropoutMasks(self, device)
+        return self
+
+    def scale(
+        self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
+    ) -> Tensor:
         """0 or 1 / (1 - rate), with the shape of `x`. The rate is rounded to 1/65,536."""
         threshold = round(rate * _LEVELS)
-        if x.device.type == "cuda" and _has_triton(x.device):
-            lane_B = self._lanes_on(x.device)[:-1] if by_lane else self._lanes_on(x.device)[-1:]
-            counter = [*self.key, layer, _PLACES[place]]
-            return _device_scale(lane_B, counter, threshold, list(x.shape), x.dtype)
         lanes = self.lanes if by_lane else (_ALL_LANES,)
-        keep_BN = self._levels(lanes, layer, place, x.numel() // len(lanes)) >= threshold
+        keep_BN = self._levels(lanes, int(layer), place, x.numel() // len(lanes)) >= threshold
         mask = torch.from_numpy(keep_BN).view(x.shape).to(x.device)
         return mask.to(x.dtype) * _factor(threshold)
 
-    def keep_bits(self, x: Tensor, *, rate: float, layer: int, place: Place) -> KeepBits:
-        """The same mask as bits. Dimension 0 of `x` is the lanes."""
+    def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
+        """The same mask as bits, on the host. Dimension 0 of `x` is the lanes."""
         threshold = round(rate * _LEVELS)
-        if x.device.type == "cuda":  # only implementations that need Triton read bits
-            counter = [*self.key, layer, _PLACES[place]]
-            words = _device_bits(self._lanes_on(x.device)[:-1], counter, threshold, list(x.shape))
-        else:
-            keep = self._levels(self.lanes, layer, place, x.shape[1:].numel()) >= threshold
-            no_padding, padding = [(0, 0)] * (x.dim() - 1), (0, -x.shape[-1] % 16)
-            keep = np.pad(keep.reshape(x.shape), [*no_padding, padding])
-            octets = np.packbits(keep, axis=-1, bitorder="little")
-            words = torch.from_numpy(octets.view("<i2").astype(np.int16))
+        keep = self._levels(self.lanes, int(layer), place, x.shape[1:].numel()) >= threshold
+        no_padding, padding = [(0, 0)] * (x.dim() - 1), (0, -x.shape[-1] % 16)
+        keep = np.pad(keep.reshape(x.shape), [*no_padding, padding])
+        octets = np.packbits(keep, axis=-1, bitorder="little")
+        words = torch.from_numpy(octets.view("<i2").astype(np.int16))
         return KeepBits(words, _factor(threshold))
 
     def _levels(self, lanes: Sequence[int], layer: int, place: Place, count: int) -> np.ndarray:
@@ -182,47 +203,95 @@ class LaneDropoutMasks:
         # Each 64-bit word gives 4 integers of 16 bits, the same on any byte order.
         return generator.random_raw((count + 3) // 4).astype("<u8").view("<u2")[:count]
 
-    def _lanes_on(self, device: torch.device) -> Tensor:
-        """Lane numbers of all rows, then _ALL_LANES; copied once per micro-batch."""
-        if self._device_lanes is None:
-            lanes = torch.tensor([*(lane % 2**32 for lane in self.lanes), _ALL_LANES])
-            self._device_lanes = to_device(lanes, device)
-        return self._device_lanes
+
+class GpuLaneDropoutMasks:
+    """The masks of a `LaneDropoutMasks`, with the same bits, by the kernels of dropout_kernel.py.
+
+    All that differs between steps, layers and micro-batches is in tensors, so one compiled function
+    serves them all.
+    """
+
+    reads_tensors = True
+
+    def __init__(self, masks: LaneDropoutMasks, device: torch.device) -> None:
+        lanes = [*(lane % 2**32 for lane in masks.lanes), _ALL_LANES]
+        numbers = to_device(torch.tensor([*masks.key, *lanes]), device)
+        self.key_2, self.lane_B, self.all_1 = numbers[:2], numbers[2:-1], numbers[-1:]
+
+    def on(self, device: torch.device) -> Self:
+        """Itself."""
+        return self
+
+    def scale(
+        self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
+    ) -> Tensor:
+        """0 or 1 / (1 - rate), with the shape of `x`."""
+        lane_B = self.lane_B if by_lane else self.all_1
+        return torch.ops.txl_dist.lane_dropout_scale(
+            lane_B, self.key_2, self._layer(layer), _PLACES[place], round(rate * _LEVELS),
+            x.shape, x.dtype,
+        )  # fmt: skip
+
+    def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
+        """The same mask as bits."""
+        threshold = round(rate * _LEVELS)
+        words = torch.ops.txl_dist.lane_dropout_bits(
+            self.lane_B, self.key_2, self._layer(layer), _PLACES[place], threshold, x.shape
+        )
+        return KeepBits(words, _factor(threshold))
+
+    def _layer(self, layer: int | Tensor) -> Tensor:
+        if isinstance(layer, Tensor):
+            return layer
+        return to_device(torch.tensor(layer), self.key_2.device)
 
 
 def _factor(threshold: int) -> float:
     return _LEVELS / (_LEVELS - threshold)
 
 
-# Operators of torch, so that they have a shape without a GPU too (FakeTensorMode).
-@torch.library.custom_op("txl_dist::lane_dropout_scale", mutates_args=(), device_types="cuda")
-def _device_scale(
-    lane_B: Tensor, counter: list[int], threshold: int, shape: list[int], dtype: torch.dtype
-) -> Tensor:
-    """`scale` on the GPU of `lane_B`. `counter`: seed, step, layer and number of the place."""
+# Operators of torch, so that torch.compile and fake tensors know their shapes. Not `custom_op`,
+# whose calls cost more time on the host.
+define(
+    "txl_dist::lane_dropout_scale",
+    "(Tensor lane, Tensor key, Tensor layer, int place, int threshold, SymInt[] shape,"
+    " ScalarType dtype) -> Tensor",
+)
+define(
+    "txl_dist::lane_dropout_bits",
+    "(Tensor lane, Tensor key, Tensor layer, int place, int threshold, SymInt[] shape) -> Tensor",
+)
+
+
+@impl("txl_dist::lane_dropout_scale", "default")
+def _(lane_B: Tensor, key_2: Tensor, layer: Tensor, *mask: Any) -> Tensor:
+    """`scale` on the GPU of `lane_B`."""
     from txl_dist.model.dropout_kernel import lane_dropout_scale
 
-    return lane_dropout_scale(lane_B, counter, threshold, shape, dtype)
+    return lane_dropout_scale(lane_B, key_2, layer, *mask)
 
 
-@_device_scale.register_fake
+@register_fake("txl_dist::lane_dropout_scale")
 def _(
-    lane_B: Tensor, counter: list[int], threshold: int, shape: list[int], dtype: torch.dtype
-) -> Tensor:
+    lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, shape: list[int],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     return lane_B.new_empty(shape, dtype=dtype)
 
 
-@torch.library.custom_op("txl_dist::lane_dropout_bits", mutates_args=(), device_types="cuda")
-def _device_bits(lane_B: Tensor, counter: list[int], threshold: int, shape: list[int]) -> Tensor:
-    """`keep_bits` on the GPU of `lane_B`. `counter`: seed, step, layer and number of the place."""
+@impl("txl_dist::lane_dropout_bits", "default")
+def _(lane_B: Tensor, key_2: Tensor, layer: Tensor, *mask: Any) -> Tensor:
+    """`keep_bits` on the GPU of `lane_B`."""
     from txl_dist.model.dropout_kernel import lane_dropout_bits
 
-    return lane_dropout_bits(lane_B, counter, threshold, shape)
+    return lane_dropout_bits(lane_B, key_2, layer, *mask)
 
 
-@_device_bits.register_fake
-def _(lane_B: Tensor, counter: list[int], threshold: int, shape: list[int]) -> Tensor:
+@register_fake("txl_dist::lane_dropout_bits")
+def _(
+    lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, shape: list[int]
+) -> Tensor:
     return lane_B.new_empty(*shape[:-1], math.ceil(shape[-1] / 16), dtype=torch.int16)
 
 
-_has_triton = cache(has_triton)  # asked for every mask of a step
+_has_triton = cache(has_triton)  # asked in every micro-batch

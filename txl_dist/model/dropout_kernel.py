@@ -9,6 +9,7 @@ The tests run this with TRITON_INTERPRET=1 on a CPU, against numpy.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -23,26 +24,32 @@ _COUNTERS = 128
 
 
 def lane_dropout_scale(
-    lane_B: Tensor, counter: list[int], threshold: int, shape: list[int], dtype: torch.dtype
+    lane_B: Tensor,
+    key_2: Tensor,
+    layer: Tensor,
+    place: int,
+    threshold: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
 ) -> Tensor:
     """0 or 65,536 / (65,536 - threshold), of `shape`, on the device of `lane_B`.
 
-    Row b of the result, of B equal parts, belongs to lane `lane_B[b]`. `counter`: seed, step, layer
-    and number of the place.
+    Row b of the result, of B equal parts, belongs to lane `lane_B[b]`. `key_2`: seed and step.
+    `place`: the number of the place.
     """
     scale = torch.empty(shape, dtype=dtype, device=lane_B.device)
     num_elements = math.prod(shape) // len(lane_B)
     if num_elements:
         num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
         _scale_kernel[num_programs, len(lane_B)](
-            lane_B, scale, num_elements, *counter, threshold, _factor(threshold, dtype),
+            lane_B, key_2, layer, scale, num_elements, place, threshold, _factor(threshold, dtype),
             NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return scale
 
 
 def lane_dropout_bits(
-    lane_B: Tensor, counter: list[int], threshold: int, shape: list[int]
+    lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, shape: Sequence[int]
 ) -> Tensor:
     """The same mask as bits, the words of `KeepBits`; bits beyond a row's end are random too."""
     *outer, row_size = shape
@@ -52,7 +59,7 @@ def lane_dropout_bits(
     if num_words:
         num_programs = triton.cdiv(num_words, _COUNTERS)
         _bits_kernel[num_programs, len(lane_B)](
-            lane_B, words, num_words, row_size, row_words, *counter, threshold,
+            lane_B, key_2, layer, words, num_words, row_size, row_words, place, threshold,
             IS_ALIGNED=row_size % 16 == 0, NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return words
@@ -81,13 +88,14 @@ def _philox(word0, word1, word2, word3, key0, key1):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _random_words(index_C, lane, seed, step, layer, place):  # type: ignore[no-untyped-def]
+def _random_words(index_C, lane, key_2, layer, place):  # type: ignore[no-untyped-def]
     """Words 4 c to 4 c + 3 of a mask, for each index c."""
+    seed, step = tl.load(key_2), tl.load(key_2 + 1)
     zero_C = (index_C * 0).to(tl.uint64)
     return _philox(
         (index_C + 1).to(tl.uint64),
         zero_C + place.to(tl.uint64),
-        zero_C + layer.to(tl.uint64),
+        zero_C + tl.load(layer).to(tl.uint64),
         zero_C + lane.to(tl.uint64),
         zero_C + seed.to(tl.uint64),
         zero_C + step.to(tl.uint64),
@@ -95,18 +103,18 @@ def _random_words(index_C, lane, seed, step, layer, place):  # type: ignore[no-u
 
 
 # Not specialized: an argument that is 1 or a multiple of 16 would compile the kernel again.
-_ARGUMENTS = ["seed", "step", "layer", "place", "threshold"]
+_ARGUMENTS = ["place", "threshold"]
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS)
 def _scale_kernel(  # type: ignore[no-untyped-def]
-    lane_B, scale_BN, num_elements, seed, step, layer, place, threshold, factor,
+    lane_B, key_2, layer, scale_BN, num_elements, place, threshold, factor,
     NUM_COUNTERS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     index_C = tl.program_id(0).to(tl.int64) * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS)
     word0_C, word1_C, word2_C, word3_C = _random_words(
-        index_C, tl.load(lane_B + row), seed, step, layer, place
+        index_C, tl.load(lane_B + row), key_2, layer, place
     )
     part_16 = tl.arange(0, 16)[None, :]
     word_C22 = tl.join(tl.join(word0_C, word2_C), tl.join(word1_C, word3_C))
@@ -123,9 +131,9 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _keep_bits(index_C, lane, seed, step, layer, place, threshold):  # type: ignore[no-untyped-def]
+def _keep_bits(index_C, lane, key_2, layer, place, threshold):  # type: ignore[no-untyped-def]
     """Bits of elements 16 c to 16 c + 15 of a mask, for each index c."""
-    words = _random_words(index_C, lane, seed, step, layer, place)
+    words = _random_words(index_C, lane, key_2, layer, place)
     bits_C = (index_C * 0).to(tl.uint32)
     for number in tl.static_range(16):
         level_C = (words[number // 4] >> (number % 4 * 16)).to(tl.uint16).to(tl.int32)
@@ -135,7 +143,7 @@ def _keep_bits(index_C, lane, seed, step, layer, place, threshold):  # type: ign
 
 @triton.jit(do_not_specialize=_ARGUMENTS)
 def _bits_kernel(  # type: ignore[no-untyped-def]
-    lane_B, words, num_words, row_size, row_words, seed, step, layer, place, threshold,
+    lane_B, key_2, layer, words, num_words, row_size, row_words, place, threshold,
     IS_ALIGNED: tl.constexpr, NUM_COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Rows of `row_size` elements, each in `row_words` words."""
@@ -143,9 +151,9 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
     lane = tl.load(lane_B + lane_row)
     word_C = tl.program_id(0).to(tl.int64) * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS)
     element_C = word_C // row_words * row_size + word_C % row_words * 16
-    bits_C = _keep_bits(element_C // 16, lane, seed, step, layer, place, threshold)
+    bits_C = _keep_bits(element_C // 16, lane, key_2, layer, place, threshold)
     if not IS_ALIGNED:  # a word has elements of two counters
-        more_C = _keep_bits(element_C // 16 + 1, lane, seed, step, layer, place, threshold)
+        more_C = _keep_bits(element_C // 16 + 1, lane, key_2, layer, place, threshold)
         bits_C = (bits_C | (more_C << 16)) >> (element_C % 16).to(tl.uint32)
     target = words + lane_row * num_words + word_C
     tl.store(target, bits_C.to(tl.int16), mask=word_C < num_words)

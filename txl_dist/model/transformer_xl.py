@@ -112,6 +112,8 @@ class TransformerXL(nn.Module):
         is_trained = self.training and memory.is_trainable
         if is_trained and dropout_masks is None and max(self.config.dropout, self.config.dropatt):
             dropout_masks = DeviceDropoutMasks.random()
+        if dropout_masks is not None:
+            dropout_masks = dropout_masks.on(self.weight.device)
         first_BTD = x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
         # Built once for all layers of a memory length, including the mask that follows from the
         # ages.

@@ -3,10 +3,10 @@
 Only layers are compiled, and all of them share one function: the tables, the softmax and the memory
 are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary.
 
-Two parts run between compiled graphs: the drawing of dropout masks, and `attention: cpu`
-(model/attention/cpu.py), which is one autograd node with in-place operations that torch.compile
-refuses. On CPUs that node is faster than a compiled one, so there the feed-forward layers and norms
-are compiled.
+On GPUs with masks by lane a layer is one graph. Otherwise two parts run between graphs: the drawing
+of dropout masks, and `attention: cpu` (model/attention/cpu.py), which is one autograd node with
+in-place operations that torch.compile refuses. On CPUs that node is faster than a compiled one, so
+there the feed-forward layers and norms are compiled.
 """
 
 import shutil
@@ -39,12 +39,15 @@ def compile_layers(
     """
     _require_compiler(world.device)
     model.to(world.device)
-    compile_model(model, world.device)
+    compile_model(model, world.device, draws_by_kernel=config.training.dropout_rng == "lane")
     _run_once(model, config, world.device, lanes)
 
 
-def compile_model(model: TransformerXL, device: torch.device) -> None:
-    """Let the next forward compile the layers."""
+def compile_model(model: TransformerXL, device: torch.device, *, draws_by_kernel: bool) -> None:
+    """Let the next forward compile the layers.
+
+    `draws_by_kernel`: dropout masks are by lane, which on GPUs are operators of the compiled graph.
+    """
     if not _attention_can_be_compiled(model, device):
         for layer in model.layers:
             assert isinstance(layer, Layer)
@@ -52,8 +55,8 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
                 layer.attention.forward
             )
     for module in model.modules():
-        if isinstance(module, Dropout):
-            # On CPUs numpy draws the masks; compiled code would be made again for every layer.
+        if isinstance(module, Dropout) and not (draws_by_kernel and device.type == "cuda"):
+            # numpy or a generator of torch draws; code would be compiled again for every layer.
             for name in ("draw", "draw_bits"):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
     # dynamic=False: all segments have one shape.

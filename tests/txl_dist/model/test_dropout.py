@@ -236,9 +236,7 @@ def kernel() -> Iterator[None]:
         yield
 
 
-def by_kernel(
-    masks: LaneDropoutMasks, x: Tensor, rate: float, layer: int, place: Place
-) -> Tensor:
+def by_kernel(masks: LaneDropoutMasks, x: Tensor, rate: float, layer: int, place: Place) -> Tensor:
     """By the kernel, in triton's interpreter."""
     on_gpu = GpuLaneDropoutMasks(masks, torch.device("cpu"))
     return on_gpu.scale(x, rate=rate, layer=layer, place=place, by_lane=True)
@@ -287,8 +285,6 @@ def test_a_mask_that_lanes_share_has_the_last_lane_number(kernel: None) -> None:
 
 
 def test_an_empty_tensor_needs_no_kernel(kernel: None) -> None:
-    masks = GpuLaneDropoutMasks(
-        LaneDropoutMasks(seed=3, step=5, lanes=[1, 2]), torch.device("cpu")
-    )
+    masks = GpuLaneDropoutMasks(LaneDropoutMasks(seed=3, step=5, lanes=[1, 2]), torch.device("cpu"))
     x = torch.empty(2, 0, 4)
     assert masks.scale(x, rate=0.1, layer=0, place="inner", by_lane=True).shape == (2, 0, 4)

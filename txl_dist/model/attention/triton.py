@@ -1,9 +1,10 @@
 """Attention for GPUs, by the kernels of triton_kernels.py.
 
-Scores by distance are one product for all lanes, [H, B, T, S]. Everything else of that size exists
-only as tiles inside the kernels: no weights are stored, no mask is built. Besides scores by
-distance and their gradient, memory is proportional to T + S per head. A dropout mask has one bit
-per weight, a sixteenth of the scores in bf16.
+Scores by distance are one product per class of queries, [H, C, B, N, W]: query t = C n + j is in
+class j and row n (triton_kernels.py says why). Everything else of that size exists only as tiles
+inside the kernels: no weights are stored, no mask is built. Besides scores by distance and their
+gradient, memory is proportional to T + S per head. A dropout mask has one bit per weight, a
+sixteenth of the scores in bf16.
 
 Forward and backward are custom operators of torch, so they work with fake tensors, torch.compile
 and activation checkpointing. Products with r, and the sums for u, v and b, are autograd's.
@@ -16,12 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import define, impl, register_autograd, register_fake
+from torch.nn.functional import pad
 
 from txl_dist.model.dropout import KeepBits
 from txl_dist.model.encodings import DistanceTerms, cast_like, pad_channels, scaled_query
 from txl_dist.model.visibility import Visibility
 
-# Shapes: B lanes, T segment tokens, S keys, H heads, K d_head, X = B T
+# Shapes: B lanes, T segment tokens, S keys, H heads, K d_head, C classes of queries,
+# N = ceil(T / C) queries of a class, W columns of scores by distance
+
+NUM_CLASSES = 8
+"""C, as in triton_kernels.py."""
+COLUMN_MULTIPLE = 16
+"""W is a multiple of this: cuBLAS and the kernels load rows 16 bytes at a time."""
 
 
 def triton(
@@ -46,20 +54,40 @@ def triton(
 
 
 def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
-    """Scores by distance [H, B, T, S], not aligned with the keys: the kernels do that."""
-    num_heads, num_lanes, num_queries, _ = q_HBTK.shape
-    b_HS = terms.score_HS
+    """Scores by distance [H, C, B, N, W], as triton_kernels.py reads them; None without any."""
+    num_lanes, num_queries = q_HBTK.shape[1:3]
+    num_rows = -(-num_queries // NUM_CLASSES)
+    b_HCW = None if terms.score_HS is None else _by_class(terms.score_HS, num_queries)
     if terms.distance_HSK is None:
-        if b_HS is None:
+        if b_HCW is None:
             return None
-        rows = b_HS.contiguous()[:, None, None]
-        return rows.expand(num_heads, num_lanes, num_queries, -1)
+        return b_HCW[:, :, None, None].expand(-1, -1, num_lanes, num_rows, -1)
     q_v = pad_channels(scaled_query(q_HBTK, cast_like(terms.distance_bias_HK, q_HBTK)))
-    r_HSK = pad_channels(terms.distance_HSK.to(q_HBTK.dtype))
-    score_HXS = torch.bmm(q_v.flatten(1, 2), r_HSK.transpose(1, 2))
-    if b_HS is not None:
-        score_HXS = score_HXS + b_HS[:, None].to(q_HBTK.dtype)
-    return score_HXS.unflatten(1, (num_lanes, num_queries))
+    num_padding = NUM_CLASSES * num_rows - num_queries
+    q_HBNCK = pad(q_v, (0, 0, 0, num_padding)).unflatten(2, (num_rows, NUM_CLASSES))
+    r_HCWK = _by_class(pad_channels(terms.distance_HSK.to(q_HBTK.dtype)), num_queries)
+    score_HCXW = torch.matmul(q_HBNCK.permute(0, 3, 1, 2, 4).flatten(2, 3), r_HCWK.transpose(2, 3))
+    if b_HCW is not None:
+        score_HCXW = score_HCXW + b_HCW[:, :, None].to(q_HBTK.dtype)
+    return score_HCXW.unflatten(2, (num_lanes, num_rows))
+
+
+def _by_class(by_distance: Tensor, num_queries: int) -> Tensor:
+    """Rows by distance, [H, S, ...] -> [H, C, W, ...], shifted for each class of queries.
+
+    Row n of class j reads key s from column s + C (N - 1 - n). It has the distance M + t - s, which
+    is row T - 1 - t + s of the input; so column w is row w + C - 1 - j - (C N - T).
+    """
+    num_keys, num_padding = by_distance.shape[1], -num_queries % NUM_CLASSES
+    num_columns = num_keys + num_padding
+    num_columns += -num_columns % COLUMN_MULTIPLE
+    num_after = num_columns + NUM_CLASSES - 1 - num_keys - num_padding
+    rest = (0, 0) * (by_distance.dim() - 2)
+    padded = pad(by_distance, (*rest, num_padding, num_after))
+    return torch.stack(
+        [padded[:, NUM_CLASSES - 1 - number :][:, :num_columns] for number in range(NUM_CLASSES)],
+        dim=1,
+    )
 
 
 define(
@@ -80,20 +108,20 @@ def _relative_attention(
     q_HBTK: Tensor,
     k_HBSK: Tensor,
     v_HBSK: Tensor,
-    distance_HBTS: Tensor | None,
+    distance_HCBNW: Tensor | None,
     reach_BT: Tensor,
     keep_words: Tensor | None,
     keep_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """Weighted sums of the values [B, T, H, K], and the logsumexp of the scores [H, B, T].
 
-    `q_HBTK` is scaled and contiguous. Column c of `distance_HBTS` is distance S - 1 - c.
+    `q_HBTK` is scaled and contiguous. `distance_HCBNW`: see `_distance_scores`.
     `keep_words` and its factor are those of `KeepBits`.
     """
     from txl_dist.model.attention.triton_launch import forward
 
     outputs = _outputs(q_HBTK)
-    forward((q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_words), keep_factor, outputs)
+    forward((q_HBTK, k_HBSK, v_HBSK, distance_HCBNW, reach_BT, keep_words), keep_factor, outputs)
     return outputs
 
 
@@ -117,7 +145,7 @@ def _relative_attention_backward(
     q_HBTK: Tensor,
     k_HBSK: Tensor,
     v_HBSK: Tensor,
-    distance_HBTS: Tensor | None,
+    distance_HCBNW: Tensor | None,
     reach_BT: Tensor,
     keep_words: Tensor | None,
     keep_factor: float,
@@ -125,11 +153,11 @@ def _relative_attention_backward(
     logsumexp_HBT: Tensor,
     wants_distance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and `distance_HBTS`; the last is empty unless `wants_distance`."""
+    """Gradients of q, k, v and `distance_HCBNW`; the last is empty unless `wants_distance`."""
     from txl_dist.model.attention.triton_launch import backward
 
-    gradients = _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HBTS, wants_distance)
-    inputs = q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_words
+    gradients = _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HCBNW, wants_distance)
+    inputs = q_HBTK, k_HBSK, v_HBSK, distance_HCBNW, reach_BT, keep_words
     outputs = mixed_BTHK, logsumexp_HBT
     backward(d_mixed_BTHK.contiguous(), inputs, keep_factor, outputs, gradients)
     return gradients
@@ -141,7 +169,7 @@ def _(
     q_HBTK: Tensor,
     k_HBSK: Tensor,
     v_HBSK: Tensor,
-    distance_HBTS: Tensor | None,
+    distance_HCBNW: Tensor | None,
     reach_BT: Tensor,
     keep_words: Tensor | None,
     keep_factor: float,
@@ -149,21 +177,21 @@ def _(
     logsumexp_HBT: Tensor,
     wants_distance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HBTS, wants_distance)
+    return _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HCBNW, wants_distance)
 
 
 def _gradients(
     q_HBTK: Tensor,
     k_HBSK: Tensor,
     v_HBSK: Tensor,
-    distance_HBTS: Tensor | None,
+    distance_HCBNW: Tensor | None,
     wants_distance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty and contiguous. The kernels store every element exactly once."""
     d_distance = q_HBTK.new_empty(0)
     if wants_distance:
-        assert distance_HBTS is not None
-        d_distance = distance_HBTS.new_empty(distance_HBTS.shape)
+        assert distance_HCBNW is not None
+        d_distance = distance_HCBNW.new_empty(distance_HCBNW.shape)
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q_HBTK, k_HBSK, v_HBSK))
     return d_q, d_k, d_v, d_distance
 

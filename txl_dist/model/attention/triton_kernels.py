@@ -1,12 +1,9 @@
 """The kernels of `attention: triton` (attention/triton.py): relative attention, tile by tile.
 
-Scores by distance are an argument, [H, B, T, S], column c for distance S - 1 - c. Query t has the
-distance M + t - s to key s, so the score is in column T - 1 - t + s, at address
-
-    t * stride + T - 1 - t + s  =  t * (stride - 1) + (T - 1) + s
-
-with `stride` numbers per row. So the relative shift is a row stride of S - 1. Scores that are equal
-for all queries have stride 0, and are read with row stride -1.
+Scores by distance are an argument, [H, C, B, N, W] with C = 8: query t = C n + j is in class j and
+row n. Key s of that query is in column s + C (N - 1 - n), so the relative shift is an offset of the
+row, and a multiple of C: rows of a tile begin at multiples of 16 bytes, in bf16, and are loaded and
+stored 16 bytes at a time. Scores that are equal for all queries have row stride 0.
 
 A query sees the keys at distances 0 to its reach (visibility.py). The softmax is computed online,
 with accumulation in fp32 (float64 for float64 inputs). No kernel uses atomics: every output element
@@ -20,7 +17,11 @@ import triton
 import triton.language as tl
 
 # Shapes: B lanes, T segment tokens (num_queries), M memory tokens (mem_len), S = M + T keys,
-# H heads, K d_head. Tiles have BLOCK_T queries, BLOCK_S keys and BLOCK_K channels.
+# H heads, K d_head, N = ceil(T / C) rows of W columns of scores by distance (num_columns).
+# Tiles have BLOCK_T queries, a multiple of C, BLOCK_S keys and BLOCK_K channels.
+
+NUM_CLASSES = tl.constexpr(8)
+"""C: classes of queries, as many as numbers of bf16 in 16 bytes."""
 
 LOWEST_SCORE = tl.constexpr(-1.0e30)
 """The initial maximum of a row. Finite, because of a row without visible keys in its first tiles:
@@ -51,9 +52,20 @@ def load_reach(reach, t, num_queries):
 
 
 @triton.jit
+def distance_tile(t, s, class_stride, row_stride, num_queries, num_columns):
+    """Where scores by distance of queries t and keys s are, and which of these places exist."""
+    num_rows = tl.cdiv(num_queries, NUM_CLASSES)
+    row = t // NUM_CLASSES
+    shift = NUM_CLASSES * (num_rows - 1 - row)
+    # All of these are multiples of NUM_CLASSES, which the compiler cannot see for strides.
+    offset = tl.multiple_of(t % NUM_CLASSES * class_stride + row * row_stride + shift, [8, 8])
+    return offset + s, (row < num_rows) & (shift + s < num_columns)
+
+
+@triton.jit
 def masked_scores(
-    left, right, t, s, reach, by_distance, distance_stride, num_queries, mem_len,
-    HAS_DISTANCE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    left, right, t, s, reach, by_distance, class_stride, row_stride, num_queries, mem_len,
+    num_columns, HAS_DISTANCE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of scores, minus infinity where the query does not see the key.
 
@@ -65,8 +77,10 @@ def masked_scores(
     # Also false for keys beyond the last: they are in the future of every query.
     visible = (distance >= 0) & (distance <= reach)
     if HAS_DISTANCE:
-        pointers = by_distance + t * (distance_stride - 1) + (num_queries - 1) + s
-        score += tl.load(pointers, mask=visible, other=0.0)
+        # Also of keys that the query does not see: a mask that changes from key to key would load
+        # number by number.
+        place, exists = distance_tile(t, s, class_stride, row_stride, num_queries, num_columns)
+        score += tl.load(by_distance + place, mask=exists, other=0.0)
     return tl.where(visible, score, float("-inf"))
 
 
@@ -106,8 +120,8 @@ def first_key(t, reach, num_queries, mem_len, BLOCK_S: tl.constexpr):
 def forward_kernel(
     q, k, v, by_distance, reach, keep, out, logsumexp,
     stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
-    stride_dh, stride_db, stride_dt,
-    num_heads, num_lanes, num_queries, mem_len, d_head,
+    stride_dh, stride_dj, stride_db, stride_dn,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
     HAS_DISTANCE: tl.constexpr, HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -136,8 +150,8 @@ def forward_kernel(
         k_SK = load_rows(k, s, stride_ks, num_keys, d_head, BLOCK_K)
         v_SK = load_rows(v, s, stride_vs, num_keys, d_head, BLOCK_K)
         score = masked_scores(
-            q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], by_distance, stride_dt,
-            num_queries, mem_len, HAS_DISTANCE, ACC, PRECISION,
+            q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], by_distance, stride_dj, stride_dn,
+            num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
         )  # fmt: skip
         new_highest = tl.maximum(highest, tl.max(score, 1))
         shrink = tl.exp(highest - new_highest)
@@ -159,11 +173,48 @@ def forward_kernel(
 
 
 @triton.jit
+def store_zeros(
+    d_by_distance, t, s_first, class_stride, num_queries, num_columns,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """In the columns of keys s_first, s_first + 1, ...; keys before the first have columns, too."""
+    s = s_first + tl.arange(0, BLOCK_S)
+    place, exists = distance_tile(
+        t[:, None], s[None, :], class_stride, num_columns, num_queries, num_columns
+    )
+    first_column = NUM_CLASSES * (tl.cdiv(num_queries, NUM_CLASSES) - 1 - t // NUM_CLASSES)
+    exists &= first_column[:, None] + s[None, :] >= 0
+    zeros = tl.zeros([BLOCK_T, BLOCK_S], d_by_distance.dtype.element_ty)
+    tl.store(d_by_distance + place, zeros, mask=exists)
+
+
+@triton.jit
+def store_zeros_beside(
+    d_by_distance, t, first, start, stop, class_stride, num_queries, num_columns,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """In all columns but those of the tiles from key `start` to key `stop`."""
+    num_rows = tl.cdiv(num_queries, NUM_CLASSES)
+    last_row = tl.minimum((first + BLOCK_T - 1) // NUM_CLASSES, num_rows - 1)
+    num_before = start + NUM_CLASSES * (num_rows - 1 - first // NUM_CLASSES)
+    for s_first in range(start - tl.cdiv(num_before, BLOCK_S) * BLOCK_S, start, BLOCK_S):
+        store_zeros(
+            d_by_distance, t, s_first, class_stride, num_queries, num_columns, BLOCK_T, BLOCK_S
+        )
+    end = start + tl.cdiv(stop - start, BLOCK_S) * BLOCK_S
+    s_stop = num_columns - NUM_CLASSES * (num_rows - 1 - last_row)
+    for s_first in range(end, s_stop, BLOCK_S):
+        store_zeros(
+            d_by_distance, t, s_first, class_stride, num_queries, num_columns, BLOCK_T, BLOCK_S
+        )
+
+
+@triton.jit
 def query_gradient_kernel(
     q, k, v, by_distance, reach, keep, out, logsumexp, d_out, mean, d_q, d_by_distance,
     stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
-    stride_dh, stride_db, stride_dt,
-    num_heads, num_lanes, num_queries, mem_len, d_head,
+    stride_dh, stride_dj, stride_db, stride_dn,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
     HAS_DISTANCE: tl.constexpr, WANTS_DISTANCE_GRADIENT: tl.constexpr,
     HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -180,7 +231,10 @@ def query_gradient_kernel(
     k += head * stride_kh + lane * stride_kb
     v += head * stride_vh + lane * stride_vb
     by_distance += head * stride_dh + lane * stride_db
-    d_by_distance += row * num_queries * num_keys
+    num_rows = tl.cdiv(num_queries, NUM_CLASSES)
+    row_columns = num_rows * num_columns
+    class_columns = num_lanes.to(tl.int64) * row_columns
+    d_by_distance += head * NUM_CLASSES * class_columns + lane * row_columns
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
     d_out += (lane * num_queries * num_heads + head) * d_head
@@ -196,23 +250,21 @@ def query_gradient_kernel(
     logsumexp_T = tl.load(logsumexp + row * num_queries + t, mask=t < num_queries, other=0.0)
 
     start = first_key(t, reach_T, num_queries, mem_len, BLOCK_S)
+    stop = tl.minimum(mem_len + first + BLOCK_T, num_keys)
     if WANTS_DISTANCE_GRADIENT:
-        # Distances that no key has, or only keys before `start`. The loop below stores the others.
-        row_stop = num_queries - 1 - t + start
-        for c_first in range(0, num_queries - 1 - first + start, BLOCK_S):
-            c = c_first + tl.arange(0, BLOCK_S)
-            unreached = (t[:, None] < num_queries) & (c[None, :] < row_stop[:, None])
-            zeros = tl.zeros([BLOCK_T, BLOCK_S], d_by_distance.dtype.element_ty)
-            tl.store(d_by_distance + t[:, None] * num_keys + c[None, :], zeros, mask=unreached)
+        store_zeros_beside(
+            d_by_distance, t, first, start, stop, class_columns, num_queries, num_columns,
+            BLOCK_T, BLOCK_S,
+        )  # fmt: skip
 
     d_q_TK = tl.zeros([BLOCK_T, BLOCK_K], ACC)
-    for s_first in range(start, tl.minimum(mem_len + first + BLOCK_T, num_keys), BLOCK_S):
+    for s_first in range(start, stop, BLOCK_S):
         s = s_first + tl.arange(0, BLOCK_S)
         k_SK = load_rows(k, s, stride_ks, num_keys, d_head, BLOCK_K)
         v_SK = load_rows(v, s, stride_vs, num_keys, d_head, BLOCK_K)
         score = masked_scores(
-            q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], by_distance, stride_dt,
-            num_queries, mem_len, HAS_DISTANCE, ACC, PRECISION,
+            q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], by_distance, stride_dj, stride_dn,
+            num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
         )  # fmt: skip
         weight = tl.exp(score - logsumexp_T[:, None])
         d_weight = tl.dot(d_out_TK, tl.trans(v_SK), input_precision=PRECISION, out_dtype=ACC)
@@ -225,9 +277,11 @@ def query_gradient_kernel(
         d_score = (weight * (d_weight - mean_T[:, None])).to(k_SK.dtype)
         d_q_TK += tl.dot(d_score, k_SK, input_precision=PRECISION, out_dtype=ACC)
         if WANTS_DISTANCE_GRADIENT:
-            pointers = d_by_distance + t[:, None] * (num_keys - 1) + (num_queries - 1) + s[None, :]
-            not_future = (t[:, None] < num_queries) & (s[None, :] <= mem_len + t[:, None])
-            tl.store(pointers, d_score.to(d_by_distance.dtype.element_ty), mask=not_future)
+            place, exists = distance_tile(
+                t[:, None], s[None, :], class_columns, num_columns, num_queries, num_columns
+            )
+            d_score = d_score.to(d_by_distance.dtype.element_ty)
+            tl.store(d_by_distance + place, d_score, mask=exists)
     store_rows(d_q, t, d_head, num_queries, d_head, d_q_TK, BLOCK_K)
 
 
@@ -235,8 +289,8 @@ def query_gradient_kernel(
 def key_value_gradient_kernel(
     q, k, v, by_distance, reach, keep, logsumexp, d_out, mean, d_k, d_v,
     stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
-    stride_dh, stride_db, stride_dt,
-    num_heads, num_lanes, num_queries, mem_len, d_head,
+    stride_dh, stride_dj, stride_db, stride_dn,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
     HAS_DISTANCE: tl.constexpr, HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -271,8 +325,8 @@ def key_value_gradient_kernel(
         logsumexp_T = tl.load(logsumexp + pointers, mask=t < num_queries, other=0.0)
         mean_T = tl.load(mean + pointers, mask=t < num_queries, other=0.0)
         score = masked_scores(
-            k_SK, q_TK, t[None, :], s[:, None], reach_T[None, :], by_distance, stride_dt,
-            num_queries, mem_len, HAS_DISTANCE, ACC, PRECISION,
+            k_SK, q_TK, t[None, :], s[:, None], reach_T[None, :], by_distance, stride_dj, stride_dn,
+            num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
         )  # fmt: skip
         weight = tl.exp(score - logsumexp_T[None, :])
         d_weight = tl.dot(v_SK, tl.trans(d_out_TK), input_precision=PRECISION, out_dtype=ACC)

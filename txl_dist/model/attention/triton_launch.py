@@ -23,33 +23,47 @@ class Tiles(NamedTuple):
     """Size of the tiles of one kernel, and how it runs on a GPU."""
 
     num_rows: int
-    """Rows of one program: keys in `key_value_gradient_kernel`, queries in the others. Hopper's
-    matrix instructions need 64."""
+    """Rows of one program: keys in `key_value_gradient_kernel`, queries in the others, a multiple
+    of NUM_CLASSES. Hopper's matrix instructions need 64."""
     num_columns: int
     """Columns of one iteration of its loop: queries or keys."""
     num_warps: int
     num_stages: int
 
 
+_KERNELS = [forward_kernel, query_gradient_kernel, key_value_gradient_kernel]
+
 _TILES = {
-    (2, 64): Tiles(64, 32, num_warps=4, num_stages=2),
-    (2, 128): Tiles(64, 32, num_warps=8, num_stages=2),
-    (2, 256): Tiles(32, 32, num_warps=4, num_stages=1),
-    (4, 64): Tiles(32, 32, num_warps=4, num_stages=2),
-    (4, 128): Tiles(32, 32, num_warps=8, num_stages=1),
+    (2, 64): [
+        Tiles(64, 64, num_warps=4, num_stages=3),
+        Tiles(64, 64, num_warps=4, num_stages=3),
+        Tiles(64, 64, num_warps=4, num_stages=1),
+    ],
+    (2, 128): [
+        Tiles(64, 32, num_warps=4, num_stages=1),
+        Tiles(64, 64, num_warps=4, num_stages=1),
+        Tiles(64, 32, num_warps=4, num_stages=1),
+    ],
+    (2, 256): [Tiles(32, 32, num_warps=4, num_stages=1)] * 3,
+    (4, 64): [Tiles(32, 32, num_warps=4, num_stages=2)] * 3,
+    (4, 128): [Tiles(32, 32, num_warps=8, num_stages=1)] * 3,
 }
-"""By bytes per element and the most channels."""
+"""Of each kernel, by bytes per element and the most channels."""
 
 
-def tiles_of(element_bytes: int, block_channels: int) -> Tiles:
-    """The tiles for heads of `block_channels`, padding included.
+def tiles_of(kernel: Any, element_bytes: int, block_channels: int) -> Tiles:
+    """The tiles of a kernel for heads of `block_channels`, padding included.
 
-    Chosen from the compiler's report for sm_80 and sm_90: few or no spilled registers, and shared
-    memory for two programs per multiprocessor. Never timed on a GPU.
+    Those of 2 bytes and up to 128 channels were the fastest of 27 on an H100 for the models of
+    `txl bench gpu` (docs/experiments.md, 2026-11-26). The others were never timed; the compiler
+    reports few or no spilled registers for sm_80 and sm_90.
     """
     for (num_bytes, most_channels), tiles in _TILES.items():
         if num_bytes == element_bytes and block_channels <= most_channels:
-            return tiles
+            number = [forward_kernel, query_gradient_kernel, key_value_gradient_kernel].index(
+                kernel
+            )
+            return tiles[number]
     return Tiles(16, 16, num_warps=4, num_stages=1)
 
 
@@ -121,24 +135,27 @@ class _Call(NamedTuple):
         q_HBTK: Tensor,
         k_HBSK: Tensor,
         v_HBSK: Tensor,
-        distance_HBTS: Tensor | None,
+        distance_HCBNW: Tensor | None,
         reach_BT: Tensor,
         keep_words: Tensor | None,
         *,
         keep_factor: float,
     ) -> "_Call":
         num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
-        for matrix in (k_HBSK, v_HBSK, distance_HBTS):
+        for matrix in (k_HBSK, v_HBSK, distance_HCBNW):
             assert matrix is None or matrix.stride(-1) == 1
         # A kernel without scores by distance or dropout gets, but does not read, another pointer.
-        distance_strides = (0, 0, 0) if distance_HBTS is None else distance_HBTS.stride()[:3]
+        distance_strides: tuple[int, ...] = (0, 0, 0, 0)
+        num_columns = 0
+        if distance_HCBNW is not None:
+            distance_strides, num_columns = distance_HCBNW.stride()[:4], distance_HCBNW.shape[-1]
         is_float64 = q_HBTK.dtype == torch.float64
         return cls(
             tensors=(
                 q_HBTK,
                 k_HBSK,
                 v_HBSK,
-                q_HBTK if distance_HBTS is None else distance_HBTS,
+                q_HBTK if distance_HCBNW is None else distance_HCBNW,
                 reach_BT,
                 q_HBTK if keep_words is None else keep_words,
             ),
@@ -151,9 +168,10 @@ class _Call(NamedTuple):
                 num_queries,
                 k_HBSK.shape[2] - num_queries,
                 d_head,
+                num_columns,
             ),
             constants={
-                "HAS_DISTANCE": distance_HBTS is not None,
+                "HAS_DISTANCE": distance_HCBNW is not None,
                 "HAS_KEEP": keep_words is not None,
                 # A constant, because triton passes numbers that are arguments as fp32.
                 "KEEP_FACTOR": keep_factor,
@@ -168,7 +186,7 @@ class _Call(NamedTuple):
     def launch(self, kernel: Any, num_rows: int, *tensors: Tensor, **constants: Any) -> None:
         """Run a kernel, which divides `num_rows` queries or keys into tiles."""
         q_HBTK = self.tensors[0]
-        tiles = tiles_of(q_HBTK.element_size(), self.constants["BLOCK_K"])
+        tiles = tiles_of(kernel, q_HBTK.element_size(), self.constants["BLOCK_K"])
         blocks = {"BLOCK_T": tiles.num_rows, "BLOCK_S": tiles.num_columns}
         if kernel is key_value_gradient_kernel:
             blocks = {"BLOCK_T": tiles.num_columns, "BLOCK_S": tiles.num_rows}

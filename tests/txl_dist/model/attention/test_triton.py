@@ -5,12 +5,14 @@ several of them. The last tests show what the real compiler says.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -70,13 +72,13 @@ CASES = {
     "paper": Case((2, 3, 5, 3, 4), "paper", (16, 16)),
     # Tiles that divide nothing; a document starts in the middle of the segment.
     "several tiles, documents": Case(
-        (1, 7, 6, 1, 5), "all", (4, 8), ages=((9, 10, 0, 1, 2, 3, 4),)
+        (1, 11, 6, 1, 5), "all", (8, 4), ages=((9, 10, 0, 1, 2, 3, 4, 5, 6, 7, 8),)
     ),
     # Tiles of dropout bits have whole words.
     "several tiles, dropout": Case((2, 19, 18, 3, 5), "all", (16, 16), dropout=True),
     # Tiles without a visible key, before and after the visible ones.
     "same_length": Case((1, 5, 9, 1, 3), "paper", (4, 4), same_length=True, ages=(range(20, 25),)),
-    "one query, full memory": Case((2, 1, 11, 1, 41), "shaw", (4, 8), ages=((50,), (2,))),
+    "one query, full memory": Case((2, 1, 11, 1, 41), "shaw", (8, 4), ages=((50,), (2,))),
     "no memory, constant scores": Case((1, 6, 0, 2, 16), "alibi", (16, 32), dropout=True),
 }
 
@@ -117,7 +119,7 @@ def test_the_kernels_equal_the_equation_for_all_terms_and_sizes(
     num_queries, mem_len = num_queries_and_memory
     if same_length and mem_len == 0:
         pytest.skip("refused by ModelConfig")
-    for dropout, tiles in [(False, (4, 8)), (False, (8, 4)), (True, (16, 32)), (True, (64, 64))]:
+    for dropout, tiles in [(False, (8, 4)), (False, (16, 8)), (True, (16, 32)), (True, (64, 64))]:
         use_tiles(tiles)
         sizes = (2, num_queries, mem_len, 1, d_head)
         check(Case(sizes, terms, tiles, dropout=dropout, same_length=same_length))
@@ -126,10 +128,11 @@ def test_the_kernels_equal_the_equation_for_all_terms_and_sizes(
 def test_every_element_of_every_result_is_stored_exactly_once(
     use_tiles: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So results repeat bit for bit, and distances without a key get a gradient of zero."""
+    """So results repeat bit for bit, and places without a visible key get a gradient of zero."""
     from triton.runtime.interpreter import interpreter_builder
 
-    case = Case((2, 5, 6, 1, 3), "paper", (4, 4), ages=((3, 4, 0, 1, 2), (0, 1, 2, 3, 4)))
+    ages = ((3, 4, 0, 1, 2, 3, 4, 5, 0, 1, 2), (*range(11),))
+    case = Case((2, 11, 6, 1, 3), "paper", (8, 4), ages=ages)
     use_tiles(case.tiles)
     inputs, stores = case.inputs(), Counter[int]()
     create_masked_store = type(interpreter_builder).create_masked_store
@@ -143,7 +146,7 @@ def test_every_element_of_every_result_is_stored_exactly_once(
     B, T, M, H, _ = case.sizes
     arguments = (
         *(x.detach() for x in (inputs.q_HBTK, inputs.k_HBSK, inputs.v_HBSK)),
-        torch.randn(H, B, T, M + T, dtype=torch.float64),
+        torch.randn(H, 8, B, 2, 32, dtype=torch.float64),
         inputs.visibility.reach_BT.int(),
         None,
         0.0,
@@ -156,15 +159,18 @@ def test_every_element_of_every_result_is_stored_exactly_once(
             stores[result.data_ptr() + result.element_size() * index]
             for index in range(result.numel())
         } == {1}
-    d_distance = gradients[-1]
-    for t in range(T):  # query t has no key at a distance above M + t
-        assert (d_distance[:, :, t, : T - 1 - t] == 0).all()
-    assert (d_distance != 0).any()
+    d_distance, reach_BT = gradients[-1], inputs.visibility.reach_BT
+    visible = torch.zeros(d_distance.shape, dtype=torch.bool)
+    for lane, t, s in product(range(B), range(T), range(M + T)):
+        if 0 <= M + t - s <= reach_BT[lane, t]:
+            visible[:, t % 8, lane, t // 8, s + 8 * (1 - t // 8)] = True
+    assert (d_distance[~visible] == 0).all()
+    assert (d_distance[visible] != 0).double().mean() > 0.9  # 0 for a query with a single key
 
 
 def test_keys_and_values_may_be_views_of_longer_buffers(use_tiles: Any) -> None:
     """Those of a KV cache are; rotated keys are not, but their values still are."""
-    use_tiles((4, 8))
+    use_tiles((8, 4))
     inputs = CASES["one query, full memory"].inputs()
     longer = [torch.nn.functional.pad(x, (0, 0, 2, 3)) for x in (inputs.k_HBSK, inputs.v_HBSK)]
     views = [x[:, :, 2:-3] for x in longer]
@@ -205,14 +211,15 @@ def test_a_score_says_which_kernel_computed_it() -> None:
 
 @pytest.mark.parametrize("attention_weights", ["triton", "reference"])
 def test_saved_for_backward_is_one_tensor_of_scores(attention_weights: str) -> None:
-    """Of [H, B, T, S] only scores by distance are stored; `reference` checks the count."""
+    """Only scores by distance, [H, C, B, N, W]; `reference` stores several of [H, B, T, S]."""
     num_scores = 0
+    shape = (3, 8, 2, 1, 16) if attention_weights == "triton" else (3, 2, 3, 8)
     # K is large, so that no other tensor has as many numbers as the scores.
-    inputs = Inputs.of([2, 3, 5, 3, 9], "paper")
+    inputs = Inputs.of([2, 3, 5, 3, 17], "paper")
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal num_scores
-        num_scores += tensor.numel() == 3 * 2 * 3 * 8
+        num_scores += tensor.numel() == math.prod(shape)
         return tensor
 
     implementation = triton if attention_weights == "triton" else reference

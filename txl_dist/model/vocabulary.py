@@ -18,22 +18,19 @@ arXiv:1609.04309; weight tying: Press & Wolf 2017, arXiv:1608.05859.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, embedding, linear, pad
 
 from txl_dist.model import devices
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.cross_entropy import IGNORED, at_least_fp32, capped, linear_cross_entropy
 
-# Shapes: B lanes, T segment tokens, N = B T rows, R rows of one cluster or chunk, D d_model,
-# E width of a table, V vocabulary
+# Shapes: B lanes, T segment tokens, N = B T rows, R rows of one cluster, D d_model, E width of a
+# table, V vocabulary
 
-IGNORED = -1
-"""Target of a position that is not scored."""
 ROW_MULTIPLE = 64
 """On GPUs, rows of a tail are padded to a multiple of this: matrix products of aligned sizes, and
 fewer different sizes for the memory allocator."""
@@ -152,6 +149,8 @@ class AdaptiveEmbedding(nn.Module):
         return linear(x, self.projections[table]).to(x.dtype)
 
 
+MAX_LOGITS = 2**27
+"""On GPUs, the most logits of head or tail at a time: 256 MiB in bf16, 512 MiB in fp32."""
 HEAD_MULTIPLE = 8
 """On GPUs the columns of the head are padded to a multiple of this. With an odd number, as in the
 paper's WikiText-103 (20,003), products in bf16 cannot load 16 bytes at a time."""
@@ -267,12 +266,13 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         """Nats [N] of the head (0) or of a tail."""
         weight_VE, bias_V = layers[number]
+        device = hidden_ND.device
         is_large = len(hidden_ND) * len(weight_VE) > MAX_LOGITS
-        if is_large and devices.host_waits_for(hidden_ND.device):
-            x_NE = self._project(number, hidden_ND, table)
-            return chunked_cross_entropy(
-                x_NE, weight_VE, bias_V, target_N, max_logits=MAX_LOGITS, softcap=self.softcap
-            )
+        if devices.host_waits_for(device) and (is_large or has_triton(device)):
+            return linear_cross_entropy(
+                self._project(number, hidden_ND, table), weight_VE, bias_V, target_N,
+                max_logits=MAX_LOGITS, softcap=self.softcap, by_kernel=has_triton(device),
+            )  # fmt: skip
         logits_NV = self._logits_of(number, hidden_ND, layers, table)
         return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
 
@@ -285,8 +285,7 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         projected = self._project(number, hidden, table)
         logits = linear(projected, *layers[number])
-        # Under autocast logits are bf16: 8 bits of precision are too few to sum a vocabulary.
-        logits = logits.to(_at_least_fp32(logits.dtype))
+        logits = logits.to(at_least_fp32(logits.dtype))
         return logits if self.softcap is None else capped(logits, self.softcap)
 
     def _project(self, number: int, hidden: Tensor, table: AdaptiveEmbedding) -> Tensor:
@@ -297,114 +296,4 @@ class AdaptiveSoftmax(nn.Module):
         return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
 
 
-def capped(logits: Tensor, softcap: float) -> Tensor:
-    """c tanh(logit / c), for a `softcap` c. Source: Gemma 2, arXiv:2408.00118, section 2."""
-    return softcap * torch.tanh(logits / softcap)
-
-
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-MAX_LOGITS = 2**27
-"""Logits of a chunk: 512 MiB in fp32. Fewer are computed in one piece, without this function."""
-
-
-def chunked_cross_entropy(
-    x_NE: Tensor,
-    weight_VE: Tensor,
-    bias_V: Tensor,
-    target_N: Tensor,
-    *,
-    max_logits: int,
-    softcap: float | None = None,
-) -> Tensor:
-    """Nats [N] of a linear layer, without its whole logits in memory; 0 where IGNORED.
-
-        nats_n = log(sum_v exp(logit_nv)) - logit_(n, target n)        logit = x W^T + b, capped
-
-    The rows are computed in chunks of at most `max_logits` logits: forward keeps one float per row,
-    the logarithm of the sum, and backward computes the logits of a chunk again. This costs one more
-    product of the same size, a third more for this layer, and bounds the memory by two chunks, with
-    a soft-cap by four. Sums
-    over the vocabulary and over chunks are fp32, or fp64 for fp64 inputs. Under autocast, products
-    have its dtype.
-    """
-    device = x_NE.device.type
-    is_cast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if is_cast else x_NE.dtype
-    num_rows = max(1, max_logits // len(weight_VE))
-    with torch.autocast(device, enabled=False):
-        return _ChunkedCrossEntropy.apply(
-            x_NE, weight_VE, bias_V, target_N, dtype, num_rows, softcap
-        )
-
-
-class _ChunkedCrossEntropy(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_NE: Tensor,
-        weight_VE: Tensor,
-        bias_V: Tensor,
-        target_N: Tensor,
-        dtype: torch.dtype,
-        num_rows: int,
-        softcap: float | None,
-    ) -> Tensor:
-        layer = weight_VE.to(dtype), bias_V.to(dtype)
-        total_N = x_NE.new_empty(len(x_NE), dtype=_at_least_fp32(dtype))
-        nats_N = torch.empty_like(total_N)
-        for rows in _chunks(len(x_NE), num_rows):
-            logit_RV = linear(x_NE[rows].to(dtype), *layer).to(total_N.dtype)
-            if softcap is not None:
-                logit_RV.div_(softcap).tanh_().mul_(softcap)
-            torch.logsumexp(logit_RV, dim=-1, out=total_N[rows])
-            column_R1 = target_N[rows].clamp(min=0)[:, None]
-            nats_N[rows] = total_N[rows] - logit_RV.gather(1, column_R1).squeeze(1)
-        ctx.save_for_backward(x_NE, weight_VE, bias_V, target_N, total_N)
-        ctx.dtype, ctx.num_rows, ctx.softcap = dtype, num_rows, softcap
-        return nats_N.masked_fill_(target_N == IGNORED, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_NE, weight_VE, bias_V, target_N, total_N = ctx.saved_tensors
-        layer = weight_VE.to(ctx.dtype), bias_V.to(ctx.dtype)
-        scale_N = gradients[0].masked_fill(target_N == IGNORED, 0)
-        d_x_NE = torch.empty_like(x_NE)
-        d_weight_VE = torch.zeros_like(weight_VE, dtype=total_N.dtype)
-        d_bias_V = torch.zeros_like(bias_V, dtype=total_N.dtype)
-        for rows in _chunks(len(x_NE), ctx.num_rows):
-            x_RE = x_NE[rows].to(ctx.dtype)
-            # The gradient of a row: its probabilities, minus 1 at the target.
-            p_RV = linear(x_RE, *layer).to(total_N.dtype)
-            slope_RV = None  # of the cap
-            if ctx.softcap is not None:
-                p_RV.div_(ctx.softcap).tanh_()
-                slope_RV = 1 - p_RV.square()
-                p_RV.mul_(ctx.softcap)
-            p_RV.sub_(total_N[rows, None]).exp_()
-            column_R1 = target_N[rows].clamp(min=0)[:, None]
-            # Not `scatter_add_`, which is refused where algorithms must be deterministic.
-            p_RV.scatter_(1, column_R1, p_RV.gather(1, column_R1) - 1)
-            p_RV.mul_(scale_N[rows, None])
-            if slope_RV is not None:
-                p_RV.mul_(slope_RV)
-            d_bias_V += p_RV.sum(0)
-            d_logit_RV = p_RV.to(ctx.dtype)
-            d_x_NE[rows] = (d_logit_RV @ layer[0]).to(d_x_NE.dtype)
-            d_weight_VE += d_logit_RV.t() @ x_RE
-        return (
-            d_x_NE,
-            d_weight_VE.to(weight_VE.dtype),
-            d_bias_V.to(bias_V.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
-
-
-def _chunks(num: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
+has_triton = cache(devices.has_triton)  # asked in every micro-batch

@@ -1,11 +1,10 @@
-"""Embedding and softmax: values, shared parameters, ignored targets, chunked cross-entropy."""
+"""Embedding and softmax: values, shared parameters, ignored targets."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
 from torch.testing import assert_close
 
 from data_pipeline.streams import segments
@@ -15,7 +14,6 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.vocabulary import (
     IGNORED,
     ROW_MULTIPLE,
-    chunked_cross_entropy,
     copy_targets,
     select_targets,
 )
@@ -167,64 +165,6 @@ def test_data_and_model_mark_ignored_targets_alike() -> None:
     assert segments.IGNORED == IGNORED
 
 
-ROWS, WIDTH, COLUMNS = 7, 5, 11
-
-
-def inputs(dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((ROWS, WIDTH), (COLUMNS, WIDTH), (COLUMNS,))
-    tensors = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-    target_N = torch.randint(COLUMNS, (ROWS,), generator=generator)
-    target_N[2] = IGNORED
-    return [x.requires_grad_() for x in tensors], target_N, torch.randn(ROWS, dtype=dtype)
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 7, 100])
-@pytest.mark.parametrize("scale", [1.0, 1000.0])
-def test_values_and_gradients_in_chunks_of_any_size(num_rows: int, scale: float) -> None:
-    (x_NE, weight_VE, bias_V), target_N, weight_N = inputs(torch.float64)
-    plain_N = cross_entropy(
-        linear(x_NE * scale, weight_VE, bias_V), target_N, ignore_index=IGNORED, reduction="none"
-    )
-    expected = torch.autograd.grad(plain_N @ weight_N, (x_NE, weight_VE, bias_V))
-    chunked_N = chunked_cross_entropy(
-        x_NE * scale, weight_VE, bias_V, target_N, max_logits=num_rows * COLUMNS
-    )
-    assert chunked_N[2] == 0
-    assert_close(chunked_N, plain_N)
-    actual = torch.autograd.grad(chunked_N @ weight_N, (x_NE, weight_VE, bias_V))
-    assert_close(actual, expected)
-
-
-def test_under_autocast_sums_are_fp32() -> None:
-    (x_NE, weight_VE, bias_V), target_N, weight_N = inputs(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        nats_N = chunked_cross_entropy(x_NE, weight_VE, bias_V, target_N, max_logits=22)
-        logits_NV = linear(x_NE, weight_VE, bias_V)
-    assert logits_NV.dtype == torch.bfloat16
-    expected_N = cross_entropy(logits_NV.float(), target_N, ignore_index=IGNORED, reduction="none")
-    assert nats_N.dtype == torch.float32
-    assert_close(nats_N, expected_N, rtol=1e-6, atol=1e-6)
-    gradients = torch.autograd.grad(nats_N @ weight_N, (x_NE, weight_VE, bias_V))
-    assert {gradient.dtype for gradient in gradients} == {torch.float32}
-
-
-def test_the_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = 0
-
-    def recorded(*arguments: Tensor) -> Tensor:
-        nonlocal largest
-        result = linear(*arguments)
-        largest = max(largest, result.numel())
-        return result
-
-    monkeypatch.setattr("txl_dist.model.vocabulary.linear", recorded)
-    (x_NE, weight_VE, bias_V), target_N, weight_N = inputs(torch.float64)
-    nats_N = chunked_cross_entropy(x_NE, weight_VE, bias_V, target_N, max_logits=2 * COLUMNS)
-    (nats_N @ weight_N).backward()
-    assert largest == 2 * COLUMNS
-
-
 @pytest.mark.parametrize("targets", ["mixed", "shortlist only", "last cluster only", "ignored"])
 def test_rows_found_on_the_host_are_those_of_the_device(targets: str) -> None:
     bounds, generator = ((0, 4), (4, 9), (9, 11)), torch.Generator().manual_seed(1)
@@ -247,15 +187,18 @@ def test_rows_found_on_the_host_are_those_of_the_device(targets: str) -> None:
     assert vocabulary.IGNORED == IGNORED
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("max_logits", [20, 2**27])
 @pytest.mark.parametrize(
     "options",
     [{}, {"div_val": 2, "tie_projs": (False, True, True)}, {"softcap": 2.0, "biases": False}],
 )
 def test_a_model_computes_the_same_as_on_a_gpu(
-    options: dict[str, Any], max_logits: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], max_logits: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Embedding and softmax on GPUs have other operations: run them on the CPU."""
+    if by_kernel:
+        pytest.importorskip("triton")
     model = small_model(cutoffs=(4, 9), **options)
     assert (4 + 2) % vocabulary.HEAD_MULTIPLE, "the head is padded"
     text_BN = random_text(3, 9)
@@ -273,5 +216,6 @@ def test_a_model_computes_the_same_as_on_a_gpu(
     monkeypatch.setattr(devices, "host_waits_for", lambda _: True)
     monkeypatch.setattr(devices, "to_device", lambda x, _: x)
     monkeypatch.setattr(vocabulary, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(vocabulary, "has_triton", lambda _: by_kernel)
     for actual, of_the_cpu in zip(results(), expected, strict=True):
         assert_close(actual, of_the_cpu, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,194 @@
+"""Cross-entropy of a linear layer: its logits never exist for more rows than a limit allows.
+
+The elementwise part has two implementations: kernels (cross_entropy_kernel.py), which read and
+write the logits as few times as possible, and operations of torch, for GPUs without triton. This
+module does not import triton; the kernels' module is imported when one runs.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.library import define, impl, register_fake
+from torch.nn.functional import linear
+
+# Shapes: N rows, R rows of one chunk, E width, V vocabulary
+
+IGNORED = -1
+"""Target of a position that is not scored."""
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """c tanh(logit / c), for a `softcap` c. Source: Gemma 2, arXiv:2408.00118, section 2."""
+    return softcap * torch.tanh(logits / softcap)
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Under autocast logits are bf16: 8 bits of precision are too few to sum a vocabulary."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def linear_cross_entropy(
+    x_NE: Tensor,
+    weight_VE: Tensor,
+    bias_V: Tensor,
+    target_N: Tensor,
+    *,
+    max_logits: int,
+    softcap: float | None = None,
+    by_kernel: bool,
+) -> Tensor:
+    """Nats [N] of a linear layer, in chunks of at most `max_logits` logits; 0 where IGNORED.
+
+        nats_n = log(sum_v exp(logit_nv)) - logit_(n, target n)        logit = x W^T + b, capped
+
+    Forward keeps one float per row, the logarithm of the sum, and the logits of the last chunk.
+    Backward starts with these and computes those of the other chunks again, at most a third more
+    work for this layer. Gradients of logits take their place, so there is one chunk of logits at a
+    time; without kernels up to four more in fp32. Sums over the vocabulary and over chunks are
+    fp32, or fp64 for fp64 inputs. Under autocast, products have its dtype.
+    """
+    device = x_NE.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    plan = _Plan(
+        chunks=_chunks(len(x_NE), max(1, max_logits // len(weight_VE))),
+        dtype=torch.get_autocast_dtype(device) if is_cast else x_NE.dtype,
+        softcap=softcap,
+        by_kernel=by_kernel,
+    )
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, plan)
+
+
+def _chunks(num_rows: int, most: int) -> tuple[slice, ...]:
+    """Of equal size, or else the last one, whose logits are kept, could be much smaller."""
+    size = max(1, math.ceil(num_rows / max(1, math.ceil(num_rows / most))))
+    starts = range(0, max(1, num_rows), size)  # one chunk even without rows
+    return tuple(slice(start, min(start + size, num_rows)) for start in starts)
+
+
+class _Plan(NamedTuple):
+    chunks: tuple[slice, ...]
+    dtype: torch.dtype
+    """Of the products."""
+    softcap: float | None
+    by_kernel: bool
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_N: Tensor, plan: _Plan
+    ) -> Tensor:
+        ctx.plan, ctx.input_dtypes = plan, (x_NE.dtype, weight_VE.dtype, bias_V.dtype)
+        x_NE, weight_VE, bias_V = (x.to(plan.dtype) for x in (x_NE, weight_VE, bias_V))
+        total_N = x_NE.new_empty(len(x_NE), dtype=at_least_fp32(plan.dtype))
+        nats_N = torch.empty_like(total_N)
+        operator = torch.ops.txl_dist.cross_entropy if plan.by_kernel else _write_nats
+        logit_RV = None
+        for rows in plan.chunks:
+            del logit_RV  # before the next are computed
+            logit_RV = linear(x_NE[rows], weight_VE, bias_V)
+            operator(logit_RV, target_N[rows], plan.softcap, total_N[rows], nats_N[rows])
+        ctx.save_for_backward(x_NE, weight_VE, bias_V, target_N, total_N)
+        ctx.last_logit_RV = logit_RV
+        return nats_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_NE, weight_VE, bias_V, target_N, total_N = ctx.saved_tensors
+        plan, (wants_x, wants_weight, wants_bias) = ctx.plan, ctx.needs_input_grad[:3]
+        operator = torch.ops.txl_dist.cross_entropy_backward_ if plan.by_kernel else _write_gradient
+        # They are overwritten; another backward (`retain_graph`) computes them again.
+        logit_RV, ctx.last_logit_RV = ctx.last_logit_RV, None
+        d_x_NE = x_NE.new_empty(x_NE.shape, dtype=ctx.input_dtypes[0]) if wants_x else None
+        d_weight_VE = d_bias_V = None
+        for rows in reversed(plan.chunks):
+            if logit_RV is None:
+                logit_RV = linear(x_NE[rows], weight_VE, bias_V)
+            operator(logit_RV, target_N[rows], plan.softcap, total_N[rows], gradients[0][rows])
+            if d_x_NE is not None:
+                d_x_NE[rows] = logit_RV @ weight_VE
+            if wants_weight:
+                d_weight_VE = _sum(d_weight_VE, logit_RV.t() @ x_NE[rows])
+            if wants_bias:
+                d_bias_V = _sum(d_bias_V, logit_RV.sum(0, dtype=total_N.dtype))
+            logit_RV = None  # before the next are computed
+        results = zip((d_x_NE, d_weight_VE, d_bias_V), ctx.input_dtypes, strict=True)
+        return (*(None if x is None else x.to(dtype) for x, dtype in results), None, None)
+
+
+def _sum(before: Tensor | None, more: Tensor) -> Tensor:
+    """In fp32 at least, once there is something to add."""
+    return more if before is None else before.to(at_least_fp32(before.dtype)).add_(more)
+
+
+# --- by operations of torch: each has a tensor of all logits in fp32 ------------------------------
+
+
+def _write_nats(
+    logit_RV: Tensor, target_R: Tensor, softcap: float | None, total_R: Tensor, nats_R: Tensor
+) -> None:
+    logit_RV = logit_RV.to(total_R.dtype)
+    if softcap is not None:
+        logit_RV = capped(logit_RV, softcap)
+    torch.logsumexp(logit_RV, dim=-1, out=total_R)
+    column_R1 = target_R.clamp(min=0)[:, None]
+    torch.sub(total_R, logit_RV.gather(1, column_R1).squeeze(1), out=nats_R)
+    nats_R.masked_fill_(target_R == IGNORED, 0)
+
+
+def _write_gradient(
+    logit_RV: Tensor, target_R: Tensor, softcap: float | None, total_R: Tensor, d_nats_R: Tensor
+) -> None:
+    p_RV = logit_RV.to(total_R.dtype)
+    slope_RV = None
+    if softcap is not None:
+        p_RV.div_(softcap).tanh_()
+        slope_RV = 1 - p_RV.square()
+        p_RV.mul_(softcap)
+    p_RV.sub_(total_R[:, None]).exp_()
+    column_R1 = target_R.clamp(min=0)[:, None]
+    # Not `scatter_add_`, which is refused where algorithms must be deterministic.
+    p_RV.scatter_(1, column_R1, p_RV.gather(1, column_R1) - 1)
+    p_RV.mul_(d_nats_R.masked_fill(target_R == IGNORED, 0)[:, None])
+    if slope_RV is not None:
+        p_RV.mul_(slope_RV)
+    if p_RV is not logit_RV:
+        logit_RV.copy_(p_RV)
+
+
+# --- by kernels: operators of torch, which work with fake tensors too -----------------------------
+
+define(
+    "txl_dist::cross_entropy",
+    "(Tensor logits, Tensor target, float? softcap, Tensor(a!) logsumexp, Tensor(b!) nats) -> ()",
+)
+define(
+    "txl_dist::cross_entropy_backward_",
+    "(Tensor(a!) logits, Tensor target, float? softcap, Tensor logsumexp, Tensor d_nats) -> ()",
+)
+
+
+@impl("txl_dist::cross_entropy", "default")
+def _(*arguments: Any) -> None:
+    from txl_dist.model.cross_entropy_kernel import write_nats
+
+    write_nats(*arguments)
+
+
+@impl("txl_dist::cross_entropy_backward_", "default")
+def _(*arguments: Any) -> None:
+    from txl_dist.model.cross_entropy_kernel import overwrite_with_gradient
+
+    overwrite_with_gradient(*arguments)
+
+
+@register_fake("txl_dist::cross_entropy")
+@register_fake("txl_dist::cross_entropy_backward_")
+def _(*arguments: Any) -> None:
+    pass

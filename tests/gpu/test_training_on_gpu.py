@@ -60,13 +60,22 @@ def test_offload_has_the_same_losses(
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
-def test_compiled_layers_have_the_same_losses(dataset: Path, tmp_path: Path) -> None:
-    """With parameters of odd sizes, which DeepSpeed does not keep at aligned addresses."""
-    settings = (*DROPOUT, "deepspeed.zero_stage=1", "model.d_model=18", "model.d_inner=30")
-    for name, compiles in (("eager", "false"), ("compiled", "true")):
-        train_command(
-            dataset, tmp_path / name, NO_EVALUATION, *settings, f"training.compile={compiles}"
-        )
+@pytest.mark.parametrize("cuda_graphs", ["false", "true"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_compiled_layers_have_the_same_losses(
+    dataset: Path, tmp_path: Path, stage: int, cuda_graphs: str
+) -> None:
+    """With parameters of odd sizes, which DeepSpeed does not keep at aligned addresses.
+
+    Three micro-batches: each has a memory, and adds to the gradients of the others.
+    """
+    settings = (
+        NO_EVALUATION, *DROPOUT, f"deepspeed.zero_stage={stage}", "training.micro_batch_lanes=2",
+        "model.d_model=18", "model.d_inner=30",
+    )  # fmt: skip
+    train_command(dataset, tmp_path / "eager", *settings)
+    compiled = ("training.compile=true", f"training.cuda_graphs={cuda_graphs}")
+    train_command(dataset, tmp_path / "compiled", *settings, *compiled)
     expected = pytest.approx(losses(tmp_path / "eager"), rel=TOLERANCE)
     assert losses(tmp_path / "compiled") == expected
 

@@ -165,6 +165,7 @@ class Settings:
     precision: Precision = "bf16"
     rounds: int = 10
     compile: bool = False
+    cuda_graphs: bool = False
     data_sheet_flops: float | None = None
 
 
@@ -277,7 +278,12 @@ class TrainingStep:
         if settings.compile:
             # All rows share one function, of which torch compiles 8 variants and no more.
             torch.compiler.reset()
-            compile_model(self._model, settings.device, draws_by_kernel=True)
+            compile_model(
+                self._model,
+                settings.device,
+                draws_by_kernel=True,
+                cuda_graphs=settings.cuda_graphs,
+            )
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._memory = self._model.empty_memory(model.num_lanes)
         shape = (model.num_lanes, model.tgt_len)

@@ -328,6 +328,10 @@ def gpu(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the layers (training.compile).")
     ] = False,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option("--cuda-graphs", help="Compile and record layers (training.cuda_graphs)."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokens/s, MFU and peak GPU memory of training steps, by attention implementation.
@@ -354,7 +358,8 @@ def gpu(
         device=device,
         precision=precision,
         rounds=rounds,
-        compile=compiled,
+        compile=compiled or cuda_graphs,
+        cuda_graphs=cuda_graphs,
         data_sheet_flops=sheet,
     )
     loaded = {name: load_model(name) for name in chosen_models}
@@ -389,6 +394,7 @@ def run_gpu(
             "device": gpu.device_name(settings.device),
             "precision": settings.precision,
             "compile": settings.compile,
+            "cuda_graphs": settings.cuda_graphs,
             "peak_flops_measured": peak_flops,
             "peak_flops_data_sheet": settings.data_sheet_flops,
             "rows": [asdict(row) for row in rows],

@@ -104,9 +104,29 @@ class RunConfig(Section):
                 "gathers weights in hooks inside the layers, which end every compiled graph; use "
                 "stage 0, 1 or 2"
             )
+        problems += self._problems_of_cuda_graphs()
         if problems:
             raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
         return self
+
+    def _problems_of_cuda_graphs(self) -> list[str]:
+        training = self.training
+        if not training.cuda_graphs:
+            return []
+        reasons = {
+            "training.compile=false: only compiled layers are recorded": not training.compile,
+            "training.activation_checkpointing=true: it runs layers a second time in backward": (
+                training.activation_checkpointing
+            ),
+            "training.dropout_rng=device: its generators are on the host": (
+                training.dropout_rng == "device"
+            ),
+        }
+        return [
+            f"training.cuda_graphs=true is not supported with {reason}; change one of them"
+            for reason, holds in reasons.items()
+            if holds
+        ]
 
     @property
     def num_steps(self) -> int:

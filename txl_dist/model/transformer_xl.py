@@ -11,6 +11,7 @@ The model has no state: `forward` takes the memory and returns the next one. The
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
 """
 
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
@@ -57,6 +58,8 @@ class TransformerXL(nn.Module):
         self.recompute_layers = recompute_layers
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
+        self.before_layers: Callable[[], None] = lambda: None
+        """Called before the layers of a segment."""
         self.encoding = encoding_class(config)
         if config.vocab_size is not None:
             self.table = AdaptiveEmbedding(config)
@@ -115,6 +118,7 @@ class TransformerXL(nn.Module):
         if dropout_masks is not None:
             dropout_masks = dropout_masks.on(self.weight.device)
         first_BTD = x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
+        self.before_layers()
         # Built once for all layers of a memory length, including the mask that follows from the
         # ages.
         contexts: dict[int, SegmentContext] = {}

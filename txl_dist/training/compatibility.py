@@ -51,6 +51,7 @@ _FREE = (
     "training.activation_checkpointing",
     "training.memory_device",
     "training.compile",
+    "training.cuda_graphs",
     "training.deterministic",
     "training.statistics_interval_steps",
     "training.profile_",

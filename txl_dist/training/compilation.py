@@ -12,6 +12,7 @@ there the feed-forward layers and norms are compiled.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,14 +40,22 @@ def compile_layers(
     """
     _require_compiler(world.device)
     model.to(world.device)
-    compile_model(model, world.device, draws_by_kernel=config.training.dropout_rng == "lane")
+    compile_model(
+        model,
+        world.device,
+        draws_by_kernel=config.training.dropout_rng == "lane",
+        cuda_graphs=config.training.cuda_graphs,
+    )
     _run_once(model, config, world.device, lanes)
 
 
-def compile_model(model: TransformerXL, device: torch.device, *, draws_by_kernel: bool) -> None:
+def compile_model(
+    model: TransformerXL, device: torch.device, *, draws_by_kernel: bool, cuda_graphs: bool = False
+) -> None:
     """Let the next forward compile the layers.
 
     `draws_by_kernel`: dropout masks are by lane, which on GPUs are operators of the compiled graph.
+    `cuda_graphs`: on a GPU, layers are recorded as CUDA graphs. That needs such masks.
     """
     if not _attention_can_be_compiled(model, device):
         for layer in model.layers:
@@ -59,8 +68,23 @@ def compile_model(model: TransformerXL, device: torch.device, *, draws_by_kernel
             # numpy or a generator of torch draws; code would be compiled again for every layer.
             for name in ("draw", "draw_bits"):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    options: dict[str, Any] = {}
+    if cuda_graphs and device.type == "cuda":
+        options["triton.cudagraphs"] = True
+        _use_cuda_graphs(model)
     # dynamic=False: all segments have one shape.
-    model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
+    model.compute_layer = torch.compile(model.compute_layer, dynamic=False, options=options or None)
+
+
+def _use_cuda_graphs(model: TransformerXL) -> None:
+    """Keep nothing in the memory of the graphs, which the next micro-batch overwrites.
+
+    The recurrent memory is a copy in any case (memory/recurrent.py).
+    """
+    model.before_layers = torch.compiler.cudagraph_mark_step_begin
+    shared = [model.content_bias_HK, model.distance_bias_HK] if model.config.shares_biases else []
+    for parameter in (*model.layers.parameters(), *shared):
+        parameter.register_hook(torch.clone)  # its gradient, which may be kept for several batches
 
 
 def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:

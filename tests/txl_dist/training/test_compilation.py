@@ -41,6 +41,22 @@ def test_stage_3_is_refused_with_the_reason(dataset: Path, tmp_path: Path) -> No
         tiny_job(dataset, tmp_path, COMPILE, *ZERO["3"])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("training.compile=false",),
+        (COMPILE, "training.activation_checkpointing=true"),
+        (COMPILE, "training.dropout_rng=device"),
+    ],
+    ids=str,
+)
+def test_what_cuda_graphs_cannot_record_is_refused(
+    dataset: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"not supported with {settings[-1]}"):
+        tiny_job(dataset, tmp_path, "training.cuda_graphs=true", *settings)
+
+
 def train_without_a_compiler(world: World, job: TrainJob) -> int:
     from torch._inductor import config
 

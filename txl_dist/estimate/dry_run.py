@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.rank_bytes import ActivationPeaks, ModelNeeds, Parameter, ZeroSettings
-from txl_dist.model import attention, devices
+from txl_dist.model import attention, devices, vocabulary
 from txl_dist.model.attention import choose_implementation, sdpa
 from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.dropout import KeepBits
@@ -260,6 +260,7 @@ def _paths_of(device: Device) -> Iterator[None]:
     # Not a TorchFunctionMode: it is not active when backward computes layers again.
     with (
         patch.object(attention, "has_triton", lambda device: True),
+        patch.object(vocabulary, "has_triton", lambda device: True),
         patch.object(devices, "host_waits_for", lambda device: True),
         patch.object(sdpa, "scaled_dot_product_attention", _efficient_attention),
     ):

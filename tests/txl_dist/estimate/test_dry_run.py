@@ -106,8 +106,8 @@ def test_on_gpus_large_logits_are_computed_in_chunks(monkeypatch: pytest.MonkeyP
     whole = {device: peak(device) for device in DEVICES}
     monkeypatch.setattr(vocabulary, "MAX_LOGITS", 401 * 64)  # head: 512 rows in 8 chunks
     assert peak("cpu") == whole["cpu"]
-    # The logits, their logarithms and their gradient.
-    assert whole["cuda"] - peak("cuda") > 512 * 401 * 4
+    # Seven eighths of the logits; their gradient takes their place.
+    assert whole["cuda"] - peak("cuda") > 0.75 * 512 * 401 * 4
 
 
 def test_rows_of_clusters_follow_zipf() -> None:

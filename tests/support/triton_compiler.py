@@ -59,6 +59,7 @@ class _CompiledInstead:
 
     def __init__(self, kernel: Any, capability: int) -> None:
         self.kernel, self.capability = kernel, capability
+        self.__name__ = kernel.__name__
         self.result: Compiled | None = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -153,6 +154,7 @@ def compile_kernels(capability: int, dtype: torch.dtype, d_head: int) -> Iterato
     reach = torch.zeros(B, T, dtype=torch.int32)
     keep_words = torch.zeros(B, H, T, S // 16, dtype=torch.int16)
     names = ["forward_kernel", "query_gradient_kernel", "key_value_gradient_kernel"]
+    triton_launch._is_hopper = lambda device: capability >= 90
     with _compiled_instead(triton_launch, names, capability) as attention_kernels:
         operator = torch.ops.txl_dist.relative_attention
         mixed, _ = operator(q, k, v, distance, reach, keep_words, 1.25)

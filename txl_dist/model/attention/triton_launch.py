@@ -3,6 +3,7 @@
 Imports triton, so triton.py imports this module when a kernel runs.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,40 +32,53 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-_KERNELS = [forward_kernel, query_gradient_kernel, key_value_gradient_kernel]
+_KERNELS = ["forward_kernel", "query_gradient_kernel", "key_value_gradient_kernel"]
 
 _TILES = {
     (2, 64): [
+        Tiles(64, 32, num_warps=4, num_stages=3),
         Tiles(64, 64, num_warps=4, num_stages=3),
-        Tiles(64, 64, num_warps=4, num_stages=3),
-        Tiles(64, 64, num_warps=4, num_stages=1),
+        Tiles(64, 32, num_warps=4, num_stages=1),
     ],
     (2, 128): [
-        Tiles(64, 32, num_warps=4, num_stages=1),
-        Tiles(64, 64, num_warps=4, num_stages=1),
+        Tiles(64, 32, num_warps=4, num_stages=3),
+        Tiles(64, 64, num_warps=4, num_stages=2),
         Tiles(64, 32, num_warps=4, num_stages=1),
     ],
     (2, 256): [Tiles(32, 32, num_warps=4, num_stages=1)] * 3,
     (4, 64): [Tiles(32, 32, num_warps=4, num_stages=2)] * 3,
-    (4, 128): [Tiles(32, 32, num_warps=8, num_stages=1)] * 3,
+    (4, 128): [
+        Tiles(32, 32, num_warps=8, num_stages=1),
+        Tiles(32, 32, num_warps=8, num_stages=1),
+        Tiles(32, 16, num_warps=8, num_stages=1),
+    ],
 }
 """Of each kernel, by bytes per element and the most channels."""
 
+_BEFORE_HOPPER = {
+    ("query_gradient_kernel", 2, 64): Tiles(64, 32, num_warps=4, num_stages=2),
+    ("query_gradient_kernel", 2, 128): Tiles(64, 32, num_warps=8, num_stages=2),
+}
+"""Instead, on GPUs with fewer registers for the results of products: others would be spilled."""
 
-def tiles_of(kernel: Any, element_bytes: int, block_channels: int) -> Tiles:
-    """The tiles of a kernel for heads of `block_channels`, padding included.
 
-    Those of 2 bytes and up to 128 channels were the fastest of 27 on an H100 for the models of
+def tiles_of(kernel: str, element_bytes: int, block_channels: int, *, is_hopper: bool) -> Tiles:
+    """The tiles of the kernel of this name, for heads of `block_channels`, padding included.
+
+    Those of 2 bytes and up to 128 channels were the fastest of 13 on an H100 for the models of
     `txl bench gpu` (docs/experiments.md, 2026-11-26). The others were never timed; the compiler
     reports few or no spilled registers for sm_80 and sm_90.
     """
     for (num_bytes, most_channels), tiles in _TILES.items():
         if num_bytes == element_bytes and block_channels <= most_channels:
-            number = [forward_kernel, query_gradient_kernel, key_value_gradient_kernel].index(
-                kernel
-            )
-            return tiles[number]
+            older = _BEFORE_HOPPER.get((kernel, num_bytes, most_channels))
+            return older if older and not is_hopper else tiles[_KERNELS.index(kernel)]
     return Tiles(16, 16, num_warps=4, num_stages=1)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def padded_channels(d_head: int) -> int:
@@ -186,7 +200,8 @@ class _Call(NamedTuple):
     def launch(self, kernel: Any, num_rows: int, *tensors: Tensor, **constants: Any) -> None:
         """Run a kernel, which divides `num_rows` queries or keys into tiles."""
         q_HBTK = self.tensors[0]
-        tiles = tiles_of(kernel, q_HBTK.element_size(), self.constants["BLOCK_K"])
+        size, is_hopper = q_HBTK.element_size(), _is_hopper(q_HBTK.device)
+        tiles = tiles_of(kernel.__name__, size, self.constants["BLOCK_K"], is_hopper=is_hopper)
         blocks = {"BLOCK_T": tiles.num_rows, "BLOCK_S": tiles.num_columns}
         if kernel is key_value_gradient_kernel:
             blocks = {"BLOCK_T": tiles.num_columns, "BLOCK_S": tiles.num_rows}

@@ -62,7 +62,7 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], No
 
     def use(tiles: tuple[int, int]) -> None:
         fixed = triton_launch.Tiles(*tiles, num_warps=1, num_stages=1)
-        monkeypatch.setattr(triton_launch, "tiles_of", lambda *call: fixed)
+        monkeypatch.setattr(triton_launch, "tiles_of", lambda *call, **options: fixed)
 
     return use
 

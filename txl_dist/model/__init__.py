@@ -3,6 +3,7 @@
     config.py               the architecture, checked without torch
     transformer_xl.py       tokens and memory -> loss per token and the next memory
       vocabulary.py         token ids to vectors, vectors to loss
+      cross_entropy.py      the loss of a linear layer; its kernels: cross_entropy_kernel.py
       attention/            projections, and the implementations of attention
       encodings.py          how scores depend on distances
       visibility.py         which keys a query may see

@@ -60,6 +60,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no-memory": ("modern/quickstart", "model.mem_len=0"),
     "memory-64": ("modern/quickstart", "model.mem_len=64"),
     "short-long": ("modern/quickstart", "model.mem_shares=[0.25, 1]"),
+    "compressive": ("modern/quickstart", "model.memory=compressive"),
+    "compressive-64": (
+        "modern/quickstart", "model.memory=compressive", "model.mem_len=64",
+        "model.compressed_len=64",
+    ),
     "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
     "no-embedding-norm": ("modern/quickstart", "model.embedding_norm=false"),

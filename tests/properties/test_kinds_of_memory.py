@@ -69,6 +69,10 @@ def read(
 )
 @torch.no_grad()
 def test_no_loss_depends_on_later_tokens(kind: str, start: str, options: dict[str, Any]) -> None:
+    # Clusters of the softmax round differently if later tokens give them another number of rows.
+    tolerance = 1e-14 if "cutoffs" in options else 0.0
+    if options is SHORT_AND_LONG and kind == "compressive":
+        pytest.skip("its layers have one length")
     model, text_BN = small_model(memory=kind, **options), random_text(2, NUM_TOKENS + 1)
     nats_BN, _ = read(model, text_BN, getattr(model, start)(2))
     for position in range(1, NUM_TOKENS + 1):
@@ -76,7 +80,8 @@ def test_no_loss_depends_on_later_tokens(kind: str, start: str, options: dict[st
         changed_BN[:, position:] = (changed_BN[:, position:] + 1) % VOCAB_SIZE
         other_BN, _ = read(model, changed_BN, getattr(model, start)(2))
         # The token at `position` is the target of the one before.
-        assert torch.equal(other_BN[:, : position - 1], nats_BN[:, : position - 1])
+        before = other_BN[:, : position - 1], nats_BN[:, : position - 1]
+        assert_close(*before, rtol=0, atol=tolerance)
         assert not torch.equal(other_BN[:, position - 1 :], nats_BN[:, position - 1 :])
 
 

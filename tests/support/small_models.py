@@ -41,6 +41,7 @@ def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
         "d_head": 4,
         "d_inner": 7,
         "mem_len": 5,
+        "compression_rate": 2,
         "init_std": 0.4,
         "proj_init_std": 0.4,
     }

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from data_pipeline.streams.segments import IGNORED
 from data_pipeline.system.remote_path import DatasetPath
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
 from txl_dist.model.attention import AttentionWeightsCallback
@@ -84,8 +84,10 @@ def attention_by_distance(
 ) -> AttentionByDistance:
     """Run the model on the chunks and sum the attention weights of every head by distance.
 
-    Calls `on_progress(chunks done, chunks)`. Raises CheckpointError if a weight is NaN or Inf.
+    Calls `on_progress(chunks done, chunks)`. Raises CheckpointError if a weight is NaN or Inf, and
+    ConfigError for a memory whose keys are not one token each.
     """
+    _require_tokens_as_keys(scorer.model.config)
     config, device, tgt_len = scorer.model.config, scorer.device, scorer.tgt_len
     # float64: the sums of a long text have millions of terms.
     heads = _Sums(config.n_layer, config.n_head, tgt_len, config.mem_len, device)
@@ -111,6 +113,15 @@ def attention_by_distance(
         num_queries=num_queries,
         tgt_len=tgt_len,
     )
+
+
+def _require_tokens_as_keys(config: ModelConfig) -> None:
+    if config.memory != "recurrent":
+        raise ConfigError(
+            f"attention by distance in tokens is not defined for model.memory={config.memory}: its "
+            "keys are not one token each. Use txl recl or txl bench recall, which measure how far "
+            "back a model uses its text"
+        )
 
 
 def _even_weights(config: ModelConfig, age_BT: Tensor) -> Tensor:

@@ -237,7 +237,10 @@ def print_score(scored: Scored) -> None:
     if details := scored.get("details"):
         _print_interval(details)
     overhead = scored["context_overhead"]
-    print(f"  {scored['num_chunks']} chunks, {overhead:.1%} more tokens read as context")
+    if scored["num_chunks"] == 1:
+        print("  read in one pass, from the start of the split to its end")
+    else:
+        print(f"  {scored['num_chunks']} chunks, {overhead:.1%} more tokens read as context")
     if overhead > MAX_OVERHEAD:
         print("  so many because a short split too is cut into chunks, the same for any --workers")
     if scored["mode"] == "fast":

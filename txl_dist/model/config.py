@@ -122,7 +122,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 """By the value of `ModelConfig.recipe`: defaults of settings that differ from the paper's. Those of
 the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-today.md)."""
 
-MEMORY_KINDS = {"recurrent": "txl_dist.model.memory.recurrent:Recurrent"}
+MEMORY_KINDS = {
+    "recurrent": "txl_dist.model.memory.recurrent:Recurrent",
+    "compressive": "txl_dist.model.memory.compressive:Compressive",
+}
 """By the value of `ModelConfig.memory`: a `MemoryKind` (memory/__init__.py), as "module:class"."""
 
 # In order of preference: `auto` takes the first that supports the call and the device.
@@ -167,12 +170,18 @@ class ModelConfig:
     d_embed: int | None = None
     """Width of the token embedding; None is `d_model`. Another width adds projections."""
     memory: str = "recurrent"
-    """What a lane carries from segment to segment: `recurrent`, the paper's."""
+    """What a lane carries from segment to segment: `recurrent`, the paper's, or `compressive`, with
+    means of older tokens behind it."""
     mem_len: int = 128
     """Tokens of memory per lane and layer; 0 disables recurrence."""
     mem_shares: tuple[float, ...] = ()
     """Memory length of each layer as a share of `mem_len`, repeated over the layers: `[0.25, 1]`
     alternates short and long memories. () is `mem_len` in every layer."""
+    compressed_len: int | None = None
+    """Slots of a compressive memory, each for `compression_rate` tokens that are older than
+    `mem_len`. None is `mem_len // compression_rate`, which doubles the reach."""
+    compression_rate: int = 4
+    """Tokens of which one slot of a compressive memory is the mean."""
     distance_encoding: str = "sinusoidal"
     """How attention depends on distances: `sinusoidal` (the paper's), or another encoding."""
     clamp_len: int | None = None
@@ -263,6 +272,7 @@ class ModelConfig:
                 "takes the ReLU of their output, which has no gradient at 0; use zero_init=false"
             )
         self._check_memory_shares()
+        self._check_compression()
         self._check_vectors()
         self._check_clusters()
 
@@ -296,6 +306,29 @@ class ModelConfig:
         if self.untie_r and not encoding.has_position_biases:
             raise ValueError(
                 f"untie_r=true is not supported by distance_encoding={name}; use false"
+            )
+
+    def _check_compression(self) -> None:
+        if self.compression_rate < 2:
+            raise ValueError(f"compression_rate={self.compression_rate} must be at least 2")
+        if (self.compressed_len or 0) < 0:
+            raise ValueError(f"compressed_len={self.compressed_len} must not be negative")
+        if self.memory != "compressive":
+            if self.compressed_len is not None:
+                raise ValueError(
+                    f"compressed_len={self.compressed_len} needs memory=compressive; memory="
+                    f"{self.memory} compresses nothing"
+                )
+            return
+        if self.same_length:
+            raise ValueError(
+                "same_length=true is not supported by memory=compressive, whose slots are several "
+                "tokens; use false"
+            )
+        if self.mem_shares:
+            raise ValueError(
+                "mem_shares is not supported by memory=compressive, whose layers have one length; "
+                "use []"
             )
 
     def _check_memory_shares(self) -> None:

@@ -67,7 +67,10 @@ class Dropout(nn.Module):
         self.rate, self.layer, self.by_lane = rate, layer, by_lane
         self.place: Place = place
         # All layers share one compiled function, which depends on a number but not on a tensor.
-        self.register_buffer("layer_number", torch.tensor(layer), persistent=False)
+        # On the CPU also where models are built without values (`torch.device("meta")`): it is not
+        # loaded afterwards.
+        number = torch.tensor(layer, device="cpu")
+        self.register_buffer("layer_number", number, persistent=False)
 
     def forward(self, x: Tensor, masks: DropoutMasks | None) -> Tensor:
         scale = self.scale(x, masks)

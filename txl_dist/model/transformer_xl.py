@@ -129,7 +129,7 @@ class TransformerXL(nn.Module):
             num_past = memory.num_past_in(number)
             if num_past not in contexts:
                 contexts[num_past] = self._segment_context(
-                    x_BTD, age_BT, num_past, dropout_masks, on_attention_weights
+                    x_BTD, memory.reach(age_BT), num_past, dropout_masks, on_attention_weights
                 )
             x_BTD = self._run_layer(layer, x_BTD, memory.past(number, x_BTD), contexts[num_past])
         hidden.append(x_BTD)

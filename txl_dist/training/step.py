@@ -164,7 +164,7 @@ class TrainStep:
         """The segment with ages that limit attention to tokens from `contiguous_from` on."""
         num_contiguous = segment.position - contiguous_from
         # The first segment after a gap must not read the state; later ones only keys after the gap.
-        if num_contiguous > 0 and num_contiguous >= self.memories[0].num_past:
+        if num_contiguous > 0 and num_contiguous >= self.memories[0].num_past_tokens:
             return segment
         tgt_len = segment.age.shape[1]
         limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)

@@ -1,7 +1,8 @@
 """Kinds of memory: what a model carries from one segment to the next, by lane.
 
-    recurrent.py   the inputs of each layer for the last tokens (the paper's)
-    kv_cache.py    their keys and values, for inference
+    recurrent.py     the inputs of each layer for the last tokens (the paper's)
+    compressive.py   the same, and behind them the means of older ones
+    kv_cache.py      keys and values of a recurrent memory, for inference
 
 `MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A kind is a
 module with both, and an entry in `MEMORY_KINDS` (model/config.py). Nothing else knows what a state
@@ -41,6 +42,18 @@ class SequenceState(ABC):
     def num_past_in(self, number: int) -> int:
         """The same for layer `number`."""
         return self.num_past
+
+    @property
+    def num_past_tokens(self) -> int:
+        """The tokens before the segment of which attention may see something, in any layer."""
+        return self.num_past
+
+    def reach(self, age_BT: Tensor) -> Tensor:
+        """How many keys before itself a query of this age may see; more than M are all [B, T].
+
+        Where every key is a token, that is the age.
+        """
+        return age_BT
 
     @abstractmethod
     def past(self, number: int, x_BTD: Tensor) -> Any:

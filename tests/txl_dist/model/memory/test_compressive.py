@@ -1,0 +1,159 @@
+"""`model.memory: compressive`: slots are the means of the equations, and hide other documents."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.support.hypothesis_examples import examples
+from tests.support.small_models import random_text, small_model
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
+
+B, D = 2, 4
+sizes = st.fixed_dictionaries(
+    {
+        "mem_len": st.integers(1, 7),
+        "compressed_len": st.integers(0, 4),
+        "compression_rate": st.integers(2, 5),
+    }
+)
+
+
+def config(**options: Any) -> ModelConfig:
+    return ModelConfig(memory="compressive", n_layer=2, d_model=D, **options)
+
+
+def token(position: int, layer: int) -> Tensor:
+    """The input of a layer, [B, D]; zeros before the start of a stream."""
+    if position < 0:
+        return torch.zeros(B, D)
+    return torch.randn(B, D, generator=torch.Generator().manual_seed(7 * position + layer))
+
+
+def slots_and_recent(
+    num_tokens: int, layer: int, *, mem_len: int, compressed_len: int, compression_rate: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """After `num_tokens` tokens: what the equations of the paper say, token by token."""
+    # Blocks are counted from the zeros that fill an empty memory.
+    leaving = [*range(-mem_len, num_tokens - mem_len)]
+    num_blocks = len(leaving) // compression_rate
+    blocks = [
+        leaving[number * compression_rate : (number + 1) * compression_rate]
+        for number in range(num_blocks)
+    ]
+    means = [torch.stack([token(at, layer) for at in block]).mean(0) for block in blocks]
+    means = [torch.zeros(B, D)] * compressed_len + means
+    num_recent = mem_len + compression_rate - 1
+    recent = [token(at, layer) for at in range(num_tokens - num_recent, num_tokens)]
+    return means[len(means) - compressed_len :], recent
+
+
+@examples(60)
+@given(sizes=sizes, tgt_lens=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_the_state_is_that_of_the_equations_for_any_segments(
+    sizes: dict[str, int], tgt_lens: list[int]
+) -> None:
+    state, position = memory_kind(config(**sizes)).empty(B), 0
+    for tgt_len in tgt_lens:
+        segment = range(position, position + tgt_len)
+        hidden = [torch.stack([token(at, layer) for at in segment], dim=1) for layer in range(2)]
+        state = state.after([*hidden, hidden[0]], torch.zeros(B, tgt_len, dtype=torch.int64))
+        position += tgt_len
+    assert state.tensors()["pending"].tolist() == [position % sizes["compression_rate"]] * B
+    for layer in range(2):
+        slots, recent = slots_and_recent(position, layer, **sizes)
+        keys_BMD = state.past(layer, torch.zeros(B, 1, D))
+        assert_close(keys_BMD, torch.stack([*slots, *recent], dim=1))
+
+
+@examples(60)
+@given(
+    sizes=sizes,
+    num_read=st.integers(0, 30),
+    tgt_len=st.integers(1, 5),
+    documents=st.lists(st.integers(0, 40), min_size=B, max_size=B),
+)
+def test_a_query_sees_the_slots_that_are_wholly_of_its_document(
+    sizes: dict[str, int], num_read: int, tgt_len: int, documents: list[int]
+) -> None:
+    """`documents`: how many tokens before the segment the document of a lane has."""
+    mem_len, num_slots, rate = sizes["mem_len"], sizes["compressed_len"], sizes["compression_rate"]
+    kind = memory_kind(config(**sizes))
+    state = kind.empty(B)
+    if num_read:
+        x_BTD = torch.zeros(B, num_read, D)
+        state = state.after([x_BTD] * 3, torch.zeros(B, num_read, dtype=torch.int64))
+    num_recent, pending = mem_len + rate - 1, num_read % rate
+    age_BT = torch.tensor(documents)[:, None] + torch.arange(tgt_len)
+    reach_BT = state.reach(age_BT)
+    for lane in range(B):
+        for t in range(tgt_len):
+            age = int(age_BT[lane, t])
+            oldest = list(range(t + num_recent + 1))  # distance of each key's oldest token
+            oldest += [t + mem_len + pending + rate * (slot + 1) for slot in range(num_slots)]
+            seen = [distance <= age for distance in oldest]
+            assert [key <= reach_BT[lane, t] for key in range(len(oldest))] == seen
+
+
+def test_losses_reach_back_through_the_slots() -> None:
+    """Two more segments than a recurrent memory of this length shows; the slots are in between."""
+    model = small_model(memory="compressive", n_layer=1, mem_len=4, compressed_len=2)
+    assert memory_kind(model.config).receptive_tokens(4) == 8
+    text_BN = random_text(1, 17)
+
+    @torch.no_grad()
+    def last_nats(tokens_BN: Tensor) -> Tensor:
+        state, nats_BT = model.empty_memory(1), torch.empty(0)
+        for start in range(0, 16, 4):
+            here, age_BT = slice(start, start + 4), torch.arange(start, start + 4)[None]
+            targets_BT = tokens_BN[:, start + 1 : start + 5]
+            nats_BT, state = model(tokens_BN[:, here], targets_BT, age_BT, state)
+        return nats_BT
+
+    seen = []
+    for position in range(12):
+        changed_BN = text_BN.clone()
+        changed_BN[:, position] = (changed_BN[:, position] + 1) % 11
+        seen.append(not torch.equal(last_nats(changed_BN), last_nats(text_BN)))
+    assert seen == [False] * 4 + [True] * 8
+
+
+def test_blocks_that_end_inside_segments_have_no_limited_reach() -> None:
+    kind = memory_kind(config(mem_len=8, compression_rate=4))
+    assert kind.num_past == 2 + 8 + 3
+    assert kind.receptive_tokens(8) == 2 * 16
+    assert kind.receptive_tokens(6) is None
+
+
+def test_without_a_memory_nothing_is_compressed() -> None:
+    kind = memory_kind(config(mem_len=0))
+    assert (kind.num_past, kind.receptive_tokens(3)) == (0, 0)
+    assert kind.empty(B).bytes_per_lane == 4  # the count
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "recurrent", "compressed_len": 3}, "needs memory=compressive"),
+        ({"memory": "compressive", "compression_rate": 1}, "must be at least 2"),
+        ({"memory": "compressive", "compressed_len": -1}, "must not be negative"),
+        ({"memory": "compressive", "same_length": True}, "same_length=true is not supported"),
+        ({"memory": "compressive", "mem_shares": (0.5, 1.0)}, "mem_shares is not supported"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compressed_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**options)
+
+
+def test_a_memory_of_other_sizes_does_not_fit() -> None:
+    kind = memory_kind(config(mem_len=8))
+    assert kind.fits(config(mem_len=8, compressed_len=2))
+    assert not kind.fits(config(mem_len=8, compressed_len=3))
+    assert not kind.fits(ModelConfig(mem_len=8))

@@ -7,7 +7,7 @@ a process without TRITON_INTERPRET:
     python -m tests.support.triton_compiler 90 bfloat16 64
 
 prints one JSON object per kernel: registers, spilled_bytes, shared_bytes, instructions,
-loop_instructions.
+loop_instructions. Two more numbers are the lanes and the tokens of a segment.
 """
 
 import json
@@ -73,8 +73,10 @@ class _CompiledInstead:
             is_tensor = isinstance(value, Tensor)
             number_type = "fp32" if isinstance(value, float) else "i32"
             signature[name] = _TYPE[value.dtype] if is_tensor else number_type
-            # As triton specialises a launch: allocations are aligned, and numbers may be.
-            if is_tensor or value % 16 == 0:
+            # As triton specialises a launch: allocations are aligned, numbers may be, 1 is constant.
+            if isinstance(value, int) and value == 1:
+                constants[name] = value
+            elif is_tensor or value % 16 == 0:
                 divisible[(index,)] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(constants, "constexpr")
         signature = {name: signature[name] for name in self.kernel.arg_names}
@@ -140,19 +142,21 @@ def _compiled_instead(
         vars(module).update(originals)
 
 
-def compile_kernels(capability: int, dtype: torch.dtype, d_head: int) -> Iterator[Compiled]:
+def compile_kernels(
+    capability: int, dtype: torch.dtype, d_head: int, B: int = 16, T: int = 32
+) -> Iterator[Compiled]:
     """Those of attention, with scores by distance and dropout, and those of dropout masks.
 
-    Sizes are divisible by 16 but d_head.
+    By default sizes are divisible by 16 but d_head.
     """
     import txl_dist.model.attention.triton  # noqa: F401  # registers the operators
 
-    H, B, T, M = 2, 16, 32, 64
-    S = M + T
+    H, S = 2, 64 + T
     q, k, v = (torch.zeros(H, B, n, d_head, dtype=dtype, requires_grad=True) for n in (T, S, S))
-    distance = torch.zeros(H, B, T, S, dtype=dtype, requires_grad=True)
+    rows, columns = -(-T // 8), 16 * (-(-(S + 7) // 16))
+    distance = torch.zeros(H, 8, B, rows, columns, dtype=dtype, requires_grad=True)
     reach = torch.zeros(B, T, dtype=torch.int32)
-    keep_words = torch.zeros(B, H, T, S // 16, dtype=torch.int16)
+    keep_words = torch.zeros(B, H, T, -(-S // 16), dtype=torch.int16)
     names = ["forward_kernel", "query_gradient_kernel", "key_value_gradient_kernel"]
     triton_launch._is_hopper = lambda device: capability >= 90
     with _compiled_instead(triton_launch, names, capability) as attention_kernels:
@@ -172,6 +176,6 @@ def compile_kernels(capability: int, dtype: torch.dtype, d_head: int) -> Iterato
 
 
 if __name__ == "__main__":
-    capability, dtype, d_head = sys.argv[1:]
-    for result in compile_kernels(int(capability), getattr(torch, dtype), int(d_head)):
+    capability, dtype, *sizes = sys.argv[1:]
+    for result in compile_kernels(int(capability), getattr(torch, dtype), *map(int, sizes)):
         print(json.dumps(asdict(result)), flush=True)

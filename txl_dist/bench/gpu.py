@@ -1,4 +1,4 @@
-"""`txl bench gpu`: training steps of the published models on one GPU, by attention implementation.
+"""`txl bench gpu`: training steps of the shipped models on one GPU, by attention implementation.
 
 A step is a micro-batch as training computes it, without DeepSpeed, which has nothing to divide on
 one GPU: dropout by lane, forward under autocast, backward, clipping and fused AdamW, with a full
@@ -10,7 +10,7 @@ synchronisation, as between two reads of the loss; a round of steps ends with on
 against two peaks: that of the data sheet, and the fastest square product measured on the same
 machine in the same dtype. The whole module also runs on a CPU, for its tests.
 
-The sizes are those of configs/paper and configs/nvidia. `num_lanes` is the published batch on one
+The sizes are those of configs/paper, configs/nvidia and configs/modern. `num_lanes` is the published batch on one
 GPU of those it was trained on.
 
 Sources: Dai et al. 2019, arXiv:1901.02860, and its code;
@@ -73,7 +73,7 @@ class PublishedModel(NamedTuple):
     config: str
     vocab_size: int
     num_lanes: int
-    mfu_goal: float
+    mfu_goal: float | None = None
 
 
 MODELS = {
@@ -82,6 +82,8 @@ MODELS = {
     "wt103-large": PublishedModel("paper/wt103-large", 267_735, 32, 0.40),
     "enwik8-base": PublishedModel("paper/enwik8-base", 204, 22, 0.30),
     "enwik8-large": PublishedModel("paper/enwik8-large", 204, 16, 0.40),
+    "modern-125m": PublishedModel("modern/125m", 32_768, 16),
+    "modern-350m": PublishedModel("modern/350m", 32_768, 16),
 }
 """By name, in the order of the table."""
 

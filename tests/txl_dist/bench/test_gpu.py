@@ -46,7 +46,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "megaflops"),
     [
         ("nvidia-base", 504), ("wt103-large", 1918),
-        ("enwik8-base", 367), ("enwik8-large", 2405),
+        ("enwik8-base", 367), ("enwik8-large", 2405), ("modern-125m", 918), ("modern-350m", 2610),
     ],
 )  # fmt: skip
 def test_operations_per_token(name: str, megaflops: float) -> None:

@@ -232,8 +232,8 @@ def query_gradient_kernel(
     v += head * stride_vh + lane * stride_vb
     by_distance += head * stride_dh + lane * stride_db
     num_rows = tl.cdiv(num_queries, NUM_CLASSES)
-    row_columns = num_rows * num_columns
-    class_columns = num_lanes.to(tl.int64) * row_columns
+    row_columns = (num_rows * num_columns).to(tl.int64)
+    class_columns = row_columns * num_lanes
     d_by_distance += head * NUM_CLASSES * class_columns + lane * row_columns
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head

@@ -297,6 +297,19 @@ MOST_SPILLED_BYTES = 164
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [("1", "32"), ("3", "1"), ("1", "1")], ids=" ".join)
+def test_the_kernels_compile_for_one_lane_and_one_token(sizes: tuple[str, str]) -> None:
+    """Triton compiles an argument of 1 as a constant, which has no methods of a tensor."""
+    command = [sys.executable, "-m", "tests.support.triton_compiler", "90", "bfloat16", "64"]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    report = subprocess.run(
+        [*command, *sizes], env=environment, capture_output=True, text=True, check=False
+    )
+    assert report.returncode == 0, report.stderr
+    assert len(report.stdout.splitlines()) == 5
+
+
+@pytest.mark.slow
 # 48: heads of 41 channels with their padding. They have the tiles of 64.
 @pytest.mark.parametrize("d_head", [48, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])

@@ -73,7 +73,7 @@ class _CompiledInstead:
             is_tensor = isinstance(value, Tensor)
             number_type = "fp32" if isinstance(value, float) else "i32"
             signature[name] = _TYPE[value.dtype] if is_tensor else number_type
-            # As triton specialises a launch: allocations are aligned, numbers may be, 1 is constant.
+            # As triton specialises a launch: allocations are aligned, numbers may be, 1 is fixed.
             if isinstance(value, int) and value == 1:
                 constants[name] = value
             elif is_tensor or value % 16 == 0:

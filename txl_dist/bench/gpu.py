@@ -10,8 +10,8 @@ synchronisation, as between two reads of the loss; a round of steps ends with on
 against two peaks: that of the data sheet, and the fastest square product measured on the same
 machine in the same dtype. The whole module also runs on a CPU, for its tests.
 
-The sizes are those of configs/paper, configs/nvidia and configs/modern. `num_lanes` is the published batch on one
-GPU of those it was trained on.
+The sizes are those of configs/paper, configs/nvidia and configs/modern. `num_lanes` is the batch
+that was published for one GPU of several.
 
 Sources: Dai et al. 2019, arXiv:1901.02860, and its code;
 https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/LanguageModeling/Transformer-XL

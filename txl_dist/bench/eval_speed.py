@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.bench import one_thread, time_rounds
+from txl_dist.errors import ConfigError
 from txl_dist.model.attention import SegmentContext, choose_implementation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.encodings import DistanceTerms
@@ -198,6 +199,12 @@ def _window_path(
 def _reuse_path(
     model: TransformerXL, length: int, tgt_len: int, lanes: int, generator: torch.Generator
 ) -> _Path:
+    if model.config.memory != "recurrent":
+        raise ConfigError(
+            "eval-speed compares a memory of a given number of tokens with windows of as many; "
+            f"model.memory={model.config.memory} has no such number. Use a checkpoint of a "
+            "recurrent memory"
+        )
     config = replace(model.config, mem_len=length, mem_shares=())
     cache = KVCache.empty(config, lanes)
     num_segments = max(1, REUSE_TOKENS // tgt_len)

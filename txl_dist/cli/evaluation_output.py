@@ -238,7 +238,7 @@ def print_score(scored: Scored) -> None:
         _print_interval(details)
     overhead = scored["context_overhead"]
     if scored["num_chunks"] == 1:
-        print("  read in one pass, from the start of the split to its end")
+        print("  1 chunk, read in one pass")
     else:
         print(f"  {scored['num_chunks']} chunks, {overhead:.1%} more tokens read as context")
     if overhead > MAX_OVERHEAD:

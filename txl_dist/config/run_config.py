@@ -105,9 +105,23 @@ class RunConfig(Section):
                 "stage 0, 1 or 2"
             )
         problems += self._problems_of_cuda_graphs()
+        if self.model.memory == "compressive":
+            problems += self._problems_of_compression()
         if problems:
             raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
         return self
+
+    def _problems_of_compression(self) -> list[str]:
+        """A change lets the lanes read their text again, which is exact with whole blocks only."""
+        rate = self.model.compression_rate
+        lens = [self.data.tgt_len, *(change.tgt_len for change in self.training.changes)]
+        uneven = [str(tgt_len) for tgt_len in lens if (tgt_len or 0) % rate]
+        if not self.training.changes or not uneven:
+            return []
+        return [
+            f"training.changes with model.memory=compressive needs segments that are multiples of "
+            f"model.compression_rate={rate}; data.tgt_len is {', '.join(uneven)}"
+        ]
 
     def _problems_of_cuda_graphs(self) -> list[str]:
         training = self.training

@@ -42,7 +42,15 @@ class Memory:
 
     @classmethod
     def empty(cls, model: TransformerXL, num_rows: int) -> "Memory":
-        """Rows at the start of an episode, with the dtype and device of the model."""
+        """Rows at the start of an episode, with the dtype and device of the model.
+
+        Raises ValueError for a model of another kind of memory than the paper's.
+        """
+        if model.config.memory != "recurrent":
+            raise ValueError(
+                f"model.memory={model.config.memory} cannot be kept row by row; use "
+                "memory=recurrent, or model.empty_memory(num_rows) and its segments"
+            )
         age_B = torch.zeros(num_rows, dtype=torch.int64, device=model.weight.device)
         return cls(model.empty_memory(num_rows), age_B)
 
@@ -184,6 +192,7 @@ class Memory:
             raise ValueError(
                 "valid must be booleans, and the valid tokens of a row its newest: false, then true"
             )
+        cls.empty(model, 1)  # refuses other kinds of memory
         if len(set(model.config.mem_lens)) > 1:
             raise ValueError("the layers have memories of different lengths; use of_tensors()")
         device, dtype = model.weight.device, model.weight.dtype
@@ -201,8 +210,7 @@ class Memory:
         state = self.state
         if isinstance(state, _CachedMemory):
             return self
-        if not isinstance(state, RecurrentMemory):
-            raise ValueError(f"model.memory={model.config.memory} has no keys and values to cache")
+        assert isinstance(state, RecurrentMemory)
         with torch.no_grad():
             layers = tuple(
                 _cached_layer(layer, state.past(number, model.weight))
@@ -217,8 +225,7 @@ class Memory:
 
     def _mapped(self, function: Any, age_B: Tensor) -> "Memory":
         state = self.uncached().state
-        if not isinstance(state, RecurrentMemory):
-            raise ValueError(f"a {type(state).__name__} cannot be taken apart by rows")
+        assert isinstance(state, RecurrentMemory)
         return Memory(RecurrentMemory(tuple(map(function, state.layers))), age_B)
 
 

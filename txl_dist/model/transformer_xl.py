@@ -58,7 +58,7 @@ class TransformerXL(nn.Module):
         self.recompute_layers = recompute_layers
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
-        self.before_layers: Callable[[], None] = lambda: None
+        self.before_layers: Callable[[], None] = _nothing
         """Called before the layers of a segment."""
         self.encoding = encoding_class(config)
         if config.vocab_size is not None:
@@ -249,6 +249,10 @@ class TransformerXL(nn.Module):
         return memory_kind(self.config).for_inference(
             num_lanes, max_tokens=max_tokens, dtype=weight.dtype, device=weight.device
         )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _compute_layer(layer: nn.Module, x_BTD: Tensor, past: Any, context: SegmentContext) -> Tensor:

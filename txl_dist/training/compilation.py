@@ -20,6 +20,7 @@ from torch import nn
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_implementation
+from txl_dist.model.devices import has_triton
 from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks, LaneDropoutMasks
 from txl_dist.model.layer import Layer
 from txl_dist.model.transformer_xl import TransformerXL
@@ -54,9 +55,10 @@ def compile_model(
 ) -> None:
     """Let the next forward compile the layers.
 
-    `draws_by_kernel`: dropout masks are by lane, which on GPUs are operators of the compiled graph.
-    `cuda_graphs`: on a GPU, layers are recorded as CUDA graphs. That needs such masks.
+    `draws_by_kernel`: dropout masks are by lane, which on GPUs with triton are operators of the
+    compiled graph. `cuda_graphs`: there layers are recorded as CUDA graphs, too.
     """
+    draws_by_kernel = draws_by_kernel and device.type == "cuda" and has_triton(device)
     if not _attention_can_be_compiled(model, device):
         for layer in model.layers:
             assert isinstance(layer, Layer)
@@ -64,12 +66,12 @@ def compile_model(
                 layer.attention.forward
             )
     for module in model.modules():
-        if isinstance(module, Dropout) and not (draws_by_kernel and device.type == "cuda"):
+        if isinstance(module, Dropout) and not draws_by_kernel:
             # numpy or a generator of torch draws; code would be compiled again for every layer.
             for name in ("draw", "draw_bits"):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
     options: dict[str, Any] = {}
-    if cuda_graphs and device.type == "cuda":
+    if cuda_graphs and draws_by_kernel:
         options["triton.cudagraphs"] = True
         _use_cuda_graphs(model)
     # dynamic=False: all segments have one shape.

@@ -74,9 +74,9 @@ def segments_to_replay(config: RunConfig, point: ResumePoint, state: TrainState)
         return 0
     if memory_kind(config.model).receptive_tokens(config.data.tgt_len) is None:
         raise ConfigError(
-            f"the lanes of {point.path} cannot be given to other lanes: model.memory="
-            f"{config.model.memory} may depend on any earlier token, so it cannot be read again. "
-            "Keep data.num_lanes, or start a new run"
+            f"the lanes of {point.path} cannot be given to other lanes or another memory: "
+            f"model.memory={config.model.memory} may depend on any earlier token, so it cannot be "
+            "read again. Keep data.num_lanes and model.mem_len, or start a new run"
         )
     return context_segments(config)
 

@@ -27,6 +27,8 @@ OPTIONS = [
     {"mem_len": 5, "distance_encoding": "alibi", "attention": "cpu"},
     {"mem_len": 0},
     {"mem_len": 0, "distance_encoding": "absolute"},
+    {"mem_len": 6, "memory": "compressive", "compression_rate": 2},
+    {"mem_len": 5, "memory": "compressive", "compression_rate": 3, "compressed_len": 2},
 ]
 FREELY, GREEDILY = Sampling(), Sampling(temperature=0)
 

@@ -57,35 +57,43 @@ def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
     """Scores by distance [H, C, B, N, W], as triton_kernels.py reads them; None without any."""
     num_lanes, num_queries = q_HBTK.shape[1:3]
     num_rows = -(-num_queries // NUM_CLASSES)
-    b_HCW = None if terms.score_HS is None else _by_class(terms.score_HS, num_queries)
+    # In generation only the first class has a query: the others get its scores, which nobody reads.
+    num_classes = 1 if num_queries == 1 else NUM_CLASSES
+    b_HCW = None
+    if terms.score_HS is not None:
+        b_HCW = _by_class(terms.score_HS, num_queries, num_classes)
     if terms.distance_HSK is None:
         if b_HCW is None:
             return None
-        return b_HCW[:, :, None, None].expand(-1, -1, num_lanes, num_rows, -1)
+        return b_HCW[:, :, None, None].expand(-1, NUM_CLASSES, num_lanes, num_rows, -1)
     q_v = pad_channels(scaled_query(q_HBTK, cast_like(terms.distance_bias_HK, q_HBTK)))
     num_padding = NUM_CLASSES * num_rows - num_queries
     q_HBNCK = pad(q_v, (0, 0, 0, num_padding)).unflatten(2, (num_rows, NUM_CLASSES))
-    r_HCWK = _by_class(pad_channels(terms.distance_HSK.to(q_HBTK.dtype)), num_queries)
-    score_HCXW = torch.matmul(q_HBNCK.permute(0, 3, 1, 2, 4).flatten(2, 3), r_HCWK.transpose(2, 3))
+    q_HCXK = q_HBNCK.permute(0, 3, 1, 2, 4)[:, :num_classes].flatten(2, 3)
+    r_HCWK = _by_class(pad_channels(terms.distance_HSK), num_queries, num_classes)
+    score_HCXW = torch.matmul(q_HCXK, r_HCWK.to(q_HBTK.dtype).transpose(2, 3))
     if b_HCW is not None:
         score_HCXW = score_HCXW + b_HCW[:, :, None].to(q_HBTK.dtype)
-    return score_HCXW.unflatten(2, (num_lanes, num_rows))
+    score_HCBNW = score_HCXW.unflatten(2, (num_lanes, num_rows))
+    return score_HCBNW.expand(-1, NUM_CLASSES, -1, -1, -1)
 
 
-def _by_class(by_distance: Tensor, num_queries: int) -> Tensor:
+def _by_class(by_distance: Tensor, num_queries: int, num_classes: int) -> Tensor:
     """Rows by distance, [H, S, ...] -> [H, C, W, ...], shifted for each class of queries.
 
     Row n of class j reads key s from column s + C (N - 1 - n). It has the distance M + t - s, which
-    is row T - 1 - t + s of the input; so column w is row w + C - 1 - j - (C N - T).
+    is row T - 1 - t + s of the input; so column w is row w + C - 1 - j - (C N - T). In fp32 at
+    least, because the gradient of a row is the sum of those of its copies.
     """
     num_keys, num_padding = by_distance.shape[1], -num_queries % NUM_CLASSES
     num_columns = num_keys + num_padding
     num_columns += -num_columns % COLUMN_MULTIPLE
     num_after = num_columns + NUM_CLASSES - 1 - num_keys - num_padding
     rest = (0, 0) * (by_distance.dim() - 2)
-    padded = pad(by_distance, (*rest, num_padding, num_after))
+    wide = by_distance.to(torch.promote_types(by_distance.dtype, torch.float32))
+    padded = pad(wide, (*rest, num_padding, num_after))
     return torch.stack(
-        [padded[:, NUM_CLASSES - 1 - number :][:, :num_columns] for number in range(NUM_CLASSES)],
+        [padded[:, NUM_CLASSES - 1 - number :][:, :num_columns] for number in range(num_classes)],
         dim=1,
     )
 

@@ -58,7 +58,8 @@ def distance_tile(t, s, class_stride, row_stride, num_queries, num_columns):
     row = t // NUM_CLASSES
     shift = NUM_CLASSES * (num_rows - 1 - row)
     # All of these are multiples of NUM_CLASSES, which the compiler cannot see for strides.
-    offset = tl.multiple_of(t % NUM_CLASSES * class_stride + row * row_stride + shift, [8, 8])
+    offset = (t % NUM_CLASSES).to(tl.int64) * class_stride + row * row_stride + shift
+    offset = tl.multiple_of(offset, [8, 8])
     return offset + s, (row < num_rows) & (shift + s < num_columns)
 
 

@@ -65,7 +65,7 @@ _BEFORE_HOPPER = {
 def tiles_of(kernel: str, element_bytes: int, block_channels: int, *, is_hopper: bool) -> Tiles:
     """The tiles of the kernel of this name, for heads of `block_channels`, padding included.
 
-    Those of 2 bytes and up to 128 channels were the fastest of 13 on an H100 for the models of
+    Those of 2 bytes and up to 128 channels are, of 13 on an H100, a compromise for the models of
     `txl bench gpu` (docs/experiments.md, 2026-11-26). The others were never timed; the compiler
     reports few or no spilled registers for sm_80 and sm_90.
     """

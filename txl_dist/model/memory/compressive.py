@@ -14,12 +14,16 @@ of the query's document, which follows from the age:
 
 in keys before query t of the segment, where p < c tokens beyond the last M are not compressed yet.
 
+Blocks follow each other from where a text is read with an age of 0 at the start of a segment, so
+p = 0 at every segment if segments are multiples of c.
+
 Source: Rae et al. 2019, arXiv:1911.05507, section 3, with mean pooling as the compression function,
 which has no parameters and needs no loss of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +49,12 @@ class Compressive(MemoryKind):
             return None
         span = max(num_recent, self.config.mem_len + rate * num_slots)
         return tgt_len * self.config.n_layer * -(-span // tgt_len)
+
+    def for_inference(
+        self, num_lanes: int, *, max_tokens: int | None, dtype: torch.dtype, device: torch.device
+    ) -> "CompressiveState":
+        """Not faster, but it can remove tokens of the last segment."""
+        return replace(self.empty(num_lanes, dtype=dtype, device=device), keeps_last=True)
 
     def empty(
         self,
@@ -96,6 +106,9 @@ class CompressiveState(SequenceState):
     num_pending_B: Tensor
     """p: tokens beyond the last M that wait for their block."""
     rate: int
+    keeps_last: bool = False
+    last: "_LastSegment | None" = None
+    """If `keeps_last`: what this state was made of."""
 
     @property
     def num_past(self) -> int:
@@ -112,7 +125,8 @@ class CompressiveState(SequenceState):
 
     def reach(self, age_BT: Tensor) -> Tensor:
         num_recent, rate = self.recent[0].shape[1], self.rate
-        pending_B = self.num_pending_B.to(age_BT.device, age_BT.dtype)
+        # First to the device: the copy of another dtype would wait for the GPU.
+        pending_B = self.num_pending_B.to(age_BT.device, non_blocking=True).to(age_BT.dtype)
         before_T = torch.arange(age_BT.shape[1], device=age_BT.device, dtype=age_BT.dtype)
         recent_T = before_T + num_recent
         # Tokens between query and newest slot: those of the segment, M, and p.
@@ -124,7 +138,8 @@ class CompressiveState(SequenceState):
         tgt_len = hidden_BTD[0].shape[1]
         device = self.num_pending_B.device
         num_slots, rate = self.compressed[0].shape[1], self.rate
-        pending_B = self.num_pending_B.long()
+        starts_B = age_BT[:, 0].to(device, non_blocking=True) == 0
+        pending_B = self.num_pending_B.long().masked_fill(starts_B, 0)
         # Rows of [recent ; segment]: pending ones begin at c - 1 - p, the last M stay.
         num_blocks = (rate - 1 + tgt_len) // rate
         first_B1 = rate - 1 - pending_B[:, None]
@@ -149,8 +164,12 @@ class CompressiveState(SequenceState):
         return CompressiveState(
             tuple(compressed),
             tuple(recent),
-            _stored((self.num_pending_B + tgt_len) % rate, self.num_pending_B),
+            _stored(((pending_B + tgt_len) % rate).float(), self.num_pending_B),
             rate,
+            self.keeps_last,
+            _LastSegment(replace(self, last=None), tuple(hidden_BTD), age_BT)
+            if self.keeps_last
+            else None,
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -162,15 +181,62 @@ class CompressiveState(SequenceState):
         return named
 
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "CompressiveState":
-        if any(num_removed):
+        if not any(num_removed):
+            return self._rows([*lanes])
+        if self.last is None:
             raise ValueError("a compressive memory has no older tokens to put in place of newer")
-        rows = list(lanes)
-        return CompressiveState(
-            tuple(x[rows] for x in self.compressed),
-            tuple(x[rows] for x in self.recent),
-            self.num_pending_B[rows],
-            self.rate,
+        rows = [
+            self.last.without(lane, number) for lane, number in zip(lanes, num_removed, strict=True)
+        ]
+        return replace(
+            self,
+            compressed=tuple(map(torch.cat, zip(*(row.compressed for row in rows), strict=True))),
+            recent=tuple(map(torch.cat, zip(*(row.recent for row in rows), strict=True))),
+            num_pending_B=torch.cat([row.num_pending_B for row in rows]),
+            last=None,
         )
+
+    def _rows(self, lanes: list[int]) -> "CompressiveState":
+        return replace(
+            self,
+            compressed=tuple(x[lanes] for x in self.compressed),
+            recent=tuple(x[lanes] for x in self.recent),
+            num_pending_B=self.num_pending_B[lanes],
+            last=None,
+        )
+
+    def check(self, config: ModelConfig, num_lanes: int) -> None:
+        super().check(config, num_lanes)
+        found = [(*x.shape[1:],) for x in (*self.compressed, *self.recent)]
+        num_slots, num_recent, _ = _sizes(config)
+        expected = [
+            (rows, config.d_model)
+            for rows in (num_slots, num_recent)
+            for _ in range(config.n_layer)
+        ]
+        if found != expected:
+            raise ValueError(
+                f"the memory has rows of the sizes {found}: expected {expected}, those of "
+                f"mem_len={config.mem_len} and its slots in each layer; streams start with "
+                f"model.empty_memory({num_lanes})"
+            )
+
+
+class _LastSegment(NamedTuple):
+    """What a state was made of, to make it again without the last tokens of some lanes."""
+
+    before: CompressiveState
+    hidden_BTD: tuple[Tensor, ...]
+    age_BT: Tensor
+
+    def without(self, lane: int, num_removed: int) -> CompressiveState:
+        """The state of one lane without its last tokens."""
+        num_kept = self.hidden_BTD[0].shape[1] - num_removed
+        before = self.before._rows([lane])
+        if num_kept == 0:
+            return before
+        age_1T = self.age_BT[lane % len(self.age_BT), :num_kept][None]
+        return before.after([x[lane : lane + 1, :num_kept] for x in self.hidden_BTD], age_1T)
 
 
 def _rows(x_BND: Tensor, row_BX: Tensor) -> Tensor:

@@ -11,6 +11,9 @@ from torch.testing import assert_close
 
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import random_text, small_model
+from tests.support.training_runs import TINY
+from txl_dist.config.config_file import load_run_config
+from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
 
@@ -62,7 +65,7 @@ def test_the_state_is_that_of_the_equations_for_any_segments(
     for tgt_len in tgt_lens:
         segment = range(position, position + tgt_len)
         hidden = [torch.stack([token(at, layer) for at in segment], dim=1) for layer in range(2)]
-        state = state.after([*hidden, hidden[0]], torch.zeros(B, tgt_len, dtype=torch.int64))
+        state = state.after([*hidden, hidden[0]], torch.tensor([segment]).expand(B, -1))
         position += tgt_len
     assert state.tensors()["pending"].tolist() == [position % sizes["compression_rate"]] * B
     for layer in range(2):
@@ -98,6 +101,42 @@ def test_a_query_sees_the_slots_that_are_wholly_of_its_document(
             oldest += [t + mem_len + pending + rate * (slot + 1) for slot in range(num_slots)]
             seen = [distance <= age for distance in oldest]
             assert [key <= reach_BT[lane, t] for key in range(len(oldest))] == seen
+
+
+@torch.no_grad()
+def test_a_text_that_begins_at_a_segment_is_read_as_in_an_empty_memory() -> None:
+    """Blocks begin there again, however many tokens of another text wait for theirs."""
+    model = small_model(memory="compressive", mem_len=4, compressed_len=3, compression_rate=3)
+    text_BN, states = random_text(1, 13), [model.empty_memory(1), model.empty_memory(1)]
+    other_BT = random_text(1, 5, seed=7)
+    _, states[1] = model(other_BT, other_BT, torch.arange(5)[None], states[1])
+    for start in range(0, 12, 2):
+        here, age_BT = slice(start, start + 2), torch.arange(start, start + 2)[None]
+        targets_BT = text_BN[:, start + 1 : start + 3]
+        results = [model(text_BN[:, here], targets_BT, age_BT, state) for state in states]
+        (nats_BT, states[0]), (others_BT, states[1]) = results
+        assert torch.equal(nats_BT, others_BT)
+
+
+@torch.no_grad()
+def test_the_last_tokens_of_some_lanes_can_be_removed_in_inference() -> None:
+    """As after padding: the state is that of the tokens that are left, also if none is."""
+    model = small_model(memory="compressive", mem_len=3, compressed_len=2)
+    text_BN, age_BN = random_text(3, 9), torch.arange(9)[None]
+    state = model.inference_state(3)
+    _, state = model.hidden(text_BN[:, :5], age_BN[:, :5], state)
+    _, after = model.hidden(text_BN[:, 5:], age_BN[:, 5:], state)
+    removed = [0, 3, 4]
+    selected = after.select([2, 1, 0], removed[::-1])
+    for row, lane in enumerate([2, 1, 0]):
+        alone = model.inference_state(1)
+        for here in (slice(0, 5), slice(5, 9 - removed[lane])):
+            if text_BN[:, here].numel():
+                _, alone = model.hidden(text_BN[lane : lane + 1, here], age_BN[:, here], alone)
+        for name, tensor in alone.row(0).items():
+            assert_close(selected.row(row)[name], tensor)
+    with pytest.raises(ValueError, match="no older tokens"):
+        selected.select([0], [1])
 
 
 def test_losses_reach_back_through_the_slots() -> None:
@@ -150,6 +189,21 @@ def test_without_a_memory_nothing_is_compressed() -> None:
 def test_what_cannot_be_compressed_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**options)
+
+
+def test_changes_of_a_run_need_whole_blocks() -> None:
+    changes = "training.changes=[{step: 4, tgt_len: 6}]"
+    overrides = ["data.path=d", "directory=r", "model.memory=compressive", changes]
+    with pytest.raises(ConfigError, match=r"multiples of model\.compression_rate=4.* is 3, 6"):
+        load_run_config(TINY, overrides)
+    assert load_run_config(TINY, [*overrides, "model.compression_rate=3"])
+
+
+def test_a_state_of_other_sizes_is_refused() -> None:
+    model = small_model(memory="compressive", mem_len=4)
+    state = memory_kind(config(mem_len=4)).empty(1)
+    with pytest.raises(ValueError, match=r"rows of the sizes .* expected"):
+        model.hidden(random_text(1, 2), torch.arange(2)[None], state)
 
 
 def test_a_memory_of_other_sizes_does_not_fit() -> None:

@@ -101,12 +101,13 @@ def test_a_resume_with_muon_is_bit_for_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("memory", ["model.memory=recurrent", "training.backprop_segments=3"])
 def test_ranks_and_lanes_change_in_one_run(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    ranks: RankGroups, dataset: Path, tmp_path: Path, memory: str
 ) -> None:
     """Ranks 1 -> 2 -> 3 -> 1 and lanes 6 -> 12 in one run; the reference has one rank."""
     changes = "training.changes=[{step: 6, num_lanes: 12}]"
-    settings = (*SETTINGS, "optimizer.schedule=constant", "data.num_lanes=6", changes)
+    settings = (*SETTINGS, "optimizer.schedule=constant", "data.num_lanes=6", changes, memory)
     legs = {
         "moved": [
             (1, 4, ZERO["1"]), (2, 8, ZERO["2"]), (3, 12, ZERO["3-all-spread"]), (1, 15, ZERO["1"])
@@ -143,11 +144,14 @@ def test_a_resume_at_the_same_world_size_is_bit_for_bit(
     resumed_equals_straight(ranks, dataset, tmp_path, (*SETTINGS, *ZERO[stage]))
 
 
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_so_it_is_with_any_other_kind_of_memory(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
+@pytest.mark.parametrize(
+    "memory",
+    [*(f"model.memory={kind}" for kind in OTHER_KINDS), "training.backprop_segments=3"],
+)
+def test_so_it_is_with_any_other_memory(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, memory: str
 ) -> None:
-    settings = (*SETTINGS, *ZERO["1"], f"model.memory={kind}")
+    settings = (*SETTINGS, *ZERO["1"], memory)
     resumed_equals_straight(ranks, dataset, tmp_path, settings)
 
 

@@ -145,9 +145,7 @@ def test_selected_lanes_go_on_as_they_would_have(kind: str, start: str) -> None:
 
 
 @every_kind
-def test_gradients_reach_every_parameter_and_pass_the_memory_if_the_kind_says_so(
-    kind: str,
-) -> None:
+def test_gradients_reach_every_parameter_and_stop_at_the_memory(kind: str) -> None:
     model, text_BN = small_model(memory=kind), random_text(2, NUM_TOKENS + 1)
     states: list[SequenceState] = []
 
@@ -158,9 +156,59 @@ def test_gradients_reach_every_parameter_and_pass_the_memory_if_the_kind_says_so
     nats_BN, _ = read(model, text_BN, model.empty_memory(2), between=watched)
     nats_BN[:, -TGT_LENS[-1] :].sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    has_gradient = memory_kind(model.config).has_gradient
     for state in states:
-        assert any(x.requires_grad for x in state.tensors().values()) == has_gradient
+        assert not any(x.requires_grad for x in state.tensors().values())
+
+
+@every_kind
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True}, MODERN["modern"]], ids=str)
+def test_segments_of_one_step_have_the_gradient_of_all_of_them(
+    kind: str, options: dict[str, Any]
+) -> None:
+    """Against differences of the loss; without the gradient through the memory they disagree."""
+    model, text_BN = small_model(memory=kind, **options), random_text(2, 13)
+    age_BT = torch.stack([torch.arange(12), torch.tensor([3, 4, *range(10)])])
+    state = model.empty_memory(2)
+
+    def loss(num_segments: int) -> Tensor:
+        nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, state, None, num_segments)
+        # The last segment: what it depends on is in the others.
+        return nats_BT[:, -4:].sum()
+
+    loss(3).backward()
+    slope = difference = 0.0
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        directions = [
+            torch.randn(p.shape, generator=generator).double() for p in model.parameters()
+        ]
+        for p, d in zip(model.parameters(), directions, strict=True):
+            slope += float((p.grad * d).sum())
+        for sign in (1, -2):
+            for p, d in zip(model.parameters(), directions, strict=True):
+                p.add_(d, alpha=sign * 1e-6)
+            difference += float(loss(3)) / (2e-6 if sign == 1 else -2e-6)
+    assert slope == pytest.approx(difference, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, *MODERN.values()], ids=["", *MODERN])
+def test_segments_of_one_step_are_one_text_if_the_memory_holds_them(
+    options: dict[str, Any],
+) -> None:
+    """Losses, gradients and the next memory of a recurrent memory."""
+    results = []
+    for num_segments in (1, 2, 4):
+        model, text_BN = small_model(mem_len=12, **options), random_text(2, 13)
+        age_BT = torch.stack([torch.arange(12), torch.tensor([0, 1, *range(10)])])
+        memory = model.empty_memory(2)
+        nats_BT, memory = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, memory, None, num_segments)
+        nats_BT.sum().backward()
+        tensors = memory.tensors().values()
+        assert not any(tensor.requires_grad for tensor in tensors)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([nats_BT.detach(), *tensors, *gradients])
+    for result in results[1:]:
+        assert_close(result, results[0], rtol=1e-9, atol=1e-11)
 
 
 @every_kind

@@ -17,6 +17,8 @@ from tests.support.training_runs import (
     tiny_job,
     train,
 )
+from txl_dist.checkpoint.directory import resolve_checkpoint
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.config.deepspeed_config import DeepSpeedConfig
 
 STEPS = 20
@@ -96,33 +98,38 @@ def test_nor_on_when_gradients_are_reduced(
     assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
 
 
-@pytest.fixture(scope="module", params=OTHER_KINDS)
-def of_another_kind(
+@pytest.fixture(
+    scope="module",
+    params=[*(f"model.memory={kind}" for kind in OTHER_KINDS), "training.backprop_segments=3"],
+)
+def of_another_memory(
     request: pytest.FixtureRequest,
     ranks: RankGroups,
     dataset: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, Path]:
-    """A kind of memory as an override, and `straight` with it."""
-    kind, run = f"model.memory={request.param}", tmp_path_factory.mktemp("straight")
-    job = tiny_job(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT, kind)
+    """Another kind of memory, or gradients through it, as an override, and `straight` with it."""
+    run = tmp_path_factory.mktemp("straight")
+    job = tiny_job(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT, request.param)
     assert ranks(1).run(train, job) == [0]
-    return kind, run
+    return request.param, run
 
 
 @pytest.mark.parametrize(
     "stage",
     [pytest.param(s, marks=[] if s in ("1", "3-all-spread") else pytest.mark.slow) for s in ZERO],
 )
-def test_nor_with_any_other_kind_of_memory(
+def test_nor_with_any_other_memory(
     ranks: RankGroups,
     dataset: Path,
-    of_another_kind: tuple[str, Path],
+    of_another_memory: tuple[str, Path],
     tmp_path: Path,
     stage: str,
 ) -> None:
-    kind, straight = of_another_kind
-    settings = (NO_EVALUATION, *DROPOUT, kind, *ZERO[stage], "training.micro_batch_lanes=2")
+    memory, straight = of_another_memory
+    manifest = load_checkpoint_manifest(resolve_checkpoint(straight))
+    assert manifest.segment_len == (1 if "backprop" in memory else 3)
+    settings = (NO_EVALUATION, *DROPOUT, memory, *ZERO[stage], "training.micro_batch_lanes=2")
     assert ranks(2).run(train, tiny_job(dataset, tmp_path, *settings)) == [0, 0]
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)

@@ -62,7 +62,7 @@ class RunningMeanState(SequenceState):
         old_B = self.count_B * (last_B >= tgt_len)
         is_in_BT = torch.arange(tgt_len, device=last_B.device) >= tgt_len - 1 - last_B[:, None]
         new_B = is_in_BT.sum(1)
-        inputs_BTLD = torch.stack([x.detach() for x in hidden_BTD[:-1]], dim=2).to(self.mean_BLD)
+        inputs_BTLD = torch.stack([*hidden_BTD[:-1]], dim=2).to(self.mean_BLD)
         sum_BLD = (inputs_BTLD * is_in_BT[:, :, None, None]).sum(1)
         sum_BLD = sum_BLD + self.mean_BLD * old_B[:, None, None]
         count_B = old_B + new_B

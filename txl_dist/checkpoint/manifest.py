@@ -158,6 +158,12 @@ class CheckpointManifest(StrictModel):
         return step
 
     @property
+    def segment_len(self) -> int:
+        """Tokens of a lane that the model read at a time."""
+        length: int = self.run["data.tgt_len"] // self.run.get("training.backprop_segments", 1)
+        return length
+
+    @property
     def best_step(self) -> int | None:
         """Step of the best score of the run so far, if there is one."""
         best = self.state.get("best")

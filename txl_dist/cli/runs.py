@@ -238,7 +238,7 @@ def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> No
     path = resolve_checkpoint(checkpoint)
     model, tokenizer, manifest = load_model(path)
     # How the model read its training text: txl eval and txl generate take it as their default.
-    reading = Reading(tgt_len=manifest.run["data.tgt_len"], reset=manifest.run["data.reset"])
+    reading = Reading(tgt_len=manifest.segment_len, reset=manifest.run["data.reset"])
     write_exported(out, model, tokenizer, reading)
     _print_result({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
 

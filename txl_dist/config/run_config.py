@@ -104,6 +104,12 @@ class RunConfig(Section):
                 "gathers weights in hooks inside the layers, which end every compiled graph; use "
                 "stage 0, 1 or 2"
             )
+        for tgt_len in (self.data.tgt_len, *(change.tgt_len for change in self.training.changes)):
+            if (tgt_len or 0) % self.training.backprop_segments:
+                problems.append(
+                    f"data.tgt_len={tgt_len} cannot be read as training.backprop_segments="
+                    f"{self.training.backprop_segments} segments of equal length; use a multiple"
+                )
         problems += self._problems_of_cuda_graphs()
         if self.model.memory == "compressive":
             problems += self._problems_of_compression()
@@ -114,14 +120,24 @@ class RunConfig(Section):
     def _problems_of_compression(self) -> list[str]:
         """A change lets the lanes read their text again, which is exact with whole blocks only."""
         rate = self.model.compression_rate
-        lens = [self.data.tgt_len, *(change.tgt_len for change in self.training.changes)]
-        uneven = [str(tgt_len) for tgt_len in lens if (tgt_len or 0) % rate]
+        uneven = [str(length) for length in self._segment_lens if length % rate]
         if not self.training.changes or not uneven:
             return []
         return [
             f"training.changes with model.memory=compressive needs segments that are multiples of "
-            f"model.compression_rate={rate}; data.tgt_len is {', '.join(uneven)}"
+            f"model.compression_rate={rate}; they have {', '.join(uneven)} tokens"
         ]
+
+    @property
+    def segment_len(self) -> int:
+        """Tokens of a lane that the model reads at a time."""
+        return self.data.tgt_len // self.training.backprop_segments
+
+    @property
+    def _segment_lens(self) -> list[int]:
+        """Of the whole run."""
+        tgt_lens = [self.data.tgt_len, *(change.tgt_len for change in self.training.changes)]
+        return [tgt_len // self.training.backprop_segments for tgt_len in tgt_lens if tgt_len]
 
     def _problems_of_cuda_graphs(self) -> list[str]:
         training = self.training

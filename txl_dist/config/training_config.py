@@ -60,6 +60,9 @@ class TrainingConfig(Section):
     grace_seconds: float = Field(default=25.0, gt=0)
     """How long a stop request waits for the step and its checkpoint; then the run ends without that
     checkpoint. The default is 5 seconds less than what Kubernetes grants by default."""
+    backprop_segments: int = Field(default=1, ge=1)
+    """Read the `data.tgt_len` tokens of a step as so many segments; gradients pass through the
+    memory from one to the next. 1: they stop at every segment, as in the paper."""
     dropout_rng: Literal["lane", "device"] = "lane"
     """`lane`: masks depend on seed, step and lane, so they are the same on any ranks and devices.
     `device`: from torch's generator on each rank; faster, but other ranks, micro-batches or

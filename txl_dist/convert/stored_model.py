@@ -293,7 +293,7 @@ def _checkpoint(path: Path, weights: Weights) -> StoredModel:
         digest=sha256_of([manifest.model, chosen, hashes]),
         config=manifest.architecture,
         tokenizer=StoredTokenizer(path / TOKENIZER_NAME, manifest.tokenizer_digest),
-        tgt_len=manifest.run["data.tgt_len"],
+        tgt_len=manifest.segment_len,
         reset=manifest.run["data.reset"],
         weights=chosen,
         load=lambda config: load_model(path, config=config, weights=chosen)[:2],

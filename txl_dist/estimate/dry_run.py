@@ -130,7 +130,9 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
         bucket_size = _bucket_size(config, device)
         peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-            nats_BT, next_memory = model(token_BT, token_BT, age_BT, memory, _Masks())
+            nats_BT, next_memory = model(
+                token_BT, token_BT, age_BT, memory, _Masks(), config.training.backprop_segments
+            )
         # Outside: the weights that autocast has cast are released before backward.
         peaks.note_end_of_forward()
         nats_BT.sum().backward()
@@ -204,6 +206,9 @@ class _Masks:
     reads_tensors = False
 
     def on(self, device: torch.device) -> "_Masks":
+        return self
+
+    def of_segment(self, number: int, num_segments: int) -> "_Masks":
         return self
 
     def scale(self, x: Tensor, **place: Any) -> Tensor:

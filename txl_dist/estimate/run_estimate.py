@@ -174,7 +174,13 @@ class _Estimator:
         self._lane_elements = sum(tensor.numel() for tensor in state.row(0).values())
         lanes, tgt_len = config.data.num_lanes, config.data.tgt_len
         tails = tail_rows(model, num_tokens=lanes * tgt_len)
-        flops = training_flops(model, num_lanes=lanes, tgt_len=tgt_len, tail_rows=tails)
+        flops = training_flops(
+            model,
+            num_lanes=lanes,
+            tgt_len=tgt_len,
+            tail_rows=tails,
+            num_segments=config.training.backprop_segments,
+        )
         self.flops_per_token = flops / (lanes * tgt_len)
 
     def require_legal(self, gpus: int) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
@@ -47,6 +48,9 @@ class DropoutMasks(Protocol):
 
     def on(self, device: torch.device) -> "DropoutMasks":
         """The same masks, for tensors on `device`."""
+
+    def of_segment(self, number: int, num_segments: int) -> "DropoutMasks":
+        """Those of one of the segments that a step reads; themselves if it is one."""
 
     def scale(
         self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
@@ -107,7 +111,7 @@ class DeviceDropoutMasks:
     reads_tensors = False
 
     def __init__(self, *, seed: int, step: int = 0, rank: int = 0, micro_batch: int = 0) -> None:
-        self._key = struct.pack("<4q", seed, step, rank, micro_batch)
+        self._seed, self._step, self._place = seed, step, (rank, micro_batch)
 
     @classmethod
     def random(cls) -> Self:
@@ -117,6 +121,12 @@ class DeviceDropoutMasks:
     def on(self, device: torch.device) -> Self:
         """Itself: the device of `x` draws."""
         return self
+
+    def of_segment(self, number: int, num_segments: int) -> "DeviceDropoutMasks":
+        """Other masks for each segment."""
+        rank, micro_batch = self._place
+        step = self._step * num_segments + number
+        return DeviceDropoutMasks(seed=self._seed, step=step, rank=rank, micro_batch=micro_batch)
 
     def scale(
         self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
@@ -142,7 +152,7 @@ class DeviceDropoutMasks:
 
     def _seed_of(self, layer: int, place: Place) -> int:
         # Computed again in the backward of activation checkpointing, hence by place, not in order.
-        key = self._key + struct.pack("<q", layer) + place.encode()
+        key = struct.pack("<5q", self._seed, self._step, *self._place, layer) + place.encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
 
 
@@ -174,6 +184,11 @@ class LaneDropoutMasks:
         if device.type == "cuda" and _has_triton(device):
             return GpuLaneDropoutMasks(self, device)
         return self
+
+    def of_segment(self, number: int, num_segments: int) -> "LaneDropoutMasks":
+        """Those of step `step * num_segments + number`."""
+        seed, step = self.key
+        return LaneDropoutMasks(seed=seed, step=step * num_segments + number, lanes=self.lanes)
 
     def scale(
         self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
@@ -224,6 +239,13 @@ class GpuLaneDropoutMasks:
     def on(self, device: torch.device) -> Self:
         """Itself."""
         return self
+
+    def of_segment(self, number: int, num_segments: int) -> Self:
+        """As those on the host."""
+        masks = copy(self)
+        seed, step = self.key_2.unbind()
+        masks.key_2 = torch.stack([seed, step * num_segments + number])
+        return masks
 
     def scale(
         self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool

@@ -62,18 +62,33 @@ def window_flops(config: ModelConfig, *, window_len: int, block_len: int) -> int
 
 
 def training_flops(
-    config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int] = ()
+    config: ModelConfig,
+    *,
+    num_lanes: int,
+    tgt_len: int,
+    tail_rows: Sequence[int] = (),
+    num_segments: int = 1,
 ) -> int:
     """Forward and backward. The backward of a product is two products, for both of its factors.
+
+    `num_segments`: the tokens are read as so many segments, of which only the first has a memory
+    without gradient.
 
     The inputs of two products need no gradient, the projections of distances and of memory: their
     backward is one product. Under `pre_lnorm` the memory passes a norm whose gains need a gradient.
     """
     kind = memory_kind(config)
-    forward = forward_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
+    segment_len = tgt_len // num_segments
+    # The rows of tails count once, however they are divided.
+    forward, without_tails = (
+        forward_flops(config, num_lanes=num_lanes, tgt_len=segment_len, tail_rows=rows)
+        for rows in (tail_rows, ())
+    )
+    forward += (num_segments - 1) * without_tails
+    distances = sum(_distances(config, past + segment_len) for past in _pasts(kind))
     has_gains = config.pre_lnorm and config.norm == "layernorm"
     memory = 0 if has_gains else _memory(config, num_lanes)
-    return 3 * forward - memory - sum(_distances(config, past + tgt_len) for past in _pasts(kind))
+    return 3 * forward - memory - num_segments * distances
 
 
 def _pasts(kind: MemoryKind) -> list[int]:

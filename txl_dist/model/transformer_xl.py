@@ -59,7 +59,7 @@ class TransformerXL(nn.Module):
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
         self.before_layers: Callable[[], None] = _nothing
-        """Called before the layers of a segment."""
+        """Called at the start of `forward`."""
         self.encoding = encoding_class(config)
         if config.vocab_size is not None:
             self.table = AdaptiveEmbedding(config)
@@ -89,15 +89,30 @@ class TransformerXL(nn.Module):
         age_BT: Tensor,
         memory: SequenceState,
         dropout_masks: DropoutMasks | None = None,
+        num_segments: int = 1,
     ) -> tuple[Tensor, SequenceState]:
         """Score a segment. Where `target_BT` is IGNORED (-1), the nats are 0.
+
+        `num_segments`: read it as so many segments of equal length; gradients pass through the
+        memory from one to the next.
 
         Raises ValueError for shapes that do not fit each other, and on CPUs for ids outside the
         vocabulary and negative ages.
         """
         check_targets(self.config, target_BT, input_BT)
-        hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, dropout_masks)
-        return self.softmax(hidden_BTD, target_BT, self.table), memory
+        self.before_layers()
+        if num_segments == 1:
+            hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, dropout_masks)
+            return self.softmax(hidden_BTD, target_BT, self.table), memory
+        nats = []
+        parts = (x.chunk(num_segments, dim=1) for x in (input_BT, target_BT, age_BT))
+        for number, (part_BT, part_target_BT, part_age_BT) in enumerate(zip(*parts, strict=True)):
+            masks = dropout_masks and dropout_masks.of_segment(number, num_segments)
+            hidden_BTD, memory = self.hidden(
+                part_BT, part_age_BT, memory, masks, keeps_graph=number + 1 < num_segments
+            )
+            nats.append(self.softmax(hidden_BTD, part_target_BT, self.table))
+        return torch.cat(nats, dim=1), memory
 
     def hidden(
         self,
@@ -106,10 +121,13 @@ class TransformerXL(nn.Module):
         memory: SequenceState,
         dropout_masks: DropoutMasks | None = None,
         on_attention_weights: AttentionWeightsCallback | None = None,
+        *,
+        keeps_graph: bool = False,
     ) -> tuple[Tensor, SequenceState]:
         """The model's output [B, T, D], and the memory for the next segment.
 
-        `input_BT`: ids, or without a vocabulary vectors [B, T, D].
+        `input_BT`: ids, or without a vocabulary vectors [B, T, D]. `keeps_graph`: gradients of the
+        next segment pass through the memory into this one.
         """
         check_segment(self.config, input_BT, age_BT, memory)
         is_trained = self.training and memory.is_trainable
@@ -118,7 +136,6 @@ class TransformerXL(nn.Module):
         if dropout_masks is not None:
             dropout_masks = dropout_masks.on(self.weight.device)
         first_BTD = x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
-        self.before_layers()
         # Built once for all layers of a memory length, including the mask that follows from the
         # ages.
         contexts: dict[int, SegmentContext] = {}
@@ -133,7 +150,10 @@ class TransformerXL(nn.Module):
                 )
             x_BTD = self._run_layer(layer, x_BTD, memory.past(number, x_BTD), contexts[num_past])
         hidden.append(x_BTD)
-        return self.output_dropout(self.output(x_BTD), dropout_masks), memory.after(hidden, age_BT)
+        # Gradients stop at the memory (section 3.2 of the paper), unless the caller continues.
+        with torch.set_grad_enabled(keeps_graph and torch.is_grad_enabled()):
+            memory = memory.after(hidden, age_BT)
+        return self.output_dropout(self.output(x_BTD), dropout_masks), memory
 
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""

@@ -111,7 +111,8 @@ def _run_once(
         masks = DeviceDropoutMasks(seed=config.seed)
     with _at_any_address(list(model.parameters())):
         with autocast(config.precision, device):
-            nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks)
+            segments = config.training.backprop_segments
+            nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks, segments)
         nats_BT.sum().backward()
     model.zero_grad(set_to_none=True)
 

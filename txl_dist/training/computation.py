@@ -50,6 +50,7 @@ def build_step(rank: RankContext) -> TrainStep:
         memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
         memory_on_host=config.training.memory_device == "cpu",
         dropout_rng=config.training.dropout_rng,
+        num_segments=config.training.backprop_segments,
         **shape,
     )
 
@@ -82,7 +83,7 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
     settings = EvaluationSettings(
         split=data.evaluation.name,
         mode="exact",
-        tgt_len=config.data.tgt_len,
+        tgt_len=config.segment_len,
         mem_len=model.config.mem_len,
         clamp_len=model.config.clamp_len,
         same_length=model.config.same_length,

@@ -36,7 +36,12 @@ def build_observers(
     """
     world, config = rank.world, rank.config
     data = config.data
-    flops = training_flops(rank.data.model_config, num_lanes=data.num_lanes, tgt_len=data.tgt_len)
+    flops = training_flops(
+        rank.data.model_config,
+        num_lanes=data.num_lanes,
+        tgt_len=data.tgt_len,
+        num_segments=config.training.backprop_segments,
+    )
     observers: list[Observer | None] = [
         Utilisation(
             world,

@@ -58,8 +58,8 @@ def refill_memory(rank: RankContext, step: TrainStep, point: ResumePoint, state:
 
 def context_segments(config: RunConfig) -> int:
     """Segments that determine the memory; 0 without a memory, or if no number of them does."""
-    num_tokens = memory_kind(config.model).receptive_tokens(config.data.tgt_len)
-    return (num_tokens or 0) // config.data.tgt_len
+    num_tokens = memory_kind(config.model).receptive_tokens(config.segment_len)
+    return -(-(num_tokens or 0) // config.data.tgt_len)
 
 
 def segments_to_replay(config: RunConfig, point: ResumePoint, state: TrainState) -> int:
@@ -72,7 +72,7 @@ def segments_to_replay(config: RunConfig, point: ResumePoint, state: TrainState)
     is_cold = phase.position == state.position and not phase.unread
     if is_cold or point.has_memory_for(config):
         return 0
-    if memory_kind(config.model).receptive_tokens(config.data.tgt_len) is None:
+    if memory_kind(config.model).receptive_tokens(config.segment_len) is None:
         raise ConfigError(
             f"the lanes of {point.path} cannot be given to other lanes or another memory: "
             f"model.memory={config.model.memory} may depend on any earlier token, so it cannot be "

@@ -83,10 +83,10 @@ class TrainStep:
         self, engine: Engine, world: World, *, lanes: Sequence[int], micro_batch_rows: int,
         num_micro_batches: int, seed: int, byte_counts_V: NDArray[Any],
         memory_dtype: torch.dtype | None = None, memory_on_host: bool = False,
-        dropout_rng: DropoutRng = "lane",
+        dropout_rng: DropoutRng = "lane", num_segments: int = 1,
     ) -> None:  # fmt: skip
         self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
-        self.dropout_rng = dropout_rng
+        self.dropout_rng, self.num_segments = dropout_rng, num_segments
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
         # Padding rows are last, so row i is lanes[i] for all rows with a lane.
@@ -183,7 +183,7 @@ class TrainStep:
             self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
             masks = self._dropout_masks(index, step)
             nats_RT, next_memory = self.engine.forward(
-                input_BT[rows], target_RT, age_BT[rows], memory, masks
+                input_BT[rows], target_RT, age_BT[rows], memory, masks, self.num_segments
             )
             self.world.activity.enter(Span.BACKWARD)
             # max: a segment of one token at the end of an epoch has no target. Its gradients are
@@ -241,11 +241,13 @@ class TrainStep:
         `model` is the whole model (`Engine.whole_model`), in evaluation mode.
         """
         input_BT, age_BT = self._on_device(segment)
-        tgt_len = input_BT.shape[1]
+        tgt_len = input_BT.shape[1] // self.num_segments
         for index, memory in enumerate(self.memories):
             rows = self._rows_of(index)
             reader = SequenceReader(model, state=memory, tgt_len=tgt_len, precision=precision)
-            reader.read(input_BT[rows], age_BT[rows])
+            parts = (x[rows].split(tgt_len, dim=1) for x in (input_BT, age_BT))
+            for part_BT, part_age_BT in zip(*parts, strict=True):
+                reader.read(part_BT, part_age_BT)
             self.memories[index] = reader.state
 
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:

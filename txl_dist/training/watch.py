@@ -147,7 +147,7 @@ class _CheckpointScorer:
         settings = EvaluationSettings(
             split=self.split.name,
             mode="exact",
-            tgt_len=run["data.tgt_len"],
+            tgt_len=manifest.segment_len,
             mem_len=model.mem_len,
             clamp_len=model.clamp_len,
             same_length=model.same_length,

@@ -1,5 +1,7 @@
 """What a run's config says about its steps."""
 
+import pytest
+
 from txl_dist.config.run_config import RunConfig
 
 
@@ -18,3 +20,18 @@ def test_the_tokens_of_the_remaining_steps_follow_the_changes() -> None:
         sum(tokens[step:]) for step in range(11)
     ]
     assert config.after_step(5).tokens_after(5) == config.tokens_after(5)
+
+
+@pytest.mark.parametrize("changes", [(), ({"step": 4, "tgt_len": 9},)], ids=["", "a change"])
+def test_a_step_is_divided_into_segments_of_equal_length(changes: tuple) -> None:
+    settings = {
+        "directory": "run",
+        "data": {"path": "data", "num_lanes": 3, "tgt_len": 12 if changes else 10},
+        "model": {"n_layer": 1, "d_model": 4, "n_head": 1, "d_head": 4, "d_inner": 4},
+        "training": {"num_steps": 10, "changes": changes, "backprop_segments": 4},
+    }
+    with pytest.raises(ValueError, match=r"tgt_len=(9|10) .*backprop_segments=4 segments"):
+        RunConfig.model_validate(settings)
+    settings["training"] |= {"backprop_segments": 3}
+    settings["data"] |= {"tgt_len": 12}
+    assert RunConfig.model_validate(settings).segment_len == 4

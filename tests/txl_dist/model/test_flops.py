@@ -41,6 +41,18 @@ def test_the_formula_equals_torchs_counter(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_through_the_memory_are_counted(options: dict) -> None:
+    """Of three segments; tails are left out, because their rows are divided unevenly."""
+    model = small_model(attention="reference", **(options | {"cutoffs": ()}))
+    text_BT = random_text(2, 6)
+    arguments = (text_BT, text_BT, torch.full_like(text_BT, 100), model.empty_memory(2), None, 3)
+    with FlopCounterMode(display=False) as counted:
+        model(*arguments)[0].sum().backward()
+    expected = training_flops(model.config, num_lanes=2, tgt_len=6, num_segments=3)
+    assert counted.get_total_flops() == expected
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_inference_does_not_count_projections_of_memory_and_distances(options: dict) -> None:
     model = small_model(attention="reference", **options)
     text_BT, cache = random_text(2, 7) % 4, model.inference_state(2)

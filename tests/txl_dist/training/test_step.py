@@ -240,3 +240,44 @@ def test_an_error_of_the_stream_is_raised_at_its_segment() -> None:
     segments.prefetch()  # the step that is running must not fail
     with pytest.raises(DataError, match="damaged"):
         next(segments)
+
+
+# --- a replay -----------------------------------------------------------------------------------
+
+
+def read_and_replayed(world: World, job: TrainJob) -> list[list[Tensor]]:
+    """This rank's memory after two steps with a rate of 0, and after a replay of their segments."""
+    directory = RunDirectory(job.run_path)
+    directory.create()
+    with ExitStack() as stack:
+        trainer = build_trainer(job, world, directory, stack)
+        step, memories = trainer.step, []
+        empty = step.memories
+        segments = [next(trainer.segments), next(trainer.segments)]
+        for number, segment in enumerate(segments, start=1):
+            step(
+                segment,
+                step=number,
+                num_targets=trainer.plan.targets_in_step(segment.position),
+                lr=0.0,
+                check=lambda sums, norm: None,
+            )
+        memories.append([x.clone() for _, row in step.memory_of_lanes() for x in row.values()])
+        step.memories = empty
+        with step.engine.whole_model() as model:
+            model.eval()
+            for segment in segments:
+                step.replay(segment, model, "fp32")
+        memories.append([x.clone() for _, row in step.memory_of_lanes() for x in row.values()])
+    return memories
+
+
+@pytest.mark.parametrize("backprop_segments", [1, 3])
+def test_a_replay_gives_the_memory_that_training_had(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, backprop_segments: int
+) -> None:
+    settings = (NO_EVALUATION, f"training.backprop_segments={backprop_segments}")
+    job = tiny_job(dataset, tmp_path, *settings, "training.micro_batch_lanes=2")
+    ((read, replayed),) = ranks(1).run(read_and_replayed, job)
+    assert any(x.any() for x in read)
+    torch.testing.assert_close(replayed, read, rtol=0, atol=1e-6)

@@ -68,7 +68,8 @@ class SequenceState(ABC):
         """The state after a segment with these ages, for the same lanes; this one is not changed.
 
         `hidden_BTD`: the input of each layer, then the output of the last one. A cache may change
-        in place and return itself.
+        in place and return itself. Gradients stop here, because the model calls this without, but
+        between the segments of one step (`training.backprop_segments`).
         """
 
     @abstractmethod
@@ -123,9 +124,6 @@ class SequenceState(ABC):
 
 class MemoryKind(ABC):
     """One kind of memory, for one config."""
-
-    has_gradient: ClassVar[bool] = False
-    """Whether gradients pass through the state, from a segment to the one before."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config

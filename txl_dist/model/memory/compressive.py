@@ -150,7 +150,7 @@ class CompressiveState(SequenceState):
         for old_BCD, old_BRD, new_BTD in zip(
             self.compressed, self.recent, hidden_BTD[:-1], strict=True
         ):
-            rows_BND = torch.cat([old_BRD, new_BTD.detach().to(old_BRD)], dim=1)
+            rows_BND = torch.cat([old_BRD, new_BTD.to(old_BRD)], dim=1)
             # A copy: a view would keep the activations of the whole segment.
             recent.append(_stored(rows_BND[:, tgt_len:].clone(), old_BRD))
             if not num_slots:

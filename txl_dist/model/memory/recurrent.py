@@ -87,10 +87,9 @@ class RecurrentMemory(SequenceState):
 
     def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "RecurrentMemory":
         """The last M tokens of [memory ; the layer's inputs], in this memory's dtype and device."""
-        # detach: gradients stop at the memory (section 3.2 of the paper).
         return RecurrentMemory(
             tuple(
-                _newest(old_BMD, new_BTD.detach())
+                _newest(old_BMD, new_BTD)
                 for old_BMD, new_BTD in zip(self.layers, hidden_BTD[:-1], strict=True)
             )
         )

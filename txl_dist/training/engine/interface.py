@@ -113,9 +113,10 @@ class Engine(ABC):
         age_BT: Tensor,
         memory: SequenceState,
         dropout: DropoutMasks,
+        num_segments: int,
     ) -> tuple[Tensor, SequenceState]:
         """The model's forward: nats [B, T] of the targets and the next memory."""
-        return self._engine(input_BT, target_BT, age_BT, memory, dropout)
+        return self._engine(input_BT, target_BT, age_BT, memory, dropout, num_segments)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Call before `forward`. Gradients are reduced in the backward of the last micro-batch."""

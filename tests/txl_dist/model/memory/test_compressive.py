@@ -194,7 +194,9 @@ def test_what_cannot_be_compressed_is_refused(options: dict[str, Any], message: 
 def test_changes_of_a_run_need_whole_blocks() -> None:
     changes = "training.changes=[{step: 4, tgt_len: 6}]"
     overrides = ["data.path=d", "directory=r", "model.memory=compressive", changes]
-    with pytest.raises(ConfigError, match=r"multiples of model\.compression_rate=4.* is 3, 6"):
+    with pytest.raises(
+        ConfigError, match=r"multiples of model\.compression_rate=4.* they have 3, 6 tokens"
+    ):
         load_run_config(TINY, overrides)
     assert load_run_config(TINY, [*overrides, "model.compression_rate=3"])
 

@@ -110,6 +110,11 @@ class RunConfig(Section):
                     f"data.tgt_len={tgt_len} cannot be read as training.backprop_segments="
                     f"{self.training.backprop_segments} segments of equal length; use a multiple"
                 )
+        if self.training.backprop_segments > 1 and self.model.mem_len == 0:
+            problems.append(
+                "training.backprop_segments needs a memory, through which gradients pass: set "
+                "model.mem_len to at least 1, or backprop_segments=1"
+            )
         problems += self._problems_of_cuda_graphs()
         if self.model.memory == "compressive":
             problems += self._problems_of_compression()

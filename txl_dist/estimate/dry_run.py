@@ -120,7 +120,8 @@ def dry_run(config: RunConfig, *, micro_batch_rows: int, device: Device) -> Mode
 def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
     model_config = _as_on_device(config.model, device)
     shape_BT, dtype = (rows, config.data.tgt_len), TORCH_DTYPE[config.precision]
-    with _ClusterRows(model_config, rows * config.data.tgt_len) as live:
+    segments = config.training.backprop_segments
+    with _ClusterRows(model_config, rows * config.segment_len, segments) as live:
         model = TransformerXL(
             model_config, recompute_layers=config.training.activation_checkpointing
         )
@@ -130,9 +131,7 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
         bucket_size = _bucket_size(config, device)
         peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-            nats_BT, next_memory = model(
-                token_BT, token_BT, age_BT, memory, _Masks(), config.training.backprop_segments
-            )
+            nats_BT, next_memory = model(token_BT, token_BT, age_BT, memory, _Masks(), segments)
         # Outside: the weights that autocast has cast are released before backward.
         peaks.note_end_of_forward()
         nats_BT.sum().backward()
@@ -222,14 +221,14 @@ class _Masks:
 class _ClusterRows(LiveBytes):
     """Gives `nonzero`, whose result has no shape without data, the expected number of rows."""
 
-    def __init__(self, config: ModelConfig, num_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, num_tokens: int, num_segments: int) -> None:
         super().__init__()
         tails = tail_rows(config, num_tokens=num_tokens)
         # The order of the calls: the tables of the embedding, then the tails of the softmax. For
         # GPUs, tables do not select rows.
         selects = config.div_val > 1 and not devices.host_waits_for(torch.device("cpu"))
         tables = [num_tokens - sum(tails), *tails] if selects else []
-        self._rows = iter([*tables, *tails])
+        self._rows = iter([*tables, *tails] * num_segments)
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if operation is torch.ops.aten.nonzero.default:

@@ -101,6 +101,8 @@ class TransformerXL(nn.Module):
         """
         check_targets(self.config, target_BT, input_BT)
         self.before_layers()
+        if input_BT.shape[1] % num_segments:
+            raise ValueError(f"{input_BT.shape[1]} tokens are not {num_segments} equal segments")
         if num_segments == 1:
             hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, dropout_masks)
             return self.softmax(hidden_BTD, target_BT, self.table), memory

@@ -74,6 +74,11 @@ def compile_model(
     if cuda_graphs and draws_by_kernel:
         options["triton.cudagraphs"] = True
         _use_cuda_graphs(model)
+    # One graph per memory length, and one more where the memory has a gradient.
+    dynamo_config = torch._dynamo.config
+    dynamo_config.recompile_limit = max(
+        dynamo_config.recompile_limit, 2 * len({*model.config.mem_lens})
+    )
     # dynamic=False: all segments have one shape.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False, options=options or None)
 

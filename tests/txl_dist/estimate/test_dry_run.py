@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shaw": {"model": {"distance_encoding": "shaw", "clamp_len": 63}},
     "recompute": {"training": {"activation_checkpointing": True}},
     "bf16 memory": {"training": {"memory_dtype": "bf16"}},
+    "segments": {"training": {"backprop_segments": 4}},
 }
 MAX_ERROR = 0.02
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")
@@ -40,7 +41,8 @@ def real_peak(config: RunConfig) -> int:
         start = live.live_bytes
         live.reset_peak()
         with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
-            nats_BT, next_memory = model(token_BT, token_BT, token_BT.int(), memory)
+            segments = config.training.backprop_segments
+            nats_BT, next_memory = model(token_BT, token_BT, token_BT.int(), memory, None, segments)
         nats_BT.sum().backward()
         del next_memory
     return live.peak_bytes - start
@@ -108,6 +110,19 @@ def test_on_gpus_large_logits_are_computed_in_chunks(monkeypatch: pytest.MonkeyP
     assert peak("cpu") == whole["cpu"]
     # Seven eighths of the logits; their gradient takes their place.
     assert whole["cuda"] - peak("cuda") > 0.75 * 512 * 401 * 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("div_val", [1, 2])
+def test_segments_of_a_step_have_clusters_each(div_val: int, device: Device) -> None:
+    training = {"backprop_segments": 4}
+    config = run_config(model={"cutoffs": (100, 300), "div_val": div_val}, training=training)
+    whole = run_config(model={"cutoffs": (100, 300), "div_val": div_val})
+    peaks = [
+        dry_run(c, micro_batch_rows=2, device=device).activations.after_forward
+        for c in (config, whole)
+    ]
+    assert peaks[0] > 0.9 * peaks[1]  # and each segment has keys of the memory
 
 
 def test_rows_of_clusters_follow_zipf() -> None:

@@ -138,7 +138,7 @@ class CompressiveState(SequenceState):
         tgt_len = hidden_BTD[0].shape[1]
         device = self.num_pending_B.device
         num_slots, rate = self.compressed[0].shape[1], self.rate
-        starts_B = age_BT[:, 0].to(device, non_blocking=True) == 0
+        starts_B = age_BT[:, 0].to(device) == 0
         pending_B = self.num_pending_B.long().masked_fill(starts_B, 0)
         # Rows of [recent ; segment]: pending ones begin at c - 1 - p, the last M stay.
         num_blocks = (rate - 1 + tgt_len) // rate

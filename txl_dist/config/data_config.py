@@ -64,7 +64,7 @@ class DataConfig(Section):
     num_lanes: int = Field(default=16, ge=1)
     """Rows of the global batch. Does not depend on the number of ranks, which share the lanes."""
     tgt_len: int = Field(default=128, ge=1)
-    """Tokens of a lane that a step reads: one segment, or `training.backprop_segments` of them."""
+    """Tokens of a lane in a step: one segment, or `training.backprop_segments` of them."""
     reset: Literal["document", "stream"] = "document"
     """`document`: no token sees another document. `stream`: memory continues into the next one, as
     in the paper; for documents whose order has a meaning, such as chapters."""

@@ -2,8 +2,8 @@
 
 Gradients are accumulated over lanes, never over steps, and each micro-batch has its own rows of the
 memory. The loss is the sum of nats divided by the global number of targets, which is known before
-the first micro-batch. So the result does not depend on the number of ranks or the size of micro-batches,
-except for the order of floating-point sums.
+the first micro-batch. So the result does not depend on the number of ranks or the size of
+micro-batches, except for the order of floating-point sums.
 
 Before the optimizer step, all ranks check the loss and the gradient norm of all ranks. A rejected
 step changes nothing: neither weights, nor optimizer state, nor memory.

@@ -101,11 +101,11 @@ class TransformerXL(nn.Module):
         """
         check_targets(self.config, target_BT, input_BT)
         self.before_layers()
-        if input_BT.shape[1] % num_segments:
-            raise ValueError(f"{input_BT.shape[1]} tokens are not {num_segments} equal segments")
         if num_segments == 1:
             hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, dropout_masks)
             return self.softmax(hidden_BTD, target_BT, self.table), memory
+        if input_BT.shape[1] % num_segments:
+            raise ValueError(f"{input_BT.shape[1]} tokens are not {num_segments} equal segments")
         nats = []
         parts = (x.chunk(num_segments, dim=1) for x in (input_BT, target_BT, age_BT))
         for number, (part_BT, part_target_BT, part_age_BT) in enumerate(zip(*parts, strict=True)):

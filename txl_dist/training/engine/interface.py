@@ -113,7 +113,7 @@ class Engine(ABC):
         age_BT: Tensor,
         memory: SequenceState,
         dropout: DropoutMasks,
-        num_segments: int,
+        num_segments: int = 1,
     ) -> tuple[Tensor, SequenceState]:
         """The model's forward: nats [B, T] of the targets and the next memory."""
         return self._engine(input_BT, target_BT, age_BT, memory, dropout, num_segments)

@@ -170,8 +170,8 @@ class ModelConfig:
     d_embed: int | None = None
     """Width of the token embedding; None is `d_model`. Another width adds projections."""
     memory: str = "recurrent"
-    """What a lane carries from segment to segment: `recurrent`, the paper's, or `compressive`, with
-    means of older tokens behind it."""
+    """What a lane carries from segment to segment: `recurrent`, the paper's memory, or
+    `compressive`, which also keeps older tokens, averaged in groups."""
     mem_len: int = 128
     """Tokens of memory per lane and layer; 0 disables recurrence."""
     mem_shares: tuple[float, ...] = ()

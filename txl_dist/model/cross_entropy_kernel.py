@@ -107,7 +107,7 @@ def nats_kernel(  # type: ignore[no-untyped-def]
     """Logsumexp and nats [R] of BLOCK_R rows.
 
     `row_stride` and `num_columns` are in units of MULTIPLE, by which the compiler knows that they
-    are multiples of it, and loads so many elements at once.
+    are multiples of it, and loads MULTIPLE elements with one instruction.
     """
     row_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row_R = row_R < num_rows

@@ -1,7 +1,7 @@
 """Kinds of memory: what a model carries from one segment to the next, by lane.
 
     recurrent.py     the inputs of each layer for the last tokens (the paper's)
-    compressive.py   the same, and behind them the means of older ones
+    compressive.py   the same, and averages of older tokens
     kv_cache.py      keys and values of a recurrent memory, for inference
 
 `MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A kind is a

@@ -1,4 +1,4 @@
-"""The paper's memory, and behind it the means of older tokens: `model.memory: compressive`.
+"""`model.memory: compressive`: the paper's memory, and averages of the tokens that are older.
 
     [ compressed, C slots | recent, M + c - 1 tokens | segment, T tokens ]
 
@@ -18,7 +18,7 @@ Blocks follow each other from where a text is read with an age of 0 at the start
 p = 0 at every segment if segments are multiples of c.
 
 Source: Rae et al. 2019, arXiv:1911.05507, section 3, with mean pooling as the compression function,
-which has no parameters and needs no loss of its own.
+which has no parameters, so it needs no auxiliary loss.
 """
 
 from collections.abc import Sequence

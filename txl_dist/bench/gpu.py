@@ -32,7 +32,8 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_attention
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import to_device
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.flops import training_flops

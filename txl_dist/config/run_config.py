@@ -110,7 +110,14 @@ class RunConfig(Section):
                     f"data.tgt_len={tgt_len} cannot be read as training.backprop_segments="
                     f"{self.training.backprop_segments} segments of equal length; use a multiple"
                 )
-        if self.training.backprop_segments > 1 and self.model.mem_len == 0:
+        facts = self.model.memory_facts
+        if facts.adds_tokens and self.training.backprop_segments == 1:
+            problems.append(
+                f"model.memory={self.model.memory} needs training.backprop_segments of at least 2: "
+                "only the losses of later segments of a step train what a segment writes"
+            )
+        has_memory = facts.adds_tokens or self.model.mem_len > 0
+        if self.training.backprop_segments > 1 and not has_memory:
             problems.append(
                 "training.backprop_segments needs a memory, through which gradients pass: set "
                 "model.mem_len to at least 1, or backprop_segments=1"

@@ -10,11 +10,11 @@ Before layer l every token reads (`Reader`), after it the m write tokens write (
 
 phi = DPFP-3 of a vector y, divided by its length: with r = [relu(y) ; relu(-y)] the three products
 r * roll(r, i), i = 1, 2, 3, next to each other (Schlag et al. 2021, arXiv:2102.11174), so F = 6
-`d_memory_key`. Without the division eps would hide all keys of small weights. W_v starts at 0. A and
-z are fp32 at least, and computed so under autocast. All m tokens write to the same A.
+`d_memory_key`. Without the division eps would hide all keys of small weights. W_v starts at 0. A
+and z are fp32 at least, and computed so under autocast. All m tokens write to the same A.
 
-A document that begins in a segment starts at A = 0, exactly: its tokens in this segment do not read,
-the write tokens see the last document only, and if that is new they write to A = 0.
+A document that begins in a segment starts at A = 0, exactly: its tokens in this segment do not
+read, the write tokens see the last document only, and if that is new they write to A = 0.
 
 A gradient reaches what is written only from the losses of later segments of the same step, so this
 needs `training.backprop_segments`. Source: Rodkin et al. 2024, arXiv:2407.04841, section 3.
@@ -171,7 +171,8 @@ class Writer(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         with torch.autocast(x_BTD.device.type, enabled=False):
-            x_BmD = x_BTD[:, -self.num_tokens :].to(self.key.weight.dtype)
+            # A copy: torch's FLOP counter fails at a view that was taken without gradients.
+            x_BmD = x_BTD[:, -self.num_tokens :].clone().to(self.key.weight.dtype)
             parts = features(self.key(x_BmD)), self.value(x_BmD), self.strength(x_BmD).sigmoid()
             return torch.cat(parts, dim=-1)
 

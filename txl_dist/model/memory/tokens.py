@@ -11,8 +11,8 @@ distances as if they were text. Documents are kept apart by ages, at any place o
     a token sees the read tokens if its document began before the segment,
     a write token sees the last document only, and the read tokens by the same rule.
 
-`recurrent+tokens` also keeps the layers' inputs of the last `mem_len` tokens (recurrent.py), but not
-those of added tokens: they come before the read tokens.
+`recurrent+tokens` also keeps the layers' inputs of the last `mem_len` tokens (recurrent.py), but
+not those of added tokens: they come before the read tokens.
 
 A gradient reaches what is written only from the losses of later segments of the same step, so this
 needs `training.backprop_segments`. Source: Bulatov et al. 2022, arXiv:2207.06881, section 3.

@@ -185,7 +185,8 @@ def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> St
     def score() -> float:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "model"
-            write_exported(out, model, tokenizer, Reading(tgt_len=config.segment_len, reset="document"))
+            reading = Reading(tgt_len=config.segment_len, reset="document")
+            write_exported(out, model, tokenizer, reading)
             job = evaluation_job(out, data, max_tokens=SCORED_TOKENS)
             return evaluate(job).sums.nats_per_token
 

@@ -129,6 +129,10 @@ class SequenceState(ABC):
 class MemoryKind(ABC):
     """One kind of memory, for one config."""
 
+    documents_are_independent: ClassVar[bool] = True
+    """Whether the losses of a document depend on nothing but it and the places where its segments
+    end. It is read from its start then, even if `receptive_tokens` has no limit."""
+
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 

@@ -38,6 +38,9 @@ from txl_dist.model.memory import MemoryKind, SequenceState, stored_like
 class Compressive(MemoryKind):
     """Every layer has the same sizes."""
 
+    documents_are_independent = False
+    """The tokens before a document decide which of its tokens share a slot."""
+
     @property
     def num_past(self) -> int:
         return sum(_sizes(self.config)[:2])

@@ -3,7 +3,7 @@
     interface.py    the Tokenizer protocol: the methods that all kinds have
     byte_char_word.py  bytes; characters or words of the training text, with line ends
     pretrained.py      byte-level BPE (trained by bpe.py), or a file of the `tokenizers` library
-    encoders.py        gigatoken and tiktoken, which encode byte-level BPE faster
+    encoders.py        gigatoken, which encodes byte-level BPE faster
     ids.py             token ids of the input, written as decimal numbers or by name
     training.py        choose and train the tokenizer of a dataset
     loading.py         read a tokenizer.json, and compare two

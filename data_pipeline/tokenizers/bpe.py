@@ -49,7 +49,7 @@ def bpe_of_counts(
     """Train BPE on words counted by `count_words`. Empties `counts`, which may be large.
 
     The vocabulary has at most `vocab_size` ids; the last one is end-of-document. It has fewer if
-    too few pairs occur `min_freq` times. Raises DataError if there are no words, or if the encoder
+    too few pairs occur `min_freq` times. Raises DataError if there are no words, or if gigatoken
     and `tokenizers` disagree.
     """
     if not counts:
@@ -62,13 +62,7 @@ def bpe_of_counts(
         end_of_document=library.get_vocab_size(),
         tokenizer=json.loads(library.to_str()),
     )
-    try:
-        tokenizer = PretrainedTokenizer(description)
-    except ValueError as error:  # a long run of one character trains a token that is too long
-        raise DataError(
-            f"bpe trained on this text cannot be used: {error}. Remove long runs of the same "
-            "characters from the text, or choose a smaller --vocab-size."
-        ) from error
+    tokenizer = PretrainedTokenizer(description)
     require_same_ids(tokenizer, [])
     return tokenizer
 
@@ -160,8 +154,6 @@ _RARE_STEP = 32
 """When only rare pairs are left, the limit is divided by this."""
 _PARTS = 16
 """All pairs are counted in this many parts, by their left symbols: more parts, less RAM."""
-_FEW = 300
-"""Up to this many pairs, a loop takes less time than numpy's sorting."""
 
 
 def learn_merges(
@@ -239,9 +231,6 @@ class _Merger:
     def _add_pairs(self, places: np.ndarray, pairs: np.ndarray) -> None:
         """Pairs that did not exist before and start at these places: count and queue them."""
         self.pair[places] = pairs
-        if len(pairs) <= _FEW:
-            self._add_few_pairs(places, pairs)
-            return
         order = np.argsort(pairs, kind="stable")
         order = order[np.searchsorted(pairs[order], 0) :]
         pairs, places = pairs[order], places[order]
@@ -255,22 +244,6 @@ class _Merger:
         ):
             if total >= self.least:
                 self._queue(pair, total, array("i", places[start:stop].tobytes()))
-
-    def _add_few_pairs(self, places: np.ndarray, pairs: np.ndarray) -> None:
-        """The same without numpy, whose calls take longer than a few pairs do."""
-        found: dict[int, array[int]] = {}
-        totals: dict[int, int] = {}
-        for pair, place, weight in zip(
-            pairs.tolist(), places.tolist(), self.weight[places].tolist(), strict=True
-        ):
-            if pair in found:
-                found[pair].append(place)
-                totals[pair] += weight
-            elif pair >= 0:
-                found[pair], totals[pair] = array("i", (place,)), weight
-        for pair, total in totals.items():
-            if total >= self.least:
-                self._queue(pair, total, found[pair])
 
     def _queue(self, pair: int, total: int, places: "array[int]") -> None:
         self.count[pair], self.places[pair] = total, places
@@ -321,11 +294,8 @@ class _Merger:
 
     def _forget(self, places: np.ndarray) -> None:
         """Subtract the pairs that start at these places, which are about to change."""
-        pairs, weights = self.pair[places], self.weight[places]
-        if len(pairs) > _FEW:
-            unique, inverse = np.unique(pairs, return_inverse=True)
-            pairs, weights = unique, np.bincount(inverse, weights).round().astype(np.int64)
-        for pair, weight in zip(pairs.tolist(), weights.tolist(), strict=True):
+        pairs, weights = self.pair[places].tolist(), self.weight[places].tolist()
+        for pair, weight in zip(pairs, weights, strict=True):
             if pair in self.count:
                 self.count[pair] -= weight
 

@@ -117,8 +117,7 @@ class DescribedTokenizer:
 # --- parts of a long text -------------------------------------------------------------------------
 
 
-# tiktoken fails on a million spaces in a row, so this must be smaller. It decides the tokens of
-# texts that have no position to cut at: changing it changes datasets.
+# It decides the tokens of texts that have no position to cut at: changing it changes datasets.
 MAX_PART_CHARS = 2**19
 # ASCII only: Python and the patterns of BPE disagree on other whitespace.
 _BLANK_AFTER_WORD = re.compile(r"(?<=\S)[ \t\n\r]")

@@ -12,7 +12,6 @@ Arrays are read in chunks and never unpickled. A plain file is cut into byte ran
 independently; a document belongs to the range that contains its first id.
 """
 
-import contextlib
 import functools
 import hashlib
 import io
@@ -34,7 +33,6 @@ from data_pipeline.readers.records import (
     Reject,
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source, require_plausible_size, too_long_error
-from data_pipeline.system.sources import open_source, reject_reason
 
 _MAX_HEADER_BYTES = 2**16
 _SHARD_HEADER_BYTES = 1024
@@ -63,7 +61,7 @@ def _require_known(ids: np.ndarray, rules: IdRules, position: int) -> None:
 
 
 def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
-    """As `text_of_array`, for a whole document: drops `rules.outer` at both ends.
+    """As `text_of_array`, for a whole document, without the ids that `content_bounds` drops.
 
     Raises BadRecordError also for one of these ids inside the document.
     """
@@ -73,9 +71,10 @@ def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
 
 
 def content_bounds(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> tuple[int, int]:
-    """[first, stop) of the ids without `rules.outer` at both ends; (0, 0) if none is left.
+    """[first, stop) of the ids without end-of-document and padding ids at both ends.
 
-    Raises BadRecordError for one of these ids inside. `position` is that of the first id.
+    (0, 0) if none is left. Raises BadRecordError for one of these ids inside. `position` is that of
+    the first id.
     """
     is_content = ids != rules.end_of_document
     if rules.padding is not None:
@@ -161,7 +160,7 @@ def read_bin(source: Source) -> Iterator[Record | Reject]:
 
 def read_shard(source: Source) -> Iterator[Record | Reject]:
     """A token shard of llm.c or modded-nanogpt."""
-    dtype, num_ids = _read_shard_header(source.stream)
+    dtype, num_ids = read_shard_header(source.stream)
     stop = _SHARD_HEADER_BYTES + num_ids * dtype.itemsize
     yield from _separated(source, source.stream, source.id_rules, dtype, _SHARD_HEADER_BYTES, stop)
     _require_end(source, source.stream, stop, f"the {num_ids:,} ids that its header counts")
@@ -189,28 +188,12 @@ def read_npz(source: Source) -> Iterator[Record | Reject]:
                 require_plausible_size(total, source)
                 with archive.open(member) as stream:
                     yield from _array(source, cast(BinaryIO, stream), member.filename)
-    except OSError as error:
-        raise BrokenStreamError(source.lines, 0, reject_reason(error)) from error
+    except BrokenStreamError:
+        raise
     # For damaged content, and RuntimeError for encryption.
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
-        if isinstance(error, BrokenStreamError):
-            raise
         reason = printable(str(error))[:200]
         raise BrokenStreamError(source.lines, 0, f"damaged .npz file: {reason}") from error
-
-
-def stored_dtype(path: str) -> str:
-    """The type of the ids in an .npy file as IdRules.dtype; "" if its header cannot be read."""
-    with contextlib.suppress(OSError, BrokenStreamError), open_source(path, "") as stream:
-        return _read_header(stream, "")[1].str
-    return ""
-
-
-def shard_dtype(path: str) -> str:
-    """As `stored_dtype`, for a token shard of llm.c."""
-    with contextlib.suppress(OSError, BrokenStreamError), open_source(path, "") as stream:
-        return _read_shard_header(stream)[0].str
-    return ""
 
 
 def read_id_chunks(stream: BinaryIO, num_bytes: int, rules: IdRules) -> Iterator[str]:
@@ -226,7 +209,7 @@ def ids_of_npy(raw: bytes) -> np.ndarray:
     """The ids of an array of one dimension in the .npy format. Raises BadRecordError."""
     stream = io.BytesIO(raw)
     try:
-        start, dtype, shape = _read_header(stream, "")
+        start, dtype, shape = read_npy_header(stream, "")
     except BrokenStreamError as error:
         raise BadRecordError(0, error.reason) from None
     if len(shape) != 1:
@@ -255,7 +238,7 @@ def sized_documents(
 
 def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Reject]:
     """The documents of one array in the .npy format; `name` is that of the archive's member."""
-    start, dtype, shape = _read_header(stream, name)
+    start, dtype, shape = read_npy_header(stream, name)
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if len(shape) == 1:
         yield from _separated(source, stream, source.id_rules, dtype, start, start + size)
@@ -348,53 +331,46 @@ def _chunks_of(
     stream: BinaryIO, num_bytes: int | None, dtype: np.dtype, line: int
 ) -> Iterator[np.ndarray]:
     """Arrays of the next `num_bytes` of the stream, or of all bytes to its end if None."""
-    remaining = num_bytes
-    while remaining is None or remaining > 0:
-        wanted = CHUNK_BYTES if remaining is None else min(CHUNK_BYTES, remaining)
-        try:
-            raw = stream.read(wanted)  # buffered: short only at the end of the stream
-        except OSError as error:
-            raise BrokenStreamError(line, 0, reject_reason(error)) from error
-        whole = len(raw) - len(raw) % dtype.itemsize
-        if whole:
-            yield np.frombuffer(raw[:whole], dtype)
-        if remaining is not None:
-            remaining -= len(raw)
-            if len(raw) < wanted:
-                reason = f"truncated: {remaining:,} bytes of ids are missing at its end"
+    left = num_bytes
+    while left is None or left > 0:
+        raw = stream.read(CHUNK_BYTES if left is None else min(CHUNK_BYTES, left))
+        # The stream is buffered: a short read is its end.
+        partial = len(raw) % dtype.itemsize
+        if len(raw) > partial:
+            yield np.frombuffer(raw[: len(raw) - partial], dtype)
+        if left is not None:
+            left -= len(raw)
+            if left and (partial or not raw):
+                reason = f"truncated: {left:,} bytes of ids are missing at its end"
                 raise BrokenStreamError(line, 0, reason)
-        elif len(raw) < wanted:
-            if whole < len(raw):
-                reason = (
-                    f"its size is not a multiple of {dtype.itemsize} bytes: truncated, or of "
-                    f"another --dtype than {dtype.name}"
-                )
-                raise BrokenStreamError(line, 0, reason)
+        elif partial:
+            reason = (
+                f"its size is not a multiple of {dtype.itemsize} bytes: truncated, or of "
+                f"another --dtype than {dtype.name}"
+            )
+            raise BrokenStreamError(line, 0, reason)
+        elif not raw:
             return
 
 
-def _read_shard_header(stream: BinaryIO) -> tuple[np.dtype, int]:
+def read_shard_header(stream: BinaryIO) -> tuple[np.dtype, int]:
     """(dtype, number of ids). Raises BrokenStreamError."""
-    try:
-        raw = stream.read(_SHARD_HEADER_BYTES)
-    except OSError as error:
-        raise BrokenStreamError(0, 0, reject_reason(error)) from error
+    raw = stream.read(_SHARD_HEADER_BYTES)
     if len(raw) < _SHARD_HEADER_BYTES:
         raise BrokenStreamError(0, 0, "truncated inside its header of llm.c")
     magic, version, num_ids = np.frombuffer(raw, "<i4", 3).tolist()
     expected, dtype = SHARD_MAGICS.get(magic, (0, ""))
-    if not dtype:
-        reason = "a file of llm.c with questions and answers, which is no stream of ids"
-    elif version != expected:
-        reason = f"a token shard of llm.c of version {version}; supported is {expected}"
-    elif num_ids < 0:
-        reason = f"the header counts {num_ids:,} ids"
-    else:
-        return np.dtype(dtype), num_ids
-    raise BrokenStreamError(0, 0, reason)
+    if not dtype or version != expected or num_ids < 0:
+        raise BrokenStreamError(
+            0,
+            0,
+            f"a file of llm.c, number {magic}, version {version}, of {num_ids:,} ids. Supported "
+            "are its token shards: number 20240520 with version 1, and 20240801 with version 7",
+        )
+    return np.dtype(dtype), num_ids
 
 
-def _read_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int, ...]]:
+def read_npy_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int, ...]]:
     """(offset of the data, dtype, shape). Raises BrokenStreamError."""
     where = f" in {printable(name)}" if name else ""
     try:
@@ -412,8 +388,6 @@ def _read_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int,
             4: np.lib.format.read_array_header_2_0,
         }[length_bytes]
         shape, is_fortran, dtype = parse(io.BytesIO(length + header))
-    except OSError as error:
-        raise BrokenStreamError(0, 0, reject_reason(error)) from error
     # The header is a Python literal, which numpy parses without evaluating it.
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         reason = printable(str(error).split("\n")[0])[:160]

@@ -24,8 +24,6 @@ from data_pipeline.readers.records import (
     RecordBlock,
     Reject,
     decode,
-    has_ids,
-    ids_hint,
     value_at,
 )
 from data_pipeline.readers.source import (
@@ -70,10 +68,13 @@ def read_lines(source: Source) -> Iterator[Record | RecordBlock | Reject]:
         if isinstance(piece, LineBlock):
             yield from _read_block(source, piece)
             continue
-        document = document or DocumentBuilder(source, piece.offset, piece.line)
         ends_line = piece.raw.endswith(b"\n")
-        document.add(piece.raw[:-1].removesuffix(b"\r") if ends_line else piece.raw)
-        if ends_line:
+        text = piece.raw[:-1].removesuffix(b"\r") if ends_line else piece.raw
+        if text and not document:
+            document = DocumentBuilder(source, piece.offset, piece.line)
+        if document:
+            document.add(text)
+        if document and ends_line:
             yield document.build()
             document = None
     if document:
@@ -81,13 +82,10 @@ def read_lines(source: Source) -> Iterator[Record | RecordBlock | Reject]:
 
 
 def _read_block(source: Source, block: LineBlock) -> Iterator[RecordBlock | Record | Reject]:
-    raw = block.raw.split(b"\n")
-    offsets = list(accumulate((len(line) + 1 for line in raw), initial=block.offset))
-    texts, last = raw, raw.pop()
+    texts = block.raw.split(b"\n")[:-1]
+    offsets = list(accumulate((len(text) + 1 for text in texts), initial=block.offset))
     if b"\r" in block.raw:
-        texts = [line.removesuffix(b"\r") for line in raw]
-    if last:  # the last line of the file, without a line break
-        texts.append(last)
+        texts = [text.removesuffix(b"\r") for text in texts]
     documents = [
         (text, offset, line)
         for line, (text, offset) in enumerate(zip(texts, offsets, strict=False), block.line)
@@ -181,7 +179,7 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
         return text_of_value(text, ids, text_key)
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
-        hint = ids_hint(text_key) if has_ids(text) else ""
+        hint = " (for token ids: --format ids)" * isinstance(text, list)
         raise BadRecordError(0, f'"{text_key}" is not a string but {kind}{hint}')
     _require_unicode(text)
     return text

@@ -85,7 +85,7 @@ def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
 
 
 class Chunk(NamedTuple):
-    """At most CHUNK_BYTES + 1 bytes of a stream or of one line, never cut between CR and LF."""
+    """About CHUNK_BYTES of a stream or of one line, never cut between CR and LF."""
 
     offset: int
     line: int
@@ -139,69 +139,54 @@ class LineBlock(NamedTuple):
     line: int
     """Number of the first line, counted from 1 within the range."""
     raw: bytes
-    """Ends with a line break, unless the last line of the file has none."""
+    """Ends with a line break."""
 
 
 def read_line_blocks(source: Source) -> Iterator[LineBlock | Chunk]:
     """The lines that start in the range, many at a time.
 
-    A line longer than CHUNK_BYTES is yielded in chunks, as by `read_line_chunks`.
+    A line that continues after the bytes of a block is yielded in chunks, as by `read_line_chunks`.
     """
-    offset, data = _seek_first_line(source), b""  # `data` are the bytes from `offset` on
+    offset = _seek_first_line(source)
     while offset < source.stop:
         raw = _read_available(source, offset)
-        data += raw
-        end = _end_of_lines(data, source.stop - offset) if raw else len(data)
-        if end:
-            mark = 0 if offset else len(data) - len(data.removeprefix(codecs.BOM_UTF8))
-            line = source.lines + 1
-            source.lines += data.count(b"\n", 0, end) + (data[end - 1] != ord("\n"))
-            yield LineBlock(offset + mark, line, data[mark:end])
-            offset, data = offset + end, data[end:]
-        elif len(data) > CHUNK_BYTES:
-            offset += yield from _read_long_line(source, offset, data)
-            data = b""
         if not raw:
             return
+        end = raw.rfind(b"\n") + 1
+        if end:
+            body = raw[:end] if offset else raw[:end].removeprefix(codecs.BOM_UTF8)
+            yield LineBlock(offset + end - len(body), source.lines + 1, body)
+            source.lines += body.count(b"\n")
+        offset += end
+        if end < len(raw):
+            source.lines += 1
+            offset = yield from _read_line(source, offset, raw[end:])
 
 
 def _read_available(source: Source, offset: int) -> bytes:
-    """At most CHUNK_BYTES. Unlike `read`, `read1` loses nothing before a place that cannot be read.
+    """At most CHUNK_BYTES of the range.
 
-    `offset` is the start of the first line that is not complete, for the error.
+    Unlike `read`, `read1` loses nothing before a place that cannot be read.
     """
     try:
-        return source.stream.read1(CHUNK_BYTES)  # type: ignore[attr-defined]
+        size = int(min(CHUNK_BYTES, source.stop - offset))
+        return source.stream.read1(size)  # type: ignore[attr-defined]
     except OSError as error:
         raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
 
 
-def _end_of_lines(data: bytes, stop: float) -> int:
-    """End of the last whole line in `data` that starts before `stop`; 0 if there is none."""
-    if len(data) >= stop:
-        end = data.find(b"\n", int(stop) - 1) + 1  # the line of the last byte before `stop`
-        if end:
-            return end
-    return data.rfind(b"\n") + 1
-
-
-def _read_long_line(source: Source, offset: int, raw: bytes) -> Generator[Chunk, None, int]:
-    """Yield the line that begins with `raw`, which is read, in chunks. Returns its length."""
-    source.lines += 1
+def _read_line(source: Source, offset: int, begun: bytes) -> Generator[Chunk, None, int]:
+    """Yield the line that begins with `begun`, which is read. Returns the offset of its end."""
     start, starts_line = offset, True
-    while raw:
+    while True:
+        rest = _read_line_chunk(source, start, source.lines)
+        raw = begun + rest  # if `begun` ends with CR, the chunk has the LF too
         body = raw if offset else raw.removeprefix(codecs.BOM_UTF8)
-        at = offset + len(raw) - len(body)
-        offset += len(raw)
-        if raw.endswith(b"\r"):
-            raw = _read_line_chunk(source, offset, source.lines)
-            offset, body = offset + len(raw), body + raw
-        yield Chunk(at, source.lines, body, starts_line, True)
-        if body.endswith(b"\n"):
-            break
-        starts_line = False
-        raw = _read_line_chunk(source, offset, source.lines)
-    return offset - start
+        if body:
+            yield Chunk(offset + len(raw) - len(body), source.lines, body, starts_line, True)
+        offset, begun, starts_line = offset + len(raw), b"", False
+        if not rest or rest.endswith(b"\n"):
+            return offset
 
 
 def _seek_first_line(source: Source) -> int:

@@ -112,7 +112,7 @@ def _rows(source: Source) -> Iterator[bytes]:
     yield from _rows_of_file(source)
     for path in source.next_paths:
         with open_source(path, "") as stream:
-            yield from _rows_of_file(replace(source, path=path, stream=stream))
+            yield from _rows_of_file(replace(source, path=path, stream=stream, lines=0))
 
 
 def _rows_of_file(source: Source) -> Iterator[bytes]:

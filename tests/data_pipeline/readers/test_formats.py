@@ -18,7 +18,6 @@ from data_pipeline.readers import (
     FORMATS,
     Record,
     Reject,
-    read_again,
     read_records,
     read_text_chunks,
     scan_ranges,
@@ -52,7 +51,6 @@ def test_any_ranges_give_the_records_of_the_whole_file(
             place = (record.offset, record.size, record.line)
             assert record.text is not None
             assert hashlib.sha256(record.text.encode()).digest() == record.sha256
-            assert read_again(file, "text", place) == record.text
             assert "".join(read_text_chunks(file, place, chunk_bytes=3)) == record.text
 
 

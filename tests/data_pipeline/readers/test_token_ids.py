@@ -19,7 +19,6 @@ from data_pipeline.readers import (
     Record,
     Reject,
     find_files,
-    read_again,
     read_text_chunks,
     scan_ranges,
 )
@@ -85,7 +84,6 @@ def test_any_ranges_give_the_documents_of_the_whole_file(
         assert record.text is not None
         place = (record.offset, record.size, record.line)
         assert hashlib.sha256(record.text.encode()).digest() == record.sha256
-        assert read_again(file, "ids", place) == record.text
         assert "".join(read_text_chunks(file, place, text_key="ids")) == record.text
     shutil.rmtree(path.parent)
 

@@ -25,10 +25,8 @@ from data_pipeline.tokenizers.encoders import (
     reason_without_gigatoken,
 )
 from data_pipeline.tokenizers.interface import (
-    Cuts,
-    DescribedTokenizer,
+    Tokenizer,
     checked_ids,
-    lengths_of,
     token_dtype,
 )
 
@@ -56,7 +54,7 @@ class PretrainedDescription(StrictModel):
     """The JSON of the library, without special tokens, truncation, padding and templates."""
 
 
-class PretrainedTokenizer(DescribedTokenizer):
+class PretrainedTokenizer(Tokenizer):
     """A tokenizer of the library with the interface of this project.
 
     Raises ValueError for content that is not a tokenizer, for ids other than 0 to vocab_size - 1,
@@ -87,6 +85,8 @@ class PretrainedTokenizer(DescribedTokenizer):
             if description.type == "bpe":
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
             self._reason = str(reason)
+        self.lossless = self._bytes_of is not None
+        self.cuts = "space" if self.lossless else "never"
 
     @cached_property
     def _gigatoken(self) -> GigatokenEncoder | None:
@@ -110,14 +110,6 @@ class PretrainedTokenizer(DescribedTokenizer):
         """Raises ValueError for content that `to_json` does not write."""
         return cls(PretrainedDescription.model_validate(content))
 
-    @property
-    def lossless(self) -> bool:
-        return self._bytes_of is not None
-
-    @property
-    def cuts(self) -> Cuts:
-        return "space" if self._bytes_of else "never"
-
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
         ids = self._gigatoken.encode(text) if self._gigatoken else None
@@ -138,8 +130,7 @@ class PretrainedTokenizer(DescribedTokenizer):
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if self._gigatoken and (batch := self._gigatoken.encode_batch(texts)):
             return batch[0].astype(token_dtype(self.vocab_size)), batch[1]
-        parts = [np.empty(0, token_dtype(self.vocab_size)), *map(self.encode, texts)]
-        return np.concatenate(parts), lengths_of(parts[1:])
+        return super().encode_batch(texts)
 
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""

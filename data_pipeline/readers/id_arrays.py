@@ -17,6 +17,7 @@ import hashlib
 import io
 import zipfile
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
@@ -95,19 +96,29 @@ class IdDocument:
     In a rereadable file, a text above HELD_BYTES is not held: the record has its hash only.
     """
 
-    def __init__(self, source: Source, rules: IdRules, offset: int, line: int) -> None:
-        self._source, self._rules, self._line = source, rules, line
+    def __init__(self, source: Source, offset: int, line: int) -> None:
+        self._source, self._rules, self._line = source, source.id_rules, line
         self._offset, self._size = offset, 0  # in bytes of the file, without outer end ids
         self._position = 0  # ids seen
         self._end_at: int | None = None  # position of an end-of-document id after the content
+        self._only: int | None = None  # the id of a document that repeats one; -1: several
         self._parts: list[str] = []
         self._text_bytes = 0
         self._sha256 = hashlib.sha256()
         self._is_held = True
         self._error: BadRecordError | None = None
 
+    @property
+    def only_id(self) -> int | None:
+        """The id that is the whole document, if it occurs at least twice and is not its end."""
+        is_content = self._only not in (None, -1, self._rules.end_of_document)
+        return self._only if is_content and self._position > 1 else None
+
     def add(self, ids: np.ndarray) -> None:
         """Append ids, 1-D."""
+        if self._only != -1 and ids.size:
+            first = int(ids[0]) if self._only is None else self._only
+            self._only = first if (ids == first).all() else -1
         if not self._error:
             try:
                 self._add_content(ids)
@@ -154,15 +165,14 @@ class IdDocument:
 
 def read_bin(source: Source) -> Iterator[Record | Reject]:
     """A raw file of ids of type `source.ids.dtype`."""
-    rules = source.id_rules
-    yield from _separated(source, source.stream, rules, np.dtype(rules.dtype), 0, None)
+    yield from _separated(source, source.stream, np.dtype(source.id_rules.dtype), 0, None)
 
 
 def read_shard(source: Source) -> Iterator[Record | Reject]:
     """A token shard of llm.c or modded-nanogpt."""
     dtype, num_ids = read_shard_header(source.stream)
     stop = _SHARD_HEADER_BYTES + num_ids * dtype.itemsize
-    yield from _separated(source, source.stream, source.id_rules, dtype, _SHARD_HEADER_BYTES, stop)
+    yield from _separated(source, source.stream, dtype, _SHARD_HEADER_BYTES, stop)
     _require_end(source, source.stream, stop, f"the {num_ids:,} ids that its header counts")
 
 
@@ -220,20 +230,36 @@ def ids_of_npy(raw: bytes) -> np.ndarray:
 
 
 def sized_documents(
-    source: Source, dtype: np.dtype, starts: np.ndarray, num_bytes: np.ndarray
+    source: Source,
+    stream: BinaryIO,
+    dtype: np.dtype,
+    starts: np.ndarray | range,
+    sizes: np.ndarray,
+    *,
+    are_rows: bool = False,
 ) -> Iterator[Record | Reject]:
-    """Documents at these consecutive places, in bytes of the stream, which is at the first one."""
-    rules, stream = source.id_rules, source.stream
-    wanted = (starts >= source.start) & (starts < source.stop)
-    first = int(wanted.argmax()) if wanted.any() else 0
+    """Consecutive documents at these places, in bytes of the stream, which is at the first one.
+
+    `are_rows`: a document of one repeated id is probably padding and rejected.
+    """
+    first, stop = bisect_left(starts, source.start), bisect_left(starts, source.stop)
     if first:
-        stream.seek(int(starts[first]))
-    for start, size in zip(starts[wanted].tolist(), num_bytes[wanted].tolist(), strict=True):
+        stream.seek(int(starts[first - 1] + sizes[first - 1]))
+    for number in range(first, stop):
         source.lines += 1
-        document = IdDocument(source, rules, start, source.lines)
-        for ids in _chunks_of(stream, size, dtype, source.lines):
+        document = IdDocument(source, int(starts[number]), source.lines)
+        for ids in _chunks_of(stream, int(sizes[number]), dtype, source.lines):
             document.add(ids)
-        yield document.build()
+        padding = document.only_id if are_rows and source.id_rules.padding is None else None
+        if padding is None:
+            yield document.build()
+        else:
+            yield source.reject(
+                source.lines,
+                int(starts[number]),
+                f"the row has only the id {padding}. If this id fills up the rows: --padding "
+                f"{padding}. If they have no padding: --padding {source.id_rules.end_of_document}",
+            )
 
 
 def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Reject]:
@@ -241,9 +267,11 @@ def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Rej
     start, dtype, shape = read_npy_header(stream, name)
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if len(shape) == 1:
-        yield from _separated(source, stream, source.id_rules, dtype, start, start + size)
-    else:
-        yield from _rows(source, stream, dtype, start, shape)
+        yield from _separated(source, stream, dtype, start, start + size)
+    elif size:
+        row_bytes = shape[1] * dtype.itemsize
+        starts, sizes = range(start, start + size, row_bytes), np.broadcast_to(row_bytes, shape[0])
+        yield from sized_documents(source, stream, dtype, starts, sizes, are_rows=True)
     _require_end(source, stream, start + size, f"the end of the array {name}".strip())
 
 
@@ -253,52 +281,14 @@ def _require_end(source: Source, stream: BinaryIO, stop: int, what: str) -> None
         raise BrokenStreamError(source.lines, stop, f"there are bytes after {what}")
 
 
-def _rows(
-    source: Source, stream: BinaryIO, dtype: np.dtype, start: int, shape: tuple[int, ...]
-) -> Iterator[Record | Reject]:
-    rules, row_bytes = source.id_rules, shape[1] * dtype.itemsize
-    # Rows that start in the range; ceiling divisions.
-    if not row_bytes:
-        return
-    first = min(max(-((start - source.start) // row_bytes), 0), shape[0])
-    if first:
-        stream.seek(start + first * row_bytes)
-    for row in range(first, shape[0]):
-        offset = start + row * row_bytes
-        if offset >= source.stop:
-            return
-        source.lines += 1
-        document = IdDocument(source, rules, offset, source.lines)
-        only = None
-        is_constant = rules.padding is None and shape[1] > 1
-        for ids in _chunks_of(stream, row_bytes, dtype, source.lines):
-            document.add(ids)
-            only = ids[0] if only is None else only
-            is_constant = is_constant and bool((ids == only).all())
-        if is_constant and only != rules.end_of_document:
-            yield source.reject(
-                source.lines,
-                offset,
-                f"the row has only the id {only}. If this id fills up the rows: --padding {only}. "
-                f"If the rows have no padding: --padding {rules.end_of_document}",
-            )
-        else:
-            yield document.build()
-
-
 def _separated(
-    source: Source,
-    stream: BinaryIO,
-    rules: IdRules,
-    dtype: np.dtype,
-    start: int,
-    stop: int | None,
+    source: Source, stream: BinaryIO, dtype: np.dtype, start: int, stop: int | None
 ) -> Iterator[Record | Reject]:
     """The documents between end-of-document ids in the bytes [start, stop) of the stream.
 
     The stream is at `start`; a `stop` of None is its end.
     """
-    size, document = dtype.itemsize, None
+    size, end_id, document = dtype.itemsize, source.id_rules.end_of_document, None
     offset, skips = start, source.start > start
     if skips:  # the id before the range is an end-of-document id or not
         offset = start + (-(-(source.start - start) // size) - 1) * size
@@ -306,13 +296,13 @@ def _separated(
     num_bytes = None if stop is None else stop - offset
     for ids in _chunks_of(stream, num_bytes, dtype, source.lines):
         begin = 0
-        for end in [*np.flatnonzero(ids == rules.end_of_document).tolist(), len(ids)]:
+        for end in [*np.flatnonzero(ids == end_id).tolist(), len(ids)]:
             if end > begin and not skips:
                 if not document:
                     if offset + begin * size >= source.stop:
                         return
                     source.lines += 1
-                    document = IdDocument(source, rules, offset + begin * size, source.lines)
+                    document = IdDocument(source, offset + begin * size, source.lines)
                 document.add(ids[begin:end])
             if end < len(ids):
                 skips = False

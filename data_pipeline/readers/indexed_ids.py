@@ -73,9 +73,7 @@ def _read_pair(
             f"its .csv.gz file has bounds of {total:,} bytes of {dtype.name}, but the .npy "
             f"file has {source.stored_bytes:,}: truncated, or of another --dtype"
         )
-    yield from sized_documents(source, dtype, edges[:-1], np.diff(edges))
-    if source.start:
-        source.stream.seek(total)
+    yield from sized_documents(source, source.stream, dtype, edges[:-1], np.diff(edges))
     if source.stop > total and source.stream.read(1):
         raise _broken(f"the file has more than the {total:,} bytes of its index")
 

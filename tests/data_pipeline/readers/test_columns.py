@@ -240,7 +240,7 @@ def test_a_saved_dataset_is_its_data_files(tmp_path: Path, format_: str) -> None
 STATES = {
     '{"_data_files": [{"filename": "other.arrow"}]}': "other.arrow', which is not in its",
     '{"_data_files": [{"filename": "../../etc/passwd"}]}': "is not in its directory",
-    '{"_data_files": [7]}': "is damaged",
+    '{"_data_files": [7]}': "cannot be read",
     "{": "state.json cannot be read",
     "[]": "state.json cannot be read",
 }

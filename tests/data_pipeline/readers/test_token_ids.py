@@ -164,8 +164,8 @@ def test_a_document_in_chunks_is_that_of_its_whole_array(
     ids: list[int], cut: int, padding: int | None
 ) -> None:
     rules = replace(RULES, padding=padding)
-    source = Source("in", None, 0, 1, "ids", rereadable=True)  # type: ignore[arg-type]
-    document = IdDocument(source, rules, offset=100, line=1)
+    source = Source("in", None, 0, 1, "ids", rereadable=True, ids=rules)  # type: ignore[arg-type]
+    document = IdDocument(source, offset=100, line=1)
     array = np.array(ids, "<u2")
     for start in range(0, len(ids), cut):
         document.add(array[start : start + cut])

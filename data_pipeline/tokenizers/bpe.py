@@ -91,7 +91,7 @@ def count_words(texts: Iterable[str], *, max_bytes: int) -> Counter[str]:
     batch_bytes = 0
     by_gigatoken = not reason_without_gigatoken()
     for part in _first_bytes(texts, max_bytes):
-        if not by_gigatoken or needs_reference([part]):
+        if not by_gigatoken or needs_reference(part):
             split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(part)
             words = (bytes(map(BYTE_OF.__getitem__, word)) for word, _ in split)
             counts.update(word.decode("latin-1") for word in words)

@@ -104,27 +104,36 @@ class ByteTokenizer(Tokenizer):
         return lengths
 
 
-class CharTokenizer(Tokenizer):
-    """The id of a symbol is its position in `symbols`: characters, and one for all others.
+class _SymbolTokenizer(Tokenizer):
+    """The id of a symbol is its position in `symbols`. The next id is end-of-document."""
 
-    The next id is end-of-document. Raises ValueError for symbols that are not single characters or
-    occur twice.
+    lossless = False
+
+    def __init__(self, symbols: list[str], *, opens_documents: bool) -> None:
+        if len({*symbols}) < len(symbols):
+            (symbol, _), *_ = Counter(symbols).most_common(1)
+            raise ValueError(f"symbol {symbol!r} occurs twice")
+        self.symbols, self.opens_documents = symbols, opens_documents
+        self.end_of_document = len(symbols)
+        self.vocab_size = len(symbols) + 1
+
+
+class CharTokenizer(_SymbolTokenizer):
+    """The symbols are characters, and one for all others, whose number of bytes is lost.
+
+    Raises ValueError for symbols that are not single characters or occur twice.
     """
 
     cuts = "anywhere"
-    lossless = False  # the number of bytes of an unknown character is lost
 
     def __init__(self, symbols: list[str], *, opens_documents: bool = True) -> None:
-        _require_distinct(symbols)
+        super().__init__(symbols, opens_documents=opens_documents)
         if UNKNOWN_CHARACTER not in symbols:
             raise ValueError("the symbol for unknown characters, an empty string, is missing")
         for symbol in symbols:
             if symbol and (len(symbol) != 1 or "\ud800" <= symbol <= "\udfff"):
                 raise ValueError(f"symbol {symbol[:20]!r} is not one character")
         self.description = CharDescription(symbols=symbols, opens_documents=opens_documents)
-        self.symbols, self.opens_documents = symbols, opens_documents
-        self.end_of_document = len(symbols)
-        self.vocab_size = len(symbols) + 1
         self._unknown = symbols.index(UNKNOWN_CHARACTER)
 
     @classmethod
@@ -174,18 +183,16 @@ class _Ids(dict[str, int]):
         return self[UNKNOWN_WORD]
 
 
-class WordTokenizer(Tokenizer):
-    """The id of a symbol is its position in `symbols`. The next id is end-of-document.
+class WordTokenizer(_SymbolTokenizer):
+    """The symbols are words and the line end.
 
     Raises ValueError for symbols that are not words or occur twice.
     """
 
-    lossless = False
-
     def __init__(
         self, symbols: list[str], *, lines: Lines = "end", opens_documents: bool = True
     ) -> None:
-        _require_distinct(symbols)
+        super().__init__(symbols, opens_documents=opens_documents)
         for symbol in symbols:
             if symbol != LINE_END and symbol.split() != [symbol]:
                 raise ValueError(f"symbol {symbol[:20]!r} is not one word")
@@ -195,9 +202,7 @@ class WordTokenizer(Tokenizer):
         self.description = WordDescription(
             symbols=symbols, lines=lines, opens_documents=opens_documents
         )
-        self.symbols, self.lines, self.opens_documents = symbols, lines, opens_documents
-        self.end_of_document = len(symbols)
-        self.vocab_size = len(symbols) + 1
+        self.lines = lines
         self.cuts = "space" if lines == "end" else "line"
         self._id_of = _Ids({symbol: number for number, symbol in enumerate(symbols)})
 
@@ -276,9 +281,3 @@ def rank_symbols(
         else:
             ranked[unknown] -= negative_count
     return sorted(ranked, key=lambda symbol: (-ranked[symbol], symbol))
-
-
-def _require_distinct(symbols: Sequence[str]) -> None:
-    if len({*symbols}) < len(symbols):
-        (symbol, _), *_ = Counter(symbols).most_common(1)
-        raise ValueError(f"symbol {symbol!r} occurs twice")

@@ -10,13 +10,11 @@ libraries for every code point. Other versions of either library may differ in o
 import functools
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-
-from data_pipeline.tokenizers.interface import lengths_of
 
 COMPARED_VERSION = "0.10.0"
 _ASCII = bytes(range(128))
@@ -52,7 +50,7 @@ class GigatokenEncoder:
     def _start(self) -> None:
         from gigatoken.gigatoken_rs import load_hf_json
 
-        self._backend: Any = None  # frees the caches before the new ones are made
+        self._backend: Any = None  # free the caches before the new ones are made
         self._backend = load_hf_json(self._content)
         self._limit = resident_bytes() + MAX_GROWTH_BYTES
         self._unchecked = 0
@@ -62,39 +60,29 @@ class GigatokenEncoder:
 
         Raises UnicodeEncodeError for lone surrogates.
         """
-        if needs_reference([text]):
+        if needs_reference(text):
             return None
+        # Not gigatoken's own batches: they import awkward, which takes 0.4 s, and are not faster
+        # even for texts of 50 characters.
         ids: np.ndarray = self._backend.encode(text)
-        self._count(len(text))
-        return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
-        """uint32 ids of all texts and int64 [texts] their numbers, or None as for `encode`."""
-        if needs_reference(texts):
-            return None
-        # One call per text: gigatoken's own batches import awkward, which takes 0.4 s, and are not
-        # faster even for texts of 50 characters.
-        parts = [self._backend.encode(text) for text in texts]
-        self._count(sum(map(len, texts)))
-        return np.concatenate([np.empty(0, np.uint32), *parts]), lengths_of(parts)
-
-    def _count(self, num_chars: int) -> None:
-        """Empty the caches if they have grown too large."""
-        self._unchecked += num_chars
+        self._unchecked += len(text)
         if self._unchecked >= _CHECK_BYTES:
             self._unchecked = 0
             if resident_bytes() > self._limit:
                 self._start()
+        return ids
 
 
-def needs_reference(texts: Iterable[str]) -> bool:
+def needs_reference(text: str) -> bool:
     """Whether a text has a character of `OTHER_CLASS`.
 
     Raises UnicodeEncodeError for lone surrogates.
     """
-    encoded = b"".join([text.encode("utf-8") for text in texts if not text.isascii()])
+    if text.isascii():
+        return False
     # Most texts are mostly ASCII, and the search takes longer than leaving that out.
-    return OTHER_CLASS.search(encoded.translate(None, _ASCII).decode("utf-8")) is not None
+    others = text.encode("utf-8").translate(None, _ASCII).decode("utf-8")
+    return OTHER_CLASS.search(others) is not None
 
 
 @functools.cache

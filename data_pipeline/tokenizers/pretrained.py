@@ -27,6 +27,7 @@ from data_pipeline.tokenizers.encoders import (
 from data_pipeline.tokenizers.interface import (
     Tokenizer,
     checked_ids,
+    lengths_of,
     token_dtype,
 )
 
@@ -112,10 +113,17 @@ class PretrainedTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        parts = [self._encode(text) for text in texts]
+        ids = np.concatenate([np.empty(0, np.uint32), *parts])
+        return ids.astype(token_dtype(self.vocab_size)), lengths_of(parts)
+
+    def _encode(self, text: str) -> np.ndarray:
+        """uint32 [tokens]."""
         ids = self._gigatoken.encode(text) if self._gigatoken else None
-        if ids is None:
-            ids = self._encode_with_library(text)
-        return ids.astype(token_dtype(self.vocab_size))
+        return self._encode_with_library(text) if ids is None else ids
 
     def _encode_with_library(self, text: str) -> np.ndarray:
         text.encode("utf-8")
@@ -126,11 +134,6 @@ class PretrainedTokenizer(Tokenizer):
                 f"the tokenizer has no tokens for {text[:40]!r}: {error}. Add an unknown token "
                 "to it, or use another tokenizer."
             ) from error
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        if self._gigatoken and (batch := self._gigatoken.encode_batch(texts)):
-            return batch[0].astype(token_dtype(self.vocab_size)), batch[1]
-        return super().encode_batch(texts)
 
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""

@@ -93,6 +93,12 @@ def _read_later(module: str, function: str) -> Callable[[Source], Iterator[Recor
     return read
 
 
+def _id_format(module: str, function: str, *suffixes: str) -> FileFormat:
+    """Files whose documents are byte ranges of token ids."""
+    read = _read_later(module, function)
+    return FileFormat(read=read, suffixes=suffixes, read_again=_decode_ids, by_range=True)
+
+
 FORMATS: dict[Kind, FileFormat] = {
     "text": FileFormat(read=read_text, read_again=_decode_raw),
     "lines": FileFormat(read=read_lines, read_again=_decode_raw, by_range=True),
@@ -115,31 +121,15 @@ FORMATS: dict[Kind, FileFormat] = {
 ID_FORMATS: dict[Kind, FileFormat] = {
     "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson")),
     "json": FileFormat(read=read_id_json, suffixes=(".json",)),
-    "npy": FileFormat(
-        read=_read_later("id_arrays", "read_npy"),
-        suffixes=(".npy",),
-        read_again=_decode_ids,
-        by_range=True,
-    ),
+    "npy": _id_format("id_arrays", "read_npy", ".npy"),
     "npz": FileFormat(read=_read_later("id_arrays", "read_npz"), suffixes=(".npz",)),
     "parquet": FORMATS["parquet"],
     "arrow": FORMATS["arrow"],
     "tar": FORMATS["tar"],
-    "megatron": FileFormat(
-        read=_read_later("indexed_ids", "read_megatron"), read_again=_decode_ids, by_range=True
-    ),
-    "olmo": FileFormat(
-        read=_read_later("indexed_ids", "read_olmo"), read_again=_decode_ids, by_range=True
-    ),
-    "llm.c": FileFormat(
-        read=_read_later("id_arrays", "read_shard"), read_again=_decode_ids, by_range=True
-    ),
-    "bin": FileFormat(
-        read=_read_later("id_arrays", "read_bin"),
-        suffixes=(".bin",),
-        read_again=_decode_ids,
-        by_range=True,
-    ),
+    "megatron": _id_format("indexed_ids", "read_megatron"),
+    "olmo": _id_format("indexed_ids", "read_olmo"),
+    "llm.c": _id_format("id_arrays", "read_shard"),
+    "bin": _id_format("id_arrays", "read_bin", ".bin"),
 }
 """The kinds of files that `--format ids` reads, with token ids instead of text."""
 

@@ -13,12 +13,12 @@ independently; a document belongs to the range that contains its first id.
 """
 
 import functools
-import hashlib
 import io
 import zipfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -26,14 +26,17 @@ import numpy as np
 from data_pipeline.errors import printable
 from data_pipeline.readers.ids import NPY_MAGIC, SHARD_MAGICS, IdRules, inner_end, outside
 from data_pipeline.readers.records import (
-    HELD_BYTES,
-    MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     Record,
     Reject,
 )
-from data_pipeline.readers.source import CHUNK_BYTES, Source, require_plausible_size, too_long_error
+from data_pipeline.readers.source import (
+    CHUNK_BYTES,
+    DocumentBuilder,
+    Source,
+    require_plausible_size,
+)
 
 _MAX_HEADER_BYTES = 2**16
 _SHARD_HEADER_BYTES = 1024
@@ -91,10 +94,7 @@ def content_bounds(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> tup
 
 
 class IdDocument:
-    """Builds the Record of a document of ids that is a byte range of the file, array by array.
-
-    In a rereadable file, a text above HELD_BYTES is not held: the record has its hash only.
-    """
+    """Builds the Record of a document of ids that is a byte range of the file, array by array."""
 
     def __init__(self, source: Source, offset: int, line: int) -> None:
         self._source, self._rules, self._line = source, source.id_rules, line
@@ -102,10 +102,7 @@ class IdDocument:
         self._position = 0  # ids seen
         self._end_at: int | None = None  # position of an end-of-document id after the content
         self._only: int | None = None  # the id of a document that repeats one; -1: several
-        self._parts: list[str] = []
-        self._text_bytes = 0
-        self._sha256 = hashlib.sha256()
-        self._is_held = True
+        self._text = DocumentBuilder(source, 0, line)
         self._error: BadRecordError | None = None
 
     @property
@@ -123,7 +120,7 @@ class IdDocument:
             try:
                 self._add_content(ids)
             except BadRecordError as error:
-                self._error, self._parts = error, []
+                self._error = error
         self._position += len(ids)
 
     def _add_content(self, ids: np.ndarray) -> None:
@@ -136,31 +133,21 @@ class IdDocument:
             raise inner_end(self._end_at, self._rules)
         body = ids[first:stop]
         text = text_of_array(body, self._rules, position=self._position + first)
-        self._add_text(" " + text if self._size else text)
+        self._text.add((" " + text if self._size else text).encode())
         if not self._size:
             self._offset += (self._position + first) * ids.itemsize
         self._size += body.nbytes
         if stop < len(ids):
             self._end_at = self._position + stop
 
-    def _add_text(self, text: str) -> None:
-        self._sha256.update(text.encode())
-        self._text_bytes += len(text)
-        if self._is_held:
-            self._parts.append(text)
-        if self._source.rereadable and self._text_bytes > HELD_BYTES:
-            self._is_held, self._parts = False, []
-        elif self._text_bytes > MAX_RECORD_BYTES and not self._source.rereadable:
-            raise too_long_error()
-
     def build(self) -> Record | Reject:
         """The document of all ids that were added."""
         if self._error:
             return self._source.reject(self._line, self._offset, self._error.reason)
-        text = "".join(self._parts) if self._is_held else None
-        return Record(
-            text, self._offset, self._size, self._line, self._sha256.digest(), self._text_bytes
-        )
+        record = self._text.build()
+        if isinstance(record, Reject):
+            return replace(record, byte=self._offset)
+        return replace(record, offset=self._offset, size=self._size, num_text_bytes=record.size)
 
 
 def read_bin(source: Source) -> Iterator[Record | Reject]:

@@ -36,7 +36,7 @@ from data_pipeline.readers.source import (
     read_line_chunks,
     too_long_error,
 )
-from data_pipeline.system.strict_json import JSON_DECODER, DuplicateKeyError
+from data_pipeline.system.strict_json import JSON_DECODER
 
 HEAD_BYTES = 2**16
 """Bytes at the beginning of a file that decide whether it is text."""
@@ -170,9 +170,7 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
         cut = not raw.endswith(b"\n")
         kind = "truncated record: the file ends inside a line" if cut else "broken JSON"
         raise BadRecordError(byte, f"{kind} ({error.msg})") from None
-    except DuplicateKeyError as error:
-        raise BadRecordError(0, str(error)) from None
-    except (ValueError, RecursionError) as error:  # huge integers, deep nesting
+    except (ValueError, RecursionError) as error:  # keys twice, huge integers, deep nesting
         raise BadRecordError(0, f"unreadable JSON ({str(error)[:80]})") from None
     text = value_at(text_key, content)
     if ids:
@@ -181,15 +179,10 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
         kind = "null" if text is None else type(text).__name__
         hint = " (for token ids: --format ids)" * isinstance(text, list)
         raise BadRecordError(0, f'"{text_key}" is not a string but {kind}{hint}')
-    _require_unicode(text)
-    return text
-
-
-def _require_unicode(text: str) -> None:
-    """Raise BadRecordError for a lone surrogate, which JSON can contain and UTF-8 cannot."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:
+    except UnicodeEncodeError as error:  # JSON can contain it, UTF-8 cannot
         code = ord(text[error.start])
         reason = f"lone surrogate U+{code:04X} at character {error.start} of the text"
         raise BadRecordError(0, reason) from None
+    return text

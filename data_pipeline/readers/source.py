@@ -18,7 +18,6 @@ from data_pipeline.readers.records import (
     Record,
     Reject,
     Utf8Decoder,
-    decode,
 )
 from data_pipeline.system.sources import reject_reason
 
@@ -225,52 +224,51 @@ class DocumentBuilder:
     def __init__(self, source: Source, offset: int, line: int) -> None:
         self._source, self._offset, self._line = source, offset, line
         self._size = 0
-        self._held: list[bytes] = []
+        self._undecoded: list[bytes] = []
+        self._undecoded_bytes = 0
+        self._texts: list[str] = []
         self._sha256 = hashlib.sha256()
-        self._decoder: Utf8Decoder | None = None  # set when the text is too long to hold
+        self._decoder = Utf8Decoder()
         self._error: BadRecordError | None = None
+
+    @property
+    def _is_held(self) -> bool:
+        return self._size <= HELD_BYTES or not self._source.rereadable
 
     def add(self, raw: bytes) -> None:
         if not self._error and not self._source.keeps_nul and b"\0" in raw:
-            self._error, self._held = BadRecordError(self._size + raw.index(0), NUL_REASON), []
+            self._error = BadRecordError(self._size + raw.index(0), NUL_REASON)
         self._size += len(raw)
+        if self._is_held and self._size > MAX_RECORD_BYTES:
+            self._error = self._error or too_long_error()
         if self._error:
+            self._undecoded, self._texts = [], []
             return
-        if self._decoder:
-            self._decode(raw)
-            return
-        self._held.append(raw)
-        if self._source.rereadable:
-            if self._size > HELD_BYTES:
-                self._decoder = Utf8Decoder()
-                self._decode(b"".join(self._held))
-                self._held = []
-        elif self._size > MAX_RECORD_BYTES:
-            self._error, self._held = too_long_error(), []
+        self._undecoded.append(raw)
+        self._undecoded_bytes += len(raw)
+        if self._undecoded_bytes >= CHUNK_BYTES:
+            self._decode()
 
-    def _decode(self, raw: bytes, *, final: bool = False) -> None:
-        """Hash `raw` and check that it is UTF-8."""
+    def _decode(self, *, final: bool = False) -> None:
+        """Hash the new bytes and check that they are UTF-8."""
+        raw = b"".join(self._undecoded)
+        self._undecoded, self._undecoded_bytes = [], 0
         self._sha256.update(raw)
         try:
-            assert self._decoder
-            self._decoder.decode(raw, final=final)
+            self._texts.append(self._decoder.decode(raw, final=final))
         except BadRecordError as error:
             self._error = error
+        if self._error or not self._is_held:
+            self._texts = []
 
     def build(self) -> Record | Reject:
         """The document of all chunks that were added."""
-        text = None
-        try:
-            if self._decoder and not self._error:
-                self._decode(b"", final=True)
-            if self._error:
-                raise self._error
-            if not self._decoder:
-                raw = b"".join(self._held)
-                text = decode(raw)
-                self._sha256.update(raw)
-        except BadRecordError as error:
-            return self._source.reject(self._line, self._offset + error.byte, error.reason)
+        if not self._error:
+            self._decode(final=True)
+        if self._error:
+            at = self._offset + self._error.byte
+            return self._source.reject(self._line, at, self._error.reason)
+        text = "".join(self._texts) if self._is_held else None
         return Record(text, self._offset, self._size, self._line, self._sha256.digest())
 
 

@@ -48,7 +48,6 @@ from data_pipeline.readers.source import (
     too_long_error,
 )
 
-_MAX_SAMPLES = 2**22
 _MAX_KEY_BYTES = 4096
 _METADATA = re.compile(r"__[^/]*__(/|\Z)")
 """Members that webdataset skips too."""
@@ -272,10 +271,6 @@ def _begin(source: Source, key: str, member: Member, seen: set[bytes]) -> _Sampl
     if digest in seen:
         sample.problem = "the key occurs twice; members of a sample must follow each other"
     seen.add(digest)
-    if len(seen) > _MAX_SAMPLES:
-        raise BrokenStreamError(
-            source.lines, member.offset, f"it has more than {_MAX_SAMPLES:,} samples; divide it"
-        )
     if len(key.encode()) > _MAX_KEY_BYTES:
         sample.problem = f"the key is longer than {_MAX_KEY_BYTES:,} bytes"
     return sample

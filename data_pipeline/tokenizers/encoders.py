@@ -10,8 +10,7 @@ libraries for every code point. Other versions of either library may differ in o
 import functools
 import os
 import re
-from collections.abc import Collection
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -149,42 +148,23 @@ def bytes_of_tokens(content: dict[str, Any], *, leave_out: str | None) -> dict[i
     """
     _require_plain_bpe(content)
     vocab = {token: id_ for token, id_ in content["model"]["vocab"].items() if token != leave_out}
-    ids = dict(zip(_bytes_of(vocab), vocab.values(), strict=True))
-    parts = _bytes_of([side for merge in content["model"]["merges"] for side in _sides(merge)])
-    pairs = [*zip(parts[::2], parts[1::2], strict=True)]
-    merged = [left + right for left, right in pairs]
-    single = [bytes([byte]) for byte in range(256)]
-    if {*merged, *single} != ids.keys() or len(merged) + 256 != len(ids):
-        raise ValueError("the tokens are not the 256 bytes and one token per merge")
-    if any(ids[low] >= ids[high] for low, high in pairwise(merged)):
-        raise ValueError("the ids are not in the order of the merges")
-    earlier = {*single}
-    for (left, right), token in zip(pairs, merged, strict=True):
+    if "" in vocab or not BYTE_OF.keys() >= {*"".join(vocab)}:
+        raise ValueError("its tokens are not written in bytes")
+    bytes_of = {token: token.translate(_TO_LATIN_1).encode("latin-1") for token in vocab}
+    merged = []
+    earlier = {*BYTE_OF}
+    for merge in content["model"]["merges"]:
+        # Older versions of the library write "left right", newer ones ["left", "right"].
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
         if left not in earlier or right not in earlier:
-            raise ValueError(f"the merges do not lead to the token {token[:40]!r}")
-        earlier.add(token)
-    return {id_: token for token, id_ in ids.items()}
-
-
-def _bytes_of(written: Collection[str]) -> list[bytes]:
-    """The byte string of each token.
-
-    One conversion for all: one for each of 100,000 strings would take most of the time of loading.
-    """
-    if not all(written) or not BYTE_OF.keys() >= {*"".join(written)}:
-        wrong = next(token for token in written if not token or not BYTE_OF.keys() >= {*token})
-        raise ValueError(f"token {wrong[:40]!r} is not written in bytes")
-    joined = "".join(written).translate(_TO_LATIN_1).encode("latin-1")
-    ends = [*accumulate(map(len, written), initial=0)]
-    return [joined[start:end] for start, end in pairwise(ends)]
-
-
-def _sides(merge: str | list[str]) -> list[str]:
-    # Older versions of the library write "left right", newer ones ["left", "right"].
-    sides = merge.split(" ") if isinstance(merge, str) else merge
-    if len(sides) != 2:
-        raise ValueError(f"merge {merge!r} does not have two sides")
-    return sides
+            raise ValueError(f"the merges do not lead to the token {left + right!r:.40}")
+        merged.append(left + right)
+        earlier.add(left + right)
+    if earlier != vocab.keys() or len(merged) + 256 != len(vocab):
+        raise ValueError("the tokens are not the 256 bytes and one token per merge")
+    if any(vocab[low] >= vocab[high] for low, high in pairwise(merged)):
+        raise ValueError("the ids are not in the order of the merges")
+    return {id_: bytes_of[token] for token, id_ in vocab.items()}
 
 
 def _require_plain_bpe(content: dict[str, Any]) -> None:

@@ -185,7 +185,7 @@ def test_a_document_in_chunks_is_that_of_its_whole_array(
 
 
 def test_a_long_document_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.readers.id_arrays.HELD_BYTES", 2**12)
+    monkeypatch.setattr("data_pipeline.readers.source.HELD_BYTES", 2**12)
     monkeypatch.setattr("data_pipeline.readers.id_arrays.CHUNK_BYTES", 2**10)
     num_ids = 2**13 + 3
     np.full(num_ids, 400, "<u2").tofile(tmp_path / "in.bin")

@@ -239,7 +239,7 @@ def read_csv(source: Source) -> Iterator[Record | Reject]:
 def _read_rows(source: Source, stream: TextIO) -> Iterator[Record | Reject]:
     # For the whole process. `_Lines` refuses rows that are too long.
     csv.field_size_limit(sys.maxsize)
-    stem = source.name.lower().removesuffix(".gz").removesuffix(".zst")
+    stem = source.file.name.lower().removesuffix(".gz").removesuffix(".zst")
     lines = _Lines(source, stream)
     rows = csv.reader(lines, strict=True, delimiter="\t" if stem.endswith(_TABS) else ",")
     columns = next(rows, None)

@@ -245,19 +245,8 @@ class RecordReader:
         try:
             _reject_shrunk_file(file)
             with open_source(file.path, file.compression) as stream:
-                source = Source(
-                    file.name,
-                    stream,
-                    self.start,
-                    math.inf if self.stop >= file.size else self.stop,
-                    self.text_key,
-                    file.rereadable,
-                    ids=file.ids,
-                    path=file.path,
-                    stored_bytes=file.size,
-                    keeps_nul=file.keeps_nul,
-                    next_paths=file.next_paths,
-                )
+                stop = math.inf if self.stop >= file.size else self.stop
+                source = Source(file, stream, self.start, stop, self.text_key)
                 yield from file.format.read(source)
                 self.lines = source.lines
         except BrokenStreamError as error:

@@ -62,16 +62,16 @@ def read_olmo(source: Source) -> Iterator[Record | Reject]:
 def _read_pair(
     source: Source, compression: Compression, read_index: Callable[[BinaryIO], _Index]
 ) -> Iterator[Record | Reject]:
-    path = index_path(source.path)
+    path = index_path(source.file.path)
     version = "" if scheme_of(path) else os.stat(path).st_mtime_ns  # noqa: PTH116 - as find.py
     index = _index_of(path, version, compression, read_index)
     dtype = index.dtype or np.dtype(source.id_rules.dtype)
     edges = index.bounds * dtype.itemsize
     total = int(edges[-1])
-    if not index.dtype and source.stored_bytes not in (0, total):
+    if not index.dtype and source.file.size not in (0, total):
         raise _broken(
             f"its .csv.gz file has bounds of {total:,} bytes of {dtype.name}, but the .npy "
-            f"file has {source.stored_bytes:,}: truncated, or of another --dtype"
+            f"file has {source.file.size:,}: truncated, or of another --dtype"
         )
     yield from sized_documents(source, source.stream, dtype, edges[:-1], np.diff(edges))
     if source.stop > total and source.stream.read(1):

@@ -92,7 +92,7 @@ def kind_of(
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
             if may_have_lines and (is_wikitext or "wiki" in file.path.lower()):
-                return "wikitext_rows" if holds_wikitext_rows(file.path, text_key) else kind
+                return "wikitext_rows" if holds_wikitext_rows(file, text_key) else kind
             return kind
     return _kind_of_content(file, suffix, text_key)
 

@@ -95,7 +95,7 @@ def _read_block(source: Source, block: LineBlock) -> Iterator[RecordBlock | Reco
         return
     try:
         block.raw.decode("utf-8")
-        is_good = source.keeps_nul or b"\0" not in block.raw
+        is_good = source.file.keeps_nul or b"\0" not in block.raw
     except UnicodeDecodeError:
         is_good = False
     if is_good:

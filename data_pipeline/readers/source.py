@@ -22,6 +22,7 @@ from data_pipeline.readers.records import (
 from data_pipeline.system.sources import reject_reason
 
 if TYPE_CHECKING:
+    from data_pipeline.readers.formats import InputFile
     from data_pipeline.readers.ids import IdRules
 
 CHUNK_BYTES = 2**20
@@ -39,36 +40,29 @@ MIN_BYTES = 256 * 2**20
 class Source:
     """An open file and the byte range [start, stop) of the records to read."""
 
-    name: str
-    """The file's name in rejects."""
+    file: "InputFile"
     stream: BinaryIO
     """Decompressed and buffered, at its beginning."""
     start: int
     stop: float
     """Infinity for the last range: a file that has grown is read to its end."""
     text_key: str
-    rereadable: bool
     lines: int = 0
     """Lines that start in the range. A reader that supports ranges must count them."""
-    ids: "IdRules | None" = None
-    """Set if the documents are token ids instead of text."""
-    path: str = ""
-    """The local path or URL of the file."""
-    next_paths: tuple[str, ...] = ()
-    """As `InputFile.next_paths`."""
-    stored_bytes: int = 0
-    """Size of the file before decompression; 0 if unknown."""
-    keeps_nul: bool = False
-    """Whether a text may contain NUL bytes."""
+
+    @property
+    def ids(self) -> "IdRules | None":
+        """Set if the documents are token ids instead of text."""
+        return self.file.ids
 
     @property
     def id_rules(self) -> "IdRules":
         """`ids` of a kind of file that only holds token ids."""
-        assert self.ids
-        return self.ids
+        assert self.file.ids
+        return self.file.ids
 
     def reject(self, line: int, byte: int, reason: str) -> Reject:
-        return Reject(self.name, line, byte, reason)
+        return Reject(self.file.name, line, byte, reason)
 
 
 def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
@@ -223,6 +217,7 @@ class DocumentBuilder:
 
     def __init__(self, source: Source, offset: int, line: int) -> None:
         self._source, self._offset, self._line = source, offset, line
+        self._is_rereadable = source.file.rereadable
         self._size = 0
         self._undecoded: list[bytes] = []
         self._undecoded_bytes = 0
@@ -233,10 +228,10 @@ class DocumentBuilder:
 
     @property
     def _is_held(self) -> bool:
-        return self._size <= HELD_BYTES or not self._source.rereadable
+        return self._size <= HELD_BYTES or not self._is_rereadable
 
     def add(self, raw: bytes) -> None:
-        if not self._error and not self._source.keeps_nul and b"\0" in raw:
+        if not self._error and not self._source.file.keeps_nul and b"\0" in raw:
             self._error = BadRecordError(self._size + raw.index(0), NUL_REASON)
         self._size += len(raw)
         if self._is_held and self._size > MAX_RECORD_BYTES:
@@ -282,7 +277,7 @@ def too_long_error() -> BadRecordError:
 
 def require_plausible_size(num_bytes: int, source: Source) -> None:
     """Raise BrokenStreamError if `num_bytes` is implausible for the stored size of the archive."""
-    stored = source.stored_bytes
+    stored = source.file.size
     if stored and num_bytes > MIN_BYTES and num_bytes > MAX_RATIO * stored:
         raise BrokenStreamError(
             source.lines,

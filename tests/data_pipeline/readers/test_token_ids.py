@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers import (
     IdRules,
+    InputFile,
     Record,
     Reject,
     find_files,
@@ -164,7 +165,8 @@ def test_a_document_in_chunks_is_that_of_its_whole_array(
     ids: list[int], cut: int, padding: int | None
 ) -> None:
     rules = replace(RULES, padding=padding)
-    source = Source("in", None, 0, 1, "ids", rereadable=True, ids=rules)  # type: ignore[arg-type]
+    file = InputFile("in", "in", "bin", "", 0, ids=rules)
+    source = Source(file, None, 0, 1, "ids")  # type: ignore[arg-type]
     document = IdDocument(source, offset=100, line=1)
     array = np.array(ids, "<u2")
     for start in range(0, len(ids), cut):

@@ -219,8 +219,9 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class RecordReader:
-    """Iterates over the records of one range, in order. A bad record is a Reject.
+    """Iterates over the records whose first byte is in [start, stop), one of `scan_ranges`.
 
+    They are in order; readers of short documents yield many as a block. A bad record is a Reject.
     Raises UnfinishedError if a disk or server fails temporarily.
     """
 
@@ -232,15 +233,7 @@ class RecordReader:
     """The lines that start in the range; set at the end of the iteration. To get line numbers of
     the file, add the lines of all earlier ranges to every `line` that is not 0."""
 
-    def __iter__(self) -> Iterator[Record | Reject]:
-        for item in self.blocks():
-            if isinstance(item, RecordBlock):
-                yield from item.records()
-            else:
-                yield item
-
-    def blocks(self) -> Iterator[Record | RecordBlock | Reject]:
-        """The same records, but as blocks where the reader yields blocks."""
+    def __iter__(self) -> Iterator[Record | RecordBlock | Reject]:
         file, source = self.file, None
         try:
             _reject_shrunk_file(file)
@@ -262,11 +255,6 @@ class RecordReader:
                 "command again when the disk or network works."
             ) from cause
         return Reject(self.file.name, broken.line, broken.byte, broken.reason, loses_rest=True)
-
-
-def read_records(file: InputFile, text_key: str, start: int, stop: int) -> RecordReader:
-    """The records whose first byte is in [start, stop), one of `scan_ranges(file, ...)`."""
-    return RecordReader(file, text_key, start, stop)
 
 
 def _reject_shrunk_file(file: InputFile) -> None:

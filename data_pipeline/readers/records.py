@@ -8,7 +8,6 @@ import difflib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -58,12 +57,6 @@ class RecordBlock:
     texts: list[bytes] = field(repr=False)
     offsets: list[int]
     lines: list[int]
-
-    def records(self) -> Iterator[Record]:
-        """The same documents one by one."""
-        for text, offset, line in zip(self.texts, self.offsets, self.lines, strict=True):
-            digest = hashlib.sha256(text).digest()
-            yield Record(text.decode("utf-8"), offset, len(text), line, digest)
 
 
 @dataclass(frozen=True, slots=True)

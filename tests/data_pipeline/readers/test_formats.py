@@ -17,8 +17,8 @@ from data_pipeline.errors import UnfinishedError
 from data_pipeline.readers import (
     FORMATS,
     Record,
+    RecordReader,
     Reject,
-    read_records,
     read_text_chunks,
     scan_ranges,
 )
@@ -65,7 +65,7 @@ def test_a_file_that_vanished_shrank_or_became_a_folder_is_rejected(tmp_path: Pa
         path.write_bytes(PLAIN[:100])
         (records,) = read(file)
         assert f"had {len(PLAIN):,} bytes when it was found and has 100 now" in str(records)
-        records, *_ = list(read_records(file, "text", 500, 600))
+        records, *_ = list(RecordReader(file, "text", 500, 600))
         assert "has 100 now" in str(records)
         path.unlink()
         (records,) = read(file)

@@ -233,17 +233,15 @@ def reject_ambiguous_names(files: list[InputFile]) -> None:
             )
         by_name[file.name] = file
     for name, file in by_name.items():
-        # The id of a document is FILE:line, or FILE if the kind is text.
-        other = by_name.get(re.sub(r":[1-9][0-9]*\Z", "", name), file)
-        if ":" in name and other is file:  # in a file with keys, it is FILE:KEY
-            heads = (name[: match.start()] for match in re.finditer(":", name))
-            archives = (by_name[head] for head in heads if head in by_name)
-            other = next((each for each in archives if each.has_keys), file)
-        if other is not file and other.kind != "text":
-            raise DataError(
-                f"{shown(file.path)} has the name of a document in {shown(other.path)}, "
-                f"{printable(name)!r}. Rename one."
-            )
+        # The id of a document is FILE:LINE, or FILE:KEY in files with keys; FILE if it is text.
+        for colon in re.finditer(":", name):
+            other = by_name.get(name[: colon.start()])
+            is_line = re.fullmatch(r"[1-9][0-9]*", name[colon.end() :])
+            if other and other.kind != "text" and (is_line or other.has_keys):
+                raise DataError(
+                    f"{shown(file.path)} has the name of a document in {shown(other.path)}, "
+                    f"{printable(name)!r}. Rename one."
+                )
 
 
 def only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[InputFile]:

@@ -39,7 +39,8 @@ _COUNT_BYTES = 4 * 2**20
 """Bytes of text that gigatoken counts in one call."""
 _SEPARATOR = b"\xff"
 """Between two texts. It does not occur in UTF-8; the default of gigatoken is text."""
-_CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+_BYTE_ORDER = bytes(byte for _, byte in sorted(BYTE_OF.items()))
+"""The bytes of the ids 0 to 255, in the order of the characters that files write for them."""
 _silence = threading.Lock()
 
 
@@ -54,9 +55,8 @@ def bpe_of_counts(
     """
     if not counts:
         raise DataError("there is no text to train bpe on. Give documents with text in them.")
-    library = _library_of(
-        learn_merges(counts, num_symbols=vocab_size - 1, min_count=min_freq or DEFAULT_MIN_FREQ)
-    )
+    merger = _Merger(counts, min_freq or DEFAULT_MIN_FREQ)
+    library = _library_of(merger.run(num_merges=vocab_size - 1 - len(_BYTE_ORDER)))
     description = PretrainedDescription(
         type="bpe",
         end_of_document=library.get_vocab_size(),
@@ -68,7 +68,7 @@ def bpe_of_counts(
 
 
 def _library_of(merges: list[tuple[int, int]]) -> tokenizers.Tokenizer:
-    tokens = [_CHARACTER_OF[byte] for byte in byte_order()]
+    tokens = sorted(BYTE_OF)
     pairs = []
     for left, right in merges:
         pairs.append((tokens[left], tokens[right]))
@@ -156,26 +156,11 @@ _PARTS = 16
 """All pairs are counted in this many parts, by their left symbols: more parts, less RAM."""
 
 
-def learn_merges(
-    counts: dict[str, int], *, num_symbols: int, min_count: int
-) -> list[tuple[int, int]]:
-    """The merges in order, as pairs of ids. The id of the n-th merge is 256 + n.
-
-    `counts` has words as `bpe.count_words` gives them: a character is a byte, as in Latin-1. It is
-    emptied, because it takes a third of the RAM of the merges.
-    Ids 0 to 255 are the bytes in the order of `byte_order`. Stops at `num_symbols` ids, or before a
-    pair that occurs less than `min_count` times.
-    """
-    return _Merger(counts, min_count).run(num_symbols - 256)
-
-
-def byte_order() -> bytes:
-    """The 256 bytes in the order of their ids: that of the characters that files write for them."""
-    return bytes(byte for _, byte in sorted(BYTE_OF.items()))
-
-
 class _Merger:
-    """The words as one array of N symbols, with a gap after every word.
+    """Learns merges of counted words, which are one array of N symbols with a gap after every word.
+
+    A character of `counts` is a byte, as in Latin-1. `counts` is emptied, because it takes a third
+    of the RAM of the merges. Ids 0 to 255 are the bytes; the id of the n-th merge is 256 + n.
 
     `symbol` int32 [N] is _NONE in gaps and where a symbol was merged into the one on its left;
     `left` and `right` int32 [N] are the positions of a symbol's neighbours, and `pair` int64 [N]
@@ -189,7 +174,7 @@ class _Merger:
 
     def __init__(self, counts: dict[str, int], min_count: int) -> None:
         id_of = np.full(256, _NONE, np.int32)
-        id_of[np.frombuffer(byte_order(), np.uint8)] = np.arange(256)
+        id_of[np.frombuffer(_BYTE_ORDER, np.uint8)] = np.arange(256)
         words = sorted(word for word in counts if len(word) > 1)
         lengths = np.fromiter(map(len, words), np.int64, len(words)) + 1
         weights = np.fromiter((counts[word] for word in words), np.int64, len(words))
@@ -250,6 +235,7 @@ class _Merger:
         heapq.heappush(self.queue, (-total, pair))
 
     def run(self, num_merges: int) -> list[tuple[int, int]]:
+        """The merges in order, as pairs of ids; fewer if no other pair occurs often enough."""
         merges: list[tuple[int, int]] = []
         while len(merges) < num_merges and (self.queue or self._add_rare_pairs()):
             negative, pair = heapq.heappop(self.queue)

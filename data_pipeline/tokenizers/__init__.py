@@ -21,7 +21,7 @@ Example:
 
 from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer, token_dtype
-from data_pipeline.tokenizers.loading import encoder_of, load_tokenizer
+from data_pipeline.tokenizers.loading import load_tokenizer
 from data_pipeline.tokenizers.training import (
     counts_from_bytes,
     cuts_of,
@@ -38,7 +38,6 @@ __all__ = [
     "Tokenizer",
     "counts_from_bytes",
     "cuts_of",
-    "encoder_of",
     "load_tokenizer",
     "merge_counts",
     "needs_training",

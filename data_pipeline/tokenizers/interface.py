@@ -55,6 +55,10 @@ class Tokenizer(ABC):
     """Whether `token_bytes` over the ids of any text sums to its UTF-8 length."""
     description: StrictModel
     """The content of `tokenizer.json`."""
+    encoder: str = ""
+    """The library that encodes, with its version; "" if none does."""
+    slow_reason: str = ""
+    """Why this library is not gigatoken."""
 
     @cached_property
     def digest(self) -> str:

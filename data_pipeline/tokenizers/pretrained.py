@@ -79,32 +79,23 @@ class PretrainedTokenizer(Tokenizer):
         self.vocab_size = len(ids)
         end = next((token for token, id_ in tokens.items() if id_ == self.end_of_document), None)
         self._bytes_of: dict[int, bytes] | None = None
-        self._reason = ""
+        self.slow_reason = reason_without_gigatoken()
         try:
             self._bytes_of = bytes_of_tokens(content, leave_out=end)
         except ValueError as reason:
             if description.type == "bpe":
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
-            self._reason = str(reason)
+            self.slow_reason = str(reason)
         self.lossless = self._bytes_of is not None
         self.cuts = "space" if self.lossless else "never"
+        library = "tokenizers" if self.slow_reason else "gigatoken"
+        self.encoder = f"{library} {version(library)}"
 
     @cached_property
     def _gigatoken(self) -> GigatokenEncoder | None:
-        if self._bytes_of is None or reason_without_gigatoken():
+        if self.slow_reason:
             return None
         return GigatokenEncoder(canonical_json(self.description.tokenizer))
-
-    @property
-    def encoder(self) -> str:
-        """The library that encodes, with its version."""
-        library = "gigatoken" if self._gigatoken else "tokenizers"
-        return f"{library} {version(library)}"
-
-    @property
-    def slow_reason(self) -> str:
-        """Why gigatoken does not encode; "" if it does."""
-        return self._reason or reason_without_gigatoken()
 
     @classmethod
     def from_description(cls, content: dict[str, Any]) -> Self:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.readers.columns import read_arrow, read_parquet
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
-from data_pipeline.system.sources import open_source, shown
+from data_pipeline.system.sources import open_source, reject_reason, shown
 
 if TYPE_CHECKING:
     from data_pipeline.readers.formats import InputFile
@@ -127,9 +127,10 @@ def _rows_of_file(source: Source) -> Iterator[bytes]:
             if isinstance(row, Reject):  # without it, the article would have a gap
                 raise BrokenStreamError(row.line, 0, f"row {row.line}: {row.reason}")
             yield (row.text or "").encode() or _BLANK_LINE
-    except BrokenStreamError as error:
-        reason = f"{shown(source.file.path)}: {error.reason}"
-        raise BrokenStreamError(error.line, 0, reason) from error
+    except (BrokenStreamError, OSError) as error:
+        reason = error.reason if isinstance(error, BrokenStreamError) else reject_reason(error)
+        place = f"{shown(source.file.path)}: "
+        raise BrokenStreamError(source.lines, 0, place + reason) from error
 
 
 def holds_wikitext_rows(file: "InputFile", text_key: str) -> bool:

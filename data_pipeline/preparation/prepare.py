@@ -67,7 +67,6 @@ from data_pipeline.system.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.tokenizers import (
     Tokenizer,
     counts_from_bytes,
-    encoder_of,
     load_tokenizer,
     merge_counts,
     needs_training,
@@ -194,9 +193,9 @@ def _write_dataset(
         input=index.summary(),
     )
     cache_tokenizer(tokenizer)
-    encoder, reason = encoder_of(tokenizer)
-    if reason:
-        note(f"encoding with {encoder}, which is slower than gigatoken: {reason}")
+    encoder = tokenizer.encoder
+    if tokenizer.slow_reason:
+        note(f"encoding with {encoder}, which is slower than gigatoken: {tokenizer.slow_reason}")
     splits = _write_shards(index, shards, header, runner)
     manifest = ShardManifest(**dict(header), splits=splits)
     _publish(manifest, runner, tools={"encoder": encoder} if encoder else None)

@@ -23,7 +23,7 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.readers import InputFile, Record, RecordBlock, Reject, read_records, scan_ranges
+from data_pipeline.readers import InputFile, Record, RecordBlock, RecordReader, Reject, scan_ranges
 from data_pipeline.shards.manifest import InputSummary
 
 UNIT_BYTES = 64 * 2**20
@@ -159,9 +159,9 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     has_keys = any(each.file.has_keys for each in unit.ranges)
     for range_index, each in enumerate(unit.ranges):
         target = None if each.file.rereadable else spill
-        reading = read_records(each.file, unit.text_key, each.start, each.stop)
+        reading = RecordReader(each.file, unit.text_key, each.start, each.stop)
         last_line = 0
-        for record in reading.blocks():
+        for record in reading:
             if isinstance(record, RecordBlock):
                 last_line = record.lines[-1]
                 rows += _locate_block(record, range_index, target)

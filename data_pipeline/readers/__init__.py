@@ -2,8 +2,8 @@
 
     find_files        lists the files and decides the format of each (find.py, kinds.py)
     scan_ranges       cuts a file into byte ranges that can be read independently
-    read_records      reads the documents of one range: a Record or a Reject each
-    read_again        reads the text of one record again; `read_text_chunks` in chunks
+    RecordReader      reads the documents of one range: a Record or a Reject each, or blocks of them
+    read_text_chunks  reads the text of one record again
 
 There is one module per format, listed in `formats.py`. To add one: docs/how_to/add_a_reader.md.
 """
@@ -16,8 +16,6 @@ from data_pipeline.readers.formats import (
     Kind,
     RecordReader,
     format_names,
-    read_again,
-    read_records,
     read_text_chunks,
     scan_ranges,
     text_of_stored,
@@ -38,8 +36,6 @@ __all__ = [
     "Reject",
     "find_files",
     "format_names",
-    "read_again",
-    "read_records",
     "read_text_chunks",
     "scan_ranges",
     "text_of_stored",

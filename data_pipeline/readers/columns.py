@@ -28,10 +28,9 @@ from data_pipeline.readers.records import (
     Record,
     Reject,
     did_you_mean,
-    ids_hint,
 )
 from data_pipeline.readers.source import Source, read_exactly, too_long_error
-from data_pipeline.system.sources import SourceError, reject_reason
+from data_pipeline.system.sources import SourceError
 
 _BATCH_BYTES = 8 * 2**20
 _MAX_BATCH_ROWS = 4096
@@ -41,20 +40,29 @@ _TABS = (".tsv", ".tab")
 
 
 def read_parquet(source: Source) -> Iterator[Record | Reject]:
+    return _records_of_values(source, "Parquet", _parquet_values(source))
+
+
+def read_arrow(source: Source) -> Iterator[Record | Reject]:
+    return _records_of_values(source, "Arrow", _arrow_values(source))
+
+
+def _records_of_values(
+    source: Source, kind: str, values: Iterator[Any]
+) -> Iterator[Record | Reject]:
+    """A document per Arrow scalar. Raises BrokenStreamError for a damaged file."""
     import pyarrow
 
-    row = 0
     try:
-        for value in _parquet_values(source):
-            row += 1
-            yield record_of_value(source, row, value)
-    except SourceError as error:
-        raise BrokenStreamError(row + 1, 0, error.reason) from error
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, BrokenStreamError):
-            raise
+        for value in values:
+            source.lines += 1
+            yield _record_of_value(source, source.lines, value)
+    except (BrokenStreamError, SourceError):
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError, TypeError) as error:
         reason = printable(str(error).split("\n")[0])[:200]
-        raise BrokenStreamError(row + bool(row), 0, f"damaged Parquet file: {reason}") from error
+        line = source.lines + bool(source.lines)
+        raise BrokenStreamError(line, 0, f"damaged {kind} file: {reason}") from error
 
 
 def _parquet_values(source: Source) -> Iterator[Any]:
@@ -69,7 +77,7 @@ def _parquet_values(source: Source) -> Iterator[Any]:
             "has no byte ranges. Parquet compresses inside: use the plain file",
         )
     file = ParquetFile(source.stream, page_checksum_verification=True)
-    require_column(file.schema_arrow, source)
+    _require_column(file.schema_arrow, source)
     groups = range(file.metadata.num_row_groups)
     total = sum(file.metadata.row_group(group).num_rows for group in groups)
     if total != file.metadata.num_rows:
@@ -89,24 +97,83 @@ def _parquet_values(source: Source) -> Iterator[Any]:
             raise ValueError(f"row group {group} lacks {missing} of its rows")
 
 
-def require_column(schema: Any, source: Source) -> None:
+def _arrow_values(source: Source) -> Iterator[Any]:
+    """The values of the column, as Arrow scalars that are safe to read."""
+    import pyarrow
+
+    is_file = source.stream.peek(len(_MAGIC))[: len(_MAGIC)] == _MAGIC  # type: ignore[attr-defined]
+    if is_file:
+        source.stream.read(len(_MAGIC) + 2)
+    tail = _Tail(source.stream)
+    reader = pyarrow.ipc.open_stream(pyarrow.PythonFile(tail, mode="r"))
+    _require_column(reader.schema, source)
+    for batch in reader:
+        column = _checked(batch.column(reader.schema.names.index(source.text_key)))
+        if len(column) != batch.num_rows:
+            raise ValueError(f"a batch of {batch.num_rows} rows has {len(column)} texts")
+        yield from column
+    if tail.last != _END_MARK:
+        raise ValueError("truncated: it has no end mark")
+    rest = source.stream.read(len(_MAGIC) if not is_file else -1)
+    if rest and not is_file:
+        raise ValueError("there is data after its end mark, such as another file")
+    if is_file and not rest.endswith(_MAGIC):
+        raise ValueError("truncated: it has no footer")
+
+
+class _Tail:
+    """A stream for pyarrow that keeps the last bytes that were read."""
+
+    closed = False
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self.last = stream, b""
+
+    def read(self, size: int = -1) -> bytes:
+        raw = read_exactly(self._stream, size)
+        self.last = (self.last + raw)[-len(_END_MARK) :] if raw else b""
+        return raw
+
+
+def _checked(column: Any) -> Any:
+    """The column after a check of all offsets, which pyarrow otherwise trusts.
+
+    Strings become bytes first, so that invalid UTF-8 rejects one row, not the batch.
+    """
+    import pyarrow
+
+    as_bytes = {
+        pyarrow.string(): pyarrow.binary(),
+        pyarrow.large_string(): pyarrow.large_binary(),
+        pyarrow.string_view(): pyarrow.binary_view(),
+    }.get(column.type)
+    column = column.view(as_bytes) if as_bytes else column
+    column.validate(full=True)
+    return column
+
+
+def _require_column(schema: Any, source: Source) -> None:
     """Raise BrokenStreamError if the Arrow schema has no column of texts, or of token ids."""
     holds, content = (_holds_ids, "lists of integers") if source.ids else (_holds_text, "strings")
     text_key = source.text_key
-    names = [printable(name)[:40] for name in schema.names]
-    count = schema.names.count(text_key)
-    if count != 1:
-        problem = f'no column "{text_key}"' if not count else f'"{text_key}" names {count} columns'
-        hint = did_you_mean(text_key, tuple(each.name for each in schema if holds(each.type)))
-        hint = hint or ids_hint(*(each.name for each in schema if _holds_ids(each.type)))
-        listed = ", ".join(names[:20]) or "none"
-        raise BrokenStreamError(0, 0, f"{problem}{hint}; columns: {listed} (see --text-key)")
+    if schema.names.count(text_key) != 1:
+        fitting = tuple(each.name for each in schema if holds(each.type))
+        raise _no_column(text_key, schema.names, did_you_mean(text_key, fitting))
     kind = schema.field(text_key).type
     if not holds(kind):
-        hint = ids_hint(text_key) if _holds_ids(kind) else ""
+        hint = " (for token ids: --format ids)" * (not source.ids and _holds_ids(kind))
         raise BrokenStreamError(
             0, 0, f'column "{text_key}" is not of {content} but of {kind}{hint}'
         )
+
+
+def _no_column(text_key: str, columns: list[str], hint: str) -> BrokenStreamError:
+    count = columns.count(text_key)
+    problem = f'"{text_key}" names {count} columns' if count else f'no column "{text_key}"'
+    listed = ", ".join(printable(name)[:40] for name in columns[:20]) or "none"
+    return BrokenStreamError(
+        0, 0, f"{problem}{hint}; columns: {listed} (see --text-key and --format)"
+    )
 
 
 def _holds_ids(kind: Any) -> bool:
@@ -129,7 +196,7 @@ def _holds_text(kind: Any) -> bool:
     return any(test(plain) for test in tests)
 
 
-def record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
+def _record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
     """The document of a row, from its Arrow scalar. `row` is counted from 1."""
     try:
         text = _ids_of_value(source, value) if source.ids else value.as_py()
@@ -159,78 +226,6 @@ def _ids_of_value(source: Source, value: Any) -> str | None:
     return text_of_document(values.to_numpy(zero_copy_only=False), source.id_rules)
 
 
-class _Tail:
-    """A stream for pyarrow that keeps the last bytes that were read."""
-
-    closed = False
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self.last = stream, b""
-
-    def read(self, size: int = -1) -> bytes:
-        raw = read_exactly(self._stream, size)
-        self.last = (self.last + raw)[-len(_END_MARK) :] if raw else b""
-        return raw
-
-
-def read_arrow(source: Source) -> Iterator[Record | Reject]:
-    import pyarrow
-
-    try:
-        for value in _arrow_values(source):
-            source.lines += 1
-            yield record_of_value(source, source.lines, value)
-    except SourceError as error:
-        raise BrokenStreamError(source.lines + 1, 0, error.reason) from error
-    except (pyarrow.ArrowException, OSError, ValueError, MemoryError, TypeError) as error:
-        if isinstance(error, BrokenStreamError):
-            raise
-        reason = printable(str(error).split("\n")[0])[:200]
-        line = source.lines + bool(source.lines)
-        raise BrokenStreamError(line, 0, f"damaged Arrow file: {reason}") from error
-
-
-def _arrow_values(source: Source) -> Iterator[Any]:
-    """The values of the column, as Arrow scalars that are safe to read."""
-    import pyarrow
-
-    is_file = source.stream.peek(len(_MAGIC))[: len(_MAGIC)] == _MAGIC  # type: ignore[attr-defined]
-    if is_file:
-        source.stream.read(len(_MAGIC) + 2)
-    tail = _Tail(source.stream)
-    reader = pyarrow.ipc.open_stream(pyarrow.PythonFile(tail, mode="r"))
-    require_column(reader.schema, source)
-    for batch in reader:
-        column = _checked(batch.column(reader.schema.names.index(source.text_key)))
-        if len(column) != batch.num_rows:
-            raise ValueError(f"a batch of {batch.num_rows} rows has {len(column)} texts")
-        yield from column
-    if tail.last != _END_MARK:
-        raise ValueError("truncated: it has no end mark")
-    rest = source.stream.read(len(_MAGIC) if not is_file else -1)
-    if rest and not is_file:
-        raise ValueError("there is data after its end mark, such as another file")
-    if is_file and not rest.endswith(_MAGIC):
-        raise ValueError("truncated: it has no footer")
-
-
-def _checked(column: Any) -> Any:
-    """The column after a check of all offsets, which pyarrow otherwise trusts.
-
-    Strings become bytes first, so that invalid UTF-8 rejects one row, not the batch.
-    """
-    import pyarrow
-
-    as_bytes = {
-        pyarrow.string(): pyarrow.binary(),
-        pyarrow.large_string(): pyarrow.large_binary(),
-        pyarrow.string_view(): pyarrow.binary_view(),
-    }.get(column.type)
-    column = column.view(as_bytes) if as_bytes else column
-    column.validate(full=True)
-    return column
-
-
 def read_csv(source: Source) -> Iterator[Record | Reject]:
     try:
         # Bytes that are not UTF-8 become lone surrogates: they reject their row alone.
@@ -239,21 +234,21 @@ def read_csv(source: Source) -> Iterator[Record | Reject]:
             yield from _read_rows(source, stream)
     except csv.Error as error:
         raise BrokenStreamError(source.lines + 1, 0, f"damaged CSV: {error}") from error
-    except OSError as error:
-        raise BrokenStreamError(source.lines + 1, 0, reject_reason(error)) from error
 
 
 def _read_rows(source: Source, stream: TextIO) -> Iterator[Record | Reject]:
     # For the whole process. `_Lines` refuses rows that are too long.
     csv.field_size_limit(sys.maxsize)
-    stem = source.name.lower().removesuffix(".gz").removesuffix(".zst")
-    delimiter = "\t" if stem.endswith(_TABS) else ","
+    stem = source.file.name.lower().removesuffix(".gz").removesuffix(".zst")
     lines = _Lines(source, stream)
-    rows = csv.reader(lines, strict=True, delimiter=delimiter)
+    rows = csv.reader(lines, strict=True, delimiter="\t" if stem.endswith(_TABS) else ",")
     columns = next(rows, None)
     if not columns:
         raise BrokenStreamError(0, 0, "it has no first row with the names of its columns")
-    column = _column_of(columns, source.text_key, delimiter)
+    if columns.count(source.text_key) != 1:
+        hint = did_you_mean(source.text_key, tuple(columns[:100]))
+        raise _no_column(source.text_key, columns, hint)
+    column = columns.index(source.text_key)
     lines.num_chars = 0
     for row in rows:
         lines.num_chars = 0
@@ -281,23 +276,6 @@ class _Lines:
                 reason = f"a row is {too_long_error().reason}; is a quote not closed?"
                 raise BrokenStreamError(self._source.lines + 1, 0, reason)
             yield line
-
-
-def _column_of(columns: list[str], text_key: str, delimiter: str) -> int:
-    if columns.count(text_key) == 1:
-        return columns.index(text_key)
-    listed = ", ".join(printable(name)[:40] for name in columns[:20])
-    if text_key in columns:
-        raise BrokenStreamError(0, 0, f'two columns are named "{text_key}"; columns: {listed}')
-    others = [name for name in (";", "\t", "|", ",") if name != delimiter and name in columns[0]]
-    hint = f"; its columns seem to be separated by {others[0]!r}" if others else ""
-    hint = hint or did_you_mean(text_key, tuple(columns[:100]))
-    raise BrokenStreamError(
-        0,
-        0,
-        f'no column "{text_key}"{hint}; columns: {listed} (see --text-key; --format text reads '
-        "the raw file)",
-    )
 
 
 def _record(source: Source, row: list[str], column: int, num_columns: int) -> Record | Reject:

@@ -11,21 +11,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.formats import (
-    FORMATS,
-    Format,
-    InputFile,
-    Kind,
-    suffixes_of,
-)
+from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
 from data_pipeline.readers.ids import IdRules
 from data_pipeline.readers.kinds import (
     holds_json_lines,
@@ -92,15 +86,16 @@ class InputFiles:
         }
 
 
-class _Entry(NamedTuple):
-    """A file before its kind is decided."""
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The arguments of `find_files`, and the files that it ignores."""
 
-    path: str
-    """Local path or URL."""
-    name: str
-    """Relative to the input, with `/` between folders."""
-    size: int
-    mark: str
+    format: Format
+    exclude: Path
+    ids: IdRules | None
+    text_key: str
+    is_wikitext: bool
+    ignored: Counter[str] = field(default_factory=Counter)
 
 
 def find_files(
@@ -115,7 +110,7 @@ def find_files(
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
     An input is an address, or NAME=ADDRESS with the split of its files. Otherwise the files have
-    the splits that their names give (`given_splits.py`).
+    the splits that their names give (`names.py`).
 
     The name of a file is relative to its input. If files of several inputs then have the same name,
     all names are relative to the deepest folder that contains all files. `ids` is given if and only
@@ -128,29 +123,15 @@ def find_files(
     files with the same name, and a file with the name of a document in another file; ConfigError
     for a URL of an unsupported scheme.
     """
-    try:
-        return _find_files(inputs, format, exclude, ids, text_key, is_wikitext)
-    except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
-
-
-def _find_files(
-    inputs: list[str],
-    format: Format,
-    exclude: Path,
-    ids: IdRules | None,
-    text_key: str,
-    is_wikitext: bool,
-) -> InputFiles:
-    ignored: Counter[str] = Counter()
+    search = _Search(format, exclude, ids, text_key, is_wikitext)
     named = [parse_input(each) for each in inputs]
     require_all_named([split for split, _ in named], inputs)
     pairs = [(split, each) for split, address in named for each in expand_braces(address)]
-    by_input = [
-        _files_of(address, format, exclude, ids, text_key, is_wikitext, ignored)
-        for _, address in pairs
-    ]
     are_named = any(split for split, _ in named)
+    try:
+        by_input = [_files_of(address, search) for _, address in pairs]
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
     if are_named:
         splits = (split for split, _ in pairs)
         files = [
@@ -158,116 +139,103 @@ def _find_files(
         ]
     else:
         files = with_splits_of_names(by_input)
-    files = with_joined_shards(files)
-    files = with_distinct_names(files)
+    files = with_distinct_names(with_joined_shards(files))
     reject_ambiguous_names(files)
     require_json_lines(files)
-    return InputFiles(files, ignored, are_named)
+    return InputFiles(files, search.ignored, are_named)
 
 
-def _files_of(
-    address: str,
-    format: Format,
-    exclude: Path,
-    ids: IdRules | None,
-    text_key: str,
-    is_wikitext: bool,
-    ignored: Counter[str],
-) -> list[InputFile]:
-    """The files of one input. Counts ignored files in `ignored`."""
-    if format == "ids" and address.endswith(".idx"):  # read together with the .bin file
+def _files_of(address: str, search: _Search) -> list[InputFile]:
+    """The files of one input, each with its kind."""
+    if search.format == "ids" and address.endswith(".idx"):  # read together with the .bin file
         address = address.removesuffix(".idx") + ".bin"
-    entries, is_file = _list_entries(address, exclude)
-    if format == "ids":
-        entries = without_indexes(entries)
+    files, is_file = _list_files(address, search.exclude)
+    if search.format == "ids":
+        files = without_indexes(files)
     in_folder = not is_file and not is_pattern(address)
     if is_file:
-        _reject_archive(entries[0], format)
+        _reject_archive(files[0], search.format)
     else:
-        entries = only_data_files(entries, ignored)
-        entries = [
-            entry
-            for entry in entries
-            if not _is_ignored(entry, format, ignored, text_key, in_folder=in_folder)
-        ]
-    if not entries:
+        files = only_data_files(files, search.ignored)
+        files = [file for file in files if not _is_ignored(file, search, in_folder=in_folder)]
+    if not files:
         place = "matches this" if is_pattern(address) else "in this folder"
-        tar = " --format tar reads .tar files in folders." * any(".tar" in s for s in ignored)
+        tar = " --format tar reads .tar files in folders." * any(
+            ".tar" in suffix for suffix in search.ignored
+        )
         raise DataError(
-            f"{shown(address)}: no text {place}{_list_ignored(ignored)}.{tar} Give a folder or "
-            "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
+            f"{shown(address)}: no text {place}{_list_ignored(search.ignored)}.{tar} Give a folder "
+            "or pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
             "folders of any depth."
         )
-    kinds = (
-        kind_of(
-            entry.path,
-            entry.name,
-            format,
-            in_folder=in_folder,
-            text_key=text_key,
-            is_wikitext=is_wikitext,
-        )
-        for entry in entries
+    return [_with_kind(file, search, in_folder=in_folder) for file in files]
+
+
+def _with_kind(file: InputFile, search: _Search, *, in_folder: bool) -> InputFile:
+    kind = kind_of(
+        file,
+        search.format,
+        in_folder=in_folder,
+        text_key=search.text_key,
+        is_wikitext=search.is_wikitext,
     )
-    return [
-        _input_file(entry, kind, format, ids) for entry, kind in zip(entries, kinds, strict=True)
-    ]
+    file = replace(file, kind=kind, keeps_nul=search.format == "text")
+    return with_ids(file, search.ids) if search.ids else file
 
 
-def _list_entries(address: str, exclude: Path) -> tuple[list[_Entry], bool]:
+def _list_files(address: str, exclude: Path) -> tuple[list[InputFile], bool]:
     """The files of an input in order, and whether the input is a single file."""
     local = local_path(address)
     if local is None:
-        return _list_url_entries(address)
+        return _list_url(address)
     path = Path(local)
     if path.is_dir():
-        return [_local_entry(path, name) for name in _walk(path, exclude)], False
+        return [_local_file(path, name) for name in _walk(path, exclude)], False
     if path.exists():
-        return [_local_entry(path.parent, path.name)], True
+        return [_local_file(path.parent, path.name)], True
     if is_pattern(local):
         root, pattern = split_pattern(local)
         walked = _walk(Path(root), exclude) if Path(root).is_dir() else []
-        return [_local_entry(Path(root), name) for name in walked if pattern.fullmatch(name)], False
+        return [_local_file(Path(root), name) for name in walked if pattern.fullmatch(name)], False
     cause = "a broken link" if path.is_symlink() else "no such file or folder"
     raise DataError(f"{shown(address)}: {cause}. Check the spelling and the current directory.")
 
 
-def _list_url_entries(url: str) -> tuple[list[_Entry], bool]:
+def _list_url(url: str) -> tuple[list[InputFile], bool]:
     system, scheme = file_system(url), scheme_of(url)
     try:
         if scheme in ("http", "https"):  # a web server lists no folders, and "?" starts a query
             name = PurePosixPath(url.partition("?")[0].partition("://")[2]).name or "index"
-            info = retry_request(lambda: system.info(url))
-            return [_Entry(url, name, int(info.get("size") or 0), _mark(info))], True
+            return [_remote_file(url, name, retry_request(lambda: system.info(url)))], True
         root, pattern = split_pattern(url) if is_pattern(url) else (url, None)
         bare = str(system._strip_protocol(root)).rstrip("/")
         if not pattern:
             info = retry_request(lambda: system.info(bare))
             if info["type"] == "file":
-                name = PurePosixPath(bare).name
-                return [_Entry(url, name, int(info["size"] or 0), _mark(info))], True
+                return [_remote_file(url, PurePosixPath(bare).name, info)], True
         listed = retry_request(lambda: system.find(bare, detail=True))
     except SourceError as error:
         raise DataError(
             f"{shown(url)}: {error.reason}. Check the address and permissions."
         ) from error
-    entries = []
+    files = []
     for path, info in listed.items():
         name = path.removeprefix(bare).lstrip("/")
         is_file = info["type"] == "file" and not path.endswith("/")
         is_hidden = re.search(r"(^|/)\.", name)
         if is_file and not is_hidden and (not pattern or pattern.fullmatch(name)):
-            entries.append(_Entry(f"{scheme}://{path}", name, int(info["size"] or 0), _mark(info)))
-    return sorted(entries, key=lambda entry: os.fsencode(entry.name)), False
+            files.append(_remote_file(f"{scheme}://{path}", name, info))
+    return sorted(files, key=lambda file: os.fsencode(file.name)), False
 
 
-def _mark(info: Mapping[str, Any]) -> str:
-    """The version mark of a remote file: entity tag and modification time, if it has them."""
+def _remote_file(url: str, name: str, info: Mapping[str, Any]) -> InputFile:
     known = ("etag", "last-modified", "lastmodified", "updated", "mtime")
-    return " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
+    mark = " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
+    size = int(info.get("size") or 0)
+    return InputFile(url, name_in_utf8(name), "", suffix_of(name).compression, size, mark)
 
 
-def _local_entry(root: Path, name: str) -> _Entry:
+def _local_file(root: Path, name: str) -> InputFile:
     """The file `name` below the folder `root`."""
     path = os.path.join(root, name) if str(root) != "." else name  # noqa: PTH118 - 20 times faster
     try:
@@ -275,23 +243,21 @@ def _local_entry(root: Path, name: str) -> _Entry:
         size, mark = status.st_size, str(status.st_mtime_ns)
     except OSError:  # the reader reports the error
         size, mark = 0, ""
-    return _Entry(path, name, size, mark)
+    return InputFile(path, name_in_utf8(name), "", suffix_of(name).compression, size, mark)
 
 
 def _walk(folder: Path, exclude: Path) -> list[str]:
     """The relative paths of all visible files below `folder`, sorted by their bytes."""
-    skipped = _identity(exclude)
-    visited = {skipped} if skipped else set()
+    visited = {_identity(exclude)}
     names: list[str] = []
     pending = [""]
     while pending:
         # If two links lead to one folder, the first in sorted order is used: ids stay the same.
         below = pending.pop(0)
         identity = _identity(folder / below)
-        if identity in visited:
+        if identity and identity in visited:
             continue
-        if identity:
-            visited.add(identity)
+        visited.add(identity)
         with os.scandir(folder / below) as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
         for entry in sorted(visible, key=lambda entry: os.fsencode(entry.name)):
@@ -308,24 +274,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _input_file(entry: _Entry, kind: Kind, format: Format, ids: IdRules | None) -> InputFile:
-    file = InputFile(
-        path=entry.path,
-        name=name_in_utf8(entry.name),
-        kind=kind,
-        compression=suffix_of(entry.name).compression,
-        size=entry.size,
-        mark=entry.mark,
-        keeps_nul=format == "text",
-    )
-    return with_ids(file, ids) if ids else file
-
-
-def _is_ignored(
-    entry: _Entry, format: Format, ignored: Counter[str], text_key: str, *, in_folder: bool
-) -> bool:
-    """Whether a file in a folder is ignored; if so, counts it in `ignored`."""
-    suffix = suffix_of(entry.name)
+def _is_ignored(file: InputFile, search: _Search, *, in_folder: bool) -> bool:
+    """Whether a file in a folder is ignored; if so, counts it."""
+    suffix, format = suffix_of(file.name), search.format
     wanted = () if format == "auto" else suffixes_of(format)
     binary = _NOT_TEXT | _ARCHIVES
     if format == "auto" and not in_folder:
@@ -334,8 +285,8 @@ def _is_ignored(
         binary = binary | set(FORMATS["parquet"].suffixes)
     skip = suffix.name not in wanted if wanted else suffix.name in binary
     if skip and format == "jsonl" and suffix.name not in binary:
-        skip = not holds_json_lines(entry.path, suffix.compression, text_key)
-    ignored[str(suffix)] += skip
+        skip = not holds_json_lines(file.path, suffix.compression, search.text_key)
+    search.ignored[str(suffix)] += skip
     return skip
 
 
@@ -344,12 +295,12 @@ def _list_ignored(ignored: Counter[str]) -> str:
     return f" (ignored: {counts})" if counts else ""
 
 
-def _reject_archive(entry: _Entry, format: Format) -> None:
-    suffix = suffix_of(entry.name).name
+def _reject_archive(file: InputFile, format: Format) -> None:
+    suffix = suffix_of(file.name).name
     is_read = suffix in FORMATS["tar"].suffixes and format in ("auto", "tar", "ids")
     if suffix in _ARCHIVES and not is_read:
         raise ConfigError(
-            f"{shown(entry.path)}: {suffix} files are not unpacked here. Unpack it and give the "
+            f"{shown(file.path)}: {suffix} files are not unpacked here. Unpack it and give the "
             "folder; .gz and .zst files are decompressed."
         )
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import BinaryIO
 
 from data_pipeline.errors import UnfinishedError
 from data_pipeline.readers.columns import read_arrow, read_csv, read_parquet
@@ -92,6 +93,12 @@ def _read_later(module: str, function: str) -> Callable[[Source], Iterator[Recor
     return read
 
 
+def _id_format(module: str, function: str, *suffixes: str) -> FileFormat:
+    """Files whose documents are byte ranges of token ids."""
+    read = _read_later(module, function)
+    return FileFormat(read=read, suffixes=suffixes, read_again=_decode_ids, by_range=True)
+
+
 FORMATS: dict[Kind, FileFormat] = {
     "text": FileFormat(read=read_text, read_again=_decode_raw),
     "lines": FileFormat(read=read_lines, read_again=_decode_raw, by_range=True),
@@ -114,31 +121,15 @@ FORMATS: dict[Kind, FileFormat] = {
 ID_FORMATS: dict[Kind, FileFormat] = {
     "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson")),
     "json": FileFormat(read=read_id_json, suffixes=(".json",)),
-    "npy": FileFormat(
-        read=_read_later("id_arrays", "read_npy"),
-        suffixes=(".npy",),
-        read_again=_decode_ids,
-        by_range=True,
-    ),
+    "npy": _id_format("id_arrays", "read_npy", ".npy"),
     "npz": FileFormat(read=_read_later("id_arrays", "read_npz"), suffixes=(".npz",)),
     "parquet": FORMATS["parquet"],
     "arrow": FORMATS["arrow"],
     "tar": FORMATS["tar"],
-    "megatron": FileFormat(
-        read=_read_later("indexed_ids", "read_megatron"), read_again=_decode_ids, by_range=True
-    ),
-    "olmo": FileFormat(
-        read=_read_later("indexed_ids", "read_olmo"), read_again=_decode_ids, by_range=True
-    ),
-    "llm.c": FileFormat(
-        read=_read_later("id_arrays", "read_shard"), read_again=_decode_ids, by_range=True
-    ),
-    "bin": FileFormat(
-        read=_read_later("id_arrays", "read_bin"),
-        suffixes=(".bin",),
-        read_again=_decode_ids,
-        by_range=True,
-    ),
+    "megatron": _id_format("indexed_ids", "read_megatron"),
+    "olmo": _id_format("indexed_ids", "read_olmo"),
+    "llm.c": _id_format("id_arrays", "read_shard"),
+    "bin": _id_format("id_arrays", "read_bin", ".bin"),
 }
 """The kinds of files that `--format ids` reads, with token ids instead of text."""
 
@@ -164,6 +155,7 @@ class InputFile:
     name: str
     """The path relative to the input folder, always valid UTF-8."""
     kind: Kind
+    """An empty string until `find.py` has decided it."""
     compression: Compression
     size: int
     """Stored bytes when the file was listed; 0 if unknown."""
@@ -172,7 +164,7 @@ class InputFile:
     ids: IdRules | None = None
     """Set if the documents are token ids instead of text."""
     split: str = ""
-    """The split that the input gives to the file (`given_splits.py`); "" if it gives none."""
+    """The split that the input gives to the file (`names.py`); "" if it gives none."""
     keeps_nul: bool = False
     """Whether NUL bytes are text (`--format text`), not the sign of a binary file."""
     next_paths: tuple[str, ...] = ()
@@ -184,10 +176,16 @@ class InputFile:
         return (ID_FORMATS if self.ids else FORMATS)[self.kind]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is a local file that is not compressed."""
+        return not self.compression and not scheme_of(self.path)
+
+    @property
     def rereadable(self) -> bool:
         """Whether the text of a record can be read again from its offset and size."""
-        local = not self.compression and not scheme_of(self.path)
-        return local and self.format.read_again is not None and not self._lacks_dtype
+        lacks_dtype = self.ids is not None and self.holds_arrays and not self.ids.dtype
+        can_read_again = self.format.read_again is not None and not lacks_dtype
+        return self.is_plain and can_read_again
 
     @property
     def holds_plain_texts(self) -> bool:
@@ -203,10 +201,6 @@ class InputFile:
     def has_keys(self) -> bool:
         """Whether its documents have names instead of line numbers (`Record.key`)."""
         return self.kind in ("tar", "warc")
-
-    @property
-    def _lacks_dtype(self) -> bool:
-        return self.ids is not None and self.holds_arrays and not self.ids.dtype
 
 
 def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
@@ -225,8 +219,9 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class RecordReader:
-    """Iterates over the records of one range, in order. A bad record is a Reject.
+    """Iterates over the records whose first byte is in [start, stop), one of `scan_ranges`.
 
+    They are in order; readers of short documents yield many as a block. A bad record is a Reject.
     Raises UnfinishedError if a disk or server fails temporarily.
     """
 
@@ -238,54 +233,28 @@ class RecordReader:
     """The lines that start in the range; set at the end of the iteration. To get line numbers of
     the file, add the lines of all earlier ranges to every `line` that is not 0."""
 
-    def __iter__(self) -> Iterator[Record | Reject]:
-        for item in self.blocks():
-            if isinstance(item, RecordBlock):
-                yield from item.records()
-            else:
-                yield item
-
-    def blocks(self) -> Iterator[Record | RecordBlock | Reject]:
-        """The same records, but as blocks where the reader yields blocks."""
-        file = self.file
+    def __iter__(self) -> Iterator[Record | RecordBlock | Reject]:
+        file, source = self.file, None
         try:
             _reject_shrunk_file(file)
             with open_source(file.path, file.compression) as stream:
-                source = Source(
-                    file.name,
-                    stream,
-                    self.start,
-                    math.inf if self.stop >= file.size else self.stop,
-                    self.text_key,
-                    file.rereadable,
-                    ids=file.ids,
-                    path=file.path,
-                    stored_bytes=file.size,
-                    keeps_nul=file.keeps_nul,
-                    next_paths=file.next_paths,
-                )
+                stop = math.inf if self.stop >= file.size else self.stop
+                source = Source(file, stream, self.start, stop, self.text_key)
                 yield from file.format.read(source)
                 self.lines = source.lines
-        except (BrokenStreamError, OSError) as error:
-            yield self._reject_rest(error)
+        except BrokenStreamError as error:
+            yield self._reject_rest(error, error)
+        except OSError as error:
+            line = source.lines if source else 0
+            yield self._reject_rest(error, BrokenStreamError(line, 0, reject_reason(error)))
 
-    def _reject_rest(self, error: BrokenStreamError | OSError) -> Reject:
-        line, byte, reason = (
-            (0, 0, reject_reason(error))
-            if isinstance(error, OSError)
-            else (error.line, error.byte, error.reason)
-        )
-        if is_transient(error):
+    def _reject_rest(self, cause: Exception, broken: BrokenStreamError) -> Reject:
+        if is_transient(cause):
             raise UnfinishedError(
-                f"{shown(self.file.path)}: {reason}. Finished work is kept; run the same command "
-                "again when the disk or network works."
-            ) from error
-        return Reject(self.file.name, line, byte, reason, loses_rest=True)
-
-
-def read_records(file: InputFile, text_key: str, start: int, stop: int) -> RecordReader:
-    """The records whose first byte is in [start, stop), one of `scan_ranges(file, ...)`."""
-    return RecordReader(file, text_key, start, stop)
+                f"{shown(self.file.path)}: {broken.reason}. Finished work is kept; run the same "
+                "command again when the disk or network works."
+            ) from cause
+        return Reject(self.file.name, broken.line, broken.byte, broken.reason, loses_rest=True)
 
 
 def _reject_shrunk_file(file: InputFile) -> None:
@@ -295,17 +264,6 @@ def _reject_shrunk_file(file: InputFile) -> None:
         size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - faster for many files
         if size < file.size:
             raise SourceError(f"it had {file.size:,} bytes when it was found and has {size:,} now")
-
-
-def read_again(file: InputFile, text_key: str, place: tuple[int, int, int]) -> str:
-    """The text of the record at `place` (offset, size, line) in a rereadable file.
-
-    Raises OSError or ValueError if the file has changed and has no such record.
-    """
-    offset, size, _ = place
-    with open(file.path, "rb") as stream:  # noqa: PTH123 - faster, and this runs per document
-        stream.seek(offset)
-        return text_of_stored(file, stream.read(size), text_key)
 
 
 def text_of_stored(file: InputFile, stored: bytes, text_key: str) -> str:
@@ -323,31 +281,32 @@ def read_text_chunks(
     chunk_bytes: int = CHUNK_BYTES,
     text_key: str = "text",
 ) -> Iterator[str]:
-    """As `read_again`, in non-empty chunks of at most `chunk_bytes` + 3 bytes of UTF-8.
+    """The text of the record at `place` (offset, size, line) in a rereadable file.
 
-    Holds one chunk in memory; for jsonl the whole record. Raises OSError or ValueError as
-    `read_again` does, possibly after some chunks.
+    Yields non-empty chunks of at most `chunk_bytes` + 3 bytes of UTF-8. Holds one chunk in memory;
+    for jsonl the whole record. Raises OSError or ValueError, possibly after some chunks, if the
+    file has changed and has no such record.
     """
-    if file.holds_arrays and file.ids:
-        from data_pipeline.readers.id_arrays import read_id_chunks
+    with open(file.path, "rb") as stream:  # noqa: PTH123 - faster, and this runs per document
+        stream.seek(place[0])
+        if file.holds_arrays and file.ids:
+            from data_pipeline.readers.id_arrays import read_id_chunks
 
-        with open(file.path, "rb") as stream:  # noqa: PTH123
-            stream.seek(place[0])
             yield from read_id_chunks(stream, place[1], file.ids)
-        return
-    if not file.holds_plain_texts:
-        text = read_again(file, text_key, place)
-        characters = max(chunk_bytes // 4, 1)  # a character has at most 4 bytes
-        yield from (text[at : at + characters] for at in range(0, len(text), characters))
-        return
-    offset, remaining, _ = place
+        elif file.holds_plain_texts:
+            yield from _read_plain_chunks(stream, place[1], chunk_bytes)
+        else:
+            text = text_of_stored(file, stream.read(place[1]), text_key)
+            characters = max(chunk_bytes // 4, 1)  # a character has at most 4 bytes
+            yield from (text[at : at + characters] for at in range(0, len(text), characters))
+
+
+def _read_plain_chunks(stream: BinaryIO, num_bytes: int, chunk_bytes: int) -> Iterator[str]:
     decoder = Utf8Decoder()
-    with open(file.path, "rb") as stream:  # noqa: PTH123
-        stream.seek(offset)
-        while remaining:
-            raw = stream.read(min(chunk_bytes, remaining))
-            if not raw:
-                raise BadRecordError(0, f"the file ends {remaining:,} bytes before the record does")
-            remaining -= len(raw)
-            if text := decoder.decode(raw, final=not remaining):
-                yield text
+    while num_bytes:
+        raw = stream.read(min(chunk_bytes, num_bytes))
+        if not raw:
+            raise BadRecordError(0, f"the file ends {num_bytes:,} bytes before the record does")
+        num_bytes -= len(raw)
+        if text := decoder.decode(raw, final=not num_bytes):
+            yield text

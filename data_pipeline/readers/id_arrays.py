@@ -12,13 +12,13 @@ Arrays are read in chunks and never unpickled. A plain file is cut into byte ran
 independently; a document belongs to the range that contains its first id.
 """
 
-import contextlib
 import functools
-import hashlib
 import io
 import zipfile
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -26,15 +26,17 @@ import numpy as np
 from data_pipeline.errors import printable
 from data_pipeline.readers.ids import NPY_MAGIC, SHARD_MAGICS, IdRules, inner_end, outside
 from data_pipeline.readers.records import (
-    HELD_BYTES,
-    MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     Record,
     Reject,
 )
-from data_pipeline.readers.source import CHUNK_BYTES, Source, require_plausible_size, too_long_error
-from data_pipeline.system.sources import open_source, reject_reason
+from data_pipeline.readers.source import (
+    CHUNK_BYTES,
+    DocumentBuilder,
+    Source,
+    require_plausible_size,
+)
 
 _MAX_HEADER_BYTES = 2**16
 _SHARD_HEADER_BYTES = 1024
@@ -63,7 +65,7 @@ def _require_known(ids: np.ndarray, rules: IdRules, position: int) -> None:
 
 
 def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
-    """As `text_of_array`, for a whole document: drops `rules.outer` at both ends.
+    """As `text_of_array`, for a whole document, without the ids that `content_bounds` drops.
 
     Raises BadRecordError also for one of these ids inside the document.
     """
@@ -73,9 +75,10 @@ def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
 
 
 def content_bounds(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> tuple[int, int]:
-    """[first, stop) of the ids without `rules.outer` at both ends; (0, 0) if none is left.
+    """[first, stop) of the ids without end-of-document and padding ids at both ends.
 
-    Raises BadRecordError for one of these ids inside. `position` is that of the first id.
+    (0, 0) if none is left. Raises BadRecordError for one of these ids inside. `position` is that of
+    the first id.
     """
     is_content = ids != rules.end_of_document
     if rules.padding is not None:
@@ -91,29 +94,33 @@ def content_bounds(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> tup
 
 
 class IdDocument:
-    """Builds the Record of a document of ids that is a byte range of the file, array by array.
+    """Builds the Record of a document of ids that is a byte range of the file, array by array."""
 
-    In a rereadable file, a text above HELD_BYTES is not held: the record has its hash only.
-    """
-
-    def __init__(self, source: Source, rules: IdRules, offset: int, line: int) -> None:
-        self._source, self._rules, self._line = source, rules, line
+    def __init__(self, source: Source, offset: int, line: int) -> None:
+        self._source, self._rules, self._line = source, source.id_rules, line
         self._offset, self._size = offset, 0  # in bytes of the file, without outer end ids
         self._position = 0  # ids seen
         self._end_at: int | None = None  # position of an end-of-document id after the content
-        self._parts: list[str] = []
-        self._text_bytes = 0
-        self._sha256 = hashlib.sha256()
-        self._is_held = True
+        self._only: int | None = None  # the id of a document that repeats one; -1: several
+        self._text = DocumentBuilder(source, 0, line)
         self._error: BadRecordError | None = None
+
+    @property
+    def only_id(self) -> int | None:
+        """The id that is the whole document, if it occurs at least twice and is not its end."""
+        is_content = self._only not in (None, -1, self._rules.end_of_document)
+        return self._only if is_content and self._position > 1 else None
 
     def add(self, ids: np.ndarray) -> None:
         """Append ids, 1-D."""
+        if self._only != -1 and ids.size:
+            first = int(ids[0]) if self._only is None else self._only
+            self._only = first if (ids == first).all() else -1
         if not self._error:
             try:
                 self._add_content(ids)
             except BadRecordError as error:
-                self._error, self._parts = error, []
+                self._error = error
         self._position += len(ids)
 
     def _add_content(self, ids: np.ndarray) -> None:
@@ -126,44 +133,33 @@ class IdDocument:
             raise inner_end(self._end_at, self._rules)
         body = ids[first:stop]
         text = text_of_array(body, self._rules, position=self._position + first)
-        self._add_text(" " + text if self._size else text)
+        self._text.add((" " + text if self._size else text).encode())
         if not self._size:
             self._offset += (self._position + first) * ids.itemsize
         self._size += body.nbytes
         if stop < len(ids):
             self._end_at = self._position + stop
 
-    def _add_text(self, text: str) -> None:
-        self._sha256.update(text.encode())
-        self._text_bytes += len(text)
-        if self._is_held:
-            self._parts.append(text)
-        if self._source.rereadable and self._text_bytes > HELD_BYTES:
-            self._is_held, self._parts = False, []
-        elif self._text_bytes > MAX_RECORD_BYTES and not self._source.rereadable:
-            raise too_long_error()
-
     def build(self) -> Record | Reject:
         """The document of all ids that were added."""
         if self._error:
             return self._source.reject(self._line, self._offset, self._error.reason)
-        text = "".join(self._parts) if self._is_held else None
-        return Record(
-            text, self._offset, self._size, self._line, self._sha256.digest(), self._text_bytes
-        )
+        record = self._text.build()
+        if isinstance(record, Reject):
+            return replace(record, byte=self._offset)
+        return replace(record, offset=self._offset, size=self._size, num_text_bytes=record.size)
 
 
 def read_bin(source: Source) -> Iterator[Record | Reject]:
     """A raw file of ids of type `source.ids.dtype`."""
-    rules = source.id_rules
-    yield from _separated(source, source.stream, rules, np.dtype(rules.dtype), 0, None)
+    yield from _separated(source, source.stream, np.dtype(source.id_rules.dtype), 0, None)
 
 
 def read_shard(source: Source) -> Iterator[Record | Reject]:
     """A token shard of llm.c or modded-nanogpt."""
-    dtype, num_ids = _read_shard_header(source.stream)
+    dtype, num_ids = read_shard_header(source.stream)
     stop = _SHARD_HEADER_BYTES + num_ids * dtype.itemsize
-    yield from _separated(source, source.stream, source.id_rules, dtype, _SHARD_HEADER_BYTES, stop)
+    yield from _separated(source, source.stream, dtype, _SHARD_HEADER_BYTES, stop)
     _require_end(source, source.stream, stop, f"the {num_ids:,} ids that its header counts")
 
 
@@ -189,28 +185,12 @@ def read_npz(source: Source) -> Iterator[Record | Reject]:
                 require_plausible_size(total, source)
                 with archive.open(member) as stream:
                     yield from _array(source, cast(BinaryIO, stream), member.filename)
-    except OSError as error:
-        raise BrokenStreamError(source.lines, 0, reject_reason(error)) from error
+    except BrokenStreamError:
+        raise
     # For damaged content, and RuntimeError for encryption.
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
-        if isinstance(error, BrokenStreamError):
-            raise
         reason = printable(str(error))[:200]
         raise BrokenStreamError(source.lines, 0, f"damaged .npz file: {reason}") from error
-
-
-def stored_dtype(path: str) -> str:
-    """The type of the ids in an .npy file as IdRules.dtype; "" if its header cannot be read."""
-    with contextlib.suppress(OSError, BrokenStreamError), open_source(path, "") as stream:
-        return _read_header(stream, "")[1].str
-    return ""
-
-
-def shard_dtype(path: str) -> str:
-    """As `stored_dtype`, for a token shard of llm.c."""
-    with contextlib.suppress(OSError, BrokenStreamError), open_source(path, "") as stream:
-        return _read_shard_header(stream)[0].str
-    return ""
 
 
 def read_id_chunks(stream: BinaryIO, num_bytes: int, rules: IdRules) -> Iterator[str]:
@@ -226,7 +206,7 @@ def ids_of_npy(raw: bytes) -> np.ndarray:
     """The ids of an array of one dimension in the .npy format. Raises BadRecordError."""
     stream = io.BytesIO(raw)
     try:
-        start, dtype, shape = _read_header(stream, "")
+        start, dtype, shape = read_npy_header(stream, "")
     except BrokenStreamError as error:
         raise BadRecordError(0, error.reason) from None
     if len(shape) != 1:
@@ -237,30 +217,48 @@ def ids_of_npy(raw: bytes) -> np.ndarray:
 
 
 def sized_documents(
-    source: Source, dtype: np.dtype, starts: np.ndarray, num_bytes: np.ndarray
+    source: Source,
+    stream: BinaryIO,
+    dtype: np.dtype,
+    starts: np.ndarray | range,
+    sizes: np.ndarray,
+    *,
+    are_rows: bool = False,
 ) -> Iterator[Record | Reject]:
-    """Documents at these consecutive places, in bytes of the stream, which is at the first one."""
-    rules, stream = source.id_rules, source.stream
-    wanted = (starts >= source.start) & (starts < source.stop)
-    first = int(wanted.argmax()) if wanted.any() else 0
+    """Consecutive documents at these places, in bytes of the stream, which is at the first one.
+
+    `are_rows`: a document of one repeated id is probably padding and rejected.
+    """
+    first, stop = bisect_left(starts, source.start), bisect_left(starts, source.stop)
     if first:
-        stream.seek(int(starts[first]))
-    for start, size in zip(starts[wanted].tolist(), num_bytes[wanted].tolist(), strict=True):
+        stream.seek(int(starts[first - 1] + sizes[first - 1]))
+    for number in range(first, stop):
         source.lines += 1
-        document = IdDocument(source, rules, start, source.lines)
-        for ids in _chunks_of(stream, size, dtype, source.lines):
+        document = IdDocument(source, int(starts[number]), source.lines)
+        for ids in _chunks_of(stream, int(sizes[number]), dtype, source.lines):
             document.add(ids)
-        yield document.build()
+        padding = document.only_id if are_rows and source.id_rules.padding is None else None
+        if padding is None:
+            yield document.build()
+        else:
+            yield source.reject(
+                source.lines,
+                int(starts[number]),
+                f"the row has only the id {padding}. If this id fills up the rows: --padding "
+                f"{padding}. If they have no padding: --padding {source.id_rules.end_of_document}",
+            )
 
 
 def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Reject]:
     """The documents of one array in the .npy format; `name` is that of the archive's member."""
-    start, dtype, shape = _read_header(stream, name)
+    start, dtype, shape = read_npy_header(stream, name)
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if len(shape) == 1:
-        yield from _separated(source, stream, source.id_rules, dtype, start, start + size)
-    else:
-        yield from _rows(source, stream, dtype, start, shape)
+        yield from _separated(source, stream, dtype, start, start + size)
+    elif size:
+        row_bytes = shape[1] * dtype.itemsize
+        starts, sizes = range(start, start + size, row_bytes), np.broadcast_to(row_bytes, shape[0])
+        yield from sized_documents(source, stream, dtype, starts, sizes, are_rows=True)
     _require_end(source, stream, start + size, f"the end of the array {name}".strip())
 
 
@@ -270,52 +268,14 @@ def _require_end(source: Source, stream: BinaryIO, stop: int, what: str) -> None
         raise BrokenStreamError(source.lines, stop, f"there are bytes after {what}")
 
 
-def _rows(
-    source: Source, stream: BinaryIO, dtype: np.dtype, start: int, shape: tuple[int, ...]
-) -> Iterator[Record | Reject]:
-    rules, row_bytes = source.id_rules, shape[1] * dtype.itemsize
-    # Rows that start in the range; ceiling divisions.
-    if not row_bytes:
-        return
-    first = min(max(-((start - source.start) // row_bytes), 0), shape[0])
-    if first:
-        stream.seek(start + first * row_bytes)
-    for row in range(first, shape[0]):
-        offset = start + row * row_bytes
-        if offset >= source.stop:
-            return
-        source.lines += 1
-        document = IdDocument(source, rules, offset, source.lines)
-        only = None
-        is_constant = rules.padding is None and shape[1] > 1
-        for ids in _chunks_of(stream, row_bytes, dtype, source.lines):
-            document.add(ids)
-            only = ids[0] if only is None else only
-            is_constant = is_constant and bool((ids == only).all())
-        if is_constant and only != rules.end_of_document:
-            yield source.reject(
-                source.lines,
-                offset,
-                f"the row has only the id {only}. If this id fills up the rows: --padding {only}. "
-                f"If the rows have no padding: --padding {rules.end_of_document}",
-            )
-        else:
-            yield document.build()
-
-
 def _separated(
-    source: Source,
-    stream: BinaryIO,
-    rules: IdRules,
-    dtype: np.dtype,
-    start: int,
-    stop: int | None,
+    source: Source, stream: BinaryIO, dtype: np.dtype, start: int, stop: int | None
 ) -> Iterator[Record | Reject]:
     """The documents between end-of-document ids in the bytes [start, stop) of the stream.
 
     The stream is at `start`; a `stop` of None is its end.
     """
-    size, document = dtype.itemsize, None
+    size, end_id, document = dtype.itemsize, source.id_rules.end_of_document, None
     offset, skips = start, source.start > start
     if skips:  # the id before the range is an end-of-document id or not
         offset = start + (-(-(source.start - start) // size) - 1) * size
@@ -323,13 +283,13 @@ def _separated(
     num_bytes = None if stop is None else stop - offset
     for ids in _chunks_of(stream, num_bytes, dtype, source.lines):
         begin = 0
-        for end in [*np.flatnonzero(ids == rules.end_of_document).tolist(), len(ids)]:
+        for end in [*np.flatnonzero(ids == end_id).tolist(), len(ids)]:
             if end > begin and not skips:
                 if not document:
                     if offset + begin * size >= source.stop:
                         return
                     source.lines += 1
-                    document = IdDocument(source, rules, offset + begin * size, source.lines)
+                    document = IdDocument(source, offset + begin * size, source.lines)
                 document.add(ids[begin:end])
             if end < len(ids):
                 skips = False
@@ -348,53 +308,46 @@ def _chunks_of(
     stream: BinaryIO, num_bytes: int | None, dtype: np.dtype, line: int
 ) -> Iterator[np.ndarray]:
     """Arrays of the next `num_bytes` of the stream, or of all bytes to its end if None."""
-    remaining = num_bytes
-    while remaining is None or remaining > 0:
-        wanted = CHUNK_BYTES if remaining is None else min(CHUNK_BYTES, remaining)
-        try:
-            raw = stream.read(wanted)  # buffered: short only at the end of the stream
-        except OSError as error:
-            raise BrokenStreamError(line, 0, reject_reason(error)) from error
-        whole = len(raw) - len(raw) % dtype.itemsize
-        if whole:
-            yield np.frombuffer(raw[:whole], dtype)
-        if remaining is not None:
-            remaining -= len(raw)
-            if len(raw) < wanted:
-                reason = f"truncated: {remaining:,} bytes of ids are missing at its end"
+    left = num_bytes
+    while left is None or left > 0:
+        raw = stream.read(CHUNK_BYTES if left is None else min(CHUNK_BYTES, left))
+        # The stream is buffered: a short read is its end.
+        partial = len(raw) % dtype.itemsize
+        if len(raw) > partial:
+            yield np.frombuffer(raw[: len(raw) - partial], dtype)
+        if left is not None:
+            left -= len(raw)
+            if left and (partial or not raw):
+                reason = f"truncated: {left:,} bytes of ids are missing at its end"
                 raise BrokenStreamError(line, 0, reason)
-        elif len(raw) < wanted:
-            if whole < len(raw):
-                reason = (
-                    f"its size is not a multiple of {dtype.itemsize} bytes: truncated, or of "
-                    f"another --dtype than {dtype.name}"
-                )
-                raise BrokenStreamError(line, 0, reason)
+        elif partial:
+            reason = (
+                f"its size is not a multiple of {dtype.itemsize} bytes: truncated, or of "
+                f"another --dtype than {dtype.name}"
+            )
+            raise BrokenStreamError(line, 0, reason)
+        elif not raw:
             return
 
 
-def _read_shard_header(stream: BinaryIO) -> tuple[np.dtype, int]:
+def read_shard_header(stream: BinaryIO) -> tuple[np.dtype, int]:
     """(dtype, number of ids). Raises BrokenStreamError."""
-    try:
-        raw = stream.read(_SHARD_HEADER_BYTES)
-    except OSError as error:
-        raise BrokenStreamError(0, 0, reject_reason(error)) from error
+    raw = stream.read(_SHARD_HEADER_BYTES)
     if len(raw) < _SHARD_HEADER_BYTES:
         raise BrokenStreamError(0, 0, "truncated inside its header of llm.c")
     magic, version, num_ids = np.frombuffer(raw, "<i4", 3).tolist()
     expected, dtype = SHARD_MAGICS.get(magic, (0, ""))
-    if not dtype:
-        reason = "a file of llm.c with questions and answers, which is no stream of ids"
-    elif version != expected:
-        reason = f"a token shard of llm.c of version {version}; supported is {expected}"
-    elif num_ids < 0:
-        reason = f"the header counts {num_ids:,} ids"
-    else:
-        return np.dtype(dtype), num_ids
-    raise BrokenStreamError(0, 0, reason)
+    if not dtype or version != expected or num_ids < 0:
+        raise BrokenStreamError(
+            0,
+            0,
+            f"a file of llm.c, number {magic}, version {version}, of {num_ids:,} ids. Supported "
+            "are its token shards: number 20240520 with version 1, and 20240801 with version 7",
+        )
+    return np.dtype(dtype), num_ids
 
 
-def _read_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int, ...]]:
+def read_npy_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int, ...]]:
     """(offset of the data, dtype, shape). Raises BrokenStreamError."""
     where = f" in {printable(name)}" if name else ""
     try:
@@ -412,8 +365,6 @@ def _read_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int,
             4: np.lib.format.read_array_header_2_0,
         }[length_bytes]
         shape, is_fortran, dtype = parse(io.BytesIO(length + header))
-    except OSError as error:
-        raise BrokenStreamError(0, 0, reject_reason(error)) from error
     # The header is a Python literal, which numpy parses without evaluating it.
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         reason = printable(str(error).split("\n")[0])[:160]

@@ -10,15 +10,11 @@ The same holds for the id that fills up rows (`--padding`), if there is one.
 
 json: one JSON value per file, as MidiTok saves a song: an object with the ids at the key
 `--text-key`, or the ids alone. They are one list, the document of this file, or a list of lists,
-such as one per track: a document each. MidiTok's tokenizers with several vocabularies (Octuple,
-CPWord, MuMIDI) write a list per event, which is no document and is refused. Their files have lists
-in the lists of tracks; or the key "ids_encoded" with one value for the whole song; or, without that
-key, many short lists. Source: MidiTok, `MusicTokenizer.save_tokens`.
+such as one per track: a document each. A list of ids per event is no document and is refused.
 
-Arrays are in `id_arrays.py`: this module loads no numpy, so that `txl --help` is fast.
+Arrays are in `id_arrays.py`: this module imports no numpy, so that `txl --help` is fast.
 """
 
-import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,21 +24,13 @@ from data_pipeline.errors import printable
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
-    BrokenStreamError,
     Record,
     Reject,
     decode,
     value_at,
 )
 from data_pipeline.readers.source import Source, read_exactly, too_long_error
-from data_pipeline.system.sources import (
-    Compression,
-    file_system,
-    open_source,
-    reject_reason,
-    retry_request,
-    scheme_of,
-)
+from data_pipeline.system.sources import file_system, retry_request, scheme_of
 from data_pipeline.system.strict_json import parse_json
 
 NPY_MAGIC = b"\x93NUMPY"
@@ -65,11 +53,6 @@ class IdRules:
     padding: int | None = None
     """The id that fills up documents; None if it is not known whether there is one."""
 
-    @property
-    def outer(self) -> set[int]:
-        """The ids that are dropped at both ends of a document."""
-        return {self.end_of_document} | ({self.padding} if self.padding is not None else set())
-
 
 def text_of_value(value: object, rules: IdRules, name: str) -> str:
     """The text of a list of integers, the value of `name`. Raises BadRecordError."""
@@ -85,16 +68,11 @@ def text_of_value(value: object, rules: IdRules, name: str) -> str:
             raise BadRecordError(0, reason)
         if not 0 <= each < rules.vocab_size:
             raise outside(each, position, rules)
-    outer, first, stop = rules.outer, 0, len(value)
-    while first < stop and value[first] in outer:
-        first += 1
-    while first < stop and value[stop - 1] in outer:
-        stop -= 1
-    content = value[first:stop]
-    if not outer.isdisjoint(content):
-        inner = next(position for position, each in enumerate(content) if each in outer)
-        raise inner_end(first + inner, rules)
-    return " ".join(map(str, content))
+    import numpy as np
+
+    from data_pipeline.readers.id_arrays import text_of_document
+
+    return text_of_document(np.array(value, np.int64), rules)
 
 
 def outside(id_: object, position: int, rules: IdRules) -> BadRecordError:
@@ -116,10 +94,7 @@ def inner_end(position: int, rules: IdRules) -> BadRecordError:
 
 
 def read_id_json(source: Source) -> Iterator[Record | Reject]:
-    try:
-        raw = read_exactly(source.stream, MAX_RECORD_BYTES + 1)
-    except OSError as error:
-        raise BrokenStreamError(0, 0, reject_reason(error)) from error
+    raw = read_exactly(source.stream, MAX_RECORD_BYTES + 1)
     try:
         content = _parse(raw)
         value = content if isinstance(content, list) else value_at(source.text_key, content)
@@ -153,7 +128,12 @@ def _parse(raw: bytes) -> Any:
 
 
 def _reject_events(content: Any, value: Any) -> None:
-    """Raise BadRecordError if `value` has a list of ids per event; see the module docstring."""
+    """Raise BadRecordError if `value` has a list of ids per event.
+
+    MidiTok's tokenizers with several vocabularies (Octuple, CPWord, MuMIDI) write such lists. Their
+    files have lists in the lists of tracks; or the key "ids_encoded" with one value for the whole
+    song; or, without that key, many short lists. Source: MidiTok, `MusicTokenizer.save_tokens`.
+    """
     if not isinstance(value, list) or not all(isinstance(each, list) for each in value):
         return
     longest = max(map(len, value), default=0)
@@ -166,9 +146,8 @@ def _reject_events(content: Any, value: Any) -> None:
             0,
             f"{len(value):,} lists, at most {longest:,} long: one per event, as MidiTok's "
             "tokenizers with several vocabularies write (Octuple, CPWord, MuMIDI). A document is "
-            "one list of ids of one vocabulary: use such a tokenizer (REMI, TSD), or make one list "
-            "of each song and add to each id the sizes of the vocabularies before its own. If "
-            "every list is a document, give JSON lines",
+            "one list of ids of one vocabulary: use another tokenizer (REMI, TSD). If every list "
+            "is a document, give JSON lines",
         )
 
 
@@ -189,10 +168,3 @@ def has_index(path: str) -> bool:
         return os.path.exists(other)  # noqa: PTH110 - as the other checks of listed files
     system = file_system(other)
     return bool(retry_request(lambda: system.exists(other)))
-
-
-def first_bytes(path: str, compression: Compression, size: int) -> bytes:
-    """The first `size` decompressed bytes of a file; fewer if it is shorter or cannot be read."""
-    with contextlib.suppress(OSError), open_source(path, compression) as stream:
-        return stream.read(size)
-    return b""  # the reader reports the error

@@ -28,11 +28,12 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.id_arrays import sized_documents
+from data_pipeline.readers.formats import InputFile
+from data_pipeline.readers.id_arrays import read_npy_header, read_shard_header, sized_documents
 from data_pipeline.readers.ids import index_path
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import Source, read_exactly
-from data_pipeline.system.sources import Compression, open_source, reject_reason, scheme_of
+from data_pipeline.system.sources import Compression, open_source, scheme_of
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
@@ -61,29 +62,20 @@ def read_olmo(source: Source) -> Iterator[Record | Reject]:
 def _read_pair(
     source: Source, compression: Compression, read_index: Callable[[BinaryIO], _Index]
 ) -> Iterator[Record | Reject]:
-    try:
-        path = index_path(source.path)
-        version = "" if scheme_of(path) else os.stat(path).st_mtime_ns  # noqa: PTH116 - as find.py
-        index = _index_of(path, version, compression, read_index)
-        dtype = index.dtype or np.dtype(source.id_rules.dtype)
-        edges = index.bounds * dtype.itemsize
-        total = int(edges[-1])
-        if not index.dtype and source.stored_bytes not in (0, total):
-            raise ValueError(
-                f"its .csv.gz file has bounds of {total:,} bytes of {dtype.name}, but the .npy "
-                f"file has {source.stored_bytes:,}: truncated, or of another --dtype"
-            )
-        yield from sized_documents(source, dtype, edges[:-1], np.diff(edges))
-        if source.start:
-            source.stream.seek(total)
-        if source.stop > total and source.stream.read(1):
-            raise ValueError(f"the file has more than the {total:,} bytes of its index")
-    except OSError as error:
-        raise BrokenStreamError(0, 0, reject_reason(error)) from error
-    except ValueError as error:
-        if isinstance(error, BrokenStreamError):
-            raise
-        raise BrokenStreamError(0, 0, str(error)) from error
+    path = index_path(source.file.path)
+    version = "" if scheme_of(path) else os.stat(path).st_mtime_ns  # noqa: PTH116 - as find.py
+    index = _index_of(path, version, compression, read_index)
+    dtype = index.dtype or np.dtype(source.id_rules.dtype)
+    edges = index.bounds * dtype.itemsize
+    total = int(edges[-1])
+    if not index.dtype and source.file.size not in (0, total):
+        raise _broken(
+            f"its .csv.gz file has bounds of {total:,} bytes of {dtype.name}, but the .npy "
+            f"file has {source.file.size:,}: truncated, or of another --dtype"
+        )
+    yield from sized_documents(source, source.stream, dtype, edges[:-1], np.diff(edges))
+    if source.stop > total and source.stream.read(1):
+        raise _broken(f"the file has more than the {total:,} bytes of its index")
 
 
 @functools.lru_cache(maxsize=1)  # a process reads the ranges of a file one after the other
@@ -98,25 +90,30 @@ def _index_of(
         return read_index(stream)
 
 
-def index_dtype(path: str) -> str:
-    """The type of the ids of the .bin file at `path` as IdRules.dtype; "" if it is unknown."""
+def stored_dtype(file: InputFile) -> str:
+    """The type of the ids that a local file stores, as IdRules.dtype; "" if it is unknown."""
     try:
-        with open_source(index_path(path), "") as stream:
-            return _read_header(stream)[0].str
+        if file.kind == "megatron":
+            with open_source(index_path(file.path), "") as stream:
+                return _read_header(stream)[0].str
+        with open_source(file.path, "") as stream:
+            if file.kind == "npy":
+                return read_npy_header(stream, "")[1].str
+            return read_shard_header(stream)[0].str if file.kind == "llm.c" else ""
     except (OSError, ValueError):  # the reader reports the error
         return ""
 
 
 def _read_header(stream: BinaryIO) -> tuple[np.dtype, int, int]:
-    """(dtype of the ids, sequences, bounds of documents). Raises ValueError."""
+    """(dtype of the ids, sequences, bounds of documents). Raises BrokenStreamError."""
     raw = read_exactly(stream, _HEADER.size)
     if len(raw) < _HEADER.size or raw[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("its .idx file is not an index of Megatron-LM")
+        raise _broken("its .idx file is not an index of Megatron-LM")
     _, version, code, sequences, bounds = _HEADER.unpack(raw)
     if version != 1:
-        raise ValueError(f"its .idx file has version {version}, supported is 1")
+        raise _broken(f"its .idx file has version {version}, supported is 1")
     if code not in _DTYPES:
-        raise ValueError(f"its .idx file has type code {code}, which is not an integer type")
+        raise _broken(f"its .idx file has type code {code}, which is not an integer type")
     return np.dtype(_DTYPES[code]), sequences, bounds
 
 
@@ -125,22 +122,22 @@ def _read_index(stream: BinaryIO) -> _Index:
     expected = 12 * sequences + 8 * bounds
     raw = read_exactly(stream, expected)
     if len(raw) < expected:
-        raise ValueError(f"its .idx file is truncated: {expected - len(raw):,} bytes are missing")
+        raise _broken(f"its .idx file is truncated: {expected - len(raw):,} bytes are missing")
     if stream.read(1):
-        raise ValueError("its .idx file has more than ids, such as the modes of multimodal data")
+        raise _broken("its .idx file has more than ids, such as the modes of multimodal data")
     lengths = np.frombuffer(raw, "<i4", sequences).astype(np.int64)
     offsets = np.frombuffer(raw, "<i8", sequences, 4 * sequences)
     first = np.frombuffer(raw, "<i8", bounds, 12 * sequences)
     ends = np.cumsum(lengths)
     if (lengths < 0).any() or not np.array_equal(offsets, (ends - lengths) * dtype.itemsize):
-        raise ValueError("the sequences of its .idx file are not one after the other")
+        raise _broken("the sequences of its .idx file are not one after the other")
     if not bounds or first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
-        raise ValueError(f"the documents of its .idx file do not cover its {sequences:,} sequences")
+        raise _broken(f"the documents of its .idx file do not cover its {sequences:,} sequences")
     return _Index(dtype, np.concatenate([[0], ends])[first])
 
 
 def _read_bounds(stream: BinaryIO) -> _Index:
-    """The bounds in a .csv.gz file. Raises ValueError."""
+    """The bounds in a .csv.gz file. Raises BrokenStreamError."""
     lines = iter(lambda: stream.readline(_MAX_LINE_BYTES), b"")
     bounds = array("q", [0])
     for number, line in enumerate(lines, start=1):
@@ -149,13 +146,17 @@ def _read_bounds(stream: BinaryIO) -> _Index:
             first, stop = int(start), int(rest.partition(b",")[0])
         except ValueError:
             shown = printable(line[:40].decode("utf-8", errors="replace"))
-            raise ValueError(
+            raise _broken(
                 f"line {number} of its .csv.gz file does not begin with START,END: {shown}"
             ) from None
         if first != bounds[-1] or not first <= stop < 2**60:
-            raise ValueError(
+            raise _broken(
                 f"line {number} of its .csv.gz file has the ids {first} to {stop}, but the next "
                 f"document begins at {bounds[-1]}: documents must follow each other"
             )
         bounds.append(stop)
     return _Index(None, np.frombuffer(bounds, np.int64))
+
+
+def _broken(reason: str) -> BrokenStreamError:
+    return BrokenStreamError(0, 0, reason)

@@ -1,41 +1,32 @@
 """The kind of a file: decided by its suffix, and by its first bytes where the suffix is ambiguous.
 
-`--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides:
+`--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides by
 
-- .jsonl, .ndjson, .jsonlines, .ldjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow; .wet,
-  .warc, .wat: warc (the `suffixes` of `FORMATS`)
-- .tar, .tgz: tar; .csv, .tsv, .tab: csv; only if given by name or pattern. In folders, archives are
-  ignored, and the others are text.
-- of .parquet and .arrow files with "wiki" in their path, or with a recipe of WikiText:
-  wikitext_rows if every row is one line, and one of the first rows is ` = Title = `
-- all other files by their first bytes: warc if they begin a WARC record; jsonl if the first line
-  that is not blank is a JSON object with the key `--text-key`, or if the first two are JSON
-  objects; wikitext if the suffix is .tokens or "wiki" is in the name, and that line is
-  ` = Title = `; binary (`lines.py`); else text. Of files at URLs, only those without suffix, with
-  .jl or a name of WikiText are examined, because each takes a request
+1. the `suffixes` of `FORMATS`. The formats that are not `in_folders`, tar and csv, are only read
+   by name or pattern. .parquet and .arrow files with "wiki" in their path, or with a recipe of
+   WikiText, are wikitext_rows if their rows are lines of WikiText.
+2. the first bytes: warc; jsonl if the first line that is not blank is a JSON object with the key
+   `--text-key`, or if the first two are JSON objects; wikitext if the suffix is .tokens or "wiki"
+   is in the name, and that line is ` = Title = `; binary (`lines.py`); else text. Of files at URLs,
+   only those without suffix, with .jl or a name of WikiText are examined: each takes a request.
 
 The kind `lines` is never chosen automatically, and `blank_lines` only for the texts of OSCAR 21.09:
 CODE.txt, where CODE is a language of 2 or 3 letters, next to CODE_meta.jsonl. In a folder or
 pattern, `--format jsonl` reads the files that auto would read as jsonl.
 
-`--format ids` decides by the `suffixes` of `ID_FORMATS`. A .bin file with an .idx file is megatron,
-one with the header of llm.c is llm.c; an .npy file without a header, but with a .csv.gz file, is
-olmo; and a .json file with an object on each of its first two lines is jsonl.
-
-A .json file must have one object per line. An array, or an object over several lines, is refused
-with the command that converts it, because as text it would be raw JSON.
+`--format ids` decides by the `suffixes` of `ID_FORMATS`, and for .bin, .npy and .json files also by
+an index next to the file (`ids.py`) or by the first bytes.
 """
 
 import json
 import os
 import posixpath
 import re
-import shlex
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers.formats import (
@@ -46,25 +37,12 @@ from data_pipeline.readers.formats import (
     Kind,
     suffixes_of,
 )
-from data_pipeline.readers.ids import (
-    NPY_MAGIC,
-    SHARD_MAGICS,
-    IdRules,
-    first_bytes,
-    has_index,
-    index_path,
-)
+from data_pipeline.readers.ids import NPY_MAGIC, SHARD_MAGICS, IdRules, has_index, index_path
 from data_pipeline.readers.lines import HEAD_BYTES, is_binary
 from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
-from data_pipeline.system.sources import (
-    Compression,
-    open_source,
-    scheme_of,
-    shown,
-)
+from data_pipeline.system.sources import Compression, open_source, scheme_of, shown
 
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
-_UNPACK = {"": "cat", "gz": "gzip -dc <", "zst": "zstd -dc <"}
 _MAX_LINE_BYTES = 2**16
 """Bytes of a line that are examined. Pretty-printed JSON has no longer lines."""
 _MAX_OBJECT_BYTES = 16 * 2**20
@@ -74,7 +52,6 @@ _UNTYPED = ("", ".jl")
 _OSCAR_TEXT = re.compile(
     r"(?P<language>(.*/)?[a-z]{2,3})(?P<part>_part_\d+)?\.txt(\.gz)?", re.DOTALL
 )
-_MAX_LISTED = 3
 
 
 class Suffix(NamedTuple):
@@ -103,39 +80,34 @@ def suffix_of(name: str) -> Suffix:
 
 
 def kind_of(
-    path: str,
-    name: str,
-    format: Format,
-    *,
-    in_folder: bool = False,
-    text_key: str = "text",
-    is_wikitext: bool = False,
+    file: InputFile, format: Format, *, in_folder: bool, text_key: str, is_wikitext: bool
 ) -> Kind:
-    """The kind of the file at `path` for a `--format`; see the module docstring for "auto"."""
-    suffix = suffix_of(name)
+    """The kind of a file for a `--format`; see the module docstring for "auto"."""
+    suffix = suffix_of(file.name)
     if format == "ids":
-        return _kind_of_ids(path, name)
+        return _kind_of_ids(file, suffix)
     if format != "auto":
         return format
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
-            if may_have_lines and (is_wikitext or "wiki" in path.lower()):
-                return "wikitext_rows" if holds_wikitext_rows(path, text_key) else kind
+            if may_have_lines and (is_wikitext or "wiki" in file.path.lower()):
+                return "wikitext_rows" if holds_wikitext_rows(file, text_key) else kind
             return kind
-    return _kind_of_content(path, name, suffix, text_key)
+    return _kind_of_content(file, suffix, text_key)
 
 
-def _kind_of_content(path: str, name: str, suffix: Suffix, text_key: str) -> Kind:
-    if is_oscar_text(path):
+def _kind_of_content(file: InputFile, suffix: Suffix, text_key: str) -> Kind:
+    if _is_oscar_text(file.path):
         return "blank_lines"
-    may_be_wikitext = suffix.name == ".tokens" or "wiki" in posixpath.basename(name).lower()
-    if scheme_of(path) and not may_be_wikitext and suffix.name not in _UNTYPED:
+    name = posixpath.basename(file.name).lower()
+    may_be_wikitext = suffix.name == ".tokens" or "wiki" in name
+    if scheme_of(file.path) and not may_be_wikitext and suffix.name not in _UNTYPED:
         return "text"
-    head = _head(path, suffix.compression)
+    head = _first_bytes(file.path, file.compression, HEAD_BYTES)
     if head.startswith(b"WARC/1."):
         return "warc"
-    if holds_json_lines(path, suffix.compression, text_key, head=head):
+    if holds_json_lines(file.path, file.compression, text_key, head=head):
         return "jsonl"
     lines = head.removeprefix(BOM_UTF8).split(b"\n") if may_be_wikitext else []
     if is_title(next(filter(bytes.strip, lines), b"")):
@@ -143,7 +115,7 @@ def _kind_of_content(path: str, name: str, suffix: Suffix, text_key: str) -> Kin
     return "binary" if is_binary(head) else "text"
 
 
-def is_oscar_text(path: str) -> bool:
+def _is_oscar_text(path: str) -> bool:
     """Whether a local file is a text of OSCAR 21.09: its metadata is in the same folder."""
     text = _OSCAR_TEXT.fullmatch(path)
     if not text or scheme_of(path):
@@ -156,7 +128,7 @@ def holds_json_lines(
     path: str, compression: Compression, text_key: str, *, head: bytes | None = None
 ) -> bool:
     """Whether the content of a file is JSON lines. `head` are its first bytes if they are known."""
-    head = _head(path, compression) if head is None else head
+    head = _first_bytes(path, compression, HEAD_BYTES) if head is None else head
     if not head.removeprefix(BOM_UTF8).lstrip().startswith(b"{"):
         return False
     lines = map(_parsed, _first_lines(path, compression, _MAX_OBJECT_BYTES))
@@ -166,44 +138,41 @@ def holds_json_lines(
     return text_key in first or isinstance(next(lines, None), dict)
 
 
-def _kind_of_ids(path: str, name: str) -> Kind:
-    suffix = suffix_of(name)
+def _kind_of_ids(file: InputFile, suffix: Suffix) -> Kind:
     kinds = (kind for kind, each in ID_FORMATS.items() if suffix.name in each.suffixes)
     kind = next(kinds, None)
     if not kind:
         raise ConfigError(
-            f"{shown(path)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with .gz or "
-            ".zst, and not this file. Convert it, or rename it to the suffix of its format."
+            f"{shown(file.path)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with "
+            ".gz or .zst, and not this file. Convert it, or rename it to the suffix of its format."
         )
     if kind == "bin":
-        if has_index(path):
+        if has_index(file.path):
             return "megatron"
-        magic = first_bytes(path, suffix.compression, 4)
+        magic = _first_bytes(file.path, file.compression, 4)
         return "llm.c" if int.from_bytes(magic, "little") in SHARD_MAGICS else kind
-    if kind == "npy" and has_index(path):
-        return kind if first_bytes(path, "", 6) == NPY_MAGIC else "olmo"
+    if kind == "npy" and has_index(file.path):
+        return kind if _first_bytes(file.path, "", 6) == NPY_MAGIC else "olmo"
     if kind == "json":
-        lines = _first_lines(path, suffix.compression, _MAX_LINE_BYTES)
+        lines = _first_lines(file.path, file.compression, _MAX_LINE_BYTES)
         if len(lines) == 2 and all(line.lstrip().startswith(b"{") for line in lines):
             return "jsonl"
     return kind
 
 
 def require_json_lines(files: list[InputFile]) -> None:
-    """Raise DataError for .json files that are to be read as jsonl and have another layout."""
-    json_files = [f for f in files if f.kind == "jsonl" and suffix_of(f.name).name == ".json"]
-    refused = [(file, layout) for file in json_files if (layout := _other_layout(file))]
-    if not refused:
-        return
-    file, layout = refused[0]
-    commands = [f"\n  {_conversion_command(*each)}" for each in refused[:_MAX_LISTED]]
-    more = f"\n  and {len(refused) - _MAX_LISTED} more" if len(refused) > _MAX_LISTED else ""
-    raise DataError(
-        f"{shown(file.path)} is {layout}, not one object per line; so are {len(refused)} of "
-        f"{len(json_files)} .json files. Convert them to JSON lines and give those:"
-        f"{''.join(commands)}{more}\nOr exclude them by a pattern such as 'in/**/*.jsonl'. To read "
-        "raw JSON as text, as in source code: --format text"
-    )
+    """Raise DataError for a .json file that is to be read as jsonl and has another layout."""
+    for file in files:
+        if file.kind != "jsonl" or suffix_of(file.name).name != ".json":
+            continue
+        if layout := _other_layout(file):
+            filter = "'.[]'" if "array" in layout else "."
+            raise DataError(
+                f"{shown(file.path)} is {layout}, not one object per line. Convert such files and "
+                f"give the results: jq -c {filter} FILE.json > FILE.jsonl. Or exclude them by a "
+                "pattern such as 'in/**/*.jsonl'. To read raw JSON as text, as in source code: "
+                "--format text"
+            )
 
 
 def _other_layout(file: InputFile) -> str:
@@ -227,16 +196,16 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _head(path: str, compression: Compression) -> bytes:
-    """The first HEAD_BYTES of a file after decompression; b"" if reading fails."""
+def _first_bytes(path: str, compression: Compression, size: int) -> bytes:
+    """The first `size` decompressed bytes of a file; fewer if it is shorter or cannot be read."""
     try:
         if compression or scheme_of(path):
             with open_source(path, compression) as stream:
-                return stream.read(HEAD_BYTES)
+                return stream.read(size)
         # A fifth of the time of `open_source`, which matters for many files. O_NONBLOCK: a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            return os.read(descriptor, HEAD_BYTES)
+            return os.read(descriptor, size)
         finally:
             os.close(descriptor)
     except OSError:  # the reader reports it
@@ -254,57 +223,35 @@ def _first_lines(path: str, compression: Compression, size: int) -> list[bytes]:
         return []
 
 
-def _conversion_command(file: InputFile, layout: str) -> str:
-    """The shell command that converts the file to JSON lines in the same folder."""
-    path = posixpath.basename(file.path) if scheme_of(file.path) else file.path
-    suffix = suffix_of(path)
-    stem = path[: len(path) - len(suffix.name + suffix.packed)]
-    source, target = shlex.quote(path), shlex.quote(f"{stem}.jsonl")
-    filter = "'.[]'" if "array" in layout else "."
-    return f"{_UNPACK[suffix.compression]} {source} | jq -c {filter} > {target}"
-
-
-class _Entry(Protocol):
-    @property
-    def path(self) -> str: ...
-
-
-E = TypeVar("E", bound=_Entry)
-
-
-def without_indexes(entries: list[E]) -> list[E]:
+def without_indexes(files: list[InputFile]) -> list[InputFile]:
     """Drop the indexes of pairs. Raises DataError for an .idx file without its .bin file."""
-    paths = {entry.path for entry in entries}
+    paths = {file.path for file in files}
     indexes = {index_path(path) for path in paths}
-    for entry in entries:
-        pair = entry.path.removesuffix(".idx") + ".bin"
-        if entry.path.endswith(".idx") and pair not in paths:
+    for path in paths:
+        pair = path.removesuffix(".idx") + ".bin"
+        if path.endswith(".idx") and pair not in paths:
             raise DataError(
-                f"{shown(entry.path)} is an index without its {shown(pair)}. Copy that, too, or "
-                "remove the index from the input."
+                f"{shown(path)} is an index without its {shown(pair)}. Copy that, too, or remove "
+                "the index from the input."
             )
-    return [entry for entry in entries if entry.path not in indexes]
+    return [file for file in files if file.path not in indexes]
 
 
 def with_ids(file: InputFile, rules: IdRules) -> InputFile:
     """`file` with the rules for its ids. Raises ConfigError for a raw file without --dtype."""
-    from data_pipeline.readers.id_arrays import shard_dtype, stored_dtype
-    from data_pipeline.readers.indexed_ids import index_dtype
+    from data_pipeline.readers.indexed_ids import stored_dtype
 
     dtype, mark = "", file.mark
-    is_plain = not file.compression and not scheme_of(file.path)
     if file.kind in ("bin", "olmo"):
         dtype = rules.dtype
         if not dtype:
-            reason = "has no header" if file.kind == "olmo" else "has no header and no .idx file"
             raise ConfigError(
-                f"{shown(file.path)} {reason}, so it is read as raw integers, whose type "
-                "is not in the file. Give it: --dtype uint16 (or uint32, int32, ...)"
+                f"{shown(file.path)} has no header, so it is read as raw integers, whose type is "
+                "not in the file. Give it: --dtype uint16 (or uint32, int32, ...)"
             )
-    elif is_plain:
-        read_dtype = {"npy": stored_dtype, "llm.c": shard_dtype, "megatron": index_dtype}
-        dtype = read_dtype[file.kind](file.path) if file.kind in read_dtype else ""
-    if file.kind in ("megatron", "olmo") and is_plain:
+    elif file.is_plain:
+        dtype = stored_dtype(file)
+    if file.kind in ("megatron", "olmo") and file.is_plain:
         status = os.stat(index_path(file.path))  # noqa: PTH116 - as in find.py
         mark = f"{mark} {status.st_size} {status.st_mtime_ns}"
     return replace(file, ids=replace(rules, dtype=dtype), mark=mark)

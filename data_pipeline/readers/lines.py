@@ -24,8 +24,6 @@ from data_pipeline.readers.records import (
     RecordBlock,
     Reject,
     decode,
-    has_ids,
-    ids_hint,
     value_at,
 )
 from data_pipeline.readers.source import (
@@ -38,7 +36,7 @@ from data_pipeline.readers.source import (
     read_line_chunks,
     too_long_error,
 )
-from data_pipeline.system.strict_json import JSON_DECODER, DuplicateKeyError
+from data_pipeline.system.strict_json import JSON_DECODER
 
 HEAD_BYTES = 2**16
 """Bytes at the beginning of a file that decide whether it is text."""
@@ -70,10 +68,13 @@ def read_lines(source: Source) -> Iterator[Record | RecordBlock | Reject]:
         if isinstance(piece, LineBlock):
             yield from _read_block(source, piece)
             continue
-        document = document or DocumentBuilder(source, piece.offset, piece.line)
         ends_line = piece.raw.endswith(b"\n")
-        document.add(piece.raw[:-1].removesuffix(b"\r") if ends_line else piece.raw)
-        if ends_line:
+        text = piece.raw[:-1].removesuffix(b"\r") if ends_line else piece.raw
+        if text and not document:
+            document = DocumentBuilder(source, piece.offset, piece.line)
+        if document:
+            document.add(text)
+        if document and ends_line:
             yield document.build()
             document = None
     if document:
@@ -81,13 +82,10 @@ def read_lines(source: Source) -> Iterator[Record | RecordBlock | Reject]:
 
 
 def _read_block(source: Source, block: LineBlock) -> Iterator[RecordBlock | Record | Reject]:
-    raw = block.raw.split(b"\n")
-    offsets = list(accumulate((len(line) + 1 for line in raw), initial=block.offset))
-    texts, last = raw, raw.pop()
+    texts = block.raw.split(b"\n")[:-1]
+    offsets = list(accumulate((len(text) + 1 for text in texts), initial=block.offset))
     if b"\r" in block.raw:
-        texts = [line.removesuffix(b"\r") for line in raw]
-    if last:  # the last line of the file, without a line break
-        texts.append(last)
+        texts = [text.removesuffix(b"\r") for text in texts]
     documents = [
         (text, offset, line)
         for line, (text, offset) in enumerate(zip(texts, offsets, strict=False), block.line)
@@ -97,7 +95,7 @@ def _read_block(source: Source, block: LineBlock) -> Iterator[RecordBlock | Reco
         return
     try:
         block.raw.decode("utf-8")
-        is_good = source.keeps_nul or b"\0" not in block.raw
+        is_good = source.file.keeps_nul or b"\0" not in block.raw
     except UnicodeDecodeError:
         is_good = False
     if is_good:
@@ -172,26 +170,19 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
         cut = not raw.endswith(b"\n")
         kind = "truncated record: the file ends inside a line" if cut else "broken JSON"
         raise BadRecordError(byte, f"{kind} ({error.msg})") from None
-    except DuplicateKeyError as error:
-        raise BadRecordError(0, str(error)) from None
-    except (ValueError, RecursionError) as error:  # huge integers, deep nesting
+    except (ValueError, RecursionError) as error:  # keys twice, huge integers, deep nesting
         raise BadRecordError(0, f"unreadable JSON ({str(error)[:80]})") from None
     text = value_at(text_key, content)
     if ids:
         return text_of_value(text, ids, text_key)
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
-        hint = ids_hint(text_key) if has_ids(text) else ""
+        hint = " (for token ids: --format ids)" * isinstance(text, list)
         raise BadRecordError(0, f'"{text_key}" is not a string but {kind}{hint}')
-    _require_unicode(text)
-    return text
-
-
-def _require_unicode(text: str) -> None:
-    """Raise BadRecordError for a lone surrogate, which JSON can contain and UTF-8 cannot."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:
+    except UnicodeEncodeError as error:  # JSON can contain it, UTF-8 cannot
         code = ord(text[error.start])
         reason = f"lone surrogate U+{code:04X} at character {error.start} of the text"
         raise BadRecordError(0, reason) from None
+    return text

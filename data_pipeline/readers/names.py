@@ -17,10 +17,9 @@ Parts are separated by `.`, `-`, `_` and blanks. Files of source code (`test_par
 split, and their folders only if one of the folders is named train. A file without a split is in
 train. If all files are in one split, nothing was separated, and the names have no effect.
 
-**Descriptions.** `only_data_files` leaves out what describes a corpus: next to the .arrow files of
-`datasets.save_to_disk`, state.json (which names the data files), dataset_info.json,
-dataset_dict.json and the `cache-*.arrow` results of `map`; in the cache of `datasets` also locks
-and `*.incomplete` downloads; in the cache of `huggingface_hub` the blobs/ and refs/ to which its
+**Descriptions.** `only_data_files` leaves out what describes a corpus: the JSON files, cached
+results of `map`, locks and unfinished downloads of `datasets` (an .arrow file that state.json does
+not list is such a result); in the cache of `huggingface_hub` the blobs/ and refs/ to which its
 snapshots/ are links; metadata.csv of PG-19; and en_meta_part_1.jsonl.gz and en_sha256.txt next to
 en_part_1.txt.gz of OSCAR 21.09.
 
@@ -32,10 +31,9 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Protocol, TypeVar
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.formats import InputFile
@@ -60,10 +58,14 @@ _SOURCE_CODE = {
 """Suffixes of code and its documentation, whose names speak of train and test."""
 _MAX_LISTED = 3
 _MAX_STATE_BYTES = 16 * 2**20
-_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "metadata.csv", "metadata.tsv"}
+_DESCRIPTIONS = {
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
+    *("metadata.csv", "metadata.tsv"),
+}
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
 _OSCAR_META = re.compile(
-    r"(?P<language>(.*/)?[a-z]{2,3})_meta(?P<part>_part_\d+)?\.jsonl(\.gz)?", re.DOTALL
+    r"(?P<language>(.*/)?[a-z]{2,3})_(meta(?P<part>_part_\d+)?\.jsonl(\.gz)?|sha256\.txt)",
+    re.DOTALL,
 )
 _HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
 
@@ -128,11 +130,8 @@ def _split_of_file(name: str) -> str:
 
 def _parts(name: str) -> list[str]:
     """The words of a name, without numbers such as those of `00000-of-00002`."""
-    return [part for part in re.split(r"[.\-_\s]+", name.lower()) if not _is_number(part)]
-
-
-def _is_number(part: str) -> bool:
-    return part in ("", "of") or part.isdigit()
+    words = re.split(r"[.\-_\s]+", name.lower())
+    return [word for word in words if word not in ("", "of") and not word.isdigit()]
 
 
 def _split_of_parts(parts: Iterable[str]) -> str:
@@ -234,65 +233,64 @@ def reject_ambiguous_names(files: list[InputFile]) -> None:
             )
         by_name[file.name] = file
     for name, file in by_name.items():
-        # The id of a document is FILE:line, or FILE if the kind is text.
-        other = by_name.get(re.sub(r":[1-9][0-9]*\Z", "", name), file)
-        if ":" in name and other is file:  # in a file with keys, it is FILE:KEY
-            heads = (name[: match.start()] for match in re.finditer(":", name))
-            archives = (by_name[head] for head in heads if head in by_name)
-            other = next((each for each in archives if each.has_keys), file)
-        if other is not file and other.kind != "text":
-            raise DataError(
-                f"{shown(file.path)} has the name of a document in {shown(other.path)}, "
-                f"{printable(name)!r}. Rename one."
-            )
+        # The id of a document is FILE:LINE, or FILE:KEY in files with keys; FILE if it is text.
+        for colon in re.finditer(":", name):
+            other = by_name.get(name[: colon.start()])
+            is_line = re.fullmatch(r"[1-9][0-9]*", name[colon.end() :])
+            if other and other.kind != "text" and (is_line or other.has_keys):
+                raise DataError(
+                    f"{shown(file.path)} has the name of a document in {shown(other.path)}, "
+                    f"{printable(name)!r}. Rename one."
+                )
 
 
-class _Entry(Protocol):
-    @property
-    def path(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def size(self) -> int: ...
+def only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[InputFile]:
+    """`files` without those that describe a corpus, caches, locks and unfinished downloads.
 
-
-E = TypeVar("E", bound=_Entry)
-
-
-def only_data_files(entries: list[E], ignored: Counter[str]) -> list[E]:
-    """`entries` without the files that describe a corpus, caches, locks and unfinished downloads.
-
-    Counts these in `ignored`. Raises DataError for a missing data file.
+    Counts these in `ignored`. Raises DataError for a missing data file of a saved dataset.
     """
-    folders = {posixpath.dirname(each.name) for each in entries if each.name.endswith(".arrow")}
-    by_name = {each.name: each for each in entries}
-    copies = _copies_in_hub_caches(by_name)
-    dropped: dict[str, str] = {}  # name -> as what it is counted
-    for entry in entries:
-        folder, name = posixpath.split(entry.name)
-        suffix = posixpath.splitext(name)[1]
-        if name == "dataset_dict.json" and any(_is_below(each, folder) for each in folders):
-            dropped[entry.name] = name
-        if name == "state.json" and folder in folders:
-            kept = set(_data_files(entry, folder, by_name))
-            arrow = (each for each in by_name if posixpath.dirname(each) == folder)
-            dropped |= {each: ".arrow" for each in arrow if each.endswith(".arrow")}
-            dropped = {each: kind for each, kind in dropped.items() if each not in kept}
-            dropped[entry.name] = name
-        if name in _DESCRIPTIONS:
-            dropped[entry.name] = name
-        elif entry.name.startswith(copies):
-            dropped[entry.name] = "blobs and refs"
-        elif _CACHED_RESULT.fullmatch(name) or (suffix == ".lock" and not entry.size):
-            dropped[entry.name] = suffix
-        elif ".incomplete" in (posixpath.splitext(part)[1] for part in entry.name.split("/")):
-            dropped[entry.name] = ".incomplete"
-        elif (meta := _OSCAR_META.fullmatch(entry.name)) and not scheme_of(entry.path):
-            text = f"{meta['language']}{meta['part'] or ''}.txt"
-            if text in by_name or f"{text}.gz" in by_name:
-                dropped[entry.name] = dropped[f"{meta['language']}_sha256.txt"] = "OSCAR metadata"
-    ignored.update(kind for name, kind in dropped.items() if name in by_name)
-    return [each for each in entries if each.name not in dropped]
+    names = {file.name for file in files}
+    folders = {posixpath.dirname(name) for name in names if name.endswith(".arrow")}
+    states = [f for f in files if posixpath.basename(f.name) == "state.json"]
+    listed = {
+        folder: _listed_files(state, folder, names)
+        for state in states
+        if (folder := posixpath.dirname(state.name)) in folders
+    }
+    copies = _copies_in_hub_caches(names)
+    data_files = []
+    for file in files:
+        if kind := _kind_of_description(file, names, listed, copies):
+            ignored[kind] += 1
+        else:
+            data_files.append(file)
+    return data_files
+
+
+def _kind_of_description(
+    file: InputFile, names: set[str], listed: dict[str, set[str]], copies: tuple[str, ...]
+) -> str:
+    """As what a file that is no data is counted; "" for data.
+
+    `listed` has the data files of every folder of a saved dataset.
+    """
+    folder, name = posixpath.split(file.name)
+    suffix = posixpath.splitext(name)[1]
+    if name in _DESCRIPTIONS or (name == "state.json" and folder in listed):
+        return name
+    if file.name.startswith(copies):
+        return "blobs and refs"
+    is_lock = suffix == ".lock" and not file.size
+    is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
+    if is_lock or is_cached or _CACHED_RESULT.fullmatch(name):
+        return suffix
+    if any(part.endswith(".incomplete") for part in file.name.split("/")):
+        return ".incomplete"
+    if (meta := _OSCAR_META.fullmatch(file.name)) and not scheme_of(file.path):
+        texts = [f"{meta['language']}{meta['part'] or part}.txt" for part in ("", "_part_1")]
+        if any(text in names or f"{text}.gz" in names for text in texts):
+            return "OSCAR metadata"
+    return ""
 
 
 def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:
@@ -302,28 +300,21 @@ def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{hub}{part}/" for hub in sorted(hubs) for part in ("blobs", "refs"))
 
 
-def _is_below(path: str, folder: str) -> bool:
-    return posixpath.dirname(path) == folder and path != folder
-
-
-def _data_files(state: _Entry, folder: str, by_name: dict[str, E]) -> Iterator[str]:
+def _listed_files(state: InputFile, folder: str, names: set[str]) -> set[str]:
     """The names of the data files that state.json lists."""
     try:
         with open_source(state.path, "") as stream:
             content = parse_json(stream.read(_MAX_STATE_BYTES))
-        listed = [each["filename"] for each in content["_data_files"]]
-    except OSError as error:
-        raise DataError(f"{shown(state.path)} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        listed = [posixpath.join(folder, str(each["filename"])) for each in content["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{shown(state.path)} is damaged, so the files of this dataset are not known. Save it "
-            "again with save_to_disk, or give its .arrow files by a pattern."
+            f"{shown(state.path)} cannot be read ({printable(str(error))[:80]}), so the files of "
+            "this dataset are not known. Save it again with save_to_disk, or give its .arrow files "
+            "by a pattern."
         ) from error
-    for filename in listed:
-        name = posixpath.join(folder, str(filename))
-        if name not in by_name:
-            raise DataError(
-                f"{shown(state.path)} lists {printable(str(filename))!r}, which is not in its "
-                "directory. The copy is incomplete; copy it again."
-            )
-        yield name
+    if missing := sorted({*listed} - names):
+        raise DataError(
+            f"{shown(state.path)} lists {printable(missing[0])!r}, which is not in its directory. "
+            "The copy is incomplete; copy it again."
+        )
+    return {*listed}

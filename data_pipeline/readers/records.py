@@ -8,7 +8,6 @@ import difflib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -58,12 +57,6 @@ class RecordBlock:
     texts: list[bytes] = field(repr=False)
     offsets: list[int]
     lines: list[int]
-
-    def records(self) -> Iterator[Record]:
-        """The same documents one by one."""
-        for text, offset, line in zip(self.texts, self.offsets, self.lines, strict=True):
-            digest = hashlib.sha256(text).digest()
-            yield Record(text.decode("utf-8"), offset, len(text), line, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +138,9 @@ def value_at(key: str, content: object) -> Any:
     if key not in content:
         keys = tuple(content)[:10]
         seen = ", ".join(printable(each)[:40] for each in keys) or "none"
-        hint = did_you_mean(key, keys) or ids_hint(*filter(lambda k: has_ids(content[k]), keys))
+        hint = did_you_mean(key, keys)
         raise BadRecordError(0, f'no key "{key}"{hint}; keys seen: {seen} (see --text-key)')
     return content[key]
-
-
-def has_ids(value: object) -> bool:
-    """Whether this is a list of integers, or of lists of integers, by its first values."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(type(each) is int or has_ids(each) for each in value[:9])
-
-
-def ids_hint(*keys: str) -> str:
-    """How to read token ids at the first of these keys; "" without keys."""
-    if not keys:
-        return ""
-    option = "" if keys[0] == "ids" else f" --text-key {printable(keys[0])[:40]}"
-    return f"; for token ids: --format ids{option}"
 
 
 @functools.lru_cache(maxsize=256)  # a wrong --text-key is looked up for every record

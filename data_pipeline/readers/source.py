@@ -18,11 +18,11 @@ from data_pipeline.readers.records import (
     Record,
     Reject,
     Utf8Decoder,
-    decode,
 )
 from data_pipeline.system.sources import reject_reason
 
 if TYPE_CHECKING:
+    from data_pipeline.readers.formats import InputFile
     from data_pipeline.readers.ids import IdRules
 
 CHUNK_BYTES = 2**20
@@ -40,36 +40,29 @@ MIN_BYTES = 256 * 2**20
 class Source:
     """An open file and the byte range [start, stop) of the records to read."""
 
-    name: str
-    """The file's name in rejects."""
+    file: "InputFile"
     stream: BinaryIO
     """Decompressed and buffered, at its beginning."""
     start: int
     stop: float
     """Infinity for the last range: a file that has grown is read to its end."""
     text_key: str
-    rereadable: bool
     lines: int = 0
     """Lines that start in the range. A reader that supports ranges must count them."""
-    ids: "IdRules | None" = None
-    """Set if the documents are token ids instead of text."""
-    path: str = ""
-    """The local path or URL of the file."""
-    next_paths: tuple[str, ...] = ()
-    """As `InputFile.next_paths`."""
-    stored_bytes: int = 0
-    """Size of the file before decompression; 0 if unknown."""
-    keeps_nul: bool = False
-    """Whether a text may contain NUL bytes."""
+
+    @property
+    def ids(self) -> "IdRules | None":
+        """Set if the documents are token ids instead of text."""
+        return self.file.ids
 
     @property
     def id_rules(self) -> "IdRules":
         """`ids` of a kind of file that only holds token ids."""
-        assert self.ids
-        return self.ids
+        assert self.file.ids
+        return self.file.ids
 
     def reject(self, line: int, byte: int, reason: str) -> Reject:
-        return Reject(self.name, line, byte, reason)
+        return Reject(self.file.name, line, byte, reason)
 
 
 def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
@@ -85,7 +78,7 @@ def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
 
 
 class Chunk(NamedTuple):
-    """At most CHUNK_BYTES + 1 bytes of a stream or of one line, never cut between CR and LF."""
+    """About CHUNK_BYTES of a stream or of one line, never cut between CR and LF."""
 
     offset: int
     line: int
@@ -139,69 +132,54 @@ class LineBlock(NamedTuple):
     line: int
     """Number of the first line, counted from 1 within the range."""
     raw: bytes
-    """Ends with a line break, unless the last line of the file has none."""
+    """Ends with a line break."""
 
 
 def read_line_blocks(source: Source) -> Iterator[LineBlock | Chunk]:
     """The lines that start in the range, many at a time.
 
-    A line longer than CHUNK_BYTES is yielded in chunks, as by `read_line_chunks`.
+    A line that continues after the bytes of a block is yielded in chunks, as by `read_line_chunks`.
     """
-    offset, data = _seek_first_line(source), b""  # `data` are the bytes from `offset` on
+    offset = _seek_first_line(source)
     while offset < source.stop:
         raw = _read_available(source, offset)
-        data += raw
-        end = _end_of_lines(data, source.stop - offset) if raw else len(data)
-        if end:
-            mark = 0 if offset else len(data) - len(data.removeprefix(codecs.BOM_UTF8))
-            line = source.lines + 1
-            source.lines += data.count(b"\n", 0, end) + (data[end - 1] != ord("\n"))
-            yield LineBlock(offset + mark, line, data[mark:end])
-            offset, data = offset + end, data[end:]
-        elif len(data) > CHUNK_BYTES:
-            offset += yield from _read_long_line(source, offset, data)
-            data = b""
         if not raw:
             return
+        end = raw.rfind(b"\n") + 1
+        if end:
+            body = raw[:end] if offset else raw[:end].removeprefix(codecs.BOM_UTF8)
+            yield LineBlock(offset + end - len(body), source.lines + 1, body)
+            source.lines += body.count(b"\n")
+        offset += end
+        if end < len(raw):
+            source.lines += 1
+            offset = yield from _read_line(source, offset, raw[end:])
 
 
 def _read_available(source: Source, offset: int) -> bytes:
-    """At most CHUNK_BYTES. Unlike `read`, `read1` loses nothing before a place that cannot be read.
+    """At most CHUNK_BYTES of the range.
 
-    `offset` is the start of the first line that is not complete, for the error.
+    Unlike `read`, `read1` loses nothing before a place that cannot be read.
     """
     try:
-        return source.stream.read1(CHUNK_BYTES)  # type: ignore[attr-defined]
+        size = int(min(CHUNK_BYTES, source.stop - offset))
+        return source.stream.read1(size)  # type: ignore[attr-defined]
     except OSError as error:
         raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
 
 
-def _end_of_lines(data: bytes, stop: float) -> int:
-    """End of the last whole line in `data` that starts before `stop`; 0 if there is none."""
-    if len(data) >= stop:
-        end = data.find(b"\n", int(stop) - 1) + 1  # the line of the last byte before `stop`
-        if end:
-            return end
-    return data.rfind(b"\n") + 1
-
-
-def _read_long_line(source: Source, offset: int, raw: bytes) -> Generator[Chunk, None, int]:
-    """Yield the line that begins with `raw`, which is read, in chunks. Returns its length."""
-    source.lines += 1
+def _read_line(source: Source, offset: int, begun: bytes) -> Generator[Chunk, None, int]:
+    """Yield the line that begins with `begun`, which is read. Returns the offset of its end."""
     start, starts_line = offset, True
-    while raw:
+    while True:
+        rest = _read_line_chunk(source, start, source.lines)
+        raw = begun + rest  # if `begun` ends with CR, the chunk has the LF too
         body = raw if offset else raw.removeprefix(codecs.BOM_UTF8)
-        at = offset + len(raw) - len(body)
-        offset += len(raw)
-        if raw.endswith(b"\r"):
-            raw = _read_line_chunk(source, offset, source.lines)
-            offset, body = offset + len(raw), body + raw
-        yield Chunk(at, source.lines, body, starts_line, True)
-        if body.endswith(b"\n"):
-            break
-        starts_line = False
-        raw = _read_line_chunk(source, offset, source.lines)
-    return offset - start
+        if body:
+            yield Chunk(offset + len(raw) - len(body), source.lines, body, starts_line, True)
+        offset, begun, starts_line = offset + len(raw), b"", False
+        if not rest or rest.endswith(b"\n"):
+            return offset
 
 
 def _seek_first_line(source: Source) -> int:
@@ -239,53 +217,53 @@ class DocumentBuilder:
 
     def __init__(self, source: Source, offset: int, line: int) -> None:
         self._source, self._offset, self._line = source, offset, line
+        self._is_rereadable = source.file.rereadable
         self._size = 0
-        self._held: list[bytes] = []
+        self._undecoded: list[bytes] = []
+        self._undecoded_bytes = 0
+        self._texts: list[str] = []
         self._sha256 = hashlib.sha256()
-        self._decoder: Utf8Decoder | None = None  # set when the text is too long to hold
+        self._decoder = Utf8Decoder()
         self._error: BadRecordError | None = None
 
-    def add(self, raw: bytes) -> None:
-        if not self._error and not self._source.keeps_nul and b"\0" in raw:
-            self._error, self._held = BadRecordError(self._size + raw.index(0), NUL_REASON), []
-        self._size += len(raw)
-        if self._error:
-            return
-        if self._decoder:
-            self._decode(raw)
-            return
-        self._held.append(raw)
-        if self._source.rereadable:
-            if self._size > HELD_BYTES:
-                self._decoder = Utf8Decoder()
-                self._decode(b"".join(self._held))
-                self._held = []
-        elif self._size > MAX_RECORD_BYTES:
-            self._error, self._held = too_long_error(), []
+    @property
+    def _is_held(self) -> bool:
+        return self._size <= HELD_BYTES or not self._is_rereadable
 
-    def _decode(self, raw: bytes, *, final: bool = False) -> None:
-        """Hash `raw` and check that it is UTF-8."""
+    def add(self, raw: bytes) -> None:
+        if not self._error and not self._source.file.keeps_nul and b"\0" in raw:
+            self._error = BadRecordError(self._size + raw.index(0), NUL_REASON)
+        self._size += len(raw)
+        if self._is_held and self._size > MAX_RECORD_BYTES:
+            self._error = self._error or too_long_error()
+        if self._error:
+            self._undecoded, self._texts = [], []
+            return
+        self._undecoded.append(raw)
+        self._undecoded_bytes += len(raw)
+        if self._undecoded_bytes >= CHUNK_BYTES:
+            self._decode()
+
+    def _decode(self, *, final: bool = False) -> None:
+        """Hash the new bytes and check that they are UTF-8."""
+        raw = b"".join(self._undecoded)
+        self._undecoded, self._undecoded_bytes = [], 0
         self._sha256.update(raw)
         try:
-            assert self._decoder
-            self._decoder.decode(raw, final=final)
+            self._texts.append(self._decoder.decode(raw, final=final))
         except BadRecordError as error:
             self._error = error
+        if self._error or not self._is_held:
+            self._texts = []
 
     def build(self) -> Record | Reject:
         """The document of all chunks that were added."""
-        text = None
-        try:
-            if self._decoder and not self._error:
-                self._decode(b"", final=True)
-            if self._error:
-                raise self._error
-            if not self._decoder:
-                raw = b"".join(self._held)
-                text = decode(raw)
-                self._sha256.update(raw)
-        except BadRecordError as error:
-            return self._source.reject(self._line, self._offset + error.byte, error.reason)
+        if not self._error:
+            self._decode(final=True)
+        if self._error:
+            at = self._offset + self._error.byte
+            return self._source.reject(self._line, at, self._error.reason)
+        text = "".join(self._texts) if self._is_held else None
         return Record(text, self._offset, self._size, self._line, self._sha256.digest())
 
 
@@ -299,7 +277,7 @@ def too_long_error() -> BadRecordError:
 
 def require_plausible_size(num_bytes: int, source: Source) -> None:
     """Raise BrokenStreamError if `num_bytes` is implausible for the stored size of the archive."""
-    stored = source.stored_bytes
+    stored = source.file.size
     if stored and num_bytes > MIN_BYTES and num_bytes > MAX_RATIO * stored:
         raise BrokenStreamError(
             source.lines,

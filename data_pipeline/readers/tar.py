@@ -28,6 +28,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.lines import text_of_line
@@ -46,9 +47,7 @@ from data_pipeline.readers.source import (
     require_plausible_size,
     too_long_error,
 )
-from data_pipeline.system.sources import reject_reason
 
-_MAX_SAMPLES = 2**22
 _MAX_KEY_BYTES = 4096
 _METADATA = re.compile(r"__[^/]*__(/|\Z)")
 """Members that webdataset skips too."""
@@ -65,8 +64,7 @@ _NOT_FILES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A file in the archive."""
 
     name: str
@@ -92,11 +90,7 @@ class TarReader:
         self._size = 0
 
     def __iter__(self) -> Iterator[Member]:
-        try:
-            while member := self._next_member():
-                yield member
-        except OSError as error:
-            raise self._broken(reject_reason(error)) from error
+        return iter(self._next_member, None)
 
     def content(self) -> bytes:
         """The bytes of the current member. The caller has checked its size."""
@@ -141,17 +135,17 @@ class TarReader:
         shown = printable(name)[:200]
         size = header.size
         if "size" in extended:
-            if not extended["size"].isdecimal() or len(extended["size"]) > 18:
-                raise self._broken(f"member {shown} has a damaged size")
-            size = int(extended["size"])
-        is_sparse = any(key.startswith("GNU.sparse") for key in extended)
-        if header.type == tarfile.GNUTYPE_SPARSE or is_sparse:
+            is_number = extended["size"].isdecimal() and len(extended["size"]) <= 18
+            size = int(extended["size"]) if is_number else -1
+        if header.type == tarfile.GNUTYPE_SPARSE or any("GNU.sparse" in key for key in extended):
             raise self._broken(f"member {shown} is sparse; archive it without --sparse")
         is_directory = header.type == tarfile.DIRTYPE
-        if header.type not in _FILES | _NOT_FILES.keys() and not is_directory:
-            raise self._broken(f"member {shown} has the unknown type {header.type!r}")
-        if size < 0 or (size and header.type not in _FILES):
-            raise self._broken(f"member {shown} has size {size:,}, which its type cannot have")
+        may_have_content = header.type in _FILES
+        is_known = may_have_content or is_directory or header.type in _NOT_FILES
+        if not is_known or size < 0 or (size and not may_have_content):
+            raise self._broken(
+                f"member {shown} of type {header.type!r} and size {size:,}: unsupported or damaged"
+            )
         require_plausible_size(self._position + size, self._source)
         self._size, self._unread = size, -(-size // _BLOCK) * _BLOCK
         if is_directory:
@@ -277,10 +271,6 @@ def _begin(source: Source, key: str, member: Member, seen: set[bytes]) -> _Sampl
     if digest in seen:
         sample.problem = "the key occurs twice; members of a sample must follow each other"
     seen.add(digest)
-    if len(seen) > _MAX_SAMPLES:
-        raise BrokenStreamError(
-            source.lines, member.offset, f"it has more than {_MAX_SAMPLES:,} samples; divide it"
-        )
     if len(key.encode()) > _MAX_KEY_BYTES:
         sample.problem = f"the key is longer than {_MAX_KEY_BYTES:,} bytes"
     return sample
@@ -289,61 +279,52 @@ def _begin(source: Source, key: str, member: Member, seen: set[bytes]) -> _Sampl
 def _add_member(
     sample: _Sample, members: TarReader, member: Member, extension: str, wanted: list[str]
 ) -> None:
-    name = printable(member.name)[:200]
-    if member.problem:
-        sample.problem = sample.problem or f"member {name} is {member.problem}"
-    if extension in sample.extensions:
-        sample.problem = sample.problem or f"member {name} occurs twice"
-    sample.extensions.append(extension)
     rank = wanted.index(extension) if extension in wanted else sample.rank
-    if rank >= sample.rank or sample.problem:
-        return
-    if member.size > MAX_RECORD_BYTES:
-        sample.problem = f"member {name} is {too_long_error().reason}"
-        return
-    sample.rank, sample.content = rank, members.content()
+    problem = f"is {member.problem}" if member.problem else ""
+    if extension in sample.extensions:
+        problem = problem or "occurs twice"
+    sample.extensions.append(extension)
+    if rank < sample.rank and member.size > MAX_RECORD_BYTES:
+        problem = problem or f"is {too_long_error().reason}"
+    if problem:
+        sample.problem = sample.problem or f"member {printable(member.name)[:200]} {problem}"
+    elif rank < sample.rank and not sample.problem:
+        sample.rank, sample.content = rank, members.content()
 
 
 def _documents(source: Source, sample: _Sample, wanted: list[str]) -> Iterator[Record | Reject]:
     """The documents of a complete sample: one, or one per line of .jsonl."""
     name = posixpath.basename(sample.key)
     may_be_metadata = name.startswith("__") and name.endswith("__")
-    for document in _documents_or_rejects(source, sample, wanted):
-        if may_be_metadata and isinstance(document, Reject):
-            source.lines -= 1  # it is no record
-        else:
-            yield document
-
-
-def _documents_or_rejects(
-    source: Source, sample: _Sample, wanted: list[str]
-) -> Iterator[Record | Reject]:
     extension = wanted[sample.rank] if sample.rank < len(wanted) else ""
     if not sample.problem and not extension:
         members = ", ".join(printable(each)[:40] or "none" for each in sample.extensions[:10])
         sample.problem = (
             f"no member .{', .'.join(wanted)}; its extensions: {members} (see --text-key)"
         )
-    if sample.problem or extension != "jsonl" or sample.rank == 0:
-        yield _document(source, sample, sample.key, sample.content, extension)
-        return
-    for number, line in enumerate(sample.content.split(b"\n"), start=1):
-        if line.strip():
-            yield _document(source, sample, f"{sample.key}:{number}", line, extension)
+    parts = [(sample.key, sample.content)]
+    if extension == "jsonl" and sample.rank and not sample.problem:
+        lines = enumerate(sample.content.split(b"\n"), start=1)
+        parts = [(f"{sample.key}:{number}", line) for number, line in lines if line.strip()]
+    for key, content in parts:
+        document = _document(source, sample, key, content, extension)
+        if not (may_be_metadata and isinstance(document, Reject)):
+            source.lines += 1
+            yield document
 
 
 def _document(
     source: Source, sample: _Sample, key: str, content: bytes, extension: str
 ) -> Record | Reject:
-    source.lines += 1
+    line = source.lines + 1
     try:
         if sample.problem:
             raise BadRecordError(0, sample.problem)
         text = _text_of(source, content, extension, is_text_key=sample.rank == 0)
     except BadRecordError as error:
         reason = f"key {printable(key)[:200]}: {error.reason}"
-        return source.reject(source.lines, sample.offset, reason)
-    return Record.of(text, offset=sample.offset, size=len(content), line=source.lines, key=key)
+        return source.reject(line, sample.offset, reason)
+    return Record.of(text, offset=sample.offset, size=len(content), line=line, key=key)
 
 
 def _text_of(source: Source, content: bytes, extension: str, *, is_text_key: bool) -> str:

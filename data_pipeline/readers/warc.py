@@ -20,40 +20,36 @@ from data_pipeline.readers.records import (
     decode,
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source, read_exactly, too_long_error
-from data_pipeline.system.sources import reject_reason
 
 _MAX_HEADER_BYTES = 2**16
 
 
 def read_warc(source: Source) -> Iterator[Record | Reject]:
     keys: set[bytes] = set()
-    try:
-        while headers := _read_headers(source):
-            kind, size = headers.get("warc-type", ""), headers.get("content-length", "")
-            if not (size.isascii() and size.isdecimal()):
-                raise _broken(source, f"a record has the Content-Length {size[:20]!r}")
-            if kind == "warcinfo":
-                _read_block(source, int(size), is_wanted=False)
-                continue
-            if kind != "conversion":
-                raise _broken(
-                    source,
-                    f"it has a record of type {kind[:20]!r}, which is no plain text. Give the WET "
-                    "files (.warc.wet.gz) of the same crawl",
-                )
-            source.lines += 1
-            raw = _read_block(source, int(size), is_wanted=int(size) <= MAX_RECORD_BYTES)
-            try:
-                if int(size) > MAX_RECORD_BYTES:
-                    raise too_long_error()
-                text = decode(raw)
-            except BadRecordError as error:
-                yield source.reject(source.lines, error.byte, error.reason)
-                continue
-            key = _key(headers, keys)
-            yield Record.of(text, offset=0, size=int(size), line=source.lines, key=key)
-    except OSError as error:
-        raise _broken(source, reject_reason(error)) from error
+    while headers := _read_headers(source):
+        kind, size = headers.get("warc-type", ""), headers.get("content-length", "")
+        if not (size.isascii() and size.isdecimal()):
+            raise _broken(source, f"a record has the Content-Length {size[:20]!r}")
+        if kind not in ("warcinfo", "conversion"):
+            raise _broken(
+                source,
+                f"it has a record of type {kind[:20]!r}, which is no plain text. Give the WET "
+                "files (.warc.wet.gz) of the same crawl",
+            )
+        is_too_long = int(size) > MAX_RECORD_BYTES
+        raw = _read_block(source, int(size), is_wanted=kind == "conversion" and not is_too_long)
+        if kind == "warcinfo":
+            continue
+        source.lines += 1
+        try:
+            if is_too_long:
+                raise too_long_error()
+            text = decode(raw)
+        except BadRecordError as error:
+            yield source.reject(source.lines, error.byte, error.reason)
+            continue
+        key = _key(headers, keys)
+        yield Record.of(text, offset=0, size=int(size), line=source.lines, key=key)
 
 
 def _key(headers: dict[str, str], keys: set[bytes]) -> str:
@@ -88,13 +84,12 @@ def _read_headers(source: Source) -> dict[str, str]:
 
 def _read_block(source: Source, size: int, *, is_wanted: bool) -> bytes:
     """The next `size` bytes; b"" if they are not wanted."""
+    raw, missing = b"", size
     if is_wanted:
         raw = read_exactly(source.stream, size)
-        missing = size - len(raw)
-    else:
-        raw, missing = b"", size
-        while missing and (skipped := source.stream.read(min(missing, CHUNK_BYTES))):
-            missing -= len(skipped)
+        missing -= len(raw)
+    while missing and (skipped := source.stream.read(min(missing, CHUNK_BYTES))):
+        missing -= len(skipped)
     if missing:
         raise _broken(source, f"truncated: {missing:,} bytes of a record are missing at its end")
     return raw

@@ -18,12 +18,15 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_pipeline.readers.columns import read_arrow, read_parquet
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
-from data_pipeline.system.sources import open_source, shown
+from data_pipeline.system.sources import open_source, reject_reason, shown
+
+if TYPE_CHECKING:
+    from data_pipeline.readers.formats import InputFile
 
 MAX_TITLE_BYTES = 4096
 _BLANK_LINE = b" \n"
@@ -86,7 +89,7 @@ def _is_blank(source: Source, size: int) -> bool:
 
 def read_wikitext_rows(source: Source) -> Iterator[Record | Reject]:
     stream: Any = io.BufferedReader(_RowStream(source))
-    lines = replace(source, stream=stream, start=0, stop=math.inf, rereadable=False)
+    lines = replace(source, stream=stream, start=0, stop=math.inf)
     yield from read_wikitext(lines)
     source.lines = lines.lines
 
@@ -110,29 +113,32 @@ class _RowStream(io.RawIOBase):
 def _rows(source: Source) -> Iterator[bytes]:
     """The lines of all shards."""
     yield from _rows_of_file(source)
-    for path in source.next_paths:
+    for path in source.file.next_paths:
         with open_source(path, "") as stream:
-            yield from _rows_of_file(replace(source, path=path, stream=stream))
+            yield from _rows_of_file(
+                replace(source, file=replace(source.file, path=path), stream=stream, lines=0)
+            )
 
 
 def _rows_of_file(source: Source) -> Iterator[bytes]:
-    read = read_parquet if source.path.endswith((".parquet", ".pq")) else read_arrow
+    read = read_parquet if source.file.path.endswith((".parquet", ".pq")) else read_arrow
     try:
         for row in read(source):
             if isinstance(row, Reject):  # without it, the article would have a gap
                 raise BrokenStreamError(row.line, 0, f"row {row.line}: {row.reason}")
             yield (row.text or "").encode() or _BLANK_LINE
-    except BrokenStreamError as error:
-        reason = f"{shown(source.path)}: {error.reason}"
-        raise BrokenStreamError(error.line, 0, reason) from error
+    except (BrokenStreamError, OSError) as error:
+        reason = error.reason if isinstance(error, BrokenStreamError) else reject_reason(error)
+        place = f"{shown(source.file.path)}: "
+        raise BrokenStreamError(source.lines, 0, place + reason) from error
 
 
-def holds_wikitext_rows(path: str, text_key: str) -> bool:
+def holds_wikitext_rows(file: "InputFile", text_key: str) -> bool:
     """Whether the rows of a Parquet or Arrow file are lines of WikiText, one of them a title."""
     has_title = False
     try:
-        with open_source(path, "") as stream:
-            source = Source("", stream, 0, math.inf, text_key, rereadable=False, path=path)
+        with open_source(file.path, "") as stream:
+            source = Source(file, stream, 0, math.inf, text_key)
             for row in islice(_rows_of_file(source), _MAX_ROWS_EXAMINED):
                 if not row.endswith(b"\n") or row.count(b"\n") > 1:
                     return False

@@ -3,7 +3,7 @@
     interface.py    the Tokenizer protocol: the methods that all kinds have
     byte_char_word.py  bytes; characters or words of the training text, with line ends
     pretrained.py      byte-level BPE (trained by bpe.py), or a file of the `tokenizers` library
-    encoders.py        gigatoken and tiktoken, which encode byte-level BPE faster
+    encoders.py        gigatoken, which encodes byte-level BPE faster
     ids.py             token ids of the input, written as decimal numbers or by name
     training.py        choose and train the tokenizer of a dataset
     loading.py         read a tokenizer.json, and compare two
@@ -21,7 +21,7 @@ Example:
 
 from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer, token_dtype
-from data_pipeline.tokenizers.loading import encoder_of, load_tokenizer
+from data_pipeline.tokenizers.loading import load_tokenizer
 from data_pipeline.tokenizers.training import (
     counts_from_bytes,
     cuts_of,
@@ -38,7 +38,6 @@ __all__ = [
     "Tokenizer",
     "counts_from_bytes",
     "cuts_of",
-    "encoder_of",
     "load_tokenizer",
     "merge_counts",
     "needs_training",

@@ -39,7 +39,8 @@ _COUNT_BYTES = 4 * 2**20
 """Bytes of text that gigatoken counts in one call."""
 _SEPARATOR = b"\xff"
 """Between two texts. It does not occur in UTF-8; the default of gigatoken is text."""
-_CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+_BYTE_ORDER = bytes(byte for _, byte in sorted(BYTE_OF.items()))
+"""The bytes of the ids 0 to 255, in the order of the characters that files write for them."""
 _silence = threading.Lock()
 
 
@@ -49,32 +50,25 @@ def bpe_of_counts(
     """Train BPE on words counted by `count_words`. Empties `counts`, which may be large.
 
     The vocabulary has at most `vocab_size` ids; the last one is end-of-document. It has fewer if
-    too few pairs occur `min_freq` times. Raises DataError if there are no words, or if the encoder
+    too few pairs occur `min_freq` times. Raises DataError if there are no words, or if gigatoken
     and `tokenizers` disagree.
     """
     if not counts:
         raise DataError("there is no text to train bpe on. Give documents with text in them.")
-    library = _library_of(
-        learn_merges(counts, num_symbols=vocab_size - 1, min_count=min_freq or DEFAULT_MIN_FREQ)
-    )
+    merger = _Merger(counts, min_freq or DEFAULT_MIN_FREQ)
+    library = _library_of(merger.run(num_merges=vocab_size - 1 - len(_BYTE_ORDER)))
     description = PretrainedDescription(
         type="bpe",
         end_of_document=library.get_vocab_size(),
         tokenizer=json.loads(library.to_str()),
     )
-    try:
-        tokenizer = PretrainedTokenizer(description)
-    except ValueError as error:  # a long run of one character trains a token that is too long
-        raise DataError(
-            f"bpe trained on this text cannot be used: {error}. Remove long runs of the same "
-            "characters from the text, or choose a smaller --vocab-size."
-        ) from error
+    tokenizer = PretrainedTokenizer(description)
     require_same_ids(tokenizer, [])
     return tokenizer
 
 
 def _library_of(merges: list[tuple[int, int]]) -> tokenizers.Tokenizer:
-    tokens = [_CHARACTER_OF[byte] for byte in byte_order()]
+    tokens = sorted(BYTE_OF)
     pairs = []
     for left, right in merges:
         pairs.append((tokens[left], tokens[right]))
@@ -97,7 +91,7 @@ def count_words(texts: Iterable[str], *, max_bytes: int) -> Counter[str]:
     batch_bytes = 0
     by_gigatoken = not reason_without_gigatoken()
     for part in _first_bytes(texts, max_bytes):
-        if not by_gigatoken or needs_reference([part]):
+        if not by_gigatoken or needs_reference(part):
             split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(part)
             words = (bytes(map(BYTE_OF.__getitem__, word)) for word, _ in split)
             counts.update(word.decode("latin-1") for word in words)
@@ -160,30 +154,13 @@ _RARE_STEP = 32
 """When only rare pairs are left, the limit is divided by this."""
 _PARTS = 16
 """All pairs are counted in this many parts, by their left symbols: more parts, less RAM."""
-_FEW = 300
-"""Up to this many pairs, a loop takes less time than numpy's sorting."""
-
-
-def learn_merges(
-    counts: dict[str, int], *, num_symbols: int, min_count: int
-) -> list[tuple[int, int]]:
-    """The merges in order, as pairs of ids. The id of the n-th merge is 256 + n.
-
-    `counts` has words as `bpe.count_words` gives them: a character is a byte, as in Latin-1. It is
-    emptied, because it takes a third of the RAM of the merges.
-    Ids 0 to 255 are the bytes in the order of `byte_order`. Stops at `num_symbols` ids, or before a
-    pair that occurs less than `min_count` times.
-    """
-    return _Merger(counts, min_count).run(num_symbols - 256)
-
-
-def byte_order() -> bytes:
-    """The 256 bytes in the order of their ids: that of the characters that files write for them."""
-    return bytes(byte for _, byte in sorted(BYTE_OF.items()))
 
 
 class _Merger:
-    """The words as one array of N symbols, with a gap after every word.
+    """Learns merges of counted words, which are one array of N symbols with a gap after every word.
+
+    A character of `counts` is a byte, as in Latin-1. `counts` is emptied, because it takes a third
+    of the RAM of the merges. Ids 0 to 255 are the bytes; the id of the n-th merge is 256 + n.
 
     `symbol` int32 [N] is _NONE in gaps and where a symbol was merged into the one on its left;
     `left` and `right` int32 [N] are the positions of a symbol's neighbours, and `pair` int64 [N]
@@ -197,7 +174,7 @@ class _Merger:
 
     def __init__(self, counts: dict[str, int], min_count: int) -> None:
         id_of = np.full(256, _NONE, np.int32)
-        id_of[np.frombuffer(byte_order(), np.uint8)] = np.arange(256)
+        id_of[np.frombuffer(_BYTE_ORDER, np.uint8)] = np.arange(256)
         words = sorted(word for word in counts if len(word) > 1)
         lengths = np.fromiter(map(len, words), np.int64, len(words)) + 1
         weights = np.fromiter((counts[word] for word in words), np.int64, len(words))
@@ -239,9 +216,6 @@ class _Merger:
     def _add_pairs(self, places: np.ndarray, pairs: np.ndarray) -> None:
         """Pairs that did not exist before and start at these places: count and queue them."""
         self.pair[places] = pairs
-        if len(pairs) <= _FEW:
-            self._add_few_pairs(places, pairs)
-            return
         order = np.argsort(pairs, kind="stable")
         order = order[np.searchsorted(pairs[order], 0) :]
         pairs, places = pairs[order], places[order]
@@ -256,27 +230,12 @@ class _Merger:
             if total >= self.least:
                 self._queue(pair, total, array("i", places[start:stop].tobytes()))
 
-    def _add_few_pairs(self, places: np.ndarray, pairs: np.ndarray) -> None:
-        """The same without numpy, whose calls take longer than a few pairs do."""
-        found: dict[int, array[int]] = {}
-        totals: dict[int, int] = {}
-        for pair, place, weight in zip(
-            pairs.tolist(), places.tolist(), self.weight[places].tolist(), strict=True
-        ):
-            if pair in found:
-                found[pair].append(place)
-                totals[pair] += weight
-            elif pair >= 0:
-                found[pair], totals[pair] = array("i", (place,)), weight
-        for pair, total in totals.items():
-            if total >= self.least:
-                self._queue(pair, total, found[pair])
-
     def _queue(self, pair: int, total: int, places: "array[int]") -> None:
         self.count[pair], self.places[pair] = total, places
         heapq.heappush(self.queue, (-total, pair))
 
     def run(self, num_merges: int) -> list[tuple[int, int]]:
+        """The merges in order, as pairs of ids; fewer if no other pair occurs often enough."""
         merges: list[tuple[int, int]] = []
         while len(merges) < num_merges and (self.queue or self._add_rare_pairs()):
             negative, pair = heapq.heappop(self.queue)
@@ -321,11 +280,8 @@ class _Merger:
 
     def _forget(self, places: np.ndarray) -> None:
         """Subtract the pairs that start at these places, which are about to change."""
-        pairs, weights = self.pair[places], self.weight[places]
-        if len(pairs) > _FEW:
-            unique, inverse = np.unique(pairs, return_inverse=True)
-            pairs, weights = unique, np.bincount(inverse, weights).round().astype(np.int64)
-        for pair, weight in zip(pairs.tolist(), weights.tolist(), strict=True):
+        pairs, weights = self.pair[places].tolist(), self.weight[places].tolist()
+        for pair, weight in zip(pairs, weights, strict=True):
             if pair in self.count:
                 self.count[pair] -= weight
 

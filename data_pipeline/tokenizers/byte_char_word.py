@@ -13,6 +13,7 @@ between two words: the original whitespace is lost.
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -20,8 +21,7 @@ import numpy.typing as npt
 
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.tokenizers.interface import (
-    Cuts,
-    DescribedTokenizer,
+    Tokenizer,
     checked_ids,
     lengths_of,
     token_dtype,
@@ -66,12 +66,12 @@ class WordDescription(StrictModel):
     opens_documents: bool = True
 
 
-class ByteTokenizer(DescribedTokenizer):
+class ByteTokenizer(Tokenizer):
     """Ids 0..255 are the UTF-8 bytes of the text, 256 is `end_of_document`."""
 
     vocab_size = 257
     end_of_document = 256
-    cuts: Cuts = "anywhere"
+    cuts = "anywhere"
     lossless = True
 
     def __init__(self, *, opens_documents: bool = True) -> None:
@@ -91,9 +91,6 @@ class ByteTokenizer(DescribedTokenizer):
         raws = [text.encode("utf-8") for text in texts]
         return np.frombuffer(b"".join(raws), np.uint8).astype(np.uint16), lengths_of(raws)
 
-    def unknown_symbols(self, text: str) -> Counter[str]:
-        return Counter()  # every byte has an id
-
     def decode(self, ids: npt.ArrayLike) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
@@ -107,27 +104,36 @@ class ByteTokenizer(DescribedTokenizer):
         return lengths
 
 
-class CharTokenizer(DescribedTokenizer):
-    """The id of a symbol is its position in `symbols`: characters, and one for all others.
+class _SymbolTokenizer(Tokenizer):
+    """The id of a symbol is its position in `symbols`. The next id is end-of-document."""
 
-    The next id is end-of-document. Raises ValueError for symbols that are not single characters or
-    occur twice.
+    lossless = False
+
+    def __init__(self, symbols: list[str], *, opens_documents: bool) -> None:
+        if len({*symbols}) < len(symbols):
+            (symbol, _), *_ = Counter(symbols).most_common(1)
+            raise ValueError(f"symbol {symbol!r} occurs twice")
+        self.symbols, self.opens_documents = symbols, opens_documents
+        self.end_of_document = len(symbols)
+        self.vocab_size = len(symbols) + 1
+
+
+class CharTokenizer(_SymbolTokenizer):
+    """The symbols are characters, and one for all others, whose number of bytes is lost.
+
+    Raises ValueError for symbols that are not single characters or occur twice.
     """
 
-    cuts: Cuts = "anywhere"
-    lossless = False  # the number of bytes of an unknown character is lost
+    cuts = "anywhere"
 
     def __init__(self, symbols: list[str], *, opens_documents: bool = True) -> None:
-        _require_distinct(symbols)
+        super().__init__(symbols, opens_documents=opens_documents)
         if UNKNOWN_CHARACTER not in symbols:
             raise ValueError("the symbol for unknown characters, an empty string, is missing")
         for symbol in symbols:
             if symbol and (len(symbol) != 1 or "\ud800" <= symbol <= "\udfff"):
                 raise ValueError(f"symbol {symbol[:20]!r} is not one character")
         self.description = CharDescription(symbols=symbols, opens_documents=opens_documents)
-        self.symbols, self.opens_documents = symbols, opens_documents
-        self.end_of_document = len(symbols)
-        self.vocab_size = len(symbols) + 1
         self._unknown = symbols.index(UNKNOWN_CHARACTER)
 
     @classmethod
@@ -177,18 +183,16 @@ class _Ids(dict[str, int]):
         return self[UNKNOWN_WORD]
 
 
-class WordTokenizer(DescribedTokenizer):
-    """The id of a symbol is its position in `symbols`. The next id is end-of-document.
+class WordTokenizer(_SymbolTokenizer):
+    """The symbols are words and the line end.
 
     Raises ValueError for symbols that are not words or occur twice.
     """
 
-    lossless = False
-
     def __init__(
         self, symbols: list[str], *, lines: Lines = "end", opens_documents: bool = True
     ) -> None:
-        _require_distinct(symbols)
+        super().__init__(symbols, opens_documents=opens_documents)
         for symbol in symbols:
             if symbol != LINE_END and symbol.split() != [symbol]:
                 raise ValueError(f"symbol {symbol[:20]!r} is not one word")
@@ -198,10 +202,8 @@ class WordTokenizer(DescribedTokenizer):
         self.description = WordDescription(
             symbols=symbols, lines=lines, opens_documents=opens_documents
         )
-        self.symbols, self.lines, self.opens_documents = symbols, lines, opens_documents
-        self.end_of_document = len(symbols)
-        self.vocab_size = len(symbols) + 1
-        self.cuts: Cuts = "space" if lines == "end" else "line"
+        self.lines = lines
+        self.cuts = "space" if lines == "end" else "line"
         self._id_of = _Ids({symbol: number for number, symbol in enumerate(symbols)})
 
     @classmethod
@@ -212,21 +214,15 @@ class WordTokenizer(DescribedTokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """[words and line ends]. Raises UnicodeEncodeError for lone surrogates."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids: list[int] = []
-        ends = [0]
-        for text in texts:
-            text.encode("utf-8")
-            for symbols in symbols_of(text, self.lines):
-                ids.extend(map(self._id_of.__getitem__, symbols))
-            ends.append(len(ids))
-        return np.array(ids, dtype=token_dtype(self.vocab_size)), np.diff(ends)
+        text.encode("utf-8")
+        symbols = chain.from_iterable(symbols_of(text, self.lines))
+        return np.array(
+            list(map(self._id_of.__getitem__, symbols)), dtype=token_dtype(self.vocab_size)
+        )
 
     def unknown_symbols(self, text: str) -> Counter[str]:
         """Words without an id. The word `<unk>`, which prepared datasets contain, has one."""
-        symbols = (symbol for line in symbols_of(text, self.lines) for symbol in line)
+        symbols = chain.from_iterable(symbols_of(text, self.lines))
         return Counter(symbol for symbol in symbols if symbol not in self._id_of)
 
     def decode(self, ids: npt.ArrayLike) -> str:
@@ -285,9 +281,3 @@ def rank_symbols(
         else:
             ranked[unknown] -= negative_count
     return sorted(ranked, key=lambda symbol: (-ranked[symbol], symbol))
-
-
-def _require_distinct(symbols: Sequence[str]) -> None:
-    if len({*symbols}) < len(symbols):
-        (symbol, _), *_ = Counter(symbols).most_common(1)
-        raise ValueError(f"symbol {symbol!r} occurs twice")

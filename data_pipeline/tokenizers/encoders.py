@@ -1,32 +1,19 @@
-"""Faster encoders of byte-level BPE that give the ids of `tokenizers`: gigatoken and tiktoken.
+"""gigatoken, a faster encoder of byte-level BPE that gives the ids of `tokenizers`.
 
-gigatoken is ten times as fast as tiktoken. It splits a text by tables of Unicode 17, `tokenizers`
-0.23 by those of Unicode 16. The characters that became letters or digits in between (`OTHER_CLASS`)
-are split differently, so a text with one of them is encoded by tiktoken.
-`tests/data_pipeline/tokenizers` compares both libraries for every code point. Other versions of
-either library may differ in other characters; `reason_without_gigatoken` therefore refuses versions
-that were not compared.
-
-tiktoken merges the adjacent pair with the lowest rank of the joined bytes. `tokenizers` merges the
-pair that comes first in its list of merges. Both give the same ids for every text if and only if,
-for every token, merging the token's own bytes ends with the pair that its merge names: nothing
-outside a token affects the merges inside it. `ranked_bytes` checks this for every token, so equal
-ids do not depend on samples of text.
+gigatoken splits a text by tables of Unicode 17, `tokenizers` 0.23 by those of Unicode 16. The
+characters that became letters or digits in between (`OTHER_CLASS`) are split differently, so a text
+with one of them is encoded by `tokenizers`. `tests/data_pipeline/tokenizers` compares both
+libraries for every code point. Other versions of either library may differ in other characters;
+`reason_without_gigatoken` therefore refuses versions that were not compared.
 """
 
 import functools
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import tokenizers
-from tokenizers import models
-
-from data_pipeline.system.strict_json import canonical_json
-from data_pipeline.tokenizers.interface import lengths_of
 
 COMPARED_VERSION = "0.10.0"
 _ASCII = bytes(range(128))
@@ -62,49 +49,39 @@ class GigatokenEncoder:
     def _start(self) -> None:
         from gigatoken.gigatoken_rs import load_hf_json
 
-        self._backend: Any = None  # frees the caches before the new ones are made
+        self._backend: Any = None  # free the caches before the new ones are made
         self._backend = load_hf_json(self._content)
         self._limit = resident_bytes() + MAX_GROWTH_BYTES
         self._unchecked = 0
 
     def encode(self, text: str) -> np.ndarray | None:
-        """uint32 [tokens], or None if only the reference gives the right ids.
+        """uint32 [tokens], or None if only `tokenizers` gives the right ids.
 
         Raises UnicodeEncodeError for lone surrogates.
         """
-        if needs_reference([text]):
+        if needs_reference(text):
             return None
+        # Not gigatoken's own batches: they import awkward, which takes 0.4 s, and are not faster
+        # even for texts of 50 characters.
         ids: np.ndarray = self._backend.encode(text)
-        self._count(len(text))
-        return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
-        """uint32 ids of all texts and int64 [texts] their numbers, or None as for `encode`."""
-        if needs_reference(texts):
-            return None
-        # One call per text: gigatoken's own batches import awkward, which takes 0.4 s, and are not
-        # faster even for texts of 50 characters.
-        parts = [self._backend.encode(text) for text in texts]
-        self._count(sum(map(len, texts)))
-        return np.concatenate([np.empty(0, np.uint32), *parts]), lengths_of(parts)
-
-    def _count(self, num_chars: int) -> None:
-        """Empty the caches if they have grown too large."""
-        self._unchecked += num_chars
+        self._unchecked += len(text)
         if self._unchecked >= _CHECK_BYTES:
             self._unchecked = 0
             if resident_bytes() > self._limit:
                 self._start()
+        return ids
 
 
-def needs_reference(texts: Iterable[str]) -> bool:
+def needs_reference(text: str) -> bool:
     """Whether a text has a character of `OTHER_CLASS`.
 
     Raises UnicodeEncodeError for lone surrogates.
     """
-    encoded = b"".join([text.encode("utf-8") for text in texts if not text.isascii()])
+    if text.isascii():
+        return False
     # Most texts are mostly ASCII, and the search takes longer than leaving that out.
-    return OTHER_CLASS.search(encoded.translate(None, _ASCII).decode("utf-8")) is not None
+    others = text.encode("utf-8").translate(None, _ASCII).decode("utf-8")
+    return OTHER_CLASS.search(others) is not None
 
 
 @functools.cache
@@ -136,15 +113,9 @@ def resident_bytes() -> int:
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
-# --- byte-level BPE as ranked byte strings --------------------------------------------------------
+# --- the tokens of byte-level BPE as bytes --------------------------------------------------------
 
 
-MAX_TOKEN_BYTES = 1024
-"""Merging a token's bytes may take quadratic time. Tokens of real vocabularies have at most 128."""
-
-# GPT-2's pattern. The alternatives without lookahead are one group, which compiles to a finite
-# automaton and takes half the time of separate alternatives.
-GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+)|\s+\z)|\s+(?!\S)|\s"
 _GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _PLAIN_MODEL = {
     "dropout": None,
@@ -169,51 +140,31 @@ BYTE_OF = _byte_of_character()
 _TO_LATIN_1 = str.maketrans({character: chr(byte) for character, byte in BYTE_OF.items()})
 
 
-def ranked_bytes(
-    content: dict[str, Any], *, leave_out: str | None, model: models.BPE | None = None
-) -> dict[bytes, int]:
-    """Token bytes -> id, if tiktoken gives the same ids as `tokenizers` for this file's content.
+def bytes_of_tokens(content: dict[str, Any], *, leave_out: str | None) -> dict[int, bytes]:
+    """Id -> bytes, for a file's content that is byte-level BPE with GPT-2's pattern.
 
-    `leave_out` is the vocabulary's end-of-text token, `model` the content's model if it is loaded.
-    Raises ValueError with the reason if the two libraries would differ.
+    `leave_out` is the vocabulary's end-of-text token. Raises ValueError with the reason for all
+    other tokenizers, which gigatoken may encode in another way than `tokenizers`.
     """
     _require_plain_bpe(content)
     vocab = {token: id_ for token, id_ in content["model"]["vocab"].items() if token != leave_out}
-    ranks = dict(zip(_bytes_of(vocab), vocab.values(), strict=True))
-    sides = [side for merge in content["model"]["merges"] for side in _sides(merge)]
-    parts = _bytes_of(sides)
-    pairs = [*zip(parts[::2], parts[1::2], strict=True)]
-    merged = [left + right for left, right in pairs]
-    tokens = {*merged, *(bytes([byte]) for byte in range(256))}
-    if tokens != ranks.keys() or len(merged) + 256 != len(ranks):
+    if "" in vocab or not BYTE_OF.keys() >= {*"".join(vocab)}:
+        raise ValueError("its tokens are not written in bytes")
+    bytes_of = {token: token.translate(_TO_LATIN_1).encode("latin-1") for token in vocab}
+    merged = []
+    earlier = {*BYTE_OF}
+    for merge in content["model"]["merges"]:
+        # Older versions of the library write "left right", newer ones ["left", "right"].
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        if left not in earlier or right not in earlier:
+            raise ValueError(f"the merges do not lead to the token {left + right!r:.40}")
+        merged.append(left + right)
+        earlier.add(left + right)
+    if earlier != vocab.keys() or len(merged) + 256 != len(vocab):
         raise ValueError("the tokens are not the 256 bytes and one token per merge")
-    if any(ranks[low] >= ranks[high] for low, high in pairwise(merged)):
+    if any(vocab[low] >= vocab[high] for low, high in pairwise(merged)):
         raise ValueError("the ids are not in the order of the merges")
-    model = model or cast(models.BPE, tokenizers.Tokenizer.from_str(canonical_json(content)).model)
-    written = map(str.__add__, sides[::2], sides[1::2])
-    _require_reachable(pairs, dict(zip(merged, written, strict=True)), model)
-    return ranks
-
-
-def _bytes_of(written: Collection[str]) -> list[bytes]:
-    """The byte string of each token.
-
-    One conversion for all: one for each of 100,000 strings would take most of the time of loading.
-    """
-    if not all(written) or not BYTE_OF.keys() >= {*"".join(written)}:
-        wrong = next(token for token in written if not token or not BYTE_OF.keys() >= {*token})
-        raise ValueError(f"token {wrong[:40]!r} is not written in bytes")
-    joined = "".join(written).translate(_TO_LATIN_1).encode("latin-1")
-    ends = [*accumulate(map(len, written), initial=0)]
-    return [joined[start:end] for start, end in pairwise(ends)]
-
-
-def _sides(merge: str | list[str]) -> list[str]:
-    # Older versions of the library write "left right", newer ones ["left", "right"].
-    sides = merge.split(" ") if isinstance(merge, str) else merge
-    if len(sides) != 2:
-        raise ValueError(f"merge {merge!r} does not have two sides")
-    return sides
+    return {id_: bytes_of[token] for token, id_ in vocab.items()}
 
 
 def _require_plain_bpe(content: dict[str, Any]) -> None:
@@ -225,22 +176,3 @@ def _require_plain_bpe(content: dict[str, Any]) -> None:
     model = {**_PLAIN_MODEL, **content["model"]}
     if model.get("type") != "BPE" or {**model, **_PLAIN_MODEL} != model:
         raise ValueError("its model is not plain BPE")
-
-
-def _require_reachable(
-    merges: list[tuple[bytes, bytes]], written: dict[bytes, str], model: models.BPE
-) -> None:
-    """Raise ValueError unless merging the bytes of every token ends with the pair of its merge.
-
-    Each token has one merge, so the merges of exactly its bytes end with that pair. If in
-    addition both sides of every merge come before it, no merge of the token comes after its last
-    one: tiktoken applies the same ones. `written` has every token as the file writes it.
-    """
-    earlier = {bytes([byte]) for byte in range(256)}
-    for (left, right), (token, characters) in zip(merges, written.items(), strict=True):
-        if len(token) > MAX_TOKEN_BYTES:
-            raise ValueError(f"a token has {len(token)} bytes, the maximum is {MAX_TOKEN_BYTES}")
-        sides_are_earlier = left in earlier and right in earlier
-        if not sides_are_earlier or len(model.tokenize(characters)) != 1:
-            raise ValueError(f"the merges do not lead to the token {token[:40]!r}")
-        earlier.add(token)

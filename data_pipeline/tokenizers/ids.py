@@ -12,8 +12,6 @@ Source: MidiTok, `MusicTokenizer.to_dict` and `__create_vocab_learned_bytes_to_t
 has tokens of one character per base token.
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,8 +24,7 @@ from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import parse_json, sha256_of
 from data_pipeline.tokenizers.interface import (
-    Cuts,
-    DescribedTokenizer,
+    Tokenizer,
     checked_ids,
     token_dtype,
 )
@@ -46,7 +43,7 @@ class IdDescription(StrictModel):
     """Name of each id; "" for an id without one. May be shorter than the vocabulary."""
 
 
-class IdTokenizer(DescribedTokenizer):
+class IdTokenizer(Tokenizer):
     """Ids 0 to vocab_size - 1, with names for none, some or all of them.
 
     Raises ValueError for an end-of-document id outside the vocabulary and for names that are not
@@ -54,7 +51,7 @@ class IdTokenizer(DescribedTokenizer):
     """
 
     opens_documents = True
-    cuts: Cuts = "space"
+    cuts = "space"
     lossless = False  # the decimal numbers are not a text that bits per byte could refer to
 
     def __init__(self, vocab_size: int, end_of_document: int, names: dict[int, str]) -> None:
@@ -94,13 +91,6 @@ class IdTokenizer(DescribedTokenizer):
                 "document and no text may contain; omit it."
             )
         return ids.astype(token_dtype(self.vocab_size))
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        arrays = [self.encode(text) for text in texts]
-        return np.concatenate(arrays), np.array([len(array) for array in arrays], dtype=np.int64)
-
-    def unknown_symbols(self, text: str) -> Counter[str]:
-        return Counter()  # `encode` refuses them
 
     def decode(self, ids: npt.ArrayLike) -> str:
         array = checked_ids(ids, self.vocab_size)

@@ -1,11 +1,12 @@
-"""The interface that shards, evaluation and generation use, and what all tokenizers share."""
+"""The base class of all tokenizers, which shards, evaluation and generation use."""
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,58 +16,6 @@ from data_pipeline.system.strict_json import canonical_json
 
 Cuts = Literal["anywhere", "space", "line", "never"]
 """Where a text may be cut without changing its tokens. `text_parts` defines the positions."""
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back. Special tokens that occur in the text are ordinary text."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, `end_of_document` included."""
-
-    @property
-    def end_of_document(self) -> int:
-        """An id that no text encodes to. The first token of a document if `opens_documents`."""
-
-    @property
-    def opens_documents(self) -> bool:
-        """Whether documents begin with `end_of_document`. False for some recipes."""
-
-    @property
-    def cuts(self) -> Cuts:
-        """Where a text may be cut so that the ids of its parts are those of the whole text."""
-
-    @property
-    def lossless(self) -> bool:
-        """Whether `token_bytes` over the ids of any text sums to its UTF-8 length."""
-
-    @property
-    def digest(self) -> str:
-        """Hex sha256 of the canonical JSON."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`: 1-D, unsigned, without `end_of_document`.
-
-        Raises UnicodeEncodeError for lone surrogates, which UTF-8 cannot represent.
-        """
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of all texts, 1-D, and int64 [texts] how many each has; `encode` of each."""
-
-    def unknown_symbols(self, text: str) -> Counter[str]:
-        """How often each symbol of `text` occurs that `encode` replaces by an unknown token."""
-
-    def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of `ids`, without `end_of_document`. Invalid UTF-8 becomes U+FFFD."""
-
-    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        """The bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
-
-    def token_bytes(self) -> np.ndarray:
-        """int32 [vocab_size]: UTF-8 bytes of text per id, 0 for `end_of_document`."""
-
-    def to_json(self) -> str:
-        """Canonical JSON, the content of `tokenizer.json`."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -91,34 +40,72 @@ def checked_ids(ids: npt.ArrayLike, vocab_size: int) -> np.ndarray:
     return array
 
 
-class DescribedTokenizer:
-    """A tokenizer whose `tokenizer.json` is its `description`."""
+class Tokenizer(ABC):
+    """Text to ids and back. Special tokens that occur in the text are ordinary text."""
 
+    vocab_size: int
+    """Number of ids, `end_of_document` included."""
+    end_of_document: int
+    """An id that no text encodes to. The first token of a document if `opens_documents`."""
+    opens_documents: bool
+    """Whether documents begin with `end_of_document`. False for some recipes."""
+    cuts: Cuts
+    """Where a text may be cut so that the ids of its parts are those of the whole text."""
+    lossless: bool
+    """Whether `token_bytes` over the ids of any text sums to its UTF-8 length."""
     description: StrictModel
+    """The content of `tokenizer.json`."""
+    encoder: str = ""
+    """The library that encodes, with its version; "" if none does."""
+    slow_reason: str = ""
+    """Why this library is not gigatoken."""
 
     @cached_property
     def digest(self) -> str:
+        """Hex sha256 of the canonical JSON."""
         return hashlib.sha256(self._json.encode()).hexdigest()
 
     def to_json(self) -> str:
+        """Canonical JSON, the content of `tokenizer.json`."""
         return self._json
 
     @cached_property
     def _json(self) -> str:
         return canonical_json(self.description.model_dump())
 
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of `text`: 1-D, unsigned, without `end_of_document`.
+
+        Raises UnicodeEncodeError for lone surrogates, which UTF-8 cannot represent.
+        """
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of all texts, 1-D, and int64 [texts] how many each has; `encode` of each."""
+        parts = [np.empty(0, token_dtype(self.vocab_size)), *map(self.encode, texts)]
+        return np.concatenate(parts), lengths_of(parts[1:])
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        """How often each symbol of `text` occurs that `encode` replaces by an unknown token."""
+        return Counter()
+
+    @abstractmethod
     def decode(self, ids: npt.ArrayLike) -> str:
-        raise NotImplementedError
+        """Text of `ids`, without `end_of_document`. Invalid UTF-8 becomes U+FFFD."""
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
+        """The bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
         return self.decode(ids).encode()
+
+    @abstractmethod
+    def token_bytes(self) -> np.ndarray:
+        """int32 [vocab_size]: UTF-8 bytes of text per id, 0 for `end_of_document`."""
 
 
 # --- parts of a long text -------------------------------------------------------------------------
 
 
-# tiktoken fails on a million spaces in a row, so this must be smaller. It decides the tokens of
-# texts that have no position to cut at: changing it changes datasets.
+# It decides the tokens of texts that have no position to cut at: changing it changes datasets.
 MAX_PART_CHARS = 2**19
 # ASCII only: Python and the patterns of BPE disagree on other whitespace.
 _BLANK_AFTER_WORD = re.compile(r"(?<=\S)[ \t\n\r]")

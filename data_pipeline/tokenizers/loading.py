@@ -95,16 +95,6 @@ def _invalid(source: str, reason: str) -> DataError:
     )
 
 
-def encoder_of(tokenizer: Tokenizer) -> tuple[str, str]:
-    """The library that encodes with its version, and why it is not gigatoken; "" if neither is."""
-    # Imported here: tiktoken and tokenizers take 0.1 s to import.
-    from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
-
-    if not isinstance(tokenizer, PretrainedTokenizer):
-        return "", ""
-    return tokenizer.encoder, tokenizer.slow_reason
-
-
 # --- comparison -----------------------------------------------------------------------------------
 
 

@@ -1,9 +1,8 @@
 """Tokenizers of the `tokenizers` library: trained bpe, or an existing file.
 
-gigatoken encodes byte-level BPE with GPT-2's pattern, or tiktoken where gigatoken is not installed:
-the same ids in less time (docs/decisions/0037). `tokenizers` encodes all others. Special tokens are
-removed from the file first, because the library would encode their names in a text as the special
-tokens.
+gigatoken encodes byte-level BPE with GPT-2's pattern: the same ids in less time
+(docs/decisions/0037). `tokenizers` encodes all others. Special tokens are removed from the file
+first, because the library would encode their names in a text as the special tokens.
 """
 
 from collections import Counter
@@ -14,7 +13,6 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-import tiktoken
 import tokenizers
 from pydantic import Field
 
@@ -22,20 +20,17 @@ from data_pipeline.errors import DataError
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers.encoders import (
-    GPT2_PATTERN,
     GigatokenEncoder,
-    ranked_bytes,
+    bytes_of_tokens,
     reason_without_gigatoken,
 )
 from data_pipeline.tokenizers.interface import (
-    Cuts,
-    DescribedTokenizer,
+    Tokenizer,
     checked_ids,
     lengths_of,
     token_dtype,
 )
 
-UNUSED_SPECIAL = "<|unused|>"
 HARD_STRINGS = (
     "don't I'LL we've it's they'd you're 'tis '' 's's",
     "  two   three    spaces  \t\ttabs \n\n lines \r\n CRLF \r\n\r\n end   ",
@@ -43,7 +38,6 @@ HARD_STRINGS = (
     "naïve Ångström ﬁ ǅ ß İı e\u0301 \u00a0\u2003\u3000\u2028x\u0085y\u200bz\ufeff",
     "السلام עליכם \u202eleft\u202c हिन्दी ไทย 潮は満ちる 한국어",
     "👩‍👩‍👧‍👦 🇺🇳 👍🏽 \U000e0001\U0010ffff",
-    f"{UNUSED_SPECIAL} x{UNUSED_SPECIAL}{UNUSED_SPECIAL[1:]}",
     "\x00\x01\x1b[31m\x1c\x1d\x7f\x80",
     "<|endoftext|> <unk><s></s> [CLS] <eos> ĠĊ Ġthe",
     "snake_case->x+=1;//!!??...---***===" + "a" * 300 + " " * 300 + "." * 300,
@@ -61,7 +55,7 @@ class PretrainedDescription(StrictModel):
     """The JSON of the library, without special tokens, truncation, padding and templates."""
 
 
-class PretrainedTokenizer(DescribedTokenizer):
+class PretrainedTokenizer(Tokenizer):
     """A tokenizer of the library with the interface of this project.
 
     Raises ValueError for content that is not a tokenizer, for ids other than 0 to vocab_size - 1,
@@ -84,69 +78,43 @@ class PretrainedTokenizer(DescribedTokenizer):
             raise ValueError("its model has dropout: the same text has several encodings")
         self.vocab_size = len(ids)
         end = next((token for token, id_ in tokens.items() if id_ == self.end_of_document), None)
-        self._ranks: dict[bytes, int] | None = None
-        self._reason = ""
+        self._bytes_of: dict[int, bytes] | None = None
+        self.slow_reason = reason_without_gigatoken()
         try:
-            self._ranks = ranked_bytes(content, leave_out=end, model=self._library.model)
+            self._bytes_of = bytes_of_tokens(content, leave_out=end)
         except ValueError as reason:
             if description.type == "bpe":
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
-            self._reason = str(reason)
-        else:
-            self._bytes_of = {id_: token for token, id_ in self._ranks.items()}
+            self.slow_reason = str(reason)
+        self.lossless = self._bytes_of is not None
+        self.cuts = "space" if self.lossless else "never"
+        library = "tokenizers" if self.slow_reason else "gigatoken"
+        self.encoder = f"{library} {version(library)}"
 
     @cached_property
     def _gigatoken(self) -> GigatokenEncoder | None:
-        if self._ranks is None or reason_without_gigatoken():
+        if self.slow_reason:
             return None
         return GigatokenEncoder(canonical_json(self.description.tokenizer))
-
-    @cached_property
-    def _tiktoken(self) -> tiktoken.Encoding:
-        assert self._ranks
-        # No text encodes to it. Without any special token, tiktoken would search for an empty one
-        # at every character.
-        unused = {UNUSED_SPECIAL: max(self._ranks.values()) + 1}
-        return tiktoken.Encoding(
-            "txl", pat_str=GPT2_PATTERN, mergeable_ranks=self._ranks, special_tokens=unused
-        )
-
-    @property
-    def encoder(self) -> str:
-        """The library that encodes, with its version."""
-        if self._ranks is None:
-            return f"tokenizers {tokenizers.__version__}"
-        library = "gigatoken" if self._gigatoken else "tiktoken"
-        return f"{library} {version(library)}"
-
-    @property
-    def slow_reason(self) -> str:
-        """Why gigatoken does not encode; "" if it does."""
-        return self._reason or reason_without_gigatoken()
 
     @classmethod
     def from_description(cls, content: dict[str, Any]) -> Self:
         """Raises ValueError for content that `to_json` does not write."""
         return cls(PretrainedDescription.model_validate(content))
 
-    @property
-    def lossless(self) -> bool:
-        return self._ranks is not None
-
-    @property
-    def cuts(self) -> Cuts:
-        return "space" if self._ranks else "never"
-
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
-        ids: np.ndarray | None = None
-        if self._gigatoken:
-            ids = self._gigatoken.encode(text)
-        if ids is None and self._ranks:
-            ids = self.reference_ids(text)
-        if ids is None:
-            ids = self._encode_with_library(text)
-        return ids.astype(token_dtype(self.vocab_size))
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        parts = [self._encode(text) for text in texts]
+        ids = np.concatenate([np.empty(0, np.uint32), *parts])
+        return ids.astype(token_dtype(self.vocab_size)), lengths_of(parts)
+
+    def _encode(self, text: str) -> np.ndarray:
+        """uint32 [tokens]."""
+        ids = self._gigatoken.encode(text) if self._gigatoken else None
+        return self._encode_with_library(text) if ids is None else ids
 
     def _encode_with_library(self, text: str) -> np.ndarray:
         text.encode("utf-8")
@@ -158,22 +126,12 @@ class PretrainedTokenizer(DescribedTokenizer):
                 "to it, or use another tokenizer."
             ) from error
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        if self._gigatoken and (batch := self._gigatoken.encode_batch(texts)):
-            return batch[0].astype(token_dtype(self.vocab_size)), batch[1]
-        parts = [np.empty(0, token_dtype(self.vocab_size)), *map(self.encode, texts)]
-        return np.concatenate(parts), lengths_of(parts[1:])
-
-    def reference_ids(self, text: str) -> np.ndarray:
-        """uint32 [tokens] that tiktoken gives a text. For byte-level BPE only (`lossless`)."""
-        return self._tiktoken.encode_to_numpy(text, disallowed_special=())
-
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""
         return self._library.encode(text, add_special_tokens=False).ids
 
     def unknown_symbols(self, text: str) -> Counter[str]:
-        if self._ranks or self._unknown is None:
+        if self._bytes_of or self._unknown is None:
             return Counter()
         encoding = self._library.encode(text, add_special_tokens=False)
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
@@ -185,14 +143,14 @@ class PretrainedTokenizer(DescribedTokenizer):
         return _unknown_id(self.description.tokenizer["model"], self._library.get_vocab())
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        if self._ranks:
+        if self._bytes_of:
             return self.decode_bytes(ids).decode("utf-8", errors="replace")
         array = checked_ids(ids, self.vocab_size)
         ids_of_text = array[array != self.end_of_document].tolist()
         return self._library.decode(ids_of_text, skip_special_tokens=False)
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        if not self._ranks:
+        if not self._bytes_of:
             return self.decode(ids).encode()
         array = checked_ids(ids, self.vocab_size)
         ids_of_text = array[array != self.end_of_document].tolist()
@@ -208,7 +166,7 @@ class PretrainedTokenizer(DescribedTokenizer):
         for id_ in range(self.vocab_size):
             if id_ == self.end_of_document:
                 continue
-            if self._ranks:
+            if self._bytes_of:
                 lengths[id_] = len(self._bytes_of[id_])
             else:
                 once, twice = self.decode_bytes([id_]), self.decode_bytes([id_, id_])

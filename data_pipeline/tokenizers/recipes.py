@@ -17,32 +17,23 @@ RecipeName = Literal["wt103", "wt2", "ptb", "lm1b", "enwik8", "text8"]
 
 
 class TokenizerSettings(Protocol):
-    """The settings that choose and train a tokenizer; `txl prepare` has more.
+    """The settings that choose and train a tokenizer (`PrepareSettings`, which documents them).
 
     A protocol, because this package must not import the settings of a whole dataset.
     """
 
     @property
-    def tokenizer(self) -> str:
-        """byte, char, word, bpe, file or ids."""
-
+    def tokenizer(self) -> str: ...
     @property
     def recipe(self) -> RecipeName | None: ...
     @property
-    def vocab_size(self) -> int | None:
-        """Largest number of ids; for ids, their number."""
-
+    def vocab_size(self) -> int | None: ...
     @property
-    def end_of_document(self) -> int | None:
-        """For ids: the end-of-document id."""
-
+    def end_of_document(self) -> int | None: ...
     @property
-    def min_freq(self) -> int | None:
-        """Smallest number of occurrences of a symbol, or of a pair to merge."""
-
+    def min_freq(self) -> int | None: ...
     @property
-    def train_bytes(self) -> int:
-        """Bytes at the beginning of the training text that bpe is trained on."""
+    def train_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,15 +134,15 @@ def test_a_trained_bpe_has_the_same_bytes_after_kills_with_any_workers_and_encod
 
     program = "import sys; sys.modules['gigatoken.gigatoken_rs'] = None; import txl_dist.__main__;"
     command = [sys.executable, "-c", f"{program} txl_dist.__main__.main()", "prepare", lines,
-               "--out", tmp_path / "by-tiktoken", *options, "--workers", 1]  # fmt: skip
+               "--out", tmp_path / "by-tokenizers", *options, "--workers", 1]  # fmt: skip
     ended = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
     assert "gigatoken is not installed" in ended.stderr
     manifests = [json.loads((tmp_path / name / "manifest.json").read_text())
-                 for name in ("whole", "by-tiktoken")]  # fmt: skip
+                 for name in ("whole", "by-tokenizers")]  # fmt: skip
     encoders = [manifest.pop("tools")["encoder"].split()[0] for manifest in manifests]
-    assert encoders == ["gigatoken", "tiktoken"]
+    assert encoders == ["gigatoken", "tokenizers"]
     assert manifests[0] == manifests[1]
-    others = [files_of(tmp_path / name) for name in ("whole", "by-tiktoken")]
+    others = [files_of(tmp_path / name) for name in ("whole", "by-tokenizers")]
     assert all(files.pop("manifest.json") for files in others)
     assert others[0] == others[1]
 

@@ -121,7 +121,6 @@ def test_a_worker_that_does_not_see_the_staging_folder_is_refused(
 
 
 def test_a_giant_run_of_blanks_is_tokenized(tmp_path: Path) -> None:
-    """tiktoken's regular expressions give up on a million characters of one kind."""
     train = PrepareSettings(tokenizer="bpe", vocab_size=300)
     tokenizer = train_tokenizer(train, lambda: iter(["some text  to train on " * 9]))
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())

@@ -8,9 +8,10 @@ from data_pipeline.readers import (
     IdRules,
     InputFile,
     Record,
+    RecordBlock,
+    RecordReader,
     Reject,
     find_files,
-    read_records,
     scan_ranges,
 )
 
@@ -27,13 +28,21 @@ def read(file: InputFile, *, text_key: str = "text", unit_bytes: int = 2**30) ->
     records: Records = []
     lines = 0
     for start, stop in scan_ranges(file, unit_bytes):
-        reading = read_records(file, text_key, start, stop)
+        reading = RecordReader(file, text_key, start, stop)
         records += [
             replace(record, line=record.line + lines) if record.line else record
-            for record in reading
+            for item in reading
+            for record in (records_of(item) if isinstance(item, RecordBlock) else [item])
         ]
         lines += reading.lines
     return records
+
+
+def records_of(block: RecordBlock) -> list[Record]:
+    return [
+        Record.of(text.decode("utf-8"), offset=offset, size=len(text), line=line)
+        for text, offset, line in zip(block.texts, block.offsets, block.lines, strict=True)
+    ]
 
 
 def texts(records: Records) -> list[str | None]:

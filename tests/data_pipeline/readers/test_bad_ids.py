@@ -79,10 +79,7 @@ JSON = {
     "id 500": (b'{"ids": [[1], [7, 500]]}', "token id 500 at position 1"),
     "negative": (b'{"ids": [-1]}', "token id -1 at position 0"),
     "float": (b'{"ids": [1.5]}', '"ids" has float at position 0'),
-    "no key": (
-        b'{"tokens": [1]}',
-        'no key "ids"; for token ids: --format ids --text-key tokens; keys',
-    ),
+    "no key": (b'{"tokens": [1]}', 'no key "ids"; keys seen: tokens (see --text-key)'),
     "key twice": (b'{"ids": [1], "ids": [2]}', 'key "ids" twice in one object'),
     "truncated": (b'{"ids": [1, 2', "broken JSON"),
     "empty": (b"", "the file is empty"),
@@ -127,9 +124,9 @@ SHARD = llmc_shard([GOOD, [4]])
 SHARDS = {
     "count too large": (SHARD[:-2], "truncated: 2 bytes of ids are missing"),
     "count too small": (SHARD + b"xx", "there are bytes after the 6 ids that its header counts"),
-    "negative count": (SHARD[:8] + b"\xff" * 4 + SHARD[12:], "the header counts -1 ids"),
-    "version": (llmc_shard([GOOD], version=2), "llm.c of version 2; supported is 1"),
-    "questions": (llmc_shard([GOOD], magic=20240522), "questions and answers, which is no stream"),
+    "negative count": (SHARD[:8] + b"\xff" * 4 + SHARD[12:], "version 1, of -1 ids. Supported"),
+    "version": (llmc_shard([GOOD], version=2), "20240520, version 2, of 4 ids. Supported"),
+    "questions": (llmc_shard([GOOD], magic=20240522), "number 20240522, version 1"),
     "half a header": (SHARD[:500], "truncated inside its header of llm.c"),
     "id 500": (llmc_shard([[7, 500]]), "token id 500 at position 1"),
 }

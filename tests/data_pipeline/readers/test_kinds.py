@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def test_json_lines_give_their_documents_as_text(tmp_path: Path, suffix: str) ->
         (b'{"text": "one",\n "n": {\n "a": 1}}\n', "an object over several lines", "."),
     ],
 )
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zstd"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_other_json_is_refused_with_the_command_that_makes_lines_of_it(
     tmp_path: Path, raw: bytes, shape: str, filter: str, suffix: str, format: str
 ) -> None:
@@ -78,21 +79,23 @@ def test_other_json_is_refused_with_the_command_that_makes_lines_of_it(
     message = str(refused.value)
     assert shape in message
     assert "--format text" in message
-    command = message.split("\n")[1].strip()
-    assert f"jq -c {filter!r}" in command or f"jq -c {filter}" in command
-    if shutil.which("jq") and shutil.which("zstd"):
-        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-        lines = (tmp_path / "all of it.jsonl").read_text().splitlines()
+    command = re.search(r"jq -c .* FILE.json > FILE.jsonl", message)
+    assert command
+    assert f"jq -c {filter!r}" in command[0] or f"jq -c {filter}" in command[0]
+    if shutil.which("jq"):
+        (tmp_path / "FILE.json").write_bytes(raw)
+        subprocess.run(command[0], shell=True, check=True, cwd=tmp_path)
+        lines = (tmp_path / "FILE.jsonl").read_text().splitlines()
         assert all(isinstance(json.loads(line), dict) for line in lines)
 
 
-def test_json_that_is_refused_is_counted_and_may_be_taken_as_text(tmp_path: Path) -> None:
-    for number in range(7):
+def test_json_that_is_refused_may_be_taken_as_text(tmp_path: Path) -> None:
+    for number in range(3):
         (tmp_path / f"{number}.json").write_text("[]")
     (tmp_path / "lines.json").write_bytes(LINES)
-    with pytest.raises(DataError, match=r"7 of 8 \.json files"):
+    with pytest.raises(DataError, match=r"0\.json is one JSON array"):
         found_in(tmp_path)
-    assert found_in(tmp_path, "text").kinds == {"text": 8}
+    assert found_in(tmp_path, "text").kinds == {"text": 4}
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])

@@ -203,7 +203,7 @@ BAD_ARCHIVES = {
         "an extended header declares 1,048,577 bytes",
     ),
     "bad pax": (archive(*GOOD, pax(b"99 path=x\n"), member("c.txt")), "damaged extended header"),
-    "pax size": (archive(*GOOD, pax(b"11 size=-1\n"), member("c.txt")), "has a damaged size"),
+    "pax size": (archive(*GOOD, pax(b"11 size=-1\n"), member("c.txt")), "size -1: unsupported"),
     "global path": (
         archive(*GOOD, pax(b"10 path=x\n", type=tarfile.XGLTYPE), member("c.txt")),
         "a global header sets the path",
@@ -211,9 +211,9 @@ BAD_ARCHIVES = {
     "dangling pax": (archive(*GOOD, pax(b"10 path=x\n")), "is not followed by a member"),
     "link with data": (
         archive(*GOOD, member("c.txt", b"data", type=tarfile.SYMTYPE)),
-        "has size 4, which its type cannot have",
+        "of type b'2' and size 4: unsupported",
     ),
-    "unknown type": (archive(*GOOD, member("c.txt", type=b"Q")), "has the unknown type b'Q'"),
+    "unknown type": (archive(*GOOD, member("c.txt", type=b"Q")), "of type b'Q' and size 1"),
 }  # fmt: skip
 
 

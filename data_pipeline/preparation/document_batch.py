@@ -25,7 +25,7 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.scan import TEXT_HASH_BYTES, InputIndex, document_id, spill_name
 from data_pipeline.preparation.staging import RECORDS
 from data_pipeline.readers import InputFile, read_text_chunks, text_of_stored
-from data_pipeline.shards.shard_index import DocumentIds
+from data_pipeline.shards.shard_index import NO_LINE, DocumentIds
 from data_pipeline.system.progress import count_bytes
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS
@@ -122,7 +122,8 @@ class DocumentBatch:
         if self.keys:
             return DocumentIds.of([self.document_id(number) for number in range(len(self))[rows]])
         names = [file.name for file in self.files]
-        return DocumentIds(names, self.file[rows], self.location[rows, 2].astype(np.int64))
+        line = self.location[rows, 2].astype(np.int64)
+        return DocumentIds(names, self.file[rows], np.where(line > 0, line, NO_LINE))
 
     def source_of(self, number: int, staging: Path) -> TextSource:
         unit = int(self.spill_unit[number])

@@ -80,7 +80,7 @@ def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: 
     """Read and decode one frame of a shard. Raises DataError naming its place and the cause."""
     path = directory / entry.name
     data = read_bytes_at(
-        path, directory, frame.compressed_offset, frame.compressed_size, _place(frame, number)
+        path, directory, frame.compressed_offset, frame.compressed_size, frame_place(frame, number)
     )
     return checked_frame(data, path, frame, number)
 
@@ -90,11 +90,12 @@ def checked_frame(data: bytes, path: DatasetPath, frame: Frame, number: int) -> 
     try:
         return decode_frame(data, frame)
     except FrameError as error:
-        problem = f"{_place(frame, number)} is damaged: {error}"
+        problem = f"{frame_place(frame, number)} is damaged: {error}"
         raise damaged_file(path, path.parent, problem) from error
 
 
-def _place(frame: Frame, number: int) -> str:
+def frame_place(frame: Frame, number: int) -> str:
+    """Number and offset of a frame, for messages."""
     return f"frame {number} at byte {frame.compressed_offset:,}"
 
 
@@ -181,8 +182,8 @@ class FrameCache:
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory, self.limit_bytes = directory, limit_bytes
-        # Bytes written since the directory was last listed; None before the first listing.
-        self._unlisted_bytes: int | None = None
+        # Bytes written since the directory was last listed. The first entry lists it.
+        self._unlisted_bytes = limit_bytes
         self._lock = threading.Lock()
 
     @classmethod
@@ -247,10 +248,9 @@ class FrameCache:
 
     def _limit_size(self, num_written: int) -> None:
         with self._lock:
-            if self._unlisted_bytes is not None:
-                self._unlisted_bytes += num_written
-                if self._unlisted_bytes <= self.limit_bytes // _SLACK:
-                    return
+            self._unlisted_bytes += num_written
+            if self._unlisted_bytes <= self.limit_bytes // _SLACK:
+                return
             self._unlisted_bytes = 0
         with contextlib.suppress(OSError):
             self._evict()

@@ -33,10 +33,9 @@ from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict_json import parse_json
 
 _MAX_HEADER_BYTES = 2**16
-_USUAL_HEADER_BYTES = 4096
 MAX_TABLE_BYTES = 2**31
 """Larger tables are refused before decoding, whatever size a file declares."""
-_NO_LINE = -1
+NO_LINE = -1
 _COLUMNS = ("starts", "file", "line", "names", "name_ends")
 _INDEX_TYPES = {
     "frames": (np.int64, 2),
@@ -47,26 +46,9 @@ _INDEX_TYPES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class DocumentTable:
-    """D documents in shard order."""
-
-    starts: NDArray[np.int64]
-    """[D] first token, relative to its block's start."""
-    file: NDArray[np.int64]
-    """[D] index into `names`."""
-    line: NDArray[np.int64]
-    """[D] number after the name and a colon; -1 if the id is the name alone."""
-    names: tuple[str, ...]
-
-    def document_id(self, document: int) -> str:
-        name, line = self.names[self.file[document]], self.line[document]
-        return name if line == _NO_LINE else f"{name}:{line}"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentIds:
-    """The ids of D documents as columns: `names[file]`, and a colon and `line` unless it is 0."""
+    """The ids of D documents as columns: `names[file]`, and a colon and `line` unless it is -1."""
 
     names: Sequence[str]
     file: NDArray[np.int64]
@@ -74,7 +56,7 @@ class DocumentIds:
 
     @classmethod
     def of(cls, ids: Sequence[str]) -> Self:
-        return cls(ids, np.arange(len(ids)), np.zeros(len(ids), np.int64))
+        return cls(ids, np.arange(len(ids)), np.full(len(ids), NO_LINE))
 
     def __len__(self) -> int:
         return len(self.file)
@@ -84,7 +66,7 @@ class DocumentIds:
 
     def id_of(self, number: int) -> str:
         name, line = self.names[self.file[number]], self.line[number]
-        return f"{name}:{line}" if line else name
+        return name if line == NO_LINE else f"{name}:{line}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,15 +81,9 @@ class ShardIndex:
     """int64 [N]: raw byte of the block's first token in the tar stream."""
     block_documents: np.ndarray
     """int64 [N]: documents of every block."""
-    documents: DocumentTable
-
-    @property
-    def document_starts(self) -> np.ndarray:
-        """int64 [D]: first token of every document, relative to its block's start."""
-        return self.documents.starts
-
-    def document_id(self, document: int) -> str:
-        return self.documents.document_id(document)
+    document_starts: np.ndarray
+    """int64 [D]: first token of every document, relative to its block's start."""
+    ids: DocumentIds
 
     def frame(self, number: int) -> Frame:
         return Frame(*self.frames[number].tolist())
@@ -166,14 +142,13 @@ def checked_index(
     if not problem:
         table = arrays.pop("documents").tobytes()
         try:
-            documents = unpack_documents(table, num_documents=entry.documents)
+            starts, ids = unpack_documents(table, num_documents=entry.documents)
+            problem = _starts_problem(starts, arrays)
         except ValueError as error:
             problem = str(error)
-        else:
-            problem = _starts_problem(documents.starts, arrays)
     if problem:
         raise damaged_file(path, directory, f"contradicts the manifest or itself: {problem}")
-    return ShardIndex(**arrays, documents=documents)
+    return ShardIndex(**arrays, document_starts=starts, ids=ids)
 
 
 def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: int) -> str:
@@ -219,34 +194,28 @@ def _starts_problem(starts: np.ndarray, arrays: dict[str, np.ndarray]) -> str:
 
 
 def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
-    """int64 [blocks]: tokens of every block of a shard, usually by one small read of its index.
+    """int64 [blocks]: tokens of every block of a shard, by one small read of its index.
 
     Opening a split needs no more than this of each shard, and most ranks read few of the shards.
     No hash covers a part of a file, so only the number of blocks and their sum are checked here;
     `SplitReader` compares the sizes with the hashed index when it first reads the shard.
     """
     path = directory / entry.index_name
-    # txl writes two arrays of this size before `block_tokens`: one read usually covers all three.
-    usual = _USUAL_HEADER_BYTES + 3 * 8 * entry.blocks
-    start = read_bytes_at(path, directory, 0, min(entry.index_bytes, usual))
+    # safetensors stores two arrays of this size before `block_tokens`.
+    size = min(entry.index_bytes, _MAX_HEADER_BYTES + 3 * 8 * entry.blocks)
+    start = read_bytes_at(path, directory, 0, size)
     header_end = 8 + int.from_bytes(start[:8], "little")
     try:
         if header_end > _MAX_HEADER_BYTES:
             raise ValueError(f"its header is longer than {_MAX_HEADER_BYTES:,} bytes")
-        if header_end > len(start):
-            start = read_bytes_at(path, directory, 0, header_end)
         column = parse_json(start[8:header_end])["block_tokens"]
         if (column["dtype"], column["shape"]) != ("I64", [entry.blocks]):
             raise ValueError(f"block_tokens is {column['dtype']} {column['shape']}")
         first, last = (header_end + offset for offset in column["data_offsets"])
-        if last - first != 8 * entry.blocks or not header_end <= first <= entry.index_bytes:
+        if last - first != 8 * entry.blocks or not header_end <= first <= last <= len(start):
             raise ValueError("block_tokens has wrong offsets")
-        if last <= len(start):
-            data = start[first:last]
-        else:
-            data = read_bytes_at(path, directory, first, last - first)
-        tokens = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
-        if len(tokens) != entry.blocks or (tokens <= 0).any() or tokens.sum() != entry.tokens:
+        tokens = np.frombuffer(start[first:last], "<i8").astype(np.int64, copy=False)
+        if (tokens <= 0).any() or tokens.sum() != entry.tokens:
             raise ValueError(f"blocks do not sum to {entry.tokens:,} tokens")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"contradicts the manifest or itself: {printable(str(error))[:200]}"
@@ -296,8 +265,11 @@ def pack_documents(starts: NDArray[np.int64], ids: Sequence[DocumentIds]) -> byt
     return compress(save(columns))
 
 
-def unpack_documents(data: bytes, *, num_documents: int) -> DocumentTable:
-    """The inverse of `pack_documents`. Raises ValueError for other or damaged bytes."""
+def unpack_documents(data: bytes, *, num_documents: int) -> tuple[NDArray[np.int64], DocumentIds]:
+    """First tokens and ids: the inverse of `pack_documents`.
+
+    Raises ValueError for other or damaged bytes.
+    """
     try:
         columns = load(decompress(data, limit=MAX_TABLE_BYTES))
     except (FrameError, SafetensorError, KeyError, AttributeError) as error:
@@ -315,7 +287,7 @@ def unpack_documents(data: bytes, *, num_documents: int) -> DocumentTable:
     first = np.concatenate([[0], ends[:-1]])[: len(ends)]
     parts = (content[low:high] for low, high in zip(first, ends, strict=True))
     names = tuple(part.decode("utf-8", errors="replace") for part in parts)
-    return DocumentTable(starts, file, line, names)
+    return starts, DocumentIds(names, file, line)
 
 
 def _number_names(ids: DocumentIds, number_of: dict[str, int]) -> NDArray[np.int64]:
@@ -323,22 +295,24 @@ def _number_names(ids: DocumentIds, number_of: dict[str, int]) -> NDArray[np.int
 
     Names are numbered in the order in which they first appear.
     """
-    keys = 2 * ids.file + (ids.line > 0)
+    keys = 2 * ids.file + (ids.line != NO_LINE)
     used, first, key_of = np.unique(keys, return_index=True, return_inverse=True)
     columns = np.empty((2, len(used)), np.int64)
     for key in np.argsort(first).tolist():
         file, has_line = divmod(int(used[key]), 2)
         # A name without a line may itself end in a colon and digits.
-        name, line = (ids.names[file], 0) if has_line else _split_id(ids.names[file])
+        name, line = (ids.names[file], NO_LINE) if has_line else _split_id(ids.names[file])
         columns[:, key] = number_of.setdefault(name, len(number_of)), line
-    return np.stack([columns[0, key_of], np.where(ids.line > 0, ids.line, columns[1, key_of])])
+    return np.stack(
+        [columns[0, key_of], np.where(ids.line != NO_LINE, ids.line, columns[1, key_of])]
+    )
 
 
 def _split_id(id_: str) -> tuple[str, int]:
     name, colon, line = id_.rpartition(":")
     # Only numbers that int64 holds and that are printed in the same way: not "01".
     plain = line.isascii() and line.isdigit() and str(int(line[:18] or 0)) == line
-    return (name, int(line)) if colon and plain else (id_, _NO_LINE)
+    return (name, int(line)) if colon and plain else (id_, NO_LINE)
 
 
 def _steps(column: NDArray[np.int64]) -> NDArray[Any]:

@@ -10,31 +10,30 @@ Opening a split loads only the sizes of its blocks. Indexes are loaded when a sh
 Order and lanes are in `streams/`.
 """
 
-import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards.frames import Frame, FrameError, decode_frame
+from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
 from data_pipeline.shards.shard_files import (
     FrameCache,
     check_sizes,
     checked_frame,
     damaged_file,
+    frame_place,
     read_bytes_at,
-    read_frame,
 )
 from data_pipeline.shards.shard_index import (
     ShardIndex,
     checked_index,
     read_block_tokens,
-    read_index,
 )
 from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 
@@ -42,6 +41,7 @@ DEFAULT_CACHE_FRAMES = 64
 INDEX_CACHE_BYTES = 256 * 2**20
 """RAM for loaded indexes: about 250 shards of 128M tokens in documents of 1,000 tokens."""
 _PARALLEL_REQUESTS = 16
+T = TypeVar("T")
 
 
 class TokenSource(Protocol):
@@ -130,7 +130,7 @@ class SplitReader:
         index = self._read_index(self.entry.shards[shard])
         first = int(index.block_documents[:number].sum())
         stop = first + int(index.block_documents[number])
-        return [index.document_id(document) for document in range(first, stop)]
+        return [index.ids.id_of(document) for document in range(first, stop)]
 
     def documents(self) -> Iterator[tuple[str, int]]:
         """Id and number of tokens of every document, in order, from one index after another."""
@@ -139,7 +139,7 @@ class SplitReader:
             block_start = np.cumsum(index.block_tokens) - index.block_tokens
             starts = np.repeat(block_start, index.block_documents) + index.document_starts
             for number, num_tokens in enumerate(np.diff(starts, append=entry.tokens).tolist()):
-                yield index.document_id(number), num_tokens
+                yield index.ids.id_of(number), num_tokens
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of `block`, a new 1-D array of `dtype`.
@@ -197,9 +197,31 @@ class SplitReader:
         return opened
 
     def _read_index(self, entry: ShardEntry) -> ShardIndex:
-        if self._frame_cache is not None:
-            return read_cached_index(self.directory, entry, self.dtype.itemsize, self._frame_cache)
-        return read_index(self.directory, entry, self.dtype.itemsize)
+        key = entry.index_sha256, 0, entry.index_bytes
+        path, itemsize = self.directory / entry.index_name, self.dtype.itemsize
+        check = partial(checked_index, directory=self.directory, entry=entry, itemsize=itemsize)
+        return self._read_checked(path, key, check)
+
+    def _read_checked(
+        self,
+        path: DatasetPath,
+        key: tuple[str, int, int],
+        check: Callable[[bytes], T],
+        part: str = "",
+    ) -> T:
+        """`check(bytes)` of a part of a file, which is cached; `key` is (sha256, offset, size)."""
+        cache = self._frame_cache
+        if cache is not None and (data := cache.get(*key)) is not None:
+            try:
+                return check(data)
+            except DataError:
+                cache.drop(*key)
+        sha256, first, size = key
+        data = read_bytes_at(path, self.directory, first, size, part)
+        checked = check(data)
+        if cache is not None:
+            cache.put(sha256, first, data)
+        return checked
 
     def _raw(self, shard: int, first: int, last: int) -> memoryview | bytes:
         """Bytes [first, last) of the shard's tar stream."""
@@ -225,8 +247,7 @@ class SplitReader:
                     decoded[number] = self._cache[shard, number]
         missing = [number for number in range(low, high) if number not in decoded]
         # Without the lock: two threads may both decode a frame, but no thread waits for another.
-        if missing:
-            decoded |= zip(missing, self._read_frames(shard, missing), strict=True)
+        decoded |= {number: self._read_frame(shard, number) for number in missing}
         with self._lock:
             for number in missing:
                 self._cache[shard, number] = decoded[number]
@@ -234,14 +255,12 @@ class SplitReader:
                 self._cache.popitem(last=False)
         return [decoded[number] for number in range(low, high)]
 
-    def _read_frames(self, shard: int, numbers: list[int]) -> list[bytes]:
-        entry, index = self.entry.shards[shard], self._index(shard)
-        frames = {number: Frame(*index.frames[number].tolist()) for number in numbers}
-        if self._frame_cache is not None:
-            return read_cached_frames(self.directory, entry, frames, self._frame_cache)
-        return [
-            read_frame(self.directory, entry, frame, number) for number, frame in frames.items()
-        ]
+    def _read_frame(self, shard: int, number: int) -> bytes:
+        entry, frame = self.entry.shards[shard], Frame(*self._index(shard).frames[number].tolist())
+        path = self.directory / entry.name
+        key = entry.sha256, frame.compressed_offset, frame.compressed_size
+        check = partial(checked_frame, path=path, frame=frame, number=number)
+        return self._read_checked(path, key, check, frame_place(frame, number))
 
 
 def load_block_tokens(directory: DatasetPath, shards: Sequence[ShardEntry]) -> np.ndarray:
@@ -271,63 +290,3 @@ def open_split(
     return SplitReader(
         directory, split, manifest=manifest, cache_frames=cache_frames, frame_cache=frame_cache
     )
-
-
-# --- reading through a frame cache ----------------------------------------------------------------
-
-
-def read_cached_index(
-    directory: DatasetPath, entry: ShardEntry, itemsize: int, cache: FrameCache
-) -> ShardIndex:
-    """The checked index of a shard. Raises DataError naming the file."""
-    data = cache.get(entry.index_sha256, 0, entry.index_bytes)
-    if data is not None:
-        try:
-            return checked_index(data, directory, entry, itemsize)
-        except DataError:
-            cache.drop(entry.index_sha256, 0, entry.index_bytes)
-    data = read_bytes_at(directory / entry.index_name, directory, 0, entry.index_bytes)
-    index = checked_index(data, directory, entry, itemsize)
-    cache.put(entry.index_sha256, 0, data)
-    return index
-
-
-def read_cached_frames(
-    directory: DatasetPath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
-) -> list[bytes]:
-    """Raw bytes of the given frames, in the same order. Raises DataError naming the file."""
-    raw = {number: _cached(entry, frame, cache) for number, frame in frames.items()}
-    missing = [number for number, data in raw.items() if data is None]
-    # Groups of consecutive numbers: inside each, number minus position in the list is constant.
-    for _, group in itertools.groupby(enumerate(missing), lambda item: item[1] - item[0]):
-        raw |= _fetched(directory, entry, {n: frames[n] for _, n in group}, cache)
-    return [data for data in raw.values() if data is not None]
-
-
-def _cached(entry: ShardEntry, frame: Frame, cache: FrameCache) -> bytes | None:
-    key = entry.sha256, frame.compressed_offset, frame.compressed_size
-    data = cache.get(*key)
-    if data is None:
-        return None
-    try:
-        return decode_frame(data, frame)
-    except FrameError:
-        cache.drop(*key)
-        return None
-
-
-def _fetched(
-    directory: DatasetPath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
-) -> dict[int, bytes]:
-    """Fetch consecutive frames by one request. Each is cached once its checksum is checked."""
-    path = directory / entry.name
-    first = min(frame.compressed_offset for frame in frames.values())
-    last = max(frame.compressed_offset + frame.compressed_size for frame in frames.values())
-    data = read_bytes_at(path, directory, first, last - first, f"bytes {first:,} to {last:,}")
-    raw = {}
-    for number, frame in frames.items():
-        start = frame.compressed_offset - first
-        compressed = data[start : start + frame.compressed_size]
-        raw[number] = checked_frame(compressed, path, frame, number)
-        cache.put(entry.sha256, frame.compressed_offset, compressed)
-    return raw

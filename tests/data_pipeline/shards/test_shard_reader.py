@@ -22,13 +22,13 @@ Dataset = tuple[Path, ShardManifest]
 
 def note_loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     loaded: list[str] = []
-    real = shard_reader.read_index
+    real = shard_reader.checked_index
 
-    def noted(directory: Any, entry: Any, itemsize: int) -> Any:
+    def noted(data: bytes, directory: Any, entry: Any, itemsize: int) -> Any:
         loaded.append(entry.name)
-        return real(directory, entry, itemsize)
+        return real(data, directory, entry, itemsize)
 
-    monkeypatch.setattr(shard_reader, "read_index", noted)
+    monkeypatch.setattr(shard_reader, "checked_index", noted)
     return loaded
 
 
@@ -113,13 +113,13 @@ def test_a_range_decodes_only_the_frames_it_needs(
     manifest = write_split(tmp_path, some_documents([6100]), block_bytes=1024)
     source = open_split(tmp_path, "train", manifest=manifest)
     decoded: list[int] = []
-    read_frame = open_split.__globals__["read_frame"]
+    checked_frame = shard_reader.checked_frame
 
-    def counted(directory, entry, frame, number):
+    def counted(data, path, frame, number):
         decoded.append(number)
-        return read_frame(directory, entry, frame, number)
+        return checked_frame(data, path, frame, number)
 
-    monkeypatch.setattr("data_pipeline.shards.shard_reader.read_frame", counted)
+    monkeypatch.setattr(shard_reader, "checked_frame", counted)
     source.read(0, 3000, 3010)
     source.read(0, 3010, 3020)
     assert len(decoded) == 1

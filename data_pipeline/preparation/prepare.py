@@ -22,7 +22,6 @@ from data_pipeline.errors import printable
 from data_pipeline.preparation.checks import (
     find_existing,
     require_same_input,
-    require_text_files,
     require_usable_input,
     warn_of_empty_files,
 )
@@ -40,7 +39,6 @@ from data_pipeline.preparation.work_units import (
     CountUnit,
     ShardUnit,
     UnitRunner,
-    cache_tokenizer,
 )
 from data_pipeline.readers import InputFile, find_files
 from data_pipeline.readers.names import count_by_split
@@ -138,7 +136,6 @@ def prepare_dataset(
     read_as = inputs_found.read_as
     note(f"reading {list_read_as(read_as)}")
     files = choose_given_splits(inputs_found, settings, note)
-    require_text_files(files, max_reject_rate)
     if warning := warn_of_empty_files(files):
         note(warning)
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
@@ -193,7 +190,6 @@ def _write_dataset(
         settings=settings,
         input=index.summary(),
     )
-    cache_tokenizer(tokenizer)
     encoder, reason = encoder_of(tokenizer)
     if reason:
         note(f"encoding with {encoder}, which is slower than gigatoken: {reason}")

@@ -171,31 +171,10 @@ def split_of_documents(
         chosen = _choose_splits(hashes[is_train], [settings.split[name] for name in held_out])
         positions = np.array([names.index(name) for name in (TRAIN, *held_out)], np.int8)
         split_of[is_train] = positions[chosen]
-        sizes = index.text_bytes[numbers]
-        _report_shares(settings.split, names, split_of, sizes, note)
     for position, name in enumerate(names):
         if not (split_of == position).any():
             raise DataError(f"split {name}: its files hold no document with text. Give others.")
     return names, split_of
-
-
-def _report_shares(
-    asked: dict[str, float],
-    names: list[str],
-    split_of: np.ndarray,
-    sizes: np.ndarray,
-    note: Callable[[str], None],
-) -> None:
-    """Report splits whose text is less than half or more than twice what was asked for."""
-    total = float(sizes.sum())
-    for name, fraction in asked.items():
-        is_in = split_of == names.index(name)
-        share = float(sizes[is_in].sum()) / total
-        if not fraction / 2 <= share <= fraction * 2:
-            note(
-                f"split {name}: {is_in.sum():,} of {len(split_of):,} documents with {share:.2%} of "
-                f"the text, instead of {fraction:.2%}: documents and works are not cut"
-            )
 
 
 def _hash_works(

@@ -9,7 +9,9 @@ Any worker can execute it, in any order, more than once, and in a later run: the
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,6 @@ from data_pipeline.preparation.staging import (
     FinishedFile,
     load_finished,
     record_finished,
-    scratch_directory,
 )
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -131,8 +132,12 @@ def run_task(task: Task) -> Outcome:
         return Outcome(result, reused=True)
     with (
         explain_disk_errors(f"writing {unit.name}", staging.parent),
-        scratch_directory(staging, unit.name) as scratch,
+        # Two executions of the same unit at the same time never share files.
+        TemporaryDirectory(
+            prefix=f"{unit.name}-", dir=staging / RECORDS, ignore_cleanup_errors=True
+        ) as folder,
     ):
+        scratch = Path(folder)
         if isinstance(unit, ScanUnit):
             result, files = _scan(unit, staging, scratch)
         elif isinstance(unit, CountUnit):
@@ -190,7 +195,7 @@ def _count_symbols(unit: CountUnit, staging: Path, scratch: Path) -> _Executed:
 
 def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
     header, documents = IndexHeader.model_validate_json(unit.context).dataset, unit.documents
-    tokenizer = load_cached_tokenizer(staging / TOKENIZER_NAME, header.tokenizer_digest)
+    tokenizer = _tokenizer_of(staging / TOKENIZER_NAME, header.tokenizer_digest)
     writer = ShardWriter(
         scratch,
         unit.split,
@@ -292,26 +297,13 @@ class UnitRunner:
 # --- tokens of documents --------------------------------------------------------------------------
 
 
-_cache: dict[str, Tokenizer] = {}
-"""The last tokenizer of this process, by digest. A worker loads it once, not once per shard."""
-
-
-def cache_tokenizer(tokenizer: Tokenizer) -> None:
-    """Use `tokenizer` for all shards that this process writes, without loading it."""
-    _cache.clear()
-    _cache[tokenizer.digest] = tokenizer
-
-
-def load_cached_tokenizer(path: Path, digest: str) -> Tokenizer:
-    """The tokenizer with this digest, loaded from `path` unless cached."""
-    if digest not in _cache:
-        tokenizer = load_tokenizer(path)
-        if tokenizer.digest != digest:
-            raise DataError(
-                f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again."
-            )
-        cache_tokenizer(tokenizer)
-    return _cache[digest]
+@lru_cache(maxsize=1)
+def _tokenizer_of(path: Path, digest: str) -> Tokenizer:
+    """The tokenizer at `path`: a process loads it once, not once per shard."""
+    tokenizer = load_tokenizer(path)
+    if tokenizer.digest != digest:
+        raise DataError(f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again.")
+    return tokenizer
 
 
 def tokenize_texts(

@@ -46,9 +46,9 @@ from data_pipeline.readers.names import (
     with_splits_of_names,
 )
 from data_pipeline.system.sources import (
-    SourceError,
     file_system,
     local_path,
+    reject_reason,
     retry_request,
     scheme_of,
     shown,
@@ -247,9 +247,9 @@ def _list_url_entries(url: str) -> tuple[list[_Entry], bool]:
                 name = PurePosixPath(bare).name
                 return [_Entry(url, name, int(info["size"] or 0), _mark(info))], True
         listed = retry_request(lambda: system.find(bare, detail=True))
-    except SourceError as error:
+    except OSError as error:
         raise DataError(
-            f"{shown(url)}: {error.reason}. Check the address and permissions."
+            f"{shown(url)}: {reject_reason(error)}. Check the address and permissions."
         ) from error
     entries = []
     for path, info in listed.items():

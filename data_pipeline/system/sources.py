@@ -103,8 +103,8 @@ def file_system(url: str) -> Any:
 def retry_request(request: Callable[[], _T]) -> _T:
     """The result of a request to an object store, after at most `_MAX_ATTEMPTS` attempts.
 
-    The waits between attempts double. Raises SourceError for a missing or forbidden object, without
-    a retry, and UnreachableError when the last attempt fails.
+    The waits between attempts double. Raises FileNotFoundError, PermissionError and
+    IsADirectoryError without a retry, and UnreachableError when the last attempt fails.
     """
     # A loop, not the package tenacity: with it this function is longer, and the import takes 40 ms.
     for attempt in range(_MAX_ATTEMPTS):
@@ -112,13 +112,16 @@ def retry_request(request: Callable[[], _T]) -> _T:
             time.sleep(_FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
         try:
             return request()
-        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-            raise SourceError(f"cannot be read: {type(error).__name__}") from error
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, "no such object") from error
+        except PermissionError as error:
+            raise PermissionError(errno.EACCES, "access denied; check the credentials") from error
+        except IsADirectoryError as error:
+            raise IsADirectoryError(errno.EISDIR, "is a folder") from error
         except Exception as error:  # every client library has its own error classes
             last_error = error
     reason = printable(_without_urls(str(last_error)))[:200] or type(last_error).__name__
-    message = f"cannot be read after {_MAX_ATTEMPTS} attempts: {reason}"
-    raise UnreachableError(message) from last_error
+    raise UnreachableError(f"{_MAX_ATTEMPTS} attempts failed: {reason}") from last_error
 
 
 def _without_urls(text: str) -> str:

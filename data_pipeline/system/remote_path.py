@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from data_pipeline.system.sources import (
     SourceError,
@@ -131,7 +131,7 @@ class RemotePath:
             raise SourceError("its server ignores byte ranges; use a server that supports them")
         return data
 
-    def open(self, _mode: str = "rb") -> AbstractContextManager[BinaryIO]:
+    def open(self, _mode: str = "rb") -> AbstractContextManager[Any]:
         """The content as a stream of bytes, for reading only."""
         return open_source(self.url, "")
 

@@ -83,7 +83,7 @@ def test_the_third_failure_is_an_unreachable_error_without_secrets() -> None:
 @pytest.mark.parametrize("error", [FileNotFoundError(), PermissionError(), IsADirectoryError()])
 def test_a_missing_or_forbidden_object_is_not_retried(error: OSError) -> None:
     requests = Requests(error)
-    with pytest.raises(type(error), match="no such object|access denied|is a folder") as raised:
+    with pytest.raises(type(error), match=r"no such object|access denied|is a folder") as raised:
         retry_request(requests)
     assert (requests.attempts, raised.value.__cause__) == (1, error)
 

@@ -36,8 +36,7 @@ from data_pipeline.preparation.staging import (
     record_finished,
 )
 from data_pipeline.preparation.work_units import (
-    CountUnit,
-    ShardUnit,
+    BatchUnit,
     UnitRunner,
 )
 from data_pipeline.readers import InputFile, find_files
@@ -75,7 +74,6 @@ from data_pipeline.tokenizers import (
 )
 
 DEFAULT_MAX_REJECT_RATE = 0.001
-_SUFFIXES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +237,7 @@ def _train_tokenizer(
         counted.append((numbers, context.model_dump_json()))
         total_bytes += int(index.text_bytes[numbers].sum())
     units = (
-        CountUnit("train", number, context, DocumentBatch.of(index, numbers))
+        BatchUnit("count", "train", number, context, DocumentBatch.of(index, numbers))
         for number, (numbers, context) in enumerate(counted)
     )
     results = runner.run("counting", units, total_bytes)
@@ -269,7 +267,9 @@ def _write_shards(
     index_header = IndexHeader(dataset=header, shards=counts).model_dump_json()
     names = [(split, number) for split in shards for number in range(counts[split])]
     units = (
-        ShardUnit(split, number, index_header, DocumentBatch.of(index, shards[split][number]))
+        BatchUnit(
+            "shard", split, number, index_header, DocumentBatch.of(index, shards[split][number])
+        )
         for split, number in names
     )
     all_shards = [numbers for split in shards.values() for numbers in split]
@@ -313,11 +313,10 @@ def _summarize_input(
 
 
 def list_read_as(read_as: dict[str, dict[str, int]]) -> str:
-    """`PrepareReport.read_as` as text, with the most frequent suffixes of every format."""
+    """`PrepareReport.read_as` as text, the most frequent suffixes of every format first."""
     formats = []
     for kind, counts in read_as.items():
         frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        listed = [f"{count:,} {printable(suffix)}" for suffix, count in frequent[:_SUFFIXES_SHOWN]]
-        more = sum(count for _, count in frequent[_SUFFIXES_SHOWN:])
-        formats.append(f"{kind}: {', '.join(listed)}" + (f" and {more:,} others" if more else ""))
+        listed = (f"{count:,} {printable(suffix)}" for suffix, count in frequent)
+        formats.append(f"{kind}: {', '.join(listed)}")
     return f"as {'; '.join(formats)}"

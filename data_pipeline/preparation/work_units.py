@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -44,9 +44,14 @@ from data_pipeline.tokenizers.training import count_symbols, counts_to_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _BatchUnit:
-    """A unit that reads the documents of one shard again."""
+class BatchUnit:
+    """A unit that reads the documents of one shard again.
 
+    `shard`: tokenize and write them; `context` is the IndexHeader. `count`: count symbols for a
+    vocabulary; `context` is the PrepareSettings, for bpe with the `train_bytes` left for it.
+    """
+
+    kind: Literal["shard", "count"]
     split: str
     number: int
     context: str  # JSON of all else that determines the result
@@ -54,7 +59,7 @@ class _BatchUnit:
 
     @property
     def name(self) -> str:
-        return f"{self.split}-{self.number:06d}"
+        return f"{self.split}-{self.number:06d}" + ".count" * (self.kind == "count")
 
     @property
     def size(self) -> int:
@@ -68,26 +73,7 @@ class _BatchUnit:
         return f"{self.name}, {self.documents}"
 
 
-class CountUnit(_BatchUnit):
-    """Count symbols for a vocabulary. `context` is the PrepareSettings.
-
-    For bpe, its `train_bytes` are those left for this shard.
-    """
-
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        return f"{self.split}-{self.number:06d}.count"  # distinct from the name of the shard
-
-
-class ShardUnit(_BatchUnit):
-    """Tokenize documents and write them as one shard. `context` is the IndexHeader."""
-
-    __slots__ = ()
-
-
-Unit = ScanUnit | CountUnit | ShardUnit
+Unit = ScanUnit | BatchUnit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +126,7 @@ def run_task(task: Task) -> Outcome:
         scratch = Path(folder)
         if isinstance(unit, ScanUnit):
             result, files = _scan(unit, staging, scratch)
-        elif isinstance(unit, CountUnit):
+        elif unit.kind == "count":
             result, files = _count_symbols(unit, staging, scratch)
         else:
             result, files = _write_shard(unit, staging, scratch)
@@ -179,7 +165,7 @@ def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
     return {"scan": files[-1].path}, files
 
 
-def _count_symbols(unit: CountUnit, staging: Path, scratch: Path) -> _Executed:
+def _count_symbols(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
     settings, documents = PrepareSettings.model_validate_json(unit.context), unit.documents
 
     def parts() -> Iterator[str]:
@@ -193,7 +179,7 @@ def _count_symbols(unit: CountUnit, staging: Path, scratch: Path) -> _Executed:
     return {"counts": file.path}, [file]
 
 
-def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
+def _write_shard(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
     header, documents = IndexHeader.model_validate_json(unit.context).dataset, unit.documents
     tokenizer = _tokenizer_of(staging / TOKENIZER_NAME, header.tokenizer_digest)
     writer = ShardWriter(

@@ -45,11 +45,10 @@ class Verified:
 def verify_dataset(
     directory: DatasetPath,
     *,
-    fast: bool = False,
     workers: Workers | None = None,
     progress: Progress = lambda *_: None,
 ) -> Verified:
-    """Hash every file again; with `fast`, hash the indexes and compare only the shards' sizes.
+    """Hash every file again.
 
     Raises DataError without a usable manifest, ReadFailureError if the manifest or the list of
     files could not be read at the moment.
@@ -72,7 +71,7 @@ def verify_dataset(
         (unread if is_read_failure(error) else problems).append(str(error))
     # Absolute: Ray workers may have another working directory.
     local = directory.absolute() if isinstance(directory, Path) else directory
-    checks = [_ShardCheck(local, shard, fast) for shard in manifest.shards]
+    checks = [_ShardCheck(local, shard) for shard in manifest.shards]
     done, total = 0, sum(check.num_bytes for check in checks)
     progress("verifying", done, total)
     found: dict[int, list[_Problem]] = {}
@@ -102,7 +101,6 @@ class _ShardCheck:
 
     directory: DatasetPath
     entry: ShardEntry
-    fast: bool
 
     def __str__(self) -> str:
         return self.entry.name
@@ -124,9 +122,8 @@ class _Problem:
 def _check_shard(check: _ShardCheck) -> list[_Problem]:
     problems = []
     for name, (size, sha256) in check.entry.files.items():
-        size_only = check.fast and name == check.entry.name
         try:
-            problem = _file_problem(check.directory / name, size, "" if size_only else sha256)
+            problem = _file_problem(check.directory / name, size, sha256)
         except OSError as error:
             message = f"{name}: cannot be read: {error.strerror}"
             problems.append(_Problem(message, is_unread=is_read_failure(error)))
@@ -136,13 +133,13 @@ def _check_shard(check: _ShardCheck) -> list[_Problem]:
 
 
 def _file_problem(path: DatasetPath, size: int, sha256: str) -> str:
-    """What differs from the manifest, or "". The content is not read if `sha256` is empty."""
+    """What differs from the manifest, or ""."""
     if not path.is_file():
         return "missing, or not a regular file"
     found_size = path.stat().st_size
     if found_size != size:
         return f"is {found_size:,} bytes, expected {size:,}: cut short, overwritten or swapped"
-    found_sha256 = sha256_file(path) if sha256 else ""
+    found_sha256 = sha256_file(path)
     if found_sha256 != sha256:
         return f"has sha256 {found_sha256}, expected {sha256}: damaged, overwritten or swapped"
     return ""

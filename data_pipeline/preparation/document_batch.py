@@ -1,11 +1,8 @@
 """The documents of one work unit: their locations, and reading their texts again.
 
-Input files that cannot be read from the middle (compressed files, Parquet, URLs) are not read
-twice. The scan writes their texts to a spill file in the staging directory, and the texts are read
-from there.
-
-Opening a file and calling a tokenizer take several microseconds each, more than encoding a
-sentence. So consecutive short documents form a group: a file is opened once for a run of documents.
+The scan writes texts that cannot be read from the middle of their file (compressed files, Parquet,
+URLs) to a spill file in the staging directory, and they are read from there. Consecutive short
+documents form a group, which is tokenized in one call.
 """
 
 import contextlib

@@ -1,13 +1,9 @@
 """`txl prepare`: the stages from input files to a published dataset, in order.
 
-Each document is read twice: once to locate and hash it, and once to tokenize it into its shard. In
-between, one process assigns all documents to shards from their locations alone, so an input larger
-than RAM can be shuffled and split. Scanning, counting and writing are work units that any
-number of workers share (`work_units.py`). The same input and settings give the same bytes for any
-number of workers.
-
-Finished units stay in the staging directory when the program is stopped or killed, and a rerun of
-the same command reuses them. `system/files.py` publishes the dataset in one step.
+Each document is read twice: to locate and hash it, and to tokenize it into its shard. In between,
+one process assigns all documents to shards from their locations alone. The same input and settings
+give the same bytes for any number of workers. Finished units stay in the staging directory when the
+program is stopped or killed, and a rerun of the same command reuses them.
 """
 
 import os

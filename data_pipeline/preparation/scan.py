@@ -1,20 +1,16 @@
 """Scan units read the input once to locate and hash every document; the index joins their results.
 
-The result of a scan unit depends on the input alone. It holds arrays and no text: location, size
-and sha256 of every document, about 70 bytes per document on disk. The reader computes the sha256 of
-a text while it reads the text (`Record.sha256` in `data_pipeline/readers`).
-
-The index joins the scans of all units in input order, as NumPy columns: 52 bytes per document and
-no text. An input larger than RAM can therefore be deduplicated, split and shuffled in one
-process, and its documents read again one by one. Lines count from the start of a range in a scan,
-and from the start of the file in the index.
+A scan holds no text: location, size and sha256 of every document, about 70 bytes per document on
+disk. The index joins all scans in input order, as NumPy columns of 52 bytes per document, so an
+input larger than RAM can be deduplicated, split and shuffled in one process. Lines count from the
+start of a range in a scan, and from the start of the file in the index.
 """
 
 import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -117,28 +113,17 @@ class ScanResult:
 
 def plan_scan(files: list[InputFile], text_key: str) -> list[ScanUnit]:
     """Divide the input into units of about UNIT_BYTES: ranges of large files, groups of small."""
-    groups = _group(_file_ranges(files))
-    return [ScanUnit(number, ranges, text_key) for number, ranges in enumerate(groups)]
-
-
-def _file_ranges(files: list[InputFile]) -> Iterator[FileRange]:
+    groups: list[list[FileRange]] = []
+    room = 0
     for number, file in enumerate(files):
         for start, stop in scan_ranges(file, UNIT_BYTES):
-            yield FileRange(number, file, start, stop)
-
-
-def _group(ranges: Iterable[FileRange]) -> Iterator[tuple[FileRange, ...]]:
-    group: list[FileRange] = []
-    group_bytes = 0
-    for each in ranges:
-        size = each.stop - each.start
-        if group and (group_bytes + size > UNIT_BYTES or len(group) == MAX_RANGES_PER_UNIT):
-            yield tuple(group)
-            group, group_bytes = [], 0
-        group.append(each)
-        group_bytes += size
-    if group:
-        yield tuple(group)
+            size = stop - start
+            if not groups or size > room or len(groups[-1]) == MAX_RANGES_PER_UNIT:
+                groups.append([])
+                room = UNIT_BYTES
+            groups[-1].append(FileRange(number, file, start, stop))
+            room -= size
+    return [ScanUnit(number, tuple(ranges), text_key) for number, ranges in enumerate(groups)]
 
 
 def spill_name(number: int) -> str:

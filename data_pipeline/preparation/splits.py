@@ -3,17 +3,12 @@
 One process decides this for the whole input, from arrays without text. The result depends on input
 and settings only, so any number of workers can then write the shards independently.
 
-The split of a document is given with its file, by a hash, or by its place in a long text:
-
 - The input gives splits to its files (`readers/names.py`). `--split none` merges them.
 - `--split valid=0.1` holds out that fraction of train by a hash: of the document, or of the work
-  that it is a part of (`--split-by`). Splits that only file names give are then ignored; those of
-  inputs named `train=A test=B` stay.
+  that it is a part of (`--split-by`). By default a work is the file for JSON files of token ids,
+  and in tar files the documents `STEM_1`, `STEM_2` or `STEM/1` of the same stem.
 - A recipe with fixed splits, or `--split-by position`, replaces the only document by one document
-  per split, each a range of the original. Later stages treat them like other documents.
-
-A work is by default the file for JSON files of token ids (tracks of a song), and in tar files the
-documents `STEM_1`, `STEM_2` or `STEM/1` of the same stem; otherwise the document.
+  per split, each a range of the original.
 """
 
 import hashlib

@@ -2,12 +2,11 @@
 
 A unit writes its files in a scratch directory, moves them to their final names and then writes a
 record: its key, its result, and the size and sha256 of every file. A unit counts as finished only
-if its record exists and the key and the files' content match. A killed unit has no record; its next
-execution overwrites its files.
+if its record exists and the key and the files' content match.
 
 The fingerprint of the directory contains everything that the units depend on: settings, format
-version, digest of a given tokenizer file, and path, name, size and version mark (local files:
-modification time) of every input file. A run with a different fingerprint discards the directory.
+version, a given tokenizer, and path, name, size and version mark (local files: modification time)
+of every input file. A run with a different fingerprint discards the directory.
 """
 
 import contextlib

@@ -44,7 +44,6 @@ from data_pipeline.system.files import (
     write_file,
 )
 from data_pipeline.system.progress import Progress
-from data_pipeline.system.workers import InProcess, Workers
 
 _SHARD = re.compile(rf"({SPLIT_PATTERN})-(\d{{6}}){re.escape(SHARD_SUFFIX)}")
 
@@ -56,12 +55,7 @@ class Rebuilt:
     """The manifest was already complete and is unchanged."""
 
 
-def rebuild_manifest(
-    directory: Path,
-    *,
-    workers: Workers | None = None,
-    progress: Progress = lambda *_: None,
-) -> Rebuilt:
+def rebuild_manifest(directory: Path, *, progress: Progress = lambda *_: None) -> Rebuilt:
     """Write `manifest.json` again.
 
     Raises DataError if a shard is missing, damaged or of another dataset, or the tokenizer is
@@ -69,11 +63,9 @@ def rebuild_manifest(
     """
     with contextlib.suppress(DataError):  # missing and damaged manifests are both rebuilt
         return Rebuilt(load_manifest(directory), was_complete=True)
-    workers = workers or InProcess()
     paths = _list_shards(directory)
     require_writable(directory)  # fail before all shards are read
-    headers = {paths[number]: header for number, header in workers.map(_read_header, paths)}
-    header = _common_header(directory, headers)
+    header = _common_header(directory, {path: _read_header(path) for path in paths})
     tokenizer = open_tokenizer(directory, header.dataset)
     ids, expected = (
         (each.vocab_size, each.end_of_document) for each in (header.dataset, tokenizer)
@@ -85,15 +77,13 @@ def rebuild_manifest(
             f"{directory} again elsewhere."
         )
     bytes_of_id = tokenizer.token_bytes() if tokenizer.lossless else None
-    shards = [
-        _Shard(path, header.dataset, tokenizer.opens_documents, bytes_of_id) for path in paths
-    ]
+    rules = _TokenRules(header.dataset, tokenizer.opens_documents, bytes_of_id)
     done, total = 0, sum(path.stat().st_size for path in paths)
     entries: dict[str, ShardEntry] = {}
     progress("reading shards", done, total)
-    for _, entry in workers.map(_rebuild_entry, shards):
-        entries[entry.name] = entry
-        done += entry.bytes
+    for path in paths:
+        entries[path.name] = _rebuild_entry(path, rules)
+        done += entries[path.name].bytes
         progress("reading shards", done, total)
     splits = {
         split: SplitEntry.of([entries[shard_name(split, number)] for number in range(count)])
@@ -152,23 +142,19 @@ def _common_header(directory: Path, headers: dict[Path, IndexHeader]) -> IndexHe
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shard:
-    """One shard to read, and the properties of its tokens: the unit of work."""
+class _TokenRules:
+    """The properties of a dataset's tokens that its shards are checked against."""
 
-    path: Path
     dataset: DatasetHeader
     opens_documents: bool
     """Whether every document begins with the end-of-document token."""
     bytes_of_id: np.ndarray | None
     """int32 [vocab_size]: UTF-8 bytes of each token; None if the tokenizer is not lossless."""
 
-    def __str__(self) -> str:
-        return self.path.name
 
-
-def _rebuild_entry(shard: _Shard) -> ShardEntry:
+def _rebuild_entry(path: Path, rules: _TokenRules) -> ShardEntry:
     """The manifest's entry of a shard, after its content was compared with its index."""
-    path, directory = shard.path, shard.path.parent
+    directory = path.parent
     index_path = path.with_name(index_name(path.name))
     arrays, metadata = read_unlisted_index(index_path)
     try:
@@ -189,37 +175,37 @@ def _rebuild_entry(shard: _Shard) -> ShardEntry:
     except (KeyError, IndexError, ValueError, OSError) as error:
         problem = f"does not describe a shard ({error})"
         raise damaged_file(index_path, directory, problem) from error
-    index = read_index(directory, entry, np.dtype(shard.dataset.dtype).itemsize)
+    index = read_index(directory, entry, np.dtype(rules.dataset.dtype).itemsize)
     try:
-        raw_sha256 = _check_content(shard, entry, index)
+        raw_sha256 = _check_content(path, entry, index, rules)
     except ValueError as error:
         raise damaged_file(path, directory, f"does not match its index: {error}") from error
     return entry.model_copy(update={"raw_sha256": raw_sha256})
 
 
-def _check_content(shard: _Shard, entry: ShardEntry, index: ShardIndex) -> str:
+def _check_content(path: Path, entry: ShardEntry, index: ShardIndex, rules: _TokenRules) -> str:
     """Compare a shard with its index, frame by frame; returns the sha256 of its tar stream.
 
     Raises ValueError with the first difference, DataError for a damaged frame.
     """
-    dtype = np.dtype(shard.dataset.dtype)
+    dtype = np.dtype(rules.dataset.dtype)
     digest, text_bytes = hashlib.sha256(), 0
     # Raw byte of the first token of every document.
     starts = np.repeat(index.block_offset, index.block_documents)
     starts += index.document_starts * dtype.itemsize
     for number in range(len(index.frames)):
         frame = index.frame(number)
-        raw = read_frame(shard.path.parent, entry, frame, number)
+        raw = read_frame(path.parent, entry, frame, number)
         digest.update(raw)
         if number == 0:
             _check_first_member(raw, entry.name)
         for offset, tokens in _tokens_of(raw, frame, index, dtype):
-            _check_tokens(shard, offset, tokens, starts)
-            if shard.bytes_of_id is not None:
-                text_bytes += int(shard.bytes_of_id[tokens].sum(dtype=np.int64))
-    if shard.bytes_of_id is not None and text_bytes != entry.text_bytes:
+            _check_tokens(rules, offset, tokens, starts)
+            if rules.bytes_of_id is not None:
+                text_bytes += int(rules.bytes_of_id[tokens].sum(dtype=np.int64))
+    if rules.bytes_of_id is not None and text_bytes != entry.text_bytes:
         raise ValueError(f"{text_bytes:,} bytes of text, the index has {entry.text_bytes:,}")
-    _check_seek_table(shard.path, index)
+    _check_seek_table(path, index)
     return digest.hexdigest()
 
 
@@ -243,15 +229,15 @@ def _tokens_of(
         yield first, np.frombuffer(raw, dtype, num_tokens, offset=first - start)
 
 
-def _check_tokens(shard: _Shard, offset: int, tokens: np.ndarray, starts: np.ndarray) -> None:
+def _check_tokens(rules: _TokenRules, offset: int, tokens: np.ndarray, starts: np.ndarray) -> None:
     """Check tokens in the vocabulary, and that documents begin at the raw bytes `starts`."""
-    if (largest := tokens.max()) >= shard.dataset.vocab_size:
+    if (largest := tokens.max()) >= rules.dataset.vocab_size:
         raise ValueError(f"it has token {largest}, outside the vocabulary")
     # No text encodes to end_of_document, so every occurrence starts a document.
-    places = np.flatnonzero(tokens == shard.dataset.end_of_document)
+    places = np.flatnonzero(tokens == rules.dataset.end_of_document)
     openers = offset + places * tokens.itemsize
     first, last = np.searchsorted(starts, [offset, offset + tokens.nbytes])
-    expected = starts[first : last if shard.opens_documents else first]
+    expected = starts[first : last if rules.opens_documents else first]
     if not np.array_equal(openers, expected):
         raise ValueError("documents do not start where the index says")
 

@@ -105,31 +105,23 @@ def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
     Skipped on web servers: they cannot list a directory, and one request per file would be slow.
     Hashes and checksums are still compared when the content is read.
     """
-    remote = isinstance(directory, RemotePath)
     try:
-        listed = directory.sizes() if isinstance(directory, RemotePath) else {}
+        if isinstance(directory, RemotePath):
+            sizes = directory.sizes()
+        else:
+            with os.scandir(directory) as files:
+                sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     except OSError as error:
         raise unreadable_file(directory, directory, "", error) from error
-    if remote and not listed:
+    if isinstance(directory, RemotePath) and not sizes:
         return
     for entry in entries:
         for name, (expected, _) in entry.files.items():
-            path = directory / name
-            size = listed.get(name) if remote else _size_of(path, directory)
-            if size is None:
-                raise damaged_file(path, directory, "is missing")
-            if size != expected:
-                raise damaged_file(path, directory, f"is {size:,} bytes, expected {expected:,}")
-
-
-def _size_of(path: DatasetPath, directory: DatasetPath) -> int:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise unreadable_file(path, directory, "", error) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise damaged_file(path, directory, "is not a regular file")
-    return int(status.st_size)
+            if name not in sizes:
+                raise damaged_file(directory / name, directory, "is missing, or not a regular file")
+            if sizes[name] != expected:
+                problem = f"is {sizes[name]:,} bytes, expected {expected:,}"
+                raise damaged_file(directory / name, directory, problem)
 
 
 def unreadable_file(

@@ -1,13 +1,10 @@
 """The sidecar index of one shard: where its frames, blocks and documents are.
 
 A safetensors file. Every array is checked against the others and against the manifest's entry when
-it is loaded, so that code that reads through an index needs no checks. Errors name the file.
+it is loaded, so that code that reads through an index needs no checks.
 
-First tokens and ids of the documents are one packed table. A shard of sentences has millions of
-documents: eight bytes per start and the full text of every id would be several times the compressed
-text. Most ids are `file:line` with consecutive lines, and starts increase by small steps. So each
-file name is stored once, lines and starts are stored as differences, and everything is one zstd
-frame with a checksum: 1 to 2 bytes per sentence.
+First tokens and ids of the documents are one packed table of 1 to 2 bytes per sentence: each file
+name is stored once, lines and starts are stored as differences, in one zstd frame.
 
 The safetensors metadata also describes the dataset and has a digest of the arrays. Reading shards
 does not need it: `rebuild.py` makes a lost manifest from it.

@@ -1,13 +1,9 @@
-"""Reading shards: any token range of any block, decoding only the frames that contain it.
+"""Reading tokens, document starts and ids of one split, from a local directory or a URL.
 
-Everything that is read is checked against the manifest: file sizes when a split is opened, the
-sha256 of a shard's index when the shard is first read, and size and checksum of every frame when it
-is decoded. A truncated, damaged, swapped or overwritten shard is therefore refused by name before
-any token of it is returned. The sha256 of whole shards is not checked here: that would read all of
-the corpus before the first step (`verify.py` does it).
-
-Opening a split loads only the sizes of its blocks. Indexes are loaded when a shard is first read.
-Order and lanes are in `streams/`.
+Everything is checked against the manifest before its first use: file sizes when a split is opened,
+the sha256 of a shard's index when the shard is first read, size and checksum of every frame when it
+is decoded. The sha256 of whole shards is not checked here: that would read all of the corpus before
+the first step (`verify.py` does it).
 """
 
 import threading

@@ -1,17 +1,14 @@
 """Writing one shard: documents to `<split>-<nnnnnn>.tar.zst` and its sidecar index.
 
-Consecutive whole documents are packed into blocks. A block is one `<key>.npy` in a tar: with one
-member per sentence the tar was 19 times as large as its tokens. A document larger than a block is a
-block on its own. The tar is compressed by `frames.FrameWriter` in frames that end where blocks end,
-so a reader decodes only the blocks it needs. The caller puts the end-of-document token at the start
-of every document.
+Consecutive whole documents are packed into blocks. A block is one `<key>.npy` in a tar; a document
+larger than a block is a block on its own. `frames.FrameWriter` compresses the tar in frames that
+end where blocks end, so a reader decodes only the blocks it needs.
 
 RAM is limited to about one block for documents of any size: tokens arrive in chunks. The chunks
 of a giant document go to a temporary file, because a tar member starts with its size.
 
-The same documents give the same bytes: tar headers contain no time, user or group. They equal those
-of WebDataset's TarWriter. The standard library's tarfile writes them, because importing webdataset
-loads torch: 190 MB in every worker.
+The same documents give the same bytes. Tar headers equal those of WebDataset's TarWriter; tarfile
+writes them, because importing webdataset loads torch: 190 MB in every worker.
 """
 
 import contextlib

@@ -1,11 +1,5 @@
 """Files and directories that appear complete or not at all, and locks between processes.
 
-    write_file, publish_file     one file, written under a temporary name, synced and renamed
-    overwrite_page               a small file that is rewritten every few seconds
-    publish_directory            a directory that is complete under its hidden name
-    StagedDirectory              a set of files in an existing directory, the manifest last
-    try_lock, wait_for_lock      `flock` on an open file or directory
-
 The kernel releases a lock when its holder ends, also by SIGKILL, so there are no stale locks. A
 file system without locks counts as unlocked, unless the caller decides otherwise: most locks only
 prevent mistakes of users on one host. The package filelock is not used: it truncates the lock file

@@ -1,9 +1,7 @@
 """RemotePath: a dataset at a URL, with the methods of pathlib.Path that readers need.
 
-Code that reads a manifest, an index or a frame takes a `DatasetPath` and works with local and
-remote datasets. Requests go through fsspec with retries (`urls.py`). A request that still fails is
-an OSError with a readable text. `str(path)` contains no credentials. Nothing is cached here;
-`shards/shard_files.py` caches frames.
+Requests go through fsspec with retries. A request that still fails is an OSError with a readable
+text. Nothing is cached here; `shards/shard_files.py` caches frames.
 """
 
 import contextlib

@@ -1,15 +1,8 @@
 """Read local files and URLs: as one stream of decompressed bytes, with retries for object stores.
 
-    open_source                  a file or URL as a buffered stream, decompressed
-    scheme_of, local_path        which addresses are supported
-    shown                        an address for messages, without secrets
-    file_system, retry_request   requests to an object store
-    is_transient                 whether an error may pass
-
 Every failure of a stream is an OSError with a readable text: a truncated or damaged gzip or zstd
-stream, bytes after its end, a broken connection. The readers of the formats turn it into a
-BrokenStreamError. The host memory of a stream is bounded: it does not grow with the decompressed
-size or with what a header declares.
+stream, bytes after its end, a broken connection. The memory of a stream is bounded: it does not
+grow with the decompressed size or with what a header declares.
 """
 
 import contextlib

@@ -1,12 +1,9 @@
 """Workers: map a function over units of work in this process or child processes, and a thread
 that runs jobs one after another (`BackgroundQueue`).
 
-An idle worker gets the next unit. Results are yielded in the order of completion, with the number
-of the unit. If a worker dies (out of memory, killed), its unit is retried once; after the second
-death an error names the unit. Workers end when this process ends for any reason.
-
-concurrent.futures is not used: its pool does not report which unit a dead worker had, and its
-workers survive a killed parent. `cluster/launcher.py` has the same interface on Ray.
+If a worker dies (out of memory, killed), its unit is retried once; after the second death an error
+names the unit. concurrent.futures is not used: its pool does not report which unit a dead worker
+had, and its workers survive a killed parent. `cluster/launcher.py` has the same interface on Ray.
 """
 
 import contextlib

@@ -108,9 +108,7 @@ def _listed(problems: list[str]) -> str:
 
 
 @app.command()
-def rebuild(
-    directory: Directory, *, workers: NumWorkers = 1, on: On = "local", as_json: AsJson = False
-) -> None:
+def rebuild(directory: Directory, *, as_json: AsJson = False) -> None:
     """Recreate a lost or damaged manifest.json from shards, indexes and tokenizer.json.
 
     The result is identical, with the same digest. Every shard is read and checked first. Missing or
@@ -120,8 +118,8 @@ def rebuild(
     """
     from data_pipeline.shards.rebuild import rebuild_manifest
 
-    with open_workers(on, workers) as pool, work_progress(MIB, pool) as progress:
-        result = rebuild_manifest(directory, workers=pool, progress=progress)
+    with work_progress(MIB) as progress:
+        result = rebuild_manifest(directory, progress=progress)
     status = "already complete" if result.was_complete else "rebuilt"
     if as_json:
         print(json.dumps({"status": status, **totals(directory, result.manifest)}))

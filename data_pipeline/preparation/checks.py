@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.scan import InputIndex
+from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, InputIndex
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
@@ -45,7 +45,7 @@ def require_usable_input(
     Before it raises for rejects or broken files, it moves the list of rejects from `staging` to
     `out`.
     """
-    rejected, broken = index.rejected, index.broken_files
+    rejected, broken = index.rejected, len(index.broken)
     records = len(index) + index.empty + rejected
     # A file that ends early counts as one reject but loses an unknown number of records, so a
     # reject rate below 1 cannot accept it.
@@ -54,7 +54,11 @@ def require_usable_input(
             f"{broken:,} of {len(index.files):,} files cannot be read to their end, which loses "
             "the rest of each"
         )
-        first, count, rate = index.first_broken, broken, "--max-reject-rate 1"
+        first, count, rate = (
+            [*index.broken.values()][:MAX_SHOWN_REJECTS],
+            broken,
+            "--max-reject-rate 1",
+        )
     elif rejected and (rejected > max_reject_rate * records or not len(index)):
         problem = (
             f"{rejected:,} of {records:,} records cannot be used, the limit is "

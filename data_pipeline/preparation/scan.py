@@ -246,8 +246,7 @@ class InputIndex:
         self.duplicates = 0  # set by `first_of_each_text`
         self.rejected = 0
         self.first_rejects: list[Reject] = []  # at most MAX_SHOWN_REJECTS
-        self.broken_files = 0  # files with a Reject that loses the rest of the file
-        self.first_broken: list[Reject] = []  # the first of each file, at most MAX_SHOWN_REJECTS
+        self.broken: dict[str, Reject] = {}  # by file, the first that loses the rest of the file
         self.file = np.empty(0, np.uint32)  # uint32 [D]: position in `files`
         # uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0 is a whole file.
         self.location = np.empty((0, 3), np.uint64)
@@ -261,7 +260,6 @@ class InputIndex:
         if any(splits := [file.split for file in files]):
             self._digest.update(json.dumps(splits).encode())
         self._reject_list = reject_list
-        self._last_broken = ""
 
     def __len__(self) -> int:
         return len(self.file)
@@ -382,11 +380,8 @@ class InputIndex:
         line = reject.to_json().encode() + b"\n"
         self.rejected += 1
         self.first_rejects = [*self.first_rejects, reject][:MAX_SHOWN_REJECTS]
-        # The rejects of one file are consecutive: the last name is enough to count files.
-        if reject.loses_rest and reject.file != self._last_broken:
-            self._last_broken = reject.file
-            self.broken_files += 1
-            self.first_broken = [*self.first_broken, reject][:MAX_SHOWN_REJECTS]
+        if reject.loses_rest:
+            self.broken.setdefault(reject.file, reject)
         if self._reject_list:
             self._reject_list.write(line)
         return line

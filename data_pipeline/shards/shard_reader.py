@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -92,8 +92,8 @@ class SplitReader:
         self.directory, self.split, self.manifest = dataset_path(directory), split, manifest
         self.entry = manifest.split(split, self.directory)
         self.dtype = np.dtype(manifest.dtype)
-        self._cache: OrderedDict[tuple[int, int], bytes] = OrderedDict()
-        self._cache_frames = cache_frames
+        # Two threads may both decode a frame, but no thread waits for another.
+        self._frame = lru_cache(cache_frames)(self._read_frame)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._cache_index_bytes = cache_index_bytes
         is_remote = isinstance(self.directory, RemotePath)
@@ -228,30 +228,14 @@ class SplitReader:
         low = int(np.searchsorted(index.frame_ends, first, side="right"))
         high = int(np.searchsorted(index.frame_ends, last, side="left"))
         parts = []
-        for number, data in enumerate(self._frames(shard, low, high + 1), start=low):
+        for number in range(low, high + 1):
+            data = self._frame(shard, number)
             begin = int(index.frames[number, 2])
             parts.append(memoryview(data)[max(0, first - begin) : last - begin])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _frames(self, shard: int, low: int, high: int) -> list[bytes]:
-        """Frames [low, high) of a shard, decoded: from RAM, else read."""
-        decoded: dict[int, bytes] = {}
-        with self._lock:
-            for number in range(low, high):
-                if (shard, number) in self._cache:
-                    self._cache.move_to_end((shard, number))
-                    decoded[number] = self._cache[shard, number]
-        missing = [number for number in range(low, high) if number not in decoded]
-        # Without the lock: two threads may both decode a frame, but no thread waits for another.
-        decoded |= {number: self._read_frame(shard, number) for number in missing}
-        with self._lock:
-            for number in missing:
-                self._cache[shard, number] = decoded[number]
-            while len(self._cache) > self._cache_frames:
-                self._cache.popitem(last=False)
-        return [decoded[number] for number in range(low, high)]
-
     def _read_frame(self, shard: int, number: int) -> bytes:
+        """A decoded frame of a shard."""
         entry, frame = self.entry.shards[shard], Frame(*self._index(shard).frames[number].tolist())
         path = self.directory / entry.name
         key = entry.sha256, frame.compressed_offset, frame.compressed_size

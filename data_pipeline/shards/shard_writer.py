@@ -89,7 +89,7 @@ class ShardWriter:
         `text_bytes` is the UTF-8 length of its text. Raises ValueError for ids outside the
         vocabulary, DataError for a document larger than a tar member can be.
         """
-        buffered: list[np.ndarray] = []
+        buffered = [np.empty(0, self._dtype)]
         size, checked = 0, self._checked(document_id, chunks)
         for chunk in checked:
             buffered.append(chunk)
@@ -98,15 +98,11 @@ class ShardWriter:
                 # More than a block: from here on to a file, so that at most a block is in RAM.
                 self._flush()
                 self._add_giant(document_id, itertools.chain(buffered, checked))
-                break
-        else:
-            if not size:
-                raise ValueError(f"{document_id}: tokens must not be empty")
-            if self._block.ids and self._block.num_bytes + size > self._block_bytes:
-                self._flush()
-            tokens = np.concatenate(buffered)
-            self._collect(DocumentIds.of([document_id]), tokens, np.array([len(tokens)]))
-        self._text_bytes += text_bytes
+                self._text_bytes += text_bytes
+                return
+        tokens = np.concatenate(buffered)
+        lengths = np.array([len(tokens)])
+        self.add_batch(DocumentIds.of([document_id]), tokens, lengths, text_bytes=text_bytes)
 
     def add_batch(
         self, ids: DocumentIds, tokens: np.ndarray, lengths: np.ndarray, *, text_bytes: int

@@ -9,6 +9,7 @@ listed separately: they may be intact.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from data_pipeline.errors import DataError, ReadFailureError, printable
@@ -71,17 +72,18 @@ def verify_dataset(
         (unread if is_read_failure(error) else problems).append(str(error))
     # Absolute: Ray workers may have another working directory.
     local = directory.absolute() if isinstance(directory, Path) else directory
-    checks = [_ShardCheck(local, shard) for shard in manifest.shards]
-    done, total = 0, sum(check.num_bytes for check in checks)
+    sizes = [shard.bytes + shard.index_bytes for shard in manifest.shards]
+    done, total = 0, sum(sizes)
     progress("verifying", done, total)
-    found: dict[int, list[_Problem]] = {}
-    for number, shard_problems in (workers or InProcess()).map(_check_shard, checks):
-        found[number] = shard_problems
-        done += checks[number].num_bytes
+    found: dict[int, tuple[list[str], list[str]]] = {}
+    check = partial(_check_shard, local)
+    for number, result in (workers or InProcess()).map(check, manifest.shards):
+        found[number] = result
+        done += sizes[number]
         progress("verifying", done, total)
     for number in sorted(found):  # workers finish in any order
-        for problem in found[number]:
-            (unread if problem.is_unread else problems).append(problem.message)
+        problems += found[number][0]
+        unread += found[number][1]
     return Verified(manifest, problems, unread, total)
 
 
@@ -95,41 +97,18 @@ def _extra_files(directory: DatasetPath, manifest: ShardManifest) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ShardCheck:
-    """One shard and its index: the unit of work."""
-
-    directory: DatasetPath
-    entry: ShardEntry
-
-    def __str__(self) -> str:
-        return self.entry.name
-
-    @property
-    def num_bytes(self) -> int:
-        return self.entry.bytes + self.entry.index_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """What is wrong with one file."""
-
-    message: str
-    is_unread: bool = False
-    """The file could not be read at the moment."""
-
-
-def _check_shard(check: _ShardCheck) -> list[_Problem]:
-    problems = []
-    for name, (size, sha256) in check.entry.files.items():
+def _check_shard(directory: DatasetPath, shard: ShardEntry) -> tuple[list[str], list[str]]:
+    """Problems of a shard and its index, and files that could not be read at the moment."""
+    problems: list[str] = []
+    unread: list[str] = []
+    for name, (size, sha256) in shard.files.items():
         try:
-            problem = _file_problem(check.directory / name, size, sha256)
+            if problem := _file_problem(directory / name, size, sha256):
+                problems.append(f"{name}: {problem}")
         except OSError as error:
-            message = f"{name}: cannot be read: {error.strerror}"
-            problems.append(_Problem(message, is_unread=is_read_failure(error)))
-        else:
-            problems += [_Problem(f"{name}: {problem}")] if problem else []
-    return problems
+            target = unread if is_read_failure(error) else problems
+            target.append(f"{name}: cannot be read: {error.strerror}")
+    return problems, unread
 
 
 def _file_problem(path: DatasetPath, size: int, sha256: str) -> str:

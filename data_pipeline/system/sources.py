@@ -193,9 +193,18 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
                 raise SourceError("not a regular file")
             raw = stack.enter_context(_buffered(_CountedFile(path)))
         if compression == "gz":
-            raw = stack.enter_context(_buffered(_open_gzip(raw)))
+            # GzipFile reads an empty file as an empty stream; the gzip program refuses it.
+            if not raw.read(1):
+                raise SourceError("truncated gzip stream: the file is empty")
+            raw.seek(0)
+            stream = _DecompressedStream(gzip.GzipFile(fileobj=raw), "gzip")
+            raw = stack.enter_context(_buffered(stream))
         elif compression == "zst":
-            raw = stack.enter_context(_buffered(_open_zstd(raw)))
+            # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a
+            # frame raises EOFError; the package zstandard would end there without an error.
+            options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
+            stream = _DecompressedStream(ZstdFile(raw, options=options), "zstd")
+            raw = stack.enter_context(_buffered(stream))
         yield raw
 
 
@@ -284,26 +293,6 @@ class _DecompressedStream(io.RawIOBase):
             if isinstance(error, OSError) and error.errno:
                 raise
             reason = printable(str(error))[:120]
-            if "requires too much memory" in reason:  # libzstd has no error class for the window
-                raise SourceError(
-                    f"a zstd frame needs a window of more than {2**_MAX_WINDOW_LOG:,} bytes; "
-                    "compress the file again without --long"
-                ) from None
             raise SourceError(f"damaged {self._format_name} stream: {reason}") from None
         buffer[: len(data)] = data
         return len(data)
-
-
-def _open_gzip(raw: BinaryIO) -> _DecompressedStream:
-    # GzipFile reads an empty file as an empty stream; the gzip program refuses it.
-    if not raw.read(1):
-        raise SourceError("truncated gzip stream: the file is empty")
-    raw.seek(0)
-    return _DecompressedStream(gzip.GzipFile(fileobj=raw), "gzip")
-
-
-def _open_zstd(raw: BinaryIO) -> _DecompressedStream:
-    # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a frame
-    # raises EOFError; the stream reader of the package zstandard would end there without an error.
-    options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
-    return _DecompressedStream(ZstdFile(raw, options=options), "zstd")

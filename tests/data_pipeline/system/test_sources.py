@@ -240,10 +240,10 @@ def test_skippable_frames_of_zstd_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("descriptor", "rest", "reason"),
     [
-        (0b1110_0000, struct.pack("<Q", 100 * 2**30), "window of more than 134,217,728 bytes"),
+        (0b1110_0000, struct.pack("<Q", 100 * 2**30), "requires too much memory"),
         (0b1100_0000, bytes([0x60]) + struct.pack("<Q", 100 * 2**30), "truncated"),
-        (0b0000_0000, bytes([0x90]), "window of more than 134,217,728 bytes"),
-        (0b0000_0000, bytes([0xFF]), "window of more than 134,217,728 bytes"),
+        (0b0000_0000, bytes([0x90]), "requires too much memory"),
+        (0b0000_0000, bytes([0xFF]), "requires too much memory"),
     ],
 )
 def test_a_frame_of_zstd_that_claims_100_gigabytes_takes_no_memory(

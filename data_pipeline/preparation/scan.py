@@ -232,6 +232,12 @@ class InputIndex:
     Rejects are written to `reject_list`, if it is given, as the lines of `rejects.jsonl`.
     """
 
+    file: np.ndarray  # uint32 [D]: position in `files`
+    # uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0 is a whole file.
+    location: np.ndarray
+    text_bytes: np.ndarray  # uint64 [D]: UTF-8 bytes of the text
+    text_hash: np.ndarray  # uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256
+
     def __init__(
         self,
         files: list[InputFile],
@@ -247,12 +253,6 @@ class InputIndex:
         self.rejected = 0
         self.first_rejects: list[Reject] = []  # at most MAX_SHOWN_REJECTS
         self.broken: dict[str, Reject] = {}  # by file, the first that loses the rest of the file
-        self.file = np.empty(0, np.uint32)  # uint32 [D]: position in `files`
-        # uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0 is a whole file.
-        self.location = np.empty((0, 3), np.uint64)
-        self.text_bytes = np.empty(0, np.uint64)  # uint64 [D]: UTF-8 bytes of the text
-        # uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256.
-        self.text_hash = np.empty((0, TEXT_HASH_BYTES), np.uint8)
         # Keys of documents in containers, "" for others; [] if no file has keys.
         self.keys: list[str] = []
         self._first_of_unit = np.zeros(len(units) + 1, np.int64)

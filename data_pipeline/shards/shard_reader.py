@@ -245,12 +245,8 @@ class SplitReader:
 
 def load_block_tokens(directory: DatasetPath, shards: Sequence[ShardEntry]) -> np.ndarray:
     """int64 [num_blocks]: tokens of every block of these shards, in order."""
-    if isinstance(directory, RemotePath):
-        with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
-            parts = list(pool.map(lambda shard: read_block_tokens(directory, shard), shards))
-    else:
-        parts = [read_block_tokens(directory, shard) for shard in shards]
-    return np.concatenate(parts)
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
+        return np.concatenate([*pool.map(partial(read_block_tokens, directory), shards)])
 
 
 def open_split(

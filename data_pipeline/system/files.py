@@ -59,10 +59,7 @@ def write_file(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def publish_file(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Like `write_file`, but does not sync the directory after the rename.
-
-    For a file whose appearance makes another process sync and rename the directory.
-    """
+    """Like `write_file`, for a caller that syncs the directory itself."""
     # In the same directory, because a rename is atomic within one file system only. The process id
     # keeps two writers of one path from sharing a temporary file.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -88,21 +88,18 @@ class RemotePath:
         """
         if scheme_of(self.url) in ("http", "https"):
             return {}
-        listed = self._request(lambda system: system.ls(self.url, detail=True))
-        return {
-            PurePosixPath(info["name"]).name: int(info["size"])
-            for info in listed
-            if info["type"] == "file"
-        }
+        return {name: int(info["size"]) for name, info in self._list() if info["type"] == "file"}
 
     def folders(self) -> list[str]:
         """Names of the folders in this directory, sorted; none if it does not exist."""
         try:
-            listed = self._request(lambda system: system.ls(self.url, detail=True))
+            return sorted(name for name, info in self._list() if info["type"] != "file")
         except FileNotFoundError:  # a folder of an object store exists once it contains a file
             return []
-        names = (PurePosixPath(info["name"]).name for info in listed if info["type"] != "file")
-        return sorted(names)
+
+    def _list(self) -> list[tuple[str, dict[str, Any]]]:
+        listed = self._request(lambda system: system.ls(self.url, detail=True))
+        return [(PurePosixPath(info["name"]).name, info) for info in listed]
 
     def iterdir(self) -> Iterator["RemotePath"]:
         return (self / name for name in self.sizes())

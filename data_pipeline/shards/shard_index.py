@@ -133,30 +133,25 @@ def checked_index(
         raise damaged_file(path, directory, f"has sha256 {digest}, expected {entry.index_sha256}")
     try:
         arrays = load(data)
-    except (SafetensorError, KeyError, ValueError, AttributeError) as error:
-        raise damaged_file(path, directory, f"is not a safetensors file ({error})") from error
-    problem = _index_problem(arrays, entry, itemsize)
-    if not problem:
+        _check_arrays(arrays, entry, itemsize)
         table = arrays.pop("documents").tobytes()
-        try:
-            starts, ids = unpack_documents(table, num_documents=entry.documents)
-            problem = _starts_problem(starts, arrays)
-        except ValueError as error:
-            problem = str(error)
-    if problem:
-        raise damaged_file(path, directory, f"contradicts the manifest or itself: {problem}")
+        starts, ids = unpack_documents(table, num_documents=entry.documents)
+        _check_starts(starts, arrays)
+    except (SafetensorError, KeyError, ValueError, AttributeError) as error:
+        problem = f"contradicts the manifest or itself: {error}"
+        raise damaged_file(path, directory, problem) from error
     return ShardIndex(**arrays, document_starts=starts, ids=ids)
 
 
-def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: int) -> str:
-    """The name of the first check that fails, or "". The reader relies on all of these."""
+def _check_arrays(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: int) -> None:
+    """Raise ValueError with the first check that fails. The reader relies on all of these."""
     types = {name: (array.dtype, array.ndim) for name, array in arrays.items()}
     if types != {name: (np.dtype(kind), ndim) for name, (kind, ndim) in _INDEX_TYPES.items()}:
-        return f"its arrays are {sorted(types)}"
+        raise ValueError(f"its arrays are {sorted(types)}")
     frames, tokens, offset = arrays["frames"], arrays["block_tokens"], arrays["block_offset"]
     documents = arrays["block_documents"]
     if frames.shape[1] != 5 or len(frames) < 1 or (frames < 0).any():
-        return "its table of frames"
+        raise ValueError("its table of frames")
     compressed, raw = frames[:, 0] + frames[:, 1], frames[:, 2] + frames[:, 3]
     checks = {
         "frame offsets": (frames[0, [0, 2]] == 0).all()
@@ -175,19 +170,19 @@ def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: i
         and (documents <= entry.documents).all()
         and documents.sum() == entry.documents,
     }
-    return next((name for name, holds in checks.items() if not holds), "")
+    if failed := [name for name, holds in checks.items() if not holds]:
+        raise ValueError(failed[0])
 
 
-def _starts_problem(starts: np.ndarray, arrays: dict[str, np.ndarray]) -> str:
-    """ "document starts" unless they rise from 0 and stay inside the block, in every block."""
+def _check_starts(starts: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+    """Raise ValueError unless starts rise from 0 and stay inside the block, in every block."""
     tokens, documents = arrays["block_tokens"], arrays["block_documents"]
     first_document = np.cumsum(documents) - documents
     rising = np.diff(starts) > 0
     rising[first_document[1:] - 1] = True  # the next block starts again from 0
     inside = starts < np.repeat(tokens, documents)
     if (starts[first_document] != 0).any() or not rising.all() or not inside.all():
-        return "document starts"
-    return ""
+        raise ValueError("document starts")
 
 
 def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:

@@ -73,10 +73,9 @@ class _OpenShard:
 class SplitReader:
     """A TokenSource over one split. Thread-safe; cannot be pickled.
 
-    Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in RAM: with
-    one per concurrently read lane, no frame is decoded twice. Keeps about `cache_index_bytes` of
-    indexes. `frame_cache` keeps compressed frames on disk; default: none for a directory, the
-    user's cache for a URL (`FrameCache.of_user`).
+    Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in RAM: with one
+    per concurrently read lane, no frame is decoded twice. `frame_cache` keeps compressed frames on
+    disk; default: none for a directory, the user's cache for a URL (`FrameCache.of_user`).
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class SplitReader:
         *,
         manifest: ShardManifest,
         cache_frames: int = DEFAULT_CACHE_FRAMES,
-        cache_index_bytes: int = INDEX_CACHE_BYTES,
         frame_cache: FrameCache | None = None,
     ) -> None:
         self.directory, self.split, self.manifest = dataset_path(directory), split, manifest
@@ -95,7 +93,6 @@ class SplitReader:
         # Two threads may both decode a frame, but no thread waits for another.
         self._frame = lru_cache(cache_frames)(self._read_frame)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
-        self._cache_index_bytes = cache_index_bytes
         is_remote = isinstance(self.directory, RemotePath)
         self._frame_cache = frame_cache or (FrameCache.of_user() if is_remote else None)
         self._lock = threading.Lock()
@@ -188,7 +185,7 @@ class SplitReader:
         with self._lock:
             self._open[shard] = opened
             num_bytes = sum(index.num_bytes for index in self._open.values())
-            while num_bytes > self._cache_index_bytes and len(self._open) > 1:
+            while num_bytes > INDEX_CACHE_BYTES and len(self._open) > 1:
                 num_bytes -= self._open.popitem(last=False)[1].num_bytes
         return opened
 

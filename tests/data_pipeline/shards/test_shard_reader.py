@@ -46,7 +46,8 @@ def test_indexes_are_loaded_on_first_use_and_their_cache_is_limited(
         source.document_starts(int(blocks[shard]))
     assert loaded == [names[1], names[0]]
 
-    small = SplitReader(directory, "train", manifest=manifest, cache_index_bytes=1)
+    monkeypatch.setattr(shard_reader, "INDEX_CACHE_BYTES", 1)
+    small = SplitReader(directory, "train", manifest=manifest)
     loaded.clear()
     for shard in (0, 1, 1, 0, 2):
         assert_array_equal(

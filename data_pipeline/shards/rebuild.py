@@ -114,7 +114,7 @@ def _read_header(path: Path) -> IndexHeader:
         return IndexHeader.model_validate_json(json.dumps(metadata["header"]))
     except (KeyError, ValidationError) as error:
         problem = f"does not describe a dataset ({error})"
-        raise damaged_file(index_path, path.parent, problem) from error
+        raise damaged_file(index_path, problem) from error
 
 
 def _common_header(directory: Path, headers: dict[Path, IndexHeader]) -> IndexHeader:
@@ -174,12 +174,12 @@ def _rebuild_entry(path: Path, rules: _TokenRules) -> ShardEntry:
         )
     except (KeyError, IndexError, ValueError, OSError) as error:
         problem = f"does not describe a shard ({error})"
-        raise damaged_file(index_path, directory, problem) from error
+        raise damaged_file(index_path, problem) from error
     index = read_index(directory, entry, np.dtype(rules.dataset.dtype).itemsize)
     try:
         raw_sha256 = _check_content(path, entry, index, rules)
     except ValueError as error:
-        raise damaged_file(path, directory, f"does not match its index: {error}") from error
+        raise damaged_file(path, f"does not match its index: {error}") from error
     return entry.model_copy(update={"raw_sha256": raw_sha256})
 
 

@@ -30,9 +30,7 @@ _reading: dict[int, DatasetPath] = {}
 """The file that a thread is reading now, by the thread's identifier."""
 
 
-def read_bytes_at(
-    path: DatasetPath, directory: DatasetPath, first: int, size: int, part: str = ""
-) -> bytes:
+def read_bytes_at(path: DatasetPath, first: int, size: int, part: str = "") -> bytes:
     """Bytes [first, first + size) of a file, fewer if the file is shorter.
 
     Raises DataError if the read fails; `part` names the part of the file in its message.
@@ -44,7 +42,7 @@ def read_bytes_at(
             return path.read_range(first, size)
         return _read_local(path, first, size)
     except OSError as error:
-        raise unreadable_file(path, directory, part, error) from error
+        raise unreadable_file(path, part, error) from error
     finally:
         del _reading[thread]
 
@@ -79,9 +77,8 @@ def _read_once(path: Path, first: int, size: int) -> bytes:
 def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: int) -> bytes:
     """Read and decode one frame of a shard. Raises DataError naming its place and the cause."""
     path = directory / entry.name
-    data = read_bytes_at(
-        path, directory, frame.compressed_offset, frame.compressed_size, frame_place(frame, number)
-    )
+    place = frame_place(frame, number)
+    data = read_bytes_at(path, frame.compressed_offset, frame.compressed_size, place)
     return checked_frame(data, path, frame, number)
 
 
@@ -91,7 +88,7 @@ def checked_frame(data: bytes, path: DatasetPath, frame: Frame, number: int) -> 
         return decode_frame(data, frame)
     except FrameError as error:
         problem = f"{frame_place(frame, number)} is damaged: {error}"
-        raise damaged_file(path, path.parent, problem) from error
+        raise damaged_file(path, problem) from error
 
 
 def frame_place(frame: Frame, number: int) -> str:
@@ -112,25 +109,23 @@ def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
             with os.scandir(directory) as files:
                 sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     except OSError as error:
-        raise unreadable_file(directory, directory, "", error) from error
+        raise unreadable_file(directory, "", error) from error
     if isinstance(directory, RemotePath) and not sizes:
         return
     for entry in entries:
         for name, (expected, _) in entry.files.items():
             if name not in sizes:
-                raise damaged_file(directory / name, directory, "is missing, or not a regular file")
+                raise damaged_file(directory / name, "is missing, or not a regular file")
             if sizes[name] != expected:
                 problem = f"is {sizes[name]:,} bytes, expected {expected:,}"
-                raise damaged_file(directory / name, directory, problem)
+                raise damaged_file(directory / name, problem)
 
 
-def unreadable_file(
-    path: DatasetPath, directory: DatasetPath, part: str, error: OSError
-) -> DataError:
+def unreadable_file(path: DatasetPath, part: str, error: OSError) -> DataError:
     """The DataError for a failed read of `part` of a file, or of all of it if `part` is empty."""
     problem = f"{part} cannot be read ({error.strerror})".lstrip()
     if not is_read_failure(error):
-        return damaged_file(path, directory, problem)
+        return damaged_file(path, problem)
     return UnreadableError(
         f"{path} {problem}. Check {what_to_check(path)}, then run it again: nothing was changed."
     )
@@ -143,11 +138,11 @@ def what_to_check(path: DatasetPath) -> str:
     return "the disk and the permissions"
 
 
-def damaged_file(path: DatasetPath, directory: DatasetPath, problem: str) -> DataError:
+def damaged_file(path: DatasetPath, problem: str) -> DataError:
     """The DataError for a file whose content is not what the manifest or the index requires."""
     return DataError(
         f"{path} {problem}. The file was cut short, damaged, or swapped with another after it was "
-        f"written. To list everything that is wrong: txl data verify {directory}"
+        f"written. To list everything that is wrong: txl data verify {path.parent}"
     )
 
 

@@ -154,7 +154,6 @@ class SplitReader:
         if tokens.size and tokens.max() >= self.manifest.vocab_size:
             raise damaged_file(
                 self.directory / self.entry.shards[shard].name,
-                self.directory,
                 f"block {block} holds token {tokens.max()}, the vocabulary ends at "
                 f"{self.manifest.vocab_size}",
             )
@@ -178,9 +177,7 @@ class SplitReader:
         first, last = self._first_block[shard : shard + 2]
         if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
             path = self.directory / entry.index_name
-            raise damaged_file(
-                path, self.directory, "had other block sizes when the split was opened"
-            )
+            raise damaged_file(path, "had other block sizes when the split was opened")
         opened = _OpenShard(index)
         with self._lock:
             self._open[shard] = opened
@@ -210,7 +207,7 @@ class SplitReader:
             except DataError:
                 cache.drop(*key)
         sha256, first, size = key
-        data = read_bytes_at(path, self.directory, first, size, part)
+        data = read_bytes_at(path, first, size, part)
         checked = check(data)
         if cache is not None:
             cache.put(sha256, first, data)

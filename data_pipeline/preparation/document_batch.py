@@ -195,16 +195,18 @@ def _read_group(batch: DocumentBatch, first: int, stop: int, staging: Path) -> l
     texts: list[str] = []
     for start, end in _runs(batch, first, stop):
         source = batch.source_of(start, staging)
-        with source.explain_errors(), _descriptor(source.file.path) as descriptor:
-            for number in range(start, end):
-                offset, size, _ = batch.location[number].tolist()
-                stored = os.pread(descriptor, size, offset)
-                text = text_of_stored(source.file, stored, batch.text_key)
-                digest = hashlib.sha256(text.encode("utf-8")).digest()[:TEXT_HASH_BYTES]
-                # The last check, and the only one for a change that kept size and time.
-                if digest != batch.text_hash[number].tobytes():
-                    raise source.changed
-                texts.append(text)
+        file, places = source.file, batch.location[start:end, :2].tolist()
+        with source.explain_errors(), _descriptor(file.path) as descriptor:
+            stored = [os.pread(descriptor, size, offset) for offset, size in places]
+            if file.holds_plain_texts:
+                run = [raw.decode("utf-8") for raw in stored]
+            else:
+                run = [text_of_stored(file, raw, batch.text_key) for raw in stored]
+            digests = [hashlib.sha256(text.encode()).digest()[:TEXT_HASH_BYTES] for text in run]
+        # The last check, and the only one for a change that kept size and modification time.
+        if b"".join(digests) != batch.text_hash[start:end].tobytes():
+            raise source.changed
+        texts += run
     return texts
 
 

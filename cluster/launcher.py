@@ -31,7 +31,7 @@ from cluster.connection import (
 )
 from cluster.nodes import ClusterMonitor
 from data_pipeline.errors import TxlError, UnfinishedError
-from data_pipeline.system.progress import WorkerStatus, WorkTimes
+from data_pipeline.system.progress import WorkerStatus
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
 from txl_dist.training.job import TrainJob
@@ -80,7 +80,8 @@ class _WorkerHandle:
         self.node_id, self.location = "", ""
         self.task: tuple[int, Any] | None = None
         """Number and unit; None while it starts or is idle."""
-        self.times = WorkTimes()
+        self.begin = 0.0
+        """Time at which it got its unit."""
 
     def __str__(self) -> str:
         return f"worker {self.number}{self.location}"
@@ -168,7 +169,7 @@ class RayWorkers:
 
     def status(self) -> list[WorkerStatus]:
         return [
-            handle.times.status(str(handle), task[1])
+            WorkerStatus(str(handle), str(task[1]), time.monotonic() - handle.begin)
             for handle in list(self._calls.values())
             if (task := handle.task)
         ]
@@ -193,7 +194,7 @@ class RayWorkers:
         while self._queue and self._idle:
             handle = self._idle.pop()
             handle.task = self._queue.popleft()
-            handle.times.start_unit()
+            handle.begin = time.monotonic()
             self._calls[handle.actor.run.remote(function, handle.task[1])] = handle
             num_busy += 1
         num_starting = len(self._calls) - num_busy
@@ -238,7 +239,6 @@ class RayWorkers:
             self._add_death(handle.node_id, number, unit)
             return None
         self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
-        handle.times.finish_unit()
         self._idle.append(handle)
         if isinstance(result, TxlError):
             raise result

@@ -1,12 +1,8 @@
 """The documents of one work unit: their locations, and reading their texts again.
 
-Input files that cannot be read from the middle (compressed files, Parquet, URLs) are not read
-twice. The scan writes their texts to a spill file in the staging directory, and the texts are read
-from there.
-
-Opening a file, checking a hash and calling a tokenizer take several microseconds each, more than
-encoding a sentence. So consecutive short documents form a group: their files stay open between two
-documents, adjacent documents are one read, and their hashes are compared together.
+The scan writes texts that cannot be read from the middle of their file (compressed files, Parquet,
+URLs) to a spill file in the staging directory, and they are read from there. Consecutive short
+documents form a group, which is tokenized in one call.
 """
 
 import contextlib
@@ -14,7 +10,6 @@ import hashlib
 import itertools
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +20,7 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.scan import TEXT_HASH_BYTES, InputIndex, document_id, spill_name
 from data_pipeline.preparation.staging import RECORDS
 from data_pipeline.readers import InputFile, read_text_chunks, text_of_stored
-from data_pipeline.shards.shard_index import DocumentIds
+from data_pipeline.shards.shard_index import NO_LINE, DocumentIds
 from data_pipeline.system.progress import count_bytes
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS
@@ -122,7 +117,8 @@ class DocumentBatch:
         if self.keys:
             return DocumentIds.of([self.document_id(number) for number in range(len(self))[rows]])
         names = [file.name for file in self.files]
-        return DocumentIds(names, self.file[rows], self.location[rows, 2].astype(np.int64))
+        line = self.location[rows, 2].astype(np.int64)
+        return DocumentIds(names, self.file[rows], np.where(line > 0, line, NO_LINE))
 
     def source_of(self, number: int, staging: Path) -> TextSource:
         unit = int(self.spill_unit[number])
@@ -167,7 +163,6 @@ GROUP_BYTES = 2**20
 """Maximum stored bytes of a group."""
 MAX_SHORT_BYTES = MAX_PART_CHARS
 """A longer document is not part of a group: its text may have to be cut into parts."""
-_MAX_OPEN_FILES = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,42 +180,33 @@ def read_groups(batch: DocumentBatch, staging: Path) -> Iterator[TextGroup]:
     ends, is_long = np.cumsum(sizes), sizes > MAX_SHORT_BYTES
     next_long = [*np.flatnonzero(is_long).tolist(), len(batch)]
     first = position = 0
-    with _OpenFiles() as files:
-        while first < len(batch):
-            if is_long[first]:
-                yield TextGroup(first, None)
-                first, position = first + 1, position + 1
-                continue
-            limit = int(ends[first] - sizes[first]) + GROUP_BYTES
-            stop = min(int(np.searchsorted(ends, limit, side="right")), next_long[position])
-            yield TextGroup(first, _read_group(batch, first, stop, staging, files))
-            first = stop
+    while first < len(batch):
+        if is_long[first]:
+            yield TextGroup(first, None)
+            first, position = first + 1, position + 1
+            continue
+        limit = int(ends[first] - sizes[first]) + GROUP_BYTES
+        stop = min(int(np.searchsorted(ends, limit, side="right")), next_long[position])
+        yield TextGroup(first, _read_group(batch, first, stop, staging))
+        first = stop
 
 
-def _read_group(
-    batch: DocumentBatch, first: int, stop: int, staging: Path, files: "_OpenFiles"
-) -> list[str]:
+def _read_group(batch: DocumentBatch, first: int, stop: int, staging: Path) -> list[str]:
     texts: list[str] = []
-    digests: list[bytes] = []
     for start, end in _runs(batch, first, stop):
         source = batch.source_of(start, staging)
-        with source.explain_errors():
-            descriptor = files.open(source.file.path)
-            if source.file.holds_plain_texts:
-                raws = _read_run(descriptor, batch.location[start:end])
-                texts += [raw.decode("utf-8") for raw in raws]
+        file, places = source.file, batch.location[start:end, :2].tolist()
+        with source.explain_errors(), _descriptor(file.path) as descriptor:
+            stored = [os.pread(descriptor, size, offset) for offset, size in places]
+            if file.holds_plain_texts:
+                run = [raw.decode("utf-8") for raw in stored]
             else:
-                raws = []
-                for place in batch.location[start:end].tolist():
-                    stored = os.pread(descriptor, place[1], place[0])
-                    texts.append(text_of_stored(source.file, stored, batch.text_key))
-                    raws.append(texts[-1].encode("utf-8"))
-        digests += [hashlib.sha256(raw).digest()[:TEXT_HASH_BYTES] for raw in raws]
-    if b"".join(digests) != batch.text_hash[first:stop].tobytes():
+                run = [text_of_stored(file, raw, batch.text_key) for raw in stored]
+            digests = [hashlib.sha256(text.encode()).digest()[:TEXT_HASH_BYTES] for text in run]
         # The last check, and the only one for a change that kept size and modification time.
-        numbers = enumerate(digests, first)
-        changed = next(n for n, digest in numbers if digest != batch.text_hash[n].tobytes())
-        raise batch.source_of(changed, staging).changed
+        if b"".join(digests) != batch.text_hash[start:end].tobytes():
+            raise source.changed
+        texts += run
     return texts
 
 
@@ -232,39 +218,11 @@ def _runs(batch: DocumentBatch, first: int, stop: int) -> Iterator[tuple[int, in
     return itertools.pairwise(bounds)
 
 
-def _read_run(descriptor: int, location: np.ndarray) -> list[bytes]:
-    """The stored bytes of documents of one file. `location` is uint64 [N, 3]."""
-    starts, sizes = location[:, 0], location[:, 1]
-    places = location[:, :2].tolist()
-    start, stop = places[0][0], sum(places[-1])
-    in_order = bool((starts[1:] >= starts[:-1] + sizes[:-1]).all())  # False if shuffled
-    if len(places) == 1 or not in_order or stop - start > 2 * GROUP_BYTES:
-        return [os.pread(descriptor, size, offset) for offset, size in places]
-    raw = os.pread(descriptor, stop - start, start)
-    return [raw[offset - start : offset - start + size] for offset, size in places]
-
-
-class _OpenFiles:
-    """Descriptors of the files that were read last."""
-
-    def __init__(self) -> None:
-        self._descriptors: OrderedDict[str, int] = OrderedDict()
-
-    def __enter__(self) -> "_OpenFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
-    def open(self, path: str) -> int:
-        """A descriptor of `path`. It stays open until many others were opened."""
-        descriptor = self._descriptors.pop(path, None)
-        if descriptor is None:
-            # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._descriptors[path] = descriptor
-        if len(self._descriptors) > _MAX_OPEN_FILES:
-            os.close(self._descriptors.popitem(last=False)[1])
-        return descriptor
+@contextlib.contextmanager
+def _descriptor(path: str) -> Iterator[int]:
+    # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

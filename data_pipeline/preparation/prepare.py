@@ -1,13 +1,9 @@
 """`txl prepare`: the stages from input files to a published dataset, in order.
 
-Each document is read twice: once to locate and hash it, and once to tokenize it into its shard. In
-between, one process assigns all documents to shards from their locations alone, so an input larger
-than RAM can be shuffled and split. Scanning, counting and writing are work units that any
-number of workers share (`work_units.py`). The same input and settings give the same bytes for any
-number of workers.
-
-Finished units stay in the staging directory when the program is stopped or killed, and a rerun of
-the same command reuses them. `system/files.py` publishes the dataset in one step.
+Each document is read twice: to locate and hash it, and to tokenize it into its shard. In between,
+one process assigns all documents to shards from their locations alone. The same input and settings
+give the same bytes for any number of workers. Finished units stay in the staging directory when the
+program is stopped or killed, and a rerun of the same command reuses them.
 """
 
 import os
@@ -22,7 +18,6 @@ from data_pipeline.errors import printable
 from data_pipeline.preparation.checks import (
     find_existing,
     require_same_input,
-    require_text_files,
     require_usable_input,
     warn_of_empty_files,
 )
@@ -37,10 +32,8 @@ from data_pipeline.preparation.staging import (
     record_finished,
 )
 from data_pipeline.preparation.work_units import (
-    CountUnit,
-    ShardUnit,
+    BatchUnit,
     UnitRunner,
-    cache_tokenizer,
 )
 from data_pipeline.readers import InputFile, find_files
 from data_pipeline.readers.names import count_by_split
@@ -76,7 +69,6 @@ from data_pipeline.tokenizers import (
 )
 
 DEFAULT_MAX_REJECT_RATE = 0.001
-_SUFFIXES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +129,6 @@ def prepare_dataset(
     read_as = inputs_found.read_as
     note(f"reading {list_read_as(read_as)}")
     files = choose_given_splits(inputs_found, settings, note)
-    require_text_files(files, max_reject_rate)
     if warning := warn_of_empty_files(files):
         note(warning)
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
@@ -192,7 +183,6 @@ def _write_dataset(
         settings=settings,
         input=index.summary(),
     )
-    cache_tokenizer(tokenizer)
     encoder = tokenizer.encoder
     if tokenizer.slow_reason:
         note(f"encoding with {encoder}, which is slower than gigatoken: {tokenizer.slow_reason}")
@@ -242,7 +232,7 @@ def _train_tokenizer(
         counted.append((numbers, context.model_dump_json()))
         total_bytes += int(index.text_bytes[numbers].sum())
     units = (
-        CountUnit("train", number, context, DocumentBatch.of(index, numbers))
+        BatchUnit("count", "train", number, context, DocumentBatch.of(index, numbers))
         for number, (numbers, context) in enumerate(counted)
     )
     results = runner.run("counting", units, total_bytes)
@@ -272,7 +262,9 @@ def _write_shards(
     index_header = IndexHeader(dataset=header, shards=counts).model_dump_json()
     names = [(split, number) for split in shards for number in range(counts[split])]
     units = (
-        ShardUnit(split, number, index_header, DocumentBatch.of(index, shards[split][number]))
+        BatchUnit(
+            "shard", split, number, index_header, DocumentBatch.of(index, shards[split][number])
+        )
         for split, number in names
     )
     all_shards = [numbers for split in shards.values() for numbers in split]
@@ -316,11 +308,10 @@ def _summarize_input(
 
 
 def list_read_as(read_as: dict[str, dict[str, int]]) -> str:
-    """`PrepareReport.read_as` as text, with the most frequent suffixes of every format."""
+    """`PrepareReport.read_as` as text, the most frequent suffixes of every format first."""
     formats = []
     for kind, counts in read_as.items():
         frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        listed = [f"{count:,} {printable(suffix)}" for suffix, count in frequent[:_SUFFIXES_SHOWN]]
-        more = sum(count for _, count in frequent[_SUFFIXES_SHOWN:])
-        formats.append(f"{kind}: {', '.join(listed)}" + (f" and {more:,} others" if more else ""))
+        listed = (f"{count:,} {printable(suffix)}" for suffix, count in frequent)
+        formats.append(f"{kind}: {', '.join(listed)}")
     return f"as {'; '.join(formats)}"

@@ -1,20 +1,16 @@
 """Scan units read the input once to locate and hash every document; the index joins their results.
 
-The result of a scan unit depends on the input alone. It holds arrays and no text: location, size
-and sha256 of every document, about 70 bytes per document on disk. The reader computes the sha256 of
-a text while it reads the text (`Record.sha256` in `data_pipeline/readers`).
-
-The index joins the scans of all units in input order, as NumPy columns: 52 bytes per document and
-no text. An input larger than RAM can therefore be deduplicated, split and shuffled in one
-process, and its documents read again one by one. Lines count from the start of a range in a scan,
-and from the start of the file in the index.
+A scan holds no text: location, size and sha256 of every document, about 70 bytes per document on
+disk. The index joins all scans in input order, as NumPy columns of 52 bytes per document, so an
+input larger than RAM can be deduplicated, split and shuffled in one process. Lines count from the
+start of a range in a scan, and from the start of the file in the index.
 """
 
 import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -117,28 +113,17 @@ class ScanResult:
 
 def plan_scan(files: list[InputFile], text_key: str) -> list[ScanUnit]:
     """Divide the input into units of about UNIT_BYTES: ranges of large files, groups of small."""
-    groups = _group(_file_ranges(files))
-    return [ScanUnit(number, ranges, text_key) for number, ranges in enumerate(groups)]
-
-
-def _file_ranges(files: list[InputFile]) -> Iterator[FileRange]:
+    groups: list[list[FileRange]] = []
+    room = 0
     for number, file in enumerate(files):
         for start, stop in scan_ranges(file, UNIT_BYTES):
-            yield FileRange(number, file, start, stop)
-
-
-def _group(ranges: Iterable[FileRange]) -> Iterator[tuple[FileRange, ...]]:
-    group: list[FileRange] = []
-    group_bytes = 0
-    for each in ranges:
-        size = each.stop - each.start
-        if group and (group_bytes + size > UNIT_BYTES or len(group) == MAX_RANGES_PER_UNIT):
-            yield tuple(group)
-            group, group_bytes = [], 0
-        group.append(each)
-        group_bytes += size
-    if group:
-        yield tuple(group)
+            size = stop - start
+            if not groups or size > room or len(groups[-1]) == MAX_RANGES_PER_UNIT:
+                groups.append([])
+                room = UNIT_BYTES
+            groups[-1].append(FileRange(number, file, start, stop))
+            room -= size
+    return [ScanUnit(number, tuple(ranges), text_key) for number, ranges in enumerate(groups)]
 
 
 def spill_name(number: int) -> str:
@@ -247,6 +232,12 @@ class InputIndex:
     Rejects are written to `reject_list`, if it is given, as the lines of `rejects.jsonl`.
     """
 
+    file: np.ndarray  # uint32 [D]: position in `files`
+    # uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0 is a whole file.
+    location: np.ndarray
+    text_bytes: np.ndarray  # uint64 [D]: UTF-8 bytes of the text
+    text_hash: np.ndarray  # uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256
+
     def __init__(
         self,
         files: list[InputFile],
@@ -261,14 +252,7 @@ class InputIndex:
         self.duplicates = 0  # set by `first_of_each_text`
         self.rejected = 0
         self.first_rejects: list[Reject] = []  # at most MAX_SHOWN_REJECTS
-        self.broken_files = 0  # files with a Reject that loses the rest of the file
-        self.first_broken: list[Reject] = []  # the first of each file, at most MAX_SHOWN_REJECTS
-        self.file = np.empty(0, np.uint32)  # uint32 [D]: position in `files`
-        # uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0 is a whole file.
-        self.location = np.empty((0, 3), np.uint64)
-        self.text_bytes = np.empty(0, np.uint64)  # uint64 [D]: UTF-8 bytes of the text
-        # uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256.
-        self.text_hash = np.empty((0, TEXT_HASH_BYTES), np.uint8)
+        self.broken: dict[str, Reject] = {}  # by file, the first that loses the rest of the file
         # Keys of documents in containers, "" for others; [] if no file has keys.
         self.keys: list[str] = []
         self._first_of_unit = np.zeros(len(units) + 1, np.int64)
@@ -276,7 +260,6 @@ class InputIndex:
         if any(splits := [file.split for file in files]):
             self._digest.update(json.dumps(splits).encode())
         self._reject_list = reject_list
-        self._last_broken = ""
 
     def __len__(self) -> int:
         return len(self.file)
@@ -397,11 +380,8 @@ class InputIndex:
         line = reject.to_json().encode() + b"\n"
         self.rejected += 1
         self.first_rejects = [*self.first_rejects, reject][:MAX_SHOWN_REJECTS]
-        # The rejects of one file are consecutive: the last name is enough to count files.
-        if reject.loses_rest and reject.file != self._last_broken:
-            self._last_broken = reject.file
-            self.broken_files += 1
-            self.first_broken = [*self.first_broken, reject][:MAX_SHOWN_REJECTS]
+        if reject.loses_rest:
+            self.broken.setdefault(reject.file, reject)
         if self._reject_list:
             self._reject_list.write(line)
         return line

@@ -2,12 +2,11 @@
 
 A unit writes its files in a scratch directory, moves them to their final names and then writes a
 record: its key, its result, and the size and sha256 of every file. A unit counts as finished only
-if its record exists and the key and the files' content match. A killed unit has no record; its next
-execution overwrites its files.
+if its record exists and the key and the files' content match.
 
 The fingerprint of the directory contains everything that the units depend on: settings, format
-version, digest of a given tokenizer file, and path, name, size and version mark (local files:
-modification time) of every input file. A run with a different fingerprint discards the directory.
+version, a given tokenizer, and path, name, size and version mark (local files: modification time)
+of every input file. A run with a different fingerprint discards the directory.
 """
 
 import contextlib
@@ -15,8 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,26 +65,6 @@ def record_finished(
     write_file(staging / RECORDS / f"{name}.json", json.dumps(record).encode())
 
 
-@contextlib.contextmanager
-def scratch_directory(staging: Path, name: str) -> Iterator[Path]:
-    """A new directory for one execution of a unit, removed at the end.
-
-    Two executions of the same unit at the same time never share files.
-    """
-    path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=staging / RECORDS))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_scratch_directories(staging: Path) -> None:
-    """Remove the scratch directories of killed units."""
-    for entry in (staging / RECORDS).iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-
-
 def _is_intact(staging: Path, file: FinishedFile) -> bool:
     path = staging / file.path
     return path.stat().st_size == file.size and sha256_file(path) == file.sha256
@@ -122,40 +100,25 @@ def fingerprint_of(
 def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str], None]) -> Path:
     """The staging directory, empty or with finished units of an earlier run to reuse.
 
-    Calls `note` with the reason if it discards finished units.
+    Calls `note` if it discards finished units.
     """
     path = staged.path / RECORDS / FINGERPRINT
-    if staged.path.exists():
-        # It is the first file in staging, so a directory without it has no finished units.
-        previous = b""
-        with contextlib.suppress(OSError):
-            previous = path.read_bytes()
-        if previous != fingerprint.encode():
-            if previous:
-                reason = _describe_changes(previous, fingerprint)
-                note(f"{staged.path}: discarding unfinished work: {reason}")
-            staged.discard()
+    # It is the first file in staging, so a directory without it has no finished units.
+    previous = b""
+    with contextlib.suppress(OSError):
+        previous = path.read_bytes()
+    if previous != fingerprint.encode():
+        if previous:
+            note(
+                f"{staged.path}: discarding the unfinished work of an earlier run: the settings, "
+                "the input, the tokenizer or the version of txl changed"
+            )
+        staged.discard()
     staging = staged.stage(fresh=False)
     (staging / RECORDS).mkdir(exist_ok=True)
     if not path.exists():
         write_file(path, fingerprint.encode())
-    remove_scratch_directories(staging)
+    for entry in (staging / RECORDS).iterdir():  # the scratch directories of killed units
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
     return staging
-
-
-def _describe_changes(previous: bytes, fingerprint: str) -> str:
-    new: dict[str, Any] = json.loads(fingerprint)
-    try:
-        old = json.loads(previous)
-        changes = [
-            f"{key} was {old['settings'].get(key)!r} and is {value!r}"
-            for key, value in new["settings"].items()
-            if old["settings"].get(key) != value
-        ]
-        if old["tokenizer"] != new["tokenizer"]:
-            changes.append("the tokenizer file changed")
-        if (old["files"], old["input"]) != (new["files"], new["input"]):
-            changes.append("input files changed")
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return "its fingerprint is damaged"
-    return "; ".join(changes) or "it is from another version of txl"

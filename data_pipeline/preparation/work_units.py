@@ -9,8 +9,10 @@ Any worker can execute it, in any order, more than once, and in a later run: the
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,7 +25,6 @@ from data_pipeline.preparation.staging import (
     FinishedFile,
     load_finished,
     record_finished,
-    scratch_directory,
 )
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -43,9 +44,14 @@ from data_pipeline.tokenizers.training import count_symbols, counts_to_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _BatchUnit:
-    """A unit that reads the documents of one shard again."""
+class BatchUnit:
+    """A unit that reads the documents of one shard again.
 
+    `shard`: tokenize and write them; `context` is the IndexHeader. `count`: count symbols for a
+    vocabulary; `context` is the PrepareSettings, for bpe with the `train_bytes` left for it.
+    """
+
+    kind: Literal["shard", "count"]
     split: str
     number: int
     context: str  # JSON of all else that determines the result
@@ -53,7 +59,7 @@ class _BatchUnit:
 
     @property
     def name(self) -> str:
-        return f"{self.split}-{self.number:06d}"
+        return f"{self.split}-{self.number:06d}" + ".count" * (self.kind == "count")
 
     @property
     def size(self) -> int:
@@ -67,26 +73,7 @@ class _BatchUnit:
         return f"{self.name}, {self.documents}"
 
 
-class CountUnit(_BatchUnit):
-    """Count symbols for a vocabulary. `context` is the PrepareSettings.
-
-    For bpe, its `train_bytes` are those left for this shard.
-    """
-
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        return f"{self.split}-{self.number:06d}.count"  # distinct from the name of the shard
-
-
-class ShardUnit(_BatchUnit):
-    """Tokenize documents and write them as one shard. `context` is the IndexHeader."""
-
-    __slots__ = ()
-
-
-Unit = ScanUnit | CountUnit | ShardUnit
+Unit = ScanUnit | BatchUnit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,11 +118,15 @@ def run_task(task: Task) -> Outcome:
         return Outcome(result, reused=True)
     with (
         explain_disk_errors(f"writing {unit.name}", staging.parent),
-        scratch_directory(staging, unit.name) as scratch,
+        # Two executions of the same unit at the same time never share files.
+        TemporaryDirectory(
+            prefix=f"{unit.name}-", dir=staging / RECORDS, ignore_cleanup_errors=True
+        ) as folder,
     ):
+        scratch = Path(folder)
         if isinstance(unit, ScanUnit):
             result, files = _scan(unit, staging, scratch)
-        elif isinstance(unit, CountUnit):
+        elif unit.kind == "count":
             result, files = _count_symbols(unit, staging, scratch)
         else:
             result, files = _write_shard(unit, staging, scratch)
@@ -174,7 +165,7 @@ def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
     return {"scan": files[-1].path}, files
 
 
-def _count_symbols(unit: CountUnit, staging: Path, scratch: Path) -> _Executed:
+def _count_symbols(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
     settings, documents = PrepareSettings.model_validate_json(unit.context), unit.documents
 
     def parts() -> Iterator[str]:
@@ -188,9 +179,9 @@ def _count_symbols(unit: CountUnit, staging: Path, scratch: Path) -> _Executed:
     return {"counts": file.path}, [file]
 
 
-def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
+def _write_shard(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
     header, documents = IndexHeader.model_validate_json(unit.context).dataset, unit.documents
-    tokenizer = load_cached_tokenizer(staging / TOKENIZER_NAME, header.tokenizer_digest)
+    tokenizer = _tokenizer_of(staging / TOKENIZER_NAME, header.tokenizer_digest)
     writer = ShardWriter(
         scratch,
         unit.split,
@@ -292,26 +283,13 @@ class UnitRunner:
 # --- tokens of documents --------------------------------------------------------------------------
 
 
-_cache: dict[str, Tokenizer] = {}
-"""The last tokenizer of this process, by digest. A worker loads it once, not once per shard."""
-
-
-def cache_tokenizer(tokenizer: Tokenizer) -> None:
-    """Use `tokenizer` for all shards that this process writes, without loading it."""
-    _cache.clear()
-    _cache[tokenizer.digest] = tokenizer
-
-
-def load_cached_tokenizer(path: Path, digest: str) -> Tokenizer:
-    """The tokenizer with this digest, loaded from `path` unless cached."""
-    if digest not in _cache:
-        tokenizer = load_tokenizer(path)
-        if tokenizer.digest != digest:
-            raise DataError(
-                f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again."
-            )
-        cache_tokenizer(tokenizer)
-    return _cache[digest]
+@lru_cache(maxsize=1)
+def _tokenizer_of(path: Path, digest: str) -> Tokenizer:
+    """The tokenizer at `path`: a process loads it once, not once per shard."""
+    tokenizer = load_tokenizer(path)
+    if tokenizer.digest != digest:
+        raise DataError(f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again.")
+    return tokenizer
 
 
 def tokenize_texts(

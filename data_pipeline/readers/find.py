@@ -40,9 +40,9 @@ from data_pipeline.readers.names import (
     with_splits_of_names,
 )
 from data_pipeline.system.sources import (
-    SourceError,
     file_system,
     local_path,
+    reject_reason,
     retry_request,
     scheme_of,
     shown,
@@ -214,9 +214,9 @@ def _list_url(url: str) -> tuple[list[InputFile], bool]:
             if info["type"] == "file":
                 return [_remote_file(url, PurePosixPath(bare).name, info)], True
         listed = retry_request(lambda: system.find(bare, detail=True))
-    except SourceError as error:
+    except OSError as error:
         raise DataError(
-            f"{shown(url)}: {error.reason}. Check the address and permissions."
+            f"{shown(url)}: {reject_reason(error)}. Check the address and permissions."
         ) from error
     files = []
     for path, info in listed.items():

@@ -1,12 +1,10 @@
 """zstd frames: a compressed stream of which any part can be read without the rest.
 
 The stream consists of independent frames, each with its size and checksum, and ends in the seek
-table of zstd's seekable format. Stock tools (`zstd -d`, `tar --zstd`) read it as a whole; we start
-at any frame. Compressed input files are opened by `system/sources.py` instead.
+table of zstd's seekable format. Stock tools (`zstd -d`, `tar --zstd`) read it as a whole.
 
-Two checks that zstandard does not make. It accepts any size that a frame declares (32 KB can
-declare 1 GiB), so sizes are limited and compared before decoding. It also accepts frames without a
-checksum, in which a flipped bit is not detected, so every frame must have the expected checksum.
+Two checks that zstandard does not make: sizes that frames declare are limited and compared before
+decoding (32 KB can declare 1 GiB), and every frame must have the expected checksum.
 
 Source: github.com/facebook/zstd, contrib/seekable_format; RFC 8878 for frames and checksums.
 """

@@ -105,6 +105,9 @@ class ShardEntry(StrictModel):
     """UTF-8 bytes of the documents' text."""
     text_counts: TextCounts
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def index_name(self) -> str:
         return index_name(self.name)

@@ -17,14 +17,8 @@ IdType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32"
 
 
 SplitBy = Literal["document", "file", "position"]
-
-
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-def _is_false(value: object) -> bool:
-    return value is False
+_NOT_IF_UNSET = Field(exclude_if=lambda value: value is None or value is False)
+OptionalId = Annotated[Annotated[int, Field(ge=0)] | None, _NOT_IF_UNSET]
 
 
 def _require_known_format(name: str) -> str:
@@ -48,13 +42,11 @@ class PrepareSettings(StrictModel):
     vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
     """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
     # The options of ids are left out if they are null, so that other manifests do not change.
-    end_of_document: Annotated[Annotated[int, Field(ge=0)] | None, Field(exclude_if=_is_none)] = (
-        None
-    )
+    end_of_document: OptionalId = None
     """Format ids: the id that begins documents, and separates them in arrays."""
-    padding: Annotated[Annotated[int, Field(ge=0)] | None, Field(exclude_if=_is_none)] = None
+    padding: OptionalId = None
     """Format ids: the id that fills up documents of different lengths, dropped at both ends."""
-    dtype: Annotated[IdType | None, Field(exclude_if=_is_none)] = None
+    dtype: Annotated[IdType | None, _NOT_IF_UNSET] = None
     """Format ids: the type of the integers in raw .bin files, little-endian."""
     min_freq: Annotated[int, Field(ge=1)] | None = None
     """Minimum count of a symbol, or of a pair to merge, to get an id."""
@@ -63,9 +55,9 @@ class PrepareSettings(StrictModel):
     split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = Field(default={})
     """Fraction of the documents per held-out split; the rest is `train`. Empty: the splits that the
     input gives, all in train if it gives none."""
-    merge_splits: Annotated[bool, Field(exclude_if=_is_false)] = False
+    merge_splits: Annotated[bool, _NOT_IF_UNSET] = False
     """Ignore the splits that the names of the input files give."""
-    split_by: Annotated[SplitBy | None, Field(exclude_if=_is_none)] = None
+    split_by: Annotated[SplitBy | None, _NOT_IF_UNSET] = None
     """What `split` keeps together: a document, or the documents of a file. position: cut the only
     document, the held-out splits at its end. null: as `preparation/splits.py` says."""
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None

@@ -5,6 +5,8 @@ A reader of the URL therefore sees either no dataset or a complete one, as in a 
 remote copy is compared afterwards.
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, DataError
@@ -39,27 +41,26 @@ def push_dataset(
         )
     manifest = load_manifest(directory)
     open_tokenizer(directory, manifest)
-    shard_files, remote_sizes = manifest.shard_files, _remote_sizes(target)
-    _require_same_dataset(target, manifest, remote_sizes)
-    # Without a manifest, a remote file may be from an interrupted push of other data: send all.
-    complete = MANIFEST_NAME in remote_sizes
     names = [name for name in manifest.file_names() if name != MANIFEST_NAME] + [MANIFEST_NAME]
-    sizes = {name: _local_size(directory, name) for name in names}
-    to_send = [name for name in names if not (complete and remote_sizes.get(name) == sizes[name])]
-    done, total = 0, sum(sizes[name] for name in to_send)
-    progress("sending", done, total)
-    for name in to_send:
-        _, sha256 = shard_files.get(name, (None, None))
-        _send(directory / name, target / name, sizes[name], sha256)
-        done += sizes[name]
+    for name in names:
+        if not (directory / name).is_file():
+            raise DataError(f"{directory / name} is missing. List all: txl data verify {directory}")
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    shard_files = manifest.shard_files
+    with _explain_store_errors(target):
+        remote_sizes = _remote_sizes(target)
+        _require_same_dataset(target, manifest, remote_sizes)
+        # Without a manifest, a remote file may be from an interrupted push of other data.
+        if MANIFEST_NAME in remote_sizes:
+            names = [name for name in names if remote_sizes.get(name) != sizes[name]]
+        done, total = 0, sum(sizes[name] for name in names)
         progress("sending", done, total)
+        for name in names:
+            _, sha256 = shard_files.get(name, (None, None))
+            _send(directory / name, target / name, sizes[name], sha256)
+            done += sizes[name]
+            progress("sending", done, total)
     return manifest
-
-
-def _local_size(directory: Path, name: str) -> int:
-    if not (directory / name).is_file():
-        raise DataError(f"{directory / name} is missing. List all: txl data verify {directory}")
-    return (directory / name).stat().st_size
 
 
 def _remote_sizes(target: RemotePath) -> dict[str, int]:
@@ -67,27 +68,20 @@ def _remote_sizes(target: RemotePath) -> dict[str, int]:
         return target.sizes()
     except FileNotFoundError:  # a folder of an object store exists once it contains a file
         return {}
-    except OSError as error:
-        raise _store_error(target, error) from error
 
 
 def _require_same_dataset(
     target: RemotePath, manifest: ShardManifest, remote_sizes: dict[str, int]
 ) -> None:
-    if MANIFEST_NAME in remote_sizes:
-        digest = load_manifest(target).digest
-        # Overwriting would change the data under runs that read this URL.
-        if digest != manifest.digest:
-            raise DataError(
-                f"{target} holds another dataset (digest {digest}, not {manifest.digest}). "
-                "Choose another URL, or remove that dataset with the tools of its store."
-            )
+    # Overwriting would change the data under runs that read this URL.
     listed = {*manifest.file_names()}
     extra = [name for name in remote_sizes if is_dataset_file(name) and name not in listed]
+    if MANIFEST_NAME in remote_sizes and load_manifest(target).digest != manifest.digest:
+        extra.insert(0, MANIFEST_NAME)
     if extra:
         raise DataError(
-            f"{target} holds {extra[0]}, a file of another dataset. Choose another URL, or "
-            "remove it with the tools of its store."
+            f"{target} holds another dataset: {extra[0]} is not of this one. Choose another URL, "
+            "or remove that dataset with the tools of its store."
         )
 
 
@@ -98,17 +92,18 @@ def _send(source: Path, target: RemotePath, size: int, sha256: str | None) -> No
             f"{source} does not have the manifest's sha256. List all problems: txl data verify "
             f"{source.parent}"
         )
-    try:
-        target.write_from(source)
-        remote_size = target.stat().st_size
-    except OSError as error:
-        raise _store_error(target, error) from error
+    target.write_from(source)
+    remote_size = target.stat().st_size
     if remote_size != size:
         raise DataError(f"{target} is {remote_size:,} bytes after sending, expected {size:,}.")
 
 
-def _store_error(target: RemotePath, error: OSError) -> DataError:
-    return DataError(
-        f"{target}: object storage refuses or fails ({error.strerror}). Check that the bucket "
-        "exists, the credentials and the network, then run it again."
-    )
+@contextlib.contextmanager
+def _explain_store_errors(target: RemotePath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{target}: object storage refuses or fails ({error.strerror}). Check that the bucket "
+            "exists, the credentials and the network, then run it again."
+        ) from error

@@ -1,9 +1,9 @@
 """`txl data rebuild`: make a lost or damaged manifest again from the shards and their indexes.
 
-Every index contains the dataset's header and a digest of its arrays. File sizes and sha256s are
-computed from the files, after each shard's content was compared with its index: otherwise the new
-manifest would declare a damaged shard, or two shards with swapped names, to be correct. The result
-is the lost manifest, byte for byte.
+Every index contains the dataset's header and a digest of its arrays, among them a checksum of every
+frame. File sizes and sha256s are computed from the files, after each shard was compared with its
+index: otherwise the new manifest would declare a damaged shard, or two shards with swapped names,
+to be correct. The result is the lost manifest, byte for byte.
 
 Shards, indexes and `tokenizer.json` cannot be rebuilt here. Run `txl prepare` again for those.
 """
@@ -12,17 +12,15 @@ import contextlib
 import hashlib
 import json
 import re
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
 
 import numpy as np
 from pydantic import ValidationError
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.shards.frames import seek_table
+from data_pipeline.shards.frames import Frame, seek_table
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     SHARD_SUFFIX,
@@ -46,34 +44,8 @@ from data_pipeline.system.files import (
     write_file,
 )
 from data_pipeline.system.progress import Progress
-from data_pipeline.system.remote_path import DatasetPath
-from data_pipeline.system.workers import InProcess, Workers
-from data_pipeline.tokenizers import Tokenizer
 
 _SHARD = re.compile(rf"({SPLIT_PATTERN})-(\d{{6}}){re.escape(SHARD_SUFFIX)}")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenRules:
-    """The properties of a dataset's tokens that its shards are checked against."""
-
-    dtype: np.dtype
-    vocab_size: int
-    end_of_document: int
-    opens_documents: bool
-    """Whether every document begins with `end_of_document`."""
-    bytes_of_id: np.ndarray | None
-    """int32 [vocab_size]: UTF-8 bytes of each token; None if the tokenizer is not lossless."""
-
-    @classmethod
-    def of(cls, dataset: DatasetHeader, tokenizer: Tokenizer) -> "TokenRules":
-        return cls(
-            np.dtype(dataset.dtype),
-            dataset.vocab_size,
-            dataset.end_of_document,
-            tokenizer.opens_documents,
-            tokenizer.token_bytes() if tokenizer.lossless else None,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +55,7 @@ class Rebuilt:
     """The manifest was already complete and is unchanged."""
 
 
-def rebuild_manifest(
-    directory: Path,
-    *,
-    workers: Workers | None = None,
-    progress: Progress = lambda *_: None,
-) -> Rebuilt:
+def rebuild_manifest(directory: Path, *, progress: Progress = lambda *_: None) -> Rebuilt:
     """Write `manifest.json` again.
 
     Raises DataError if a shard is missing, damaged or of another dataset, or the tokenizer is
@@ -96,11 +63,9 @@ def rebuild_manifest(
     """
     with contextlib.suppress(DataError):  # missing and damaged manifests are both rebuilt
         return Rebuilt(load_manifest(directory), was_complete=True)
-    workers = workers or InProcess()
     paths = _list_shards(directory)
     require_writable(directory)  # fail before all shards are read
-    headers = {paths[number]: header for number, header in workers.map(_read_header, paths)}
-    header = _common_header(directory, headers)
+    header = _common_header(directory, {path: _read_header(path) for path in paths})
     tokenizer = open_tokenizer(directory, header.dataset)
     ids, expected = (
         (each.vocab_size, each.end_of_document) for each in (header.dataset, tokenizer)
@@ -111,14 +76,14 @@ def rebuild_manifest(
             f"tokenizer.json. An index is damaged; restore it, or run txl prepare INPUT --out "
             f"{directory} again elsewhere."
         )
-    rules = TokenRules.of(header.dataset, tokenizer)
-
+    bytes_of_id = tokenizer.token_bytes() if tokenizer.lossless else None
+    rules = _TokenRules(header.dataset, tokenizer.opens_documents, bytes_of_id)
     done, total = 0, sum(path.stat().st_size for path in paths)
     entries: dict[str, ShardEntry] = {}
     progress("reading shards", done, total)
-    for _, entry in workers.map(_rebuild_entry, [_Shard(path, rules) for path in paths]):
-        entries[entry.name] = entry
-        done += entry.bytes
+    for path in paths:
+        entries[path.name] = _rebuild_entry(path, rules)
+        done += entries[path.name].bytes
         progress("reading shards", done, total)
     splits = {
         split: SplitEntry.of([entries[shard_name(split, number)] for number in range(count)])
@@ -131,13 +96,12 @@ def rebuild_manifest(
 
 
 def _list_shards(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory. Give the one that txl prepare wrote.")
-    paths = [path for path in sorted(directory.absolute().iterdir()) if _SHARD.fullmatch(path.name)]
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    paths = [directory.absolute() / name for name in names if _SHARD.fullmatch(name)]
     if not paths:
         raise DataError(
-            f"{directory} contains no shards to rebuild a manifest from. Create the dataset: txl "
-            f"prepare INPUT --out {directory}"
+            f"{directory} contains no shards to rebuild a manifest from. Give the directory that "
+            f"txl prepare wrote, or create the dataset: txl prepare INPUT --out {directory}"
         )
     return paths
 
@@ -150,7 +114,7 @@ def _read_header(path: Path) -> IndexHeader:
         return IndexHeader.model_validate_json(json.dumps(metadata["header"]))
     except (KeyError, ValidationError) as error:
         problem = f"does not describe a dataset ({error})"
-        raise damaged_file(index_path, path.parent, problem) from error
+        raise damaged_file(index_path, problem) from error
 
 
 def _common_header(directory: Path, headers: dict[Path, IndexHeader]) -> IndexHeader:
@@ -174,20 +138,23 @@ def _common_header(directory: Path, headers: dict[Path, IndexHeader]) -> IndexHe
     return header
 
 
+# --- one shard ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shard:
-    """One shard to read: the unit of work."""
+class _TokenRules:
+    """The properties of a dataset's tokens that its shards are checked against."""
 
-    path: Path
-    rules: TokenRules
+    dataset: DatasetHeader
+    opens_documents: bool
+    """Whether every document begins with the end-of-document token."""
+    bytes_of_id: np.ndarray | None
+    """int32 [vocab_size]: UTF-8 bytes of each token; None if the tokenizer is not lossless."""
 
-    def __str__(self) -> str:
-        return self.path.name
 
-
-def _rebuild_entry(shard: _Shard) -> ShardEntry:
+def _rebuild_entry(path: Path, rules: _TokenRules) -> ShardEntry:
     """The manifest's entry of a shard, after its content was compared with its index."""
-    path, directory = shard.path, shard.path.parent
+    directory = path.parent
     index_path = path.with_name(index_name(path.name))
     arrays, metadata = read_unlisted_index(index_path)
     try:
@@ -207,11 +174,72 @@ def _rebuild_entry(shard: _Shard) -> ShardEntry:
         )
     except (KeyError, IndexError, ValueError, OSError) as error:
         problem = f"does not describe a shard ({error})"
-        raise damaged_file(index_path, directory, problem) from error
-    index = read_index(directory, entry, shard.rules.dtype.itemsize)
-    raw_sha256 = check_content(directory, entry, index, shard.rules)
-    _check_seek_table(path, index)
+        raise damaged_file(index_path, problem) from error
+    index = read_index(directory, entry, np.dtype(rules.dataset.dtype).itemsize)
+    try:
+        raw_sha256 = _check_content(path, entry, index, rules)
+    except ValueError as error:
+        raise damaged_file(path, f"does not match its index: {error}") from error
     return entry.model_copy(update={"raw_sha256": raw_sha256})
+
+
+def _check_content(path: Path, entry: ShardEntry, index: ShardIndex, rules: _TokenRules) -> str:
+    """Compare a shard with its index, frame by frame; returns the sha256 of its tar stream.
+
+    Raises ValueError with the first difference, DataError for a damaged frame.
+    """
+    dtype = np.dtype(rules.dataset.dtype)
+    digest, text_bytes = hashlib.sha256(), 0
+    # Raw byte of the first token of every document.
+    starts = np.repeat(index.block_offset, index.block_documents)
+    starts += index.document_starts * dtype.itemsize
+    for number in range(len(index.frames)):
+        frame = index.frame(number)
+        raw = read_frame(path.parent, entry, frame, number)
+        digest.update(raw)
+        if number == 0:
+            _check_first_member(raw, entry.name)
+        for offset, tokens in _tokens_of(raw, frame, index, dtype):
+            _check_tokens(rules, offset, tokens, starts)
+            if rules.bytes_of_id is not None:
+                text_bytes += int(rules.bytes_of_id[tokens].sum(dtype=np.int64))
+    if rules.bytes_of_id is not None and text_bytes != entry.text_bytes:
+        raise ValueError(f"{text_bytes:,} bytes of text, the index has {entry.text_bytes:,}")
+    _check_seek_table(path, index)
+    return digest.hexdigest()
+
+
+def _check_first_member(raw: bytes, shard: str) -> None:
+    """The names in the tar contain the shard's name: a shard renamed with its index is refused."""
+    expected = f"{shard.removesuffix(SHARD_SUFFIX)}-00000000.npy"
+    name = raw[:100].rstrip(b"\0")  # the first field of a tar header
+    if name != expected.encode():
+        raise ValueError(f"expected {expected}, got {printable(name.decode(errors='replace'))}")
+
+
+def _tokens_of(
+    raw: bytes, frame: Frame, index: ShardIndex, dtype: np.dtype
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(raw byte of the first, tokens) of the part of every block that is in a frame."""
+    block_end = index.block_offset + index.block_tokens * dtype.itemsize
+    start, stop = frame.raw_offset, frame.raw_offset + frame.raw_size
+    for block in np.flatnonzero((index.block_offset < stop) & (block_end > start)):
+        first, last = max(start, index.block_offset[block]), min(stop, block_end[block])
+        num_tokens = (last - first) // dtype.itemsize
+        yield first, np.frombuffer(raw, dtype, num_tokens, offset=first - start)
+
+
+def _check_tokens(rules: _TokenRules, offset: int, tokens: np.ndarray, starts: np.ndarray) -> None:
+    """Check tokens in the vocabulary, and that documents begin at the raw bytes `starts`."""
+    if (largest := tokens.max()) >= rules.dataset.vocab_size:
+        raise ValueError(f"it has token {largest}, outside the vocabulary")
+    # No text encodes to end_of_document, so every occurrence starts a document.
+    places = np.flatnonzero(tokens == rules.dataset.end_of_document)
+    openers = offset + places * tokens.itemsize
+    first, last = np.searchsorted(starts, [offset, offset + tokens.nbytes])
+    expected = starts[first : last if rules.opens_documents else first]
+    if not np.array_equal(openers, expected):
+        raise ValueError("documents do not start where the index says")
 
 
 def _check_seek_table(path: Path, index: ShardIndex) -> None:
@@ -220,128 +248,4 @@ def _check_seek_table(path: Path, index: ShardIndex) -> None:
     with path.open("rb") as file:
         file.seek(int(index.frames[-1, :2].sum()))
         if file.read(len(expected) + 1) != expected:
-            raise damaged_file(path, path.parent, "does not end in its seek table")
-
-
-# --- the content of a shard -----------------------------------------------------------------------
-
-
-_CHUNK_ELEMENTS = 2**20
-
-
-def check_content(
-    directory: DatasetPath, entry: ShardEntry, index: ShardIndex, rules: TokenRules
-) -> str:
-    """Compare a shard's content with its index; returns the sha256 of its tar stream.
-
-    Raises DataError naming the shard and the first difference.
-    """
-    stream = _TarStream(directory, entry, index)
-    try:
-        _check_members(stream, entry, index, rules)
-    except (tarfile.TarError, ValueError, EOFError) as error:
-        path = directory / entry.name
-        raise damaged_file(path, directory, f"does not match its index: {error}") from error
-    while stream.read(2**20):  # the sha256 includes the padding after the tar's end
-        pass
-    return stream.sha256.hexdigest()
-
-
-def _check_members(
-    stream: "_TarStream", entry: ShardEntry, index: ShardIndex, rules: TokenRules
-) -> None:
-    stem = entry.name.removesuffix(SHARD_SUFFIX)
-    starts_of_block = np.split(index.document_starts, np.cumsum(index.block_documents)[:-1])
-    text_bytes = 0
-    file = cast(IO[bytes], stream)  # tarfile only reads from it
-    with tarfile.open(fileobj=file, mode="r|") as tar:
-        for number, starts in enumerate(starts_of_block):
-            key = f"{stem}-{number:08d}"
-            block = _next_array(tar, f"{key}.npy")
-            shape = (int(index.block_tokens[number]),)
-            if block.offset != index.block_offset[number]:
-                raise ValueError(f"{key} is at byte {block.offset}, not where the index says")
-            if block.dtype != rules.dtype or block.shape != shape:
-                raise ValueError(f"{key} is {block.dtype} {block.shape}, not as in the index")
-            text_bytes += _check_block(block, key, starts, rules)
-            if len(starts) > 1:  # a block of one document has no second member
-                member = _next_array(tar, f"{key}.starts.npy")
-                stored = np.concatenate([chunk for _, chunk in member.chunks()])
-                if member.dtype != np.int64 or not np.array_equal(stored, starts):
-                    raise ValueError(f"{key}.starts.npy differs from the index")
-        extra = tar.next()
-    if extra:
-        raise ValueError(f"the tar has one more member: {printable(extra.name)}")
-    if rules.bytes_of_id is not None and text_bytes != entry.text_bytes:
-        raise ValueError(f"{text_bytes:,} bytes of text, the index has {entry.text_bytes:,}")
-
-
-def _check_block(block: "_Array", key: str, starts: np.ndarray, rules: TokenRules) -> int:
-    """Check the tokens of one block; returns their text bytes, 0 if they cannot be counted."""
-    text_bytes = num_starts = 0
-    for first, tokens in block.chunks():
-        if (largest := tokens.max()) >= rules.vocab_size:
-            raise ValueError(f"{key} has token {largest}, outside the vocabulary")
-        openers = first + np.flatnonzero(tokens == rules.end_of_document)
-        # No text encodes to end_of_document, so every occurrence starts a document.
-        last = int(np.searchsorted(starts, first + len(tokens)))
-        expected = starts[num_starts : last if rules.opens_documents else num_starts]
-        if not np.array_equal(openers, expected):
-            raise ValueError(f"{key}: documents do not start where the index says")
-        num_starts = last
-        if rules.bytes_of_id is not None:
-            text_bytes += int(rules.bytes_of_id[tokens].sum(dtype=np.int64))
-    return text_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Array:
-    """A 1-D array in a tar member, read in chunks."""
-
-    file: IO[bytes]
-    offset: int
-    """Raw byte of its first element in the tar stream."""
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(number of the first element, elements) of one chunk after the other."""
-        total = self.shape[0]
-        for first in range(0, total, _CHUNK_ELEMENTS):
-            count = min(total - first, _CHUNK_ELEMENTS)
-            data = self.file.read(count * self.dtype.itemsize)
-            yield first, np.frombuffer(data, self.dtype, count)
-
-
-def _next_array(tar: tarfile.TarFile, name: str) -> _Array:
-    """The next member, which must be `name` and contain exactly one 1-D array of numbers."""
-    member = tar.next()
-    file = tar.extractfile(member) if member is not None and member.isreg() else None
-    if member is None or file is None or member.name != name:
-        raise ValueError(f"expected {name}, got {printable(member.name) if member else 'its end'}")
-    if np.lib.format.read_magic(file) != (1, 0):
-        raise ValueError(f"{name} is not an npy file of format 1.0")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    header = file.tell()
-    if dtype.hasobject or len(shape) != 1 or header + shape[0] * dtype.itemsize != member.size:
-        raise ValueError(f"{name} is {dtype} {shape} in {member.size:,} bytes")
-    return _Array(file, member.offset_data + header, dtype, shape)
-
-
-class _TarStream:
-    """The tar stream of a shard, decoded frame by frame and hashed while it is read."""
-
-    def __init__(self, directory: DatasetPath, entry: ShardEntry, index: ShardIndex) -> None:
-        self.sha256 = hashlib.sha256()
-        self._frames = (
-            read_frame(directory, entry, index.frame(number), number)
-            for number in range(len(index.frames))
-        )
-        self._buffer = b""
-
-    def read(self, size: int) -> bytes:
-        while len(self._buffer) < size and (frame := next(self._frames, b"")):
-            self.sha256.update(frame)
-            self._buffer += frame
-        data, self._buffer = self._buffer[:size], self._buffer[size:]
-        return data
+            raise ValueError("it does not end in its seek table")

@@ -30,9 +30,7 @@ _reading: dict[int, DatasetPath] = {}
 """The file that a thread is reading now, by the thread's identifier."""
 
 
-def read_bytes_at(
-    path: DatasetPath, directory: DatasetPath, first: int, size: int, part: str = ""
-) -> bytes:
+def read_bytes_at(path: DatasetPath, first: int, size: int, part: str = "") -> bytes:
     """Bytes [first, first + size) of a file, fewer if the file is shorter.
 
     Raises DataError if the read fails; `part` names the part of the file in its message.
@@ -44,7 +42,7 @@ def read_bytes_at(
             return path.read_range(first, size)
         return _read_local(path, first, size)
     except OSError as error:
-        raise unreadable_file(path, directory, part, error) from error
+        raise unreadable_file(path, part, error) from error
     finally:
         del _reading[thread]
 
@@ -79,9 +77,8 @@ def _read_once(path: Path, first: int, size: int) -> bytes:
 def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: int) -> bytes:
     """Read and decode one frame of a shard. Raises DataError naming its place and the cause."""
     path = directory / entry.name
-    data = read_bytes_at(
-        path, directory, frame.compressed_offset, frame.compressed_size, _place(frame, number)
-    )
+    place = frame_place(frame, number)
+    data = read_bytes_at(path, frame.compressed_offset, frame.compressed_size, place)
     return checked_frame(data, path, frame, number)
 
 
@@ -90,11 +87,12 @@ def checked_frame(data: bytes, path: DatasetPath, frame: Frame, number: int) -> 
     try:
         return decode_frame(data, frame)
     except FrameError as error:
-        problem = f"{_place(frame, number)} is damaged: {error}"
-        raise damaged_file(path, path.parent, problem) from error
+        problem = f"{frame_place(frame, number)} is damaged: {error}"
+        raise damaged_file(path, problem) from error
 
 
-def _place(frame: Frame, number: int) -> str:
+def frame_place(frame: Frame, number: int) -> str:
+    """Number and offset of a frame, for messages."""
     return f"frame {number} at byte {frame.compressed_offset:,}"
 
 
@@ -104,40 +102,30 @@ def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
     Skipped on web servers: they cannot list a directory, and one request per file would be slow.
     Hashes and checksums are still compared when the content is read.
     """
-    remote = isinstance(directory, RemotePath)
     try:
-        listed = directory.sizes() if isinstance(directory, RemotePath) else {}
+        if isinstance(directory, RemotePath):
+            sizes = directory.sizes()
+        else:
+            with os.scandir(directory) as files:
+                sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     except OSError as error:
-        raise unreadable_file(directory, directory, "", error) from error
-    if remote and not listed:
+        raise unreadable_file(directory, "", error) from error
+    if isinstance(directory, RemotePath) and not sizes:
         return
     for entry in entries:
         for name, (expected, _) in entry.files.items():
-            path = directory / name
-            size = listed.get(name) if remote else _size_of(path, directory)
-            if size is None:
-                raise damaged_file(path, directory, "is missing")
-            if size != expected:
-                raise damaged_file(path, directory, f"is {size:,} bytes, expected {expected:,}")
+            if name not in sizes:
+                raise damaged_file(directory / name, "is missing, or not a regular file")
+            if sizes[name] != expected:
+                problem = f"is {sizes[name]:,} bytes, expected {expected:,}"
+                raise damaged_file(directory / name, problem)
 
 
-def _size_of(path: DatasetPath, directory: DatasetPath) -> int:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise unreadable_file(path, directory, "", error) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise damaged_file(path, directory, "is not a regular file")
-    return int(status.st_size)
-
-
-def unreadable_file(
-    path: DatasetPath, directory: DatasetPath, part: str, error: OSError
-) -> DataError:
+def unreadable_file(path: DatasetPath, part: str, error: OSError) -> DataError:
     """The DataError for a failed read of `part` of a file, or of all of it if `part` is empty."""
     problem = f"{part} cannot be read ({error.strerror})".lstrip()
     if not is_read_failure(error):
-        return damaged_file(path, directory, problem)
+        return damaged_file(path, problem)
     return UnreadableError(
         f"{path} {problem}. Check {what_to_check(path)}, then run it again: nothing was changed."
     )
@@ -150,11 +138,11 @@ def what_to_check(path: DatasetPath) -> str:
     return "the disk and the permissions"
 
 
-def damaged_file(path: DatasetPath, directory: DatasetPath, problem: str) -> DataError:
+def damaged_file(path: DatasetPath, problem: str) -> DataError:
     """The DataError for a file whose content is not what the manifest or the index requires."""
     return DataError(
         f"{path} {problem}. The file was cut short, damaged, or swapped with another after it was "
-        f"written. To list everything that is wrong: txl data verify {directory}"
+        f"written. To list everything that is wrong: txl data verify {path.parent}"
     )
 
 
@@ -181,8 +169,8 @@ class FrameCache:
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory, self.limit_bytes = directory, limit_bytes
-        # Bytes written since the directory was last listed; None before the first listing.
-        self._unlisted_bytes: int | None = None
+        # Bytes written since the directory was last listed. The first entry lists it.
+        self._unlisted_bytes = limit_bytes
         self._lock = threading.Lock()
 
     @classmethod
@@ -247,10 +235,9 @@ class FrameCache:
 
     def _limit_size(self, num_written: int) -> None:
         with self._lock:
-            if self._unlisted_bytes is not None:
-                self._unlisted_bytes += num_written
-                if self._unlisted_bytes <= self.limit_bytes // _SLACK:
-                    return
+            self._unlisted_bytes += num_written
+            if self._unlisted_bytes <= self.limit_bytes // _SLACK:
+                return
             self._unlisted_bytes = 0
         with contextlib.suppress(OSError):
             self._evict()

@@ -1,13 +1,10 @@
 """The sidecar index of one shard: where its frames, blocks and documents are.
 
 A safetensors file. Every array is checked against the others and against the manifest's entry when
-it is loaded, so that code that reads through an index needs no checks. Errors name the file.
+it is loaded, so that code that reads through an index needs no checks.
 
-First tokens and ids of the documents are one packed table. A shard of sentences has millions of
-documents: eight bytes per start and the full text of every id would be several times the compressed
-text. Most ids are `file:line` with consecutive lines, and starts increase by small steps. So each
-file name is stored once, lines and starts are stored as differences, and everything is one zstd
-frame with a checksum: 1 to 2 bytes per sentence.
+First tokens and ids of the documents are one packed table of 1 to 2 bytes per sentence: each file
+name is stored once, lines and starts are stored as differences, in one zstd frame.
 
 The safetensors metadata also describes the dataset and has a digest of the arrays. Reading shards
 does not need it: `rebuild.py` makes a lost manifest from it.
@@ -33,10 +30,9 @@ from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict_json import parse_json
 
 _MAX_HEADER_BYTES = 2**16
-_USUAL_HEADER_BYTES = 4096
 MAX_TABLE_BYTES = 2**31
 """Larger tables are refused before decoding, whatever size a file declares."""
-_NO_LINE = -1
+NO_LINE = -1
 _COLUMNS = ("starts", "file", "line", "names", "name_ends")
 _INDEX_TYPES = {
     "frames": (np.int64, 2),
@@ -47,26 +43,9 @@ _INDEX_TYPES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class DocumentTable:
-    """D documents in shard order."""
-
-    starts: NDArray[np.int64]
-    """[D] first token, relative to its block's start."""
-    file: NDArray[np.int64]
-    """[D] index into `names`."""
-    line: NDArray[np.int64]
-    """[D] number after the name and a colon; -1 if the id is the name alone."""
-    names: tuple[str, ...]
-
-    def document_id(self, document: int) -> str:
-        name, line = self.names[self.file[document]], self.line[document]
-        return name if line == _NO_LINE else f"{name}:{line}"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentIds:
-    """The ids of D documents as columns: `names[file]`, and a colon and `line` unless it is 0."""
+    """The ids of D documents as columns: `names[file]`, and a colon and `line` unless it is -1."""
 
     names: Sequence[str]
     file: NDArray[np.int64]
@@ -74,7 +53,7 @@ class DocumentIds:
 
     @classmethod
     def of(cls, ids: Sequence[str]) -> Self:
-        return cls(ids, np.arange(len(ids)), np.zeros(len(ids), np.int64))
+        return cls(ids, np.arange(len(ids)), np.full(len(ids), NO_LINE))
 
     def __len__(self) -> int:
         return len(self.file)
@@ -84,7 +63,7 @@ class DocumentIds:
 
     def id_of(self, number: int) -> str:
         name, line = self.names[self.file[number]], self.line[number]
-        return f"{name}:{line}" if line else name
+        return name if line == NO_LINE else f"{name}:{line}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,15 +78,9 @@ class ShardIndex:
     """int64 [N]: raw byte of the block's first token in the tar stream."""
     block_documents: np.ndarray
     """int64 [N]: documents of every block."""
-    documents: DocumentTable
-
-    @property
-    def document_starts(self) -> np.ndarray:
-        """int64 [D]: first token of every document, relative to its block's start."""
-        return self.documents.starts
-
-    def document_id(self, document: int) -> str:
-        return self.documents.document_id(document)
+    document_starts: np.ndarray
+    """int64 [D]: first token of every document, relative to its block's start."""
+    ids: DocumentIds
 
     def frame(self, number: int) -> Frame:
         return Frame(*self.frames[number].tolist())
@@ -143,7 +116,7 @@ def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
 
 def read_index(directory: DatasetPath, entry: ShardEntry, itemsize: int) -> ShardIndex:
     """Load and check the index of a shard. Raises DataError naming the file and the problem."""
-    data = read_bytes_at(directory / entry.index_name, directory, 0, entry.index_bytes)
+    data = read_bytes_at(directory / entry.index_name, 0, entry.index_bytes)
     return checked_index(data, directory, entry, itemsize)
 
 
@@ -152,39 +125,30 @@ def checked_index(
 ) -> ShardIndex:
     """The index in `data`, the content of an index file. Raises DataError like `read_index`."""
     path = directory / entry.index_name
-    if len(data) != entry.index_bytes:
-        problem = f"is {len(data):,} bytes, expected {entry.index_bytes:,}"
-        raise damaged_file(path, directory, problem)
     digest = hashlib.sha256(data).hexdigest()
     if digest != entry.index_sha256:
-        raise damaged_file(path, directory, f"has sha256 {digest}, expected {entry.index_sha256}")
+        raise damaged_file(path, f"has sha256 {digest}, expected {entry.index_sha256}")
     try:
         arrays = load(data)
-    except (SafetensorError, KeyError, ValueError, AttributeError) as error:
-        raise damaged_file(path, directory, f"is not a safetensors file ({error})") from error
-    problem = _index_problem(arrays, entry, itemsize)
-    if not problem:
+        _check_arrays(arrays, entry, itemsize)
         table = arrays.pop("documents").tobytes()
-        try:
-            documents = unpack_documents(table, num_documents=entry.documents)
-        except ValueError as error:
-            problem = str(error)
-        else:
-            problem = _starts_problem(documents.starts, arrays)
-    if problem:
-        raise damaged_file(path, directory, f"contradicts the manifest or itself: {problem}")
-    return ShardIndex(**arrays, documents=documents)
+        starts, ids = unpack_documents(table, num_documents=entry.documents)
+        _check_starts(starts, arrays)
+    except (SafetensorError, KeyError, ValueError, AttributeError) as error:
+        problem = f"contradicts the manifest or itself: {error}"
+        raise damaged_file(path, problem) from error
+    return ShardIndex(**arrays, document_starts=starts, ids=ids)
 
 
-def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: int) -> str:
-    """The name of the first check that fails, or "". The reader relies on all of these."""
+def _check_arrays(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: int) -> None:
+    """Raise ValueError with the first check that fails. The reader relies on all of these."""
     types = {name: (array.dtype, array.ndim) for name, array in arrays.items()}
     if types != {name: (np.dtype(kind), ndim) for name, (kind, ndim) in _INDEX_TYPES.items()}:
-        return f"its arrays are {sorted(types)}"
+        raise ValueError(f"its arrays are {sorted(types)}")
     frames, tokens, offset = arrays["frames"], arrays["block_tokens"], arrays["block_offset"]
     documents = arrays["block_documents"]
     if frames.shape[1] != 5 or len(frames) < 1 or (frames < 0).any():
-        return "its table of frames"
+        raise ValueError("its table of frames")
     compressed, raw = frames[:, 0] + frames[:, 1], frames[:, 2] + frames[:, 3]
     checks = {
         "frame offsets": (frames[0, [0, 2]] == 0).all()
@@ -203,54 +167,48 @@ def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: i
         and (documents <= entry.documents).all()
         and documents.sum() == entry.documents,
     }
-    return next((name for name, holds in checks.items() if not holds), "")
+    if failed := [name for name, holds in checks.items() if not holds]:
+        raise ValueError(failed[0])
 
 
-def _starts_problem(starts: np.ndarray, arrays: dict[str, np.ndarray]) -> str:
-    """ "document starts" unless they rise from 0 and stay inside the block, in every block."""
+def _check_starts(starts: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+    """Raise ValueError unless starts rise from 0 and stay inside the block, in every block."""
     tokens, documents = arrays["block_tokens"], arrays["block_documents"]
     first_document = np.cumsum(documents) - documents
     rising = np.diff(starts) > 0
     rising[first_document[1:] - 1] = True  # the next block starts again from 0
     inside = starts < np.repeat(tokens, documents)
     if (starts[first_document] != 0).any() or not rising.all() or not inside.all():
-        return "document starts"
-    return ""
+        raise ValueError("document starts")
 
 
 def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
-    """int64 [blocks]: tokens of every block of a shard, usually by one small read of its index.
+    """int64 [blocks]: tokens of every block of a shard, by one small read of its index.
 
     Opening a split needs no more than this of each shard, and most ranks read few of the shards.
     No hash covers a part of a file, so only the number of blocks and their sum are checked here;
     `SplitReader` compares the sizes with the hashed index when it first reads the shard.
     """
     path = directory / entry.index_name
-    # txl writes two arrays of this size before `block_tokens`: one read usually covers all three.
-    usual = _USUAL_HEADER_BYTES + 3 * 8 * entry.blocks
-    start = read_bytes_at(path, directory, 0, min(entry.index_bytes, usual))
+    # safetensors stores two arrays of this size before `block_tokens`.
+    size = min(entry.index_bytes, _MAX_HEADER_BYTES + 3 * 8 * entry.blocks)
+    start = read_bytes_at(path, 0, size)
     header_end = 8 + int.from_bytes(start[:8], "little")
     try:
         if header_end > _MAX_HEADER_BYTES:
             raise ValueError(f"its header is longer than {_MAX_HEADER_BYTES:,} bytes")
-        if header_end > len(start):
-            start = read_bytes_at(path, directory, 0, header_end)
         column = parse_json(start[8:header_end])["block_tokens"]
         if (column["dtype"], column["shape"]) != ("I64", [entry.blocks]):
             raise ValueError(f"block_tokens is {column['dtype']} {column['shape']}")
         first, last = (header_end + offset for offset in column["data_offsets"])
-        if last - first != 8 * entry.blocks or not header_end <= first <= entry.index_bytes:
+        if last - first != 8 * entry.blocks or not header_end <= first <= last <= len(start):
             raise ValueError("block_tokens has wrong offsets")
-        if last <= len(start):
-            data = start[first:last]
-        else:
-            data = read_bytes_at(path, directory, first, last - first)
-        tokens = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
-        if len(tokens) != entry.blocks or (tokens <= 0).any() or tokens.sum() != entry.tokens:
+        tokens = np.frombuffer(start[first:last], "<i8").astype(np.int64, copy=False)
+        if (tokens <= 0).any() or tokens.sum() != entry.tokens:
             raise ValueError(f"blocks do not sum to {entry.tokens:,} tokens")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"contradicts the manifest or itself: {printable(str(error))[:200]}"
-        raise damaged_file(path, directory, problem) from error
+        raise damaged_file(path, problem) from error
     return tokens
 
 
@@ -272,7 +230,7 @@ def read_unlisted_index(path: Path) -> tuple[dict[str, np.ndarray], dict[str, An
         if metadata["arrays_sha256"] != _arrays_sha256(arrays):
             raise ValueError("its arrays do not match their sha256")
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise damaged_file(path, path.parent, f"does not describe a dataset ({error})") from error
+        raise damaged_file(path, f"does not describe a dataset ({error})") from error
     return arrays, metadata
 
 
@@ -296,8 +254,11 @@ def pack_documents(starts: NDArray[np.int64], ids: Sequence[DocumentIds]) -> byt
     return compress(save(columns))
 
 
-def unpack_documents(data: bytes, *, num_documents: int) -> DocumentTable:
-    """The inverse of `pack_documents`. Raises ValueError for other or damaged bytes."""
+def unpack_documents(data: bytes, *, num_documents: int) -> tuple[NDArray[np.int64], DocumentIds]:
+    """First tokens and ids: the inverse of `pack_documents`.
+
+    Raises ValueError for other or damaged bytes.
+    """
     try:
         columns = load(decompress(data, limit=MAX_TABLE_BYTES))
     except (FrameError, SafetensorError, KeyError, AttributeError) as error:
@@ -315,7 +276,7 @@ def unpack_documents(data: bytes, *, num_documents: int) -> DocumentTable:
     first = np.concatenate([[0], ends[:-1]])[: len(ends)]
     parts = (content[low:high] for low, high in zip(first, ends, strict=True))
     names = tuple(part.decode("utf-8", errors="replace") for part in parts)
-    return DocumentTable(starts, file, line, names)
+    return starts, DocumentIds(names, file, line)
 
 
 def _number_names(ids: DocumentIds, number_of: dict[str, int]) -> NDArray[np.int64]:
@@ -323,22 +284,24 @@ def _number_names(ids: DocumentIds, number_of: dict[str, int]) -> NDArray[np.int
 
     Names are numbered in the order in which they first appear.
     """
-    keys = 2 * ids.file + (ids.line > 0)
+    keys = 2 * ids.file + (ids.line != NO_LINE)
     used, first, key_of = np.unique(keys, return_index=True, return_inverse=True)
     columns = np.empty((2, len(used)), np.int64)
     for key in np.argsort(first).tolist():
         file, has_line = divmod(int(used[key]), 2)
         # A name without a line may itself end in a colon and digits.
-        name, line = (ids.names[file], 0) if has_line else _split_id(ids.names[file])
+        name, line = (ids.names[file], NO_LINE) if has_line else _split_id(ids.names[file])
         columns[:, key] = number_of.setdefault(name, len(number_of)), line
-    return np.stack([columns[0, key_of], np.where(ids.line > 0, ids.line, columns[1, key_of])])
+    return np.stack(
+        [columns[0, key_of], np.where(ids.line != NO_LINE, ids.line, columns[1, key_of])]
+    )
 
 
 def _split_id(id_: str) -> tuple[str, int]:
     name, colon, line = id_.rpartition(":")
     # Only numbers that int64 holds and that are printed in the same way: not "01".
     plain = line.isascii() and line.isdigit() and str(int(line[:18] or 0)) == line
-    return (name, int(line)) if colon and plain else (id_, _NO_LINE)
+    return (name, int(line)) if colon and plain else (id_, NO_LINE)
 
 
 def _steps(column: NDArray[np.int64]) -> NDArray[Any]:

@@ -1,40 +1,35 @@
-"""Reading shards: any token range of any block, decoding only the frames that contain it.
+"""Reading tokens, document starts and ids of one split, from a local directory or a URL.
 
-Everything that is read is checked against the manifest: file sizes when a split is opened, the
-sha256 of a shard's index when the shard is first read, and size and checksum of every frame when it
-is decoded. A truncated, damaged, swapped or overwritten shard is therefore refused by name before
-any token of it is returned. The sha256 of whole shards is not checked here: that would read all of
-the corpus before the first step (`verify.py` does it).
-
-Opening a split loads only the sizes of its blocks. Indexes are loaded when a shard is first read.
-Order and lanes are in `streams/`.
+Everything is checked against the manifest before its first use: file sizes when a split is opened,
+the sha256 of a shard's index when the shard is first read, size and checksum of every frame when it
+is decoded. The sha256 of whole shards is not checked here: that would read all of the corpus before
+the first step (`verify.py` does it).
 """
 
-import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from functools import lru_cache, partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards.frames import Frame, FrameError, decode_frame
+from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
 from data_pipeline.shards.shard_files import (
     FrameCache,
     check_sizes,
     checked_frame,
     damaged_file,
+    frame_place,
     read_bytes_at,
-    read_frame,
 )
 from data_pipeline.shards.shard_index import (
     ShardIndex,
     checked_index,
     read_block_tokens,
-    read_index,
 )
 from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 
@@ -42,6 +37,7 @@ DEFAULT_CACHE_FRAMES = 64
 INDEX_CACHE_BYTES = 256 * 2**20
 """RAM for loaded indexes: about 250 shards of 128M tokens in documents of 1,000 tokens."""
 _PARALLEL_REQUESTS = 16
+T = TypeVar("T")
 
 
 class TokenSource(Protocol):
@@ -77,10 +73,9 @@ class _OpenShard:
 class SplitReader:
     """A TokenSource over one split. Thread-safe; cannot be pickled.
 
-    Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in RAM: with
-    one per concurrently read lane, no frame is decoded twice. Keeps about `cache_index_bytes` of
-    indexes. `frame_cache` keeps compressed frames on disk; default: none for a directory, the
-    user's cache for a URL (`FrameCache.of_user`).
+    Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in RAM: with one
+    per concurrently read lane, no frame is decoded twice. `frame_cache` keeps compressed frames on
+    disk; default: none for a directory, the user's cache for a URL (`FrameCache.of_user`).
     """
 
     def __init__(
@@ -90,16 +85,14 @@ class SplitReader:
         *,
         manifest: ShardManifest,
         cache_frames: int = DEFAULT_CACHE_FRAMES,
-        cache_index_bytes: int = INDEX_CACHE_BYTES,
         frame_cache: FrameCache | None = None,
     ) -> None:
         self.directory, self.split, self.manifest = dataset_path(directory), split, manifest
         self.entry = manifest.split(split, self.directory)
         self.dtype = np.dtype(manifest.dtype)
-        self._cache: OrderedDict[tuple[int, int], bytes] = OrderedDict()
-        self._cache_frames = cache_frames
+        # Two threads may both decode a frame, but no thread waits for another.
+        self._frame = lru_cache(cache_frames)(self._read_frame)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
-        self._cache_index_bytes = cache_index_bytes
         is_remote = isinstance(self.directory, RemotePath)
         self._frame_cache = frame_cache or (FrameCache.of_user() if is_remote else None)
         self._lock = threading.Lock()
@@ -130,7 +123,7 @@ class SplitReader:
         index = self._read_index(self.entry.shards[shard])
         first = int(index.block_documents[:number].sum())
         stop = first + int(index.block_documents[number])
-        return [index.document_id(document) for document in range(first, stop)]
+        return [index.ids.id_of(document) for document in range(first, stop)]
 
     def documents(self) -> Iterator[tuple[str, int]]:
         """Id and number of tokens of every document, in order, from one index after another."""
@@ -139,7 +132,7 @@ class SplitReader:
             block_start = np.cumsum(index.block_tokens) - index.block_tokens
             starts = np.repeat(block_start, index.block_documents) + index.document_starts
             for number, num_tokens in enumerate(np.diff(starts, append=entry.tokens).tolist()):
-                yield index.document_id(number), num_tokens
+                yield index.ids.id_of(number), num_tokens
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of `block`, a new 1-D array of `dtype`.
@@ -161,7 +154,6 @@ class SplitReader:
         if tokens.size and tokens.max() >= self.manifest.vocab_size:
             raise damaged_file(
                 self.directory / self.entry.shards[shard].name,
-                self.directory,
                 f"block {block} holds token {tokens.max()}, the vocabulary ends at "
                 f"{self.manifest.vocab_size}",
             )
@@ -185,21 +177,41 @@ class SplitReader:
         first, last = self._first_block[shard : shard + 2]
         if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
             path = self.directory / entry.index_name
-            raise damaged_file(
-                path, self.directory, "had other block sizes when the split was opened"
-            )
+            raise damaged_file(path, "had other block sizes when the split was opened")
         opened = _OpenShard(index)
         with self._lock:
             self._open[shard] = opened
             num_bytes = sum(index.num_bytes for index in self._open.values())
-            while num_bytes > self._cache_index_bytes and len(self._open) > 1:
+            while num_bytes > INDEX_CACHE_BYTES and len(self._open) > 1:
                 num_bytes -= self._open.popitem(last=False)[1].num_bytes
         return opened
 
     def _read_index(self, entry: ShardEntry) -> ShardIndex:
-        if self._frame_cache is not None:
-            return read_cached_index(self.directory, entry, self.dtype.itemsize, self._frame_cache)
-        return read_index(self.directory, entry, self.dtype.itemsize)
+        key = entry.index_sha256, 0, entry.index_bytes
+        path, itemsize = self.directory / entry.index_name, self.dtype.itemsize
+        check = partial(checked_index, directory=self.directory, entry=entry, itemsize=itemsize)
+        return self._read_checked(path, key, check)
+
+    def _read_checked(
+        self,
+        path: DatasetPath,
+        key: tuple[str, int, int],
+        check: Callable[[bytes], T],
+        part: str = "",
+    ) -> T:
+        """`check(bytes)` of a part of a file, which is cached; `key` is (sha256, offset, size)."""
+        cache = self._frame_cache
+        if cache is not None and (data := cache.get(*key)) is not None:
+            try:
+                return check(data)
+            except DataError:
+                cache.drop(*key)
+        sha256, first, size = key
+        data = read_bytes_at(path, first, size, part)
+        checked = check(data)
+        if cache is not None:
+            cache.put(sha256, first, data)
+        return checked
 
     def _raw(self, shard: int, first: int, last: int) -> memoryview | bytes:
         """Bytes [first, last) of the shard's tar stream."""
@@ -210,48 +222,25 @@ class SplitReader:
         low = int(np.searchsorted(index.frame_ends, first, side="right"))
         high = int(np.searchsorted(index.frame_ends, last, side="left"))
         parts = []
-        for number, data in enumerate(self._frames(shard, low, high + 1), start=low):
+        for number in range(low, high + 1):
+            data = self._frame(shard, number)
             begin = int(index.frames[number, 2])
             parts.append(memoryview(data)[max(0, first - begin) : last - begin])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _frames(self, shard: int, low: int, high: int) -> list[bytes]:
-        """Frames [low, high) of a shard, decoded: from RAM, else read."""
-        decoded: dict[int, bytes] = {}
-        with self._lock:
-            for number in range(low, high):
-                if (shard, number) in self._cache:
-                    self._cache.move_to_end((shard, number))
-                    decoded[number] = self._cache[shard, number]
-        missing = [number for number in range(low, high) if number not in decoded]
-        # Without the lock: two threads may both decode a frame, but no thread waits for another.
-        if missing:
-            decoded |= zip(missing, self._read_frames(shard, missing), strict=True)
-        with self._lock:
-            for number in missing:
-                self._cache[shard, number] = decoded[number]
-            while len(self._cache) > self._cache_frames:
-                self._cache.popitem(last=False)
-        return [decoded[number] for number in range(low, high)]
-
-    def _read_frames(self, shard: int, numbers: list[int]) -> list[bytes]:
-        entry, index = self.entry.shards[shard], self._index(shard)
-        frames = {number: Frame(*index.frames[number].tolist()) for number in numbers}
-        if self._frame_cache is not None:
-            return read_cached_frames(self.directory, entry, frames, self._frame_cache)
-        return [
-            read_frame(self.directory, entry, frame, number) for number, frame in frames.items()
-        ]
+    def _read_frame(self, shard: int, number: int) -> bytes:
+        """A decoded frame of a shard."""
+        entry, frame = self.entry.shards[shard], Frame(*self._index(shard).frames[number].tolist())
+        path = self.directory / entry.name
+        key = entry.sha256, frame.compressed_offset, frame.compressed_size
+        check = partial(checked_frame, path=path, frame=frame, number=number)
+        return self._read_checked(path, key, check, frame_place(frame, number))
 
 
 def load_block_tokens(directory: DatasetPath, shards: Sequence[ShardEntry]) -> np.ndarray:
     """int64 [num_blocks]: tokens of every block of these shards, in order."""
-    if isinstance(directory, RemotePath):
-        with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
-            parts = list(pool.map(lambda shard: read_block_tokens(directory, shard), shards))
-    else:
-        parts = [read_block_tokens(directory, shard) for shard in shards]
-    return np.concatenate(parts)
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
+        return np.concatenate([*pool.map(partial(read_block_tokens, directory), shards)])
 
 
 def open_split(
@@ -271,63 +260,3 @@ def open_split(
     return SplitReader(
         directory, split, manifest=manifest, cache_frames=cache_frames, frame_cache=frame_cache
     )
-
-
-# --- reading through a frame cache ----------------------------------------------------------------
-
-
-def read_cached_index(
-    directory: DatasetPath, entry: ShardEntry, itemsize: int, cache: FrameCache
-) -> ShardIndex:
-    """The checked index of a shard. Raises DataError naming the file."""
-    data = cache.get(entry.index_sha256, 0, entry.index_bytes)
-    if data is not None:
-        try:
-            return checked_index(data, directory, entry, itemsize)
-        except DataError:
-            cache.drop(entry.index_sha256, 0, entry.index_bytes)
-    data = read_bytes_at(directory / entry.index_name, directory, 0, entry.index_bytes)
-    index = checked_index(data, directory, entry, itemsize)
-    cache.put(entry.index_sha256, 0, data)
-    return index
-
-
-def read_cached_frames(
-    directory: DatasetPath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
-) -> list[bytes]:
-    """Raw bytes of the given frames, in the same order. Raises DataError naming the file."""
-    raw = {number: _cached(entry, frame, cache) for number, frame in frames.items()}
-    missing = [number for number, data in raw.items() if data is None]
-    # Groups of consecutive numbers: inside each, number minus position in the list is constant.
-    for _, group in itertools.groupby(enumerate(missing), lambda item: item[1] - item[0]):
-        raw |= _fetched(directory, entry, {n: frames[n] for _, n in group}, cache)
-    return [data for data in raw.values() if data is not None]
-
-
-def _cached(entry: ShardEntry, frame: Frame, cache: FrameCache) -> bytes | None:
-    key = entry.sha256, frame.compressed_offset, frame.compressed_size
-    data = cache.get(*key)
-    if data is None:
-        return None
-    try:
-        return decode_frame(data, frame)
-    except FrameError:
-        cache.drop(*key)
-        return None
-
-
-def _fetched(
-    directory: DatasetPath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
-) -> dict[int, bytes]:
-    """Fetch consecutive frames by one request. Each is cached once its checksum is checked."""
-    path = directory / entry.name
-    first = min(frame.compressed_offset for frame in frames.values())
-    last = max(frame.compressed_offset + frame.compressed_size for frame in frames.values())
-    data = read_bytes_at(path, directory, first, last - first, f"bytes {first:,} to {last:,}")
-    raw = {}
-    for number, frame in frames.items():
-        start = frame.compressed_offset - first
-        compressed = data[start : start + frame.compressed_size]
-        raw[number] = checked_frame(compressed, path, frame, number)
-        cache.put(entry.sha256, frame.compressed_offset, compressed)
-    return raw

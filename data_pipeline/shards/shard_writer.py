@@ -1,17 +1,14 @@
 """Writing one shard: documents to `<split>-<nnnnnn>.tar.zst` and its sidecar index.
 
-Consecutive whole documents are packed into blocks. A block is one `<key>.npy` in a tar: with one
-member per sentence the tar was 19 times as large as its tokens. A document larger than a block is a
-block on its own. The tar is compressed by `frames.FrameWriter` in frames that end where blocks end,
-so a reader decodes only the blocks it needs. The caller puts the end-of-document token at the start
-of every document.
+Consecutive whole documents are packed into blocks. A block is one `<key>.npy` in a tar; a document
+larger than a block is a block on its own. `frames.FrameWriter` compresses the tar in frames that
+end where blocks end, so a reader decodes only the blocks it needs.
 
 RAM is limited to about one block for documents of any size: tokens arrive in chunks. The chunks
 of a giant document go to a temporary file, because a tar member starts with its size.
 
-The same documents give the same bytes: tar headers contain no time, user or group. They equal those
-of WebDataset's TarWriter. The standard library's tarfile writes them, because importing webdataset
-loads torch: 190 MB in every worker.
+The same documents give the same bytes. Tar headers equal those of WebDataset's TarWriter; tarfile
+writes them, because importing webdataset loads torch: 190 MB in every worker.
 """
 
 import contextlib
@@ -92,7 +89,7 @@ class ShardWriter:
         `text_bytes` is the UTF-8 length of its text. Raises ValueError for ids outside the
         vocabulary, DataError for a document larger than a tar member can be.
         """
-        buffered: list[np.ndarray] = []
+        buffered = [np.empty(0, self._dtype)]
         size, checked = 0, self._checked(document_id, chunks)
         for chunk in checked:
             buffered.append(chunk)
@@ -101,15 +98,11 @@ class ShardWriter:
                 # More than a block: from here on to a file, so that at most a block is in RAM.
                 self._flush()
                 self._add_giant(document_id, itertools.chain(buffered, checked))
-                break
-        else:
-            if not size:
-                raise ValueError(f"{document_id}: tokens must not be empty")
-            if self._block.ids and self._block.num_bytes + size > self._block_bytes:
-                self._flush()
-            tokens = np.concatenate(buffered)
-            self._collect(DocumentIds.of([document_id]), tokens, np.array([len(tokens)]))
-        self._text_bytes += text_bytes
+                self._text_bytes += text_bytes
+                return
+        tokens = np.concatenate(buffered)
+        lengths = np.array([len(tokens)])
+        self.add_batch(DocumentIds.of([document_id]), tokens, lengths, text_bytes=text_bytes)
 
     def add_batch(
         self, ids: DocumentIds, tokens: np.ndarray, lengths: np.ndarray, *, text_bytes: int

@@ -22,7 +22,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has no such flag
 class DirectFile:
     """A new file, written from start to end. Leaving the context without an error syncs it.
 
-    On a file system without direct I/O, writes go through the page cache, which is emptied often.
+    On a file system without direct I/O, writes go through the page cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,24 +70,16 @@ class DirectFile:
         while pending:
             pending = pending[self._write_some(pending) :]
         self._num_buffered = 0
-        if not self._is_direct:
-            os.fsync(self._descriptor)
-            if hasattr(os, "posix_fadvise"):  # not on macOS
-                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _write_some(self, data: memoryview) -> int:
         try:
             return os.write(self._descriptor, data)
         except OSError as error:
             # Some file systems accept the flag and refuse the write, or need other sizes.
-            if error.errno != errno.EINVAL or not self._is_direct:
+            if error.errno != errno.EINVAL:
                 raise
         self._end_direct_writes()
         return os.write(self._descriptor, data)
-
-    @property
-    def _is_direct(self) -> bool:
-        return bool(fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & _DIRECT)
 
     def _end_direct_writes(self) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)

@@ -1,11 +1,5 @@
 """Files and directories that appear complete or not at all, and locks between processes.
 
-    write_file, publish_file     one file, written under a temporary name, synced and renamed
-    overwrite_page               a small file that is rewritten every few seconds
-    publish_directory            a directory that is complete under its hidden name
-    StagedDirectory              a set of files in an existing directory, the manifest last
-    try_lock, wait_for_lock      `flock` on an open file or directory
-
 The kernel releases a lock when its holder ends, also by SIGKILL, so there are no stale locks. A
 file system without locks counts as unlocked, unless the caller decides otherwise: most locks only
 prevent mistakes of users on one host. The package filelock is not used: it truncates the lock file
@@ -17,7 +11,6 @@ import errno
 import fcntl
 import glob
 import hashlib
-import json
 import os
 import shutil
 import stat
@@ -38,8 +31,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 POLL_SECONDS = 0.1
 STAGING = ".staging.tmp"
 """The staging folder inside the target directory."""
-_MOVING = "moving.json"
-"""In the staging folder: names that may already be in the target, written before any rename."""
+_PUBLISHING = ".publishing.tmp"
+"""Its name while its files are moved: the next process moves the rest if this one is killed."""
 
 
 def fsync_directory(directory: Path) -> None:
@@ -66,10 +59,7 @@ def write_file(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def publish_file(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Like `write_file`, but does not sync the directory after the rename.
-
-    For a file whose appearance makes another process sync and rename the directory.
-    """
+    """Like `write_file`, for a caller that syncs the directory itself."""
     # In the same directory, because a rename is atomic within one file system only. The process id
     # keeps two writers of one path from sharing a temporary file.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -131,19 +121,14 @@ def explain_disk_errors(action: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in DISK_FULL:
-            usable = "unknown"
-            with contextlib.suppress(OSError):
-                usable = f"{shutil.disk_usage(directory).free:,}"
-            raise UnfinishedError(
-                f"{directory}: the disk is full while {action} ({usable} bytes free). Partial "
-                "files are not used. Free some space and run the command again, or choose another "
-                "--out and remove this directory."
-            ) from error
+        free = "unknown"
+        with contextlib.suppress(OSError):
+            free = f"{shutil.disk_usage(directory).free:,}"
         raise UnfinishedError(
             f"{directory}: {action} failed: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. Check permissions and free "
-            "space, or choose another --out."
+            f"{f' ({error.filename})' if error.filename else ''}; {free} bytes are free. Partial "
+            "files are not used. Check permissions and free space and run the command again, or "
+            "choose another --out and remove this directory."
         ) from error
 
 
@@ -227,15 +212,13 @@ def _hide(path: Path) -> Path:
 class StagedDirectory:
     """Exclusive access to `directory`, with a staging folder. Use as a context manager.
 
-    Files are written to a hidden staging folder inside the directory and synced. `publish` renames
-    them to their final names, the manifest last. A process killed at any time leaves either no
-    manifest or a complete set. The next process reuses or discards the staged files. A rename is
-    not atomic for a set of files, so `moving.json` records their names first: if the process is
-    killed between two renames, the next process moves the files back to the staging folder.
+    Files are written to a hidden staging folder inside the directory and synced. `publish` moves
+    them to the directory, the manifest last. A process killed at any time leaves either no manifest
+    or a complete set. The next process reuses or discards the staged files.
 
-    Entering creates and locks the directory, and moves the files of an incomplete publication back
-    to staging. Raises ConfigError for a path that cannot be a directory, DataError if another
-    process holds the lock.
+    Entering creates and locks the directory, and completes a publication in which a process was
+    killed. Raises ConfigError for a path that cannot be a directory, DataError if another process
+    holds the lock.
 
     Leaving removes the staging folder, and the directory if it was created here and is empty. The
     staging folder stays for the next process if `keep_staging` is true and the block was
@@ -262,7 +245,7 @@ class StagedDirectory:
                         f"{self.directory}: another process is writing here. Wait for it, or "
                         "choose another --out."
                     )
-                self._undo_incomplete_publish()
+                self._move_published()
                 self.keep_staging = self.path.is_dir()
             except BaseException:
                 os.close(self._descriptor)
@@ -300,23 +283,35 @@ class StagedDirectory:
             shutil.rmtree(self.path)
 
     def publish(self, names: Collection[str]) -> None:
-        """Rename the staged files `names` into the directory, `last` after all others.
+        """Move the staged files `names` into the directory, `last` after all others.
 
-        The files must be synced. Other staged files are removed on exit.
+        The files must be synced. Other staged files are removed.
         """
         if self.last not in names:
             raise ValueError(f"publish needs {self.last} among the staged files {sorted(names)}")
-        moving = sorted(name for name in names if name != self.last)
-        write_synced(self.path / _MOVING, json.dumps(moving).encode())
+        for path in self.path.iterdir():
+            if path.is_file() and path.name not in names:
+                path.unlink()
         fsync_directory(self.path)
-        # Of an earlier set, which this one replaces: it must not appear next to new files.
-        (self.directory / self.last).unlink(missing_ok=True)
-        fsync_directory(self.directory)
-        for name in moving:
-            (self.path / name).replace(self.directory / name)
-        fsync_directory(self.directory)  # the other renames must be on disk before that of `last`
-        (self.path / self.last).replace(self.directory / self.last)
-        fsync_directory(self.directory)
+        self.path.rename(self.directory / _PUBLISHING)
+        self._move_published()
+
+    def _move_published(self) -> None:
+        publishing = self.directory / _PUBLISHING
+        if publishing.is_symlink() or not publishing.is_dir():
+            return
+        names = sorted(path.name for path in publishing.iterdir() if path.is_file())
+        if self.last in names:
+            # Of an earlier set, which this one replaces: it must not appear next to new files.
+            (self.directory / self.last).unlink(missing_ok=True)
+            fsync_directory(self.directory)
+            for name in names:
+                if name != self.last:
+                    (publishing / name).replace(self.directory / name)
+            fsync_directory(self.directory)  # the other moves must be on disk before that of `last`
+            (publishing / self.last).replace(self.directory / self.last)
+            fsync_directory(self.directory)
+        shutil.rmtree(publishing)
 
     def _create(self) -> None:
         try:
@@ -334,25 +329,3 @@ class StagedDirectory:
             return os.path.samestat(os.fstat(self._descriptor), self.directory.stat())
         except FileNotFoundError:
             return False
-
-    def _undo_incomplete_publish(self) -> None:
-        if self.path.is_symlink() or not self.path.is_dir():
-            return
-        if (self.directory / self.last).exists():
-            shutil.rmtree(self.path)  # everything was published; the rest is not needed
-            return
-        # Killed between the first rename and the last.
-        for name in self._recorded_names():
-            # A file that is still staged was not moved: that in the target is of an earlier set.
-            if (self.directory / name).is_file() and not (self.path / name).exists():
-                (self.directory / name).replace(self.path / name)
-        (self.path / _MOVING).unlink(missing_ok=True)
-
-    def _recorded_names(self) -> list[str]:
-        try:
-            names = json.loads((self.path / _MOVING).read_bytes())
-        except (OSError, ValueError):  # missing or cut: killed before the first rename
-            return []
-        # Only plain names: a damaged record must not move files of other directories.
-        names = names if isinstance(names, list) else []
-        return [name for name in names if isinstance(name, str) and Path(name).name == name]

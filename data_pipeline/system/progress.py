@@ -1,6 +1,5 @@
 """Progress of long operations: a counter inside a unit of work, and what each worker is doing."""
 
-import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,41 +48,8 @@ class WorkerStatus:
     unit: str
     busy_seconds: float
     """Time since it got its unit."""
-    num_finished: int
-    """Units that it has finished."""
-    mean_seconds: float
-    """Mean time of these units; 0 if there are none."""
     done_bytes: int = 0
     """Bytes done of the current unit, if the worker counts them."""
 
     def __str__(self) -> str:
-        text = f"{self.name}: {self.unit}, {self.busy_seconds:,.0f} s"
-        if self.num_finished:
-            text += f"; {self.num_finished} finished, {self.mean_seconds:,.1f} s each"
-        return text
-
-
-@dataclass(slots=True, eq=False)
-class WorkTimes:
-    """Measures the units of one worker."""
-
-    begin: float = 0.0
-    total_seconds: float = 0.0
-    num_finished: int = 0
-
-    def start_unit(self) -> None:
-        self.begin = time.monotonic()
-
-    def finish_unit(self) -> None:
-        self.total_seconds += time.monotonic() - self.begin
-        self.num_finished += 1
-
-    def status(self, name: str, unit: object, done_bytes: int = 0) -> WorkerStatus:
-        return WorkerStatus(
-            name,
-            str(unit),
-            time.monotonic() - self.begin,
-            self.num_finished,
-            self.total_seconds / max(self.num_finished, 1),
-            done_bytes,
-        )
+        return f"{self.name}: {self.unit}, {self.busy_seconds:,.0f} s"

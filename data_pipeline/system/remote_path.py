@@ -1,19 +1,17 @@
 """RemotePath: a dataset at a URL, with the methods of pathlib.Path that readers need.
 
-Code that reads a manifest, an index or a frame takes a `DatasetPath` and works with local and
-remote datasets. Requests go through fsspec with retries (`urls.py`). A request that still fails is
-an OSError with a readable text. `str(path)` contains no credentials. Nothing is cached here;
-`shards/shard_files.py` caches frames.
+Requests go through fsspec with retries. A request that still fails is an OSError with a readable
+text. Nothing is cached here; `shards/shard_files.py` caches frames.
 """
 
 import contextlib
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from data_pipeline.system.sources import (
     SourceError,
@@ -90,21 +88,18 @@ class RemotePath:
         """
         if scheme_of(self.url) in ("http", "https"):
             return {}
-        listed = self._request(lambda system: system.ls(self.url, detail=True))
-        return {
-            PurePosixPath(info["name"]).name: int(info["size"])
-            for info in listed
-            if info["type"] == "file"
-        }
+        return {name: int(info["size"]) for name, info in self._list() if info["type"] == "file"}
 
     def folders(self) -> list[str]:
         """Names of the folders in this directory, sorted; none if it does not exist."""
         try:
-            listed = self._request(lambda system: system.ls(self.url, detail=True))
+            return sorted(name for name, info in self._list() if info["type"] != "file")
         except FileNotFoundError:  # a folder of an object store exists once it contains a file
             return []
-        names = (PurePosixPath(info["name"]).name for info in listed if info["type"] != "file")
-        return sorted(names)
+
+    def _list(self) -> list[tuple[str, dict[str, Any]]]:
+        listed = self._request(lambda system: system.ls(self.url, detail=True))
+        return [(PurePosixPath(info["name"]).name, info) for info in listed]
 
     def iterdir(self) -> Iterator["RemotePath"]:
         return (self / name for name in self.sizes())
@@ -131,13 +126,9 @@ class RemotePath:
             raise SourceError("its server ignores byte ranges; use a server that supports them")
         return data
 
-    @contextlib.contextmanager
-    def open(self, mode: str = "rb") -> Iterator[BufferedReader]:
-        """The content as a stream, for reading only."""
-        if mode != "rb":
-            raise ValueError(f"{self} opens for mode 'rb' only, got {mode!r}")
-        with _plain_reason(), open_source(self.url, "") as stream:
-            yield cast("BufferedReader", stream)
+    def open(self, _mode: str = "rb") -> AbstractContextManager[Any]:
+        """The content as a stream of bytes, for reading only."""
+        return open_source(self.url, "")
 
     def write_from(self, source: Path) -> None:
         """Upload a local file. Atomic, as object stores make a new object visible when complete."""
@@ -161,8 +152,7 @@ class RemotePath:
             system.invalidate_cache()  # fsspec caches listings, also outdated ones
             return request(system)
 
-        with _plain_reason():
-            return retry_request(uncached_request)
+        return retry_request(uncached_request)
 
     def _split(self) -> tuple[str, str, str]:
         if scheme_of(self.url) in ("http", "https"):
@@ -180,20 +170,3 @@ def dataset_path(address: str | DatasetPath) -> DatasetPath:
         return address
     local = local_path(address)
     return RemotePath(address) if local is None else Path(local)
-
-
-@contextlib.contextmanager
-def _plain_reason() -> Iterator[None]:
-    """Raise SourceErrors with a `strerror` that fits "cannot be read ({strerror})".
-
-    Callers write this text for local files, too.
-    """
-    try:
-        yield
-    except SourceError as error:
-        cause = error.__cause__
-        if isinstance(cause, FileNotFoundError):
-            raise FileNotFoundError(errno.ENOENT, "no such object") from error
-        if isinstance(cause, PermissionError):
-            raise PermissionError(errno.EACCES, "access denied; check the credentials") from error
-        raise type(error)(error.reason.removeprefix("cannot be read ")) from error

@@ -1,19 +1,10 @@
 """Stop signals and the end of a process: the only module that changes how this process handles
 SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
 
-    StopSignals               training: all signals of one request count once, also in native code
-    sigterm_interrupts        preparation: SIGTERM raises KeyboardInterrupt, as Ctrl-C does
-    interrupts_blocked        a child process that starts inside it gets no SIGINT while it imports
-    ignore_interrupts         worker processes: only their parent reacts to Ctrl-C
-    block_stop_signals        a thread whose child processes must survive a signal to the whole job
-    unblock_stop_signals      such a child process, once it has handlers
-    exit_without_teardown     end a rank with exactly the exit code that was decided
-    end_with_parent           end a child process when its parent ends, also by SIGKILL
-
 Kubernetes, Slurm, systemd and terminals signal every process of a job, and launchers forward what
 they receive, so one request reaches a process several times. SIGUSR1 is the notice that Slurm sends
-before a time limit (sbatch --signal). SIGHUP says that the terminal or connection is gone. What a
-request means for a training run is defined in `txl_dist/runtime/stop.py`.
+before a time limit; SIGHUP says that the terminal is gone. What a request means for a training run
+is defined in `txl_dist/runtime/stop.py`.
 
 Imports only the standard library: a command installs it before its first slow import.
 """

@@ -1,15 +1,8 @@
 """Read local files and URLs: as one stream of decompressed bytes, with retries for object stores.
 
-    open_source                  a file or URL as a buffered stream, decompressed
-    scheme_of, local_path        which addresses are supported
-    shown                        an address for messages, without secrets
-    file_system, retry_request   requests to an object store
-    is_transient                 whether an error may pass
-
 Every failure of a stream is an OSError with a readable text: a truncated or damaged gzip or zstd
-stream, bytes after its end, a broken connection. The readers of the formats turn it into a
-BrokenStreamError. The host memory of a stream is bounded: it does not grow with the decompressed
-size or with what a header declares.
+stream, bytes after its end, a broken connection. The memory of a stream is bounded: it does not
+grow with the decompressed size or with what a header declares.
 """
 
 import contextlib
@@ -103,8 +96,8 @@ def file_system(url: str) -> Any:
 def retry_request(request: Callable[[], _T]) -> _T:
     """The result of a request to an object store, after at most `_MAX_ATTEMPTS` attempts.
 
-    The waits between attempts double. Raises SourceError for a missing or forbidden object, without
-    a retry, and UnreachableError when the last attempt fails.
+    The waits between attempts double. Raises FileNotFoundError, PermissionError and
+    IsADirectoryError without a retry, and UnreachableError when the last attempt fails.
     """
     # A loop, not the package tenacity: with it this function is longer, and the import takes 40 ms.
     for attempt in range(_MAX_ATTEMPTS):
@@ -112,13 +105,16 @@ def retry_request(request: Callable[[], _T]) -> _T:
             time.sleep(_FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
         try:
             return request()
-        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-            raise SourceError(f"cannot be read: {type(error).__name__}") from error
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, "no such object") from error
+        except PermissionError as error:
+            raise PermissionError(errno.EACCES, "access denied; check the credentials") from error
+        except IsADirectoryError as error:
+            raise IsADirectoryError(errno.EISDIR, "is a folder") from error
         except Exception as error:  # every client library has its own error classes
             last_error = error
     reason = printable(_without_urls(str(last_error)))[:200] or type(last_error).__name__
-    message = f"cannot be read after {_MAX_ATTEMPTS} attempts: {reason}"
-    raise UnreachableError(message) from last_error
+    raise UnreachableError(f"{_MAX_ATTEMPTS} attempts failed: {reason}") from last_error
 
 
 def _without_urls(text: str) -> str:
@@ -197,9 +193,18 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
                 raise SourceError("not a regular file")
             raw = stack.enter_context(_buffered(_CountedFile(path)))
         if compression == "gz":
-            raw = stack.enter_context(_buffered(_open_gzip(raw)))
+            # GzipFile reads an empty file as an empty stream; the gzip program refuses it.
+            if not raw.read(1):
+                raise SourceError("truncated gzip stream: the file is empty")
+            raw.seek(0)
+            stream = _DecompressedStream(gzip.GzipFile(fileobj=raw), "gzip")
+            raw = stack.enter_context(_buffered(stream))
         elif compression == "zst":
-            raw = stack.enter_context(_buffered(_open_zstd(raw)))
+            # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a
+            # frame raises EOFError; the package zstandard would end there without an error.
+            options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
+            stream = _DecompressedStream(ZstdFile(raw, options=options), "zstd")
+            raw = stack.enter_context(_buffered(stream))
         yield raw
 
 
@@ -288,26 +293,6 @@ class _DecompressedStream(io.RawIOBase):
             if isinstance(error, OSError) and error.errno:
                 raise
             reason = printable(str(error))[:120]
-            if "requires too much memory" in reason:  # libzstd has no error class for the window
-                raise SourceError(
-                    f"a zstd frame needs a window of more than {2**_MAX_WINDOW_LOG:,} bytes; "
-                    "compress the file again without --long"
-                ) from None
             raise SourceError(f"damaged {self._format_name} stream: {reason}") from None
         buffer[: len(data)] = data
         return len(data)
-
-
-def _open_gzip(raw: BinaryIO) -> _DecompressedStream:
-    # GzipFile reads an empty file as an empty stream; the gzip program refuses it.
-    if not raw.read(1):
-        raise SourceError("truncated gzip stream: the file is empty")
-    raw.seek(0)
-    return _DecompressedStream(gzip.GzipFile(fileobj=raw), "gzip")
-
-
-def _open_zstd(raw: BinaryIO) -> _DecompressedStream:
-    # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a frame
-    # raises EOFError; the stream reader of the package zstandard would end there without an error.
-    options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
-    return _DecompressedStream(ZstdFile(raw, options=options), "zstd")

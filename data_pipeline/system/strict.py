@@ -1,12 +1,8 @@
 """Strict models, and manifest files with a digest.
 
-Files are edited, truncated and copied between versions. An unknown key, a number written as text
-and NaN are errors that name the key, never a silent default.
-
 A manifest file has a format name, a version and a digest of its content. All other files of a
 dataset (`shards/manifest.py`) or checkpoint (`txl_dist/checkpoint/manifest.py`) are verified
-against hashes in the manifest, so the manifest itself is checked completely before any entry is
-used.
+against hashes in the manifest, so the manifest is checked completely before any entry is used.
 """
 
 import json

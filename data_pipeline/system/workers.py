@@ -1,12 +1,9 @@
 """Workers: map a function over units of work in this process or child processes, and a thread
 that runs jobs one after another (`BackgroundQueue`).
 
-An idle worker gets the next unit. Results are yielded in the order of completion, with the number
-of the unit. If a worker dies (out of memory, killed), its unit is retried once; after the second
-death an error names the unit. Workers end when this process ends for any reason.
-
-concurrent.futures is not used: its pool does not report which unit a dead worker had, and its
-workers survive a killed parent. `cluster/launcher.py` has the same interface on Ray.
+If a worker dies (out of memory, killed), its unit is retried once; after the second death an error
+names the unit. concurrent.futures is not used: its pool does not report which unit a dead worker
+had, and its workers survive a killed parent. `cluster/launcher.py` has the same interface on Ray.
 """
 
 import contextlib
@@ -14,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
-from data_pipeline.system.progress import WorkerStatus, WorkTimes, counting_bytes
+from data_pipeline.system.progress import WorkerStatus, counting_bytes
 from data_pipeline.system.signals import end_with_parent, ignore_interrupts, interrupts_blocked
 
 U = TypeVar("U")
@@ -137,7 +135,6 @@ class ProcessWorkers:
                             raise WorkerDiedError(unit, worker.process.exitcode) from None
                         self._start(function, number, unit)
                         continue
-                    worker.times.finish_unit()
                     self._idle.append(worker)
                     self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
                     self._fill(function, pending)
@@ -151,8 +148,11 @@ class ProcessWorkers:
 
     def status(self) -> list[WorkerStatus]:
         return [
-            worker.times.status(
-                f"worker {worker.number} (pid {worker.process.pid})", unit, worker.counter.value
+            WorkerStatus(
+                f"worker {worker.number} (pid {worker.process.pid})",
+                str(unit),
+                time.monotonic() - worker.begin,
+                worker.counter.value,
             )
             for worker, (_, unit) in self._busy.copy().items()
         ]
@@ -170,7 +170,7 @@ class ProcessWorkers:
         else:
             worker = _Worker(self._num_started)
             self._num_started += 1
-        worker.times.start_unit()
+        worker.begin = time.monotonic()
         worker.counter.value = 0
         self._busy[worker] = (number, unit)
         if self._is_closed:
@@ -187,7 +187,7 @@ class _Worker:
     """One process and the pipe to it. The kernel closes the pipe when the process dies."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.times = number, WorkTimes()
+        self.number, self.begin = number, 0.0
         context = multiprocessing.get_context("spawn")
         self.connection, child_connection = context.Pipe()
         self.counter = context.RawValue("q", 0)  # bytes done of the current unit

@@ -47,9 +47,6 @@ Directory = Annotated[
 def verify(
     dataset: Dataset,
     *,
-    fast: Annotated[
-        bool, typer.Option("--fast", help="Hash indexes only; of shards, compare the sizes.")
-    ] = False,
     workers: NumWorkers = 1,
     on: On = "local",
     as_json: AsJson = False,
@@ -66,7 +63,7 @@ def verify(
 
     directory = dataset_path(dataset)
     with open_workers(on, workers) as pool, work_progress(MIB, pool) as progress:
-        verified = verify_dataset(directory, fast=fast, workers=pool, progress=progress)
+        verified = verify_dataset(directory, workers=pool, progress=progress)
     if as_json:
         result = {
             "ok": not verified.problems and not verified.unread,
@@ -76,8 +73,8 @@ def verify(
         }
         print(json.dumps({**result, **totals(directory, verified.manifest)}))
     elif not verified.problems and not verified.unread:
-        checked = "names, sizes and indexes" if fast else f"all of {verified.num_bytes:,} bytes"
-        print(f"{printable(str(directory))}: {checked} match the manifest")
+        checked = f"all of {verified.num_bytes:,} bytes match the manifest"
+        print(f"{printable(str(directory))}: {checked}")
         print_totals(verified.manifest)
     _raise_problems(directory, verified)
 
@@ -111,9 +108,7 @@ def _listed(problems: list[str]) -> str:
 
 
 @app.command()
-def rebuild(
-    directory: Directory, *, workers: NumWorkers = 1, on: On = "local", as_json: AsJson = False
-) -> None:
+def rebuild(directory: Directory, *, as_json: AsJson = False) -> None:
     """Recreate a lost or damaged manifest.json from shards, indexes and tokenizer.json.
 
     The result is identical, with the same digest. Every shard is read and checked first. Missing or
@@ -123,8 +118,8 @@ def rebuild(
     """
     from data_pipeline.shards.rebuild import rebuild_manifest
 
-    with open_workers(on, workers) as pool, work_progress(MIB, pool) as progress:
-        result = rebuild_manifest(directory, workers=pool, progress=progress)
+    with work_progress(MIB) as progress:
+        result = rebuild_manifest(directory, progress=progress)
     status = "already complete" if result.was_complete else "rebuilt"
     if as_json:
         print(json.dumps({"status": status, **totals(directory, result.manifest)}))

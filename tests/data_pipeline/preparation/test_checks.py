@@ -191,24 +191,6 @@ def test_an_empty_text_key_is_not_the_default(txl: Txl, tmp_path: Path) -> None:
     assert 'no key ""; keys seen: text' in ended.err
 
 
-def test_a_list_of_rejects_that_was_being_written_is_removed_and_nothing_else(
-    txl: Txl, tmp_path: Path
-) -> None:
-    source, out = tmp_path / "in.txt", tmp_path / "out"
-    source.write_text("text")
-    out.mkdir()
-    left, foreign = out / ".rejects.jsonl.4711.tmp", out / ".rejects.jsonl.mine.tmp"
-    left.write_text('{"file"')
-    foreign.write_text("")
-    ended = txl("prepare", source, "--out", out)
-    assert ended.code == 3
-    assert "do not belong to a dataset: .rejects.jsonl.mine.tmp." in ended.err
-    assert left.exists(), "nothing was touched"
-    foreign.unlink()
-    assert txl("prepare", source, "--out", out).code == 0
-    assert not left.exists()
-
-
 def test_a_second_run_finds_the_dataset_complete(txl: Txl, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = txl("prepare", corpus, "--out", out)

@@ -90,7 +90,6 @@ def test_the_size_of_groups_does_not_change_a_byte(
     prepare_dataset([tmp_path / "in"], tmp_path / "whole", settings, max_reject_rate=1)
     for name, value in zip(("GROUP_BYTES", "MAX_SHORT_BYTES"), limits, strict=True):
         monkeypatch.setattr(f"{MODULE}.{name}", value)
-    monkeypatch.setattr(f"{MODULE}._MAX_OPEN_FILES", 2)
     prepare_dataset([tmp_path / "in"], tmp_path / "out", settings, max_reject_rate=1)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 

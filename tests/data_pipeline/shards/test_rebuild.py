@@ -1,6 +1,6 @@
 """`txl data rebuild`: a lost manifest is restored byte for byte, or nothing is written.
 
-Without a manifest, rebuild compares the decoded content of every shard with its index.
+Without a manifest, rebuild compares the tokens of every shard with its index.
 """
 
 import json

@@ -22,13 +22,13 @@ Dataset = tuple[Path, ShardManifest]
 
 def note_loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     loaded: list[str] = []
-    real = shard_reader.read_index
+    real = shard_reader.checked_index
 
-    def noted(directory: Any, entry: Any, itemsize: int) -> Any:
+    def noted(data: bytes, directory: Any, entry: Any, itemsize: int) -> Any:
         loaded.append(entry.name)
-        return real(directory, entry, itemsize)
+        return real(data, directory, entry, itemsize)
 
-    monkeypatch.setattr(shard_reader, "read_index", noted)
+    monkeypatch.setattr(shard_reader, "checked_index", noted)
     return loaded
 
 
@@ -46,7 +46,8 @@ def test_indexes_are_loaded_on_first_use_and_their_cache_is_limited(
         source.document_starts(int(blocks[shard]))
     assert loaded == [names[1], names[0]]
 
-    small = SplitReader(directory, "train", manifest=manifest, cache_index_bytes=1)
+    monkeypatch.setattr(shard_reader, "INDEX_CACHE_BYTES", 1)
+    small = SplitReader(directory, "train", manifest=manifest)
     loaded.clear()
     for shard in (0, 1, 1, 0, 2):
         assert_array_equal(
@@ -113,13 +114,13 @@ def test_a_range_decodes_only_the_frames_it_needs(
     manifest = write_split(tmp_path, some_documents([6100]), block_bytes=1024)
     source = open_split(tmp_path, "train", manifest=manifest)
     decoded: list[int] = []
-    read_frame = open_split.__globals__["read_frame"]
+    checked_frame = shard_reader.checked_frame
 
-    def counted(directory, entry, frame, number):
+    def counted(data, path, frame, number):
         decoded.append(number)
-        return read_frame(directory, entry, frame, number)
+        return checked_frame(data, path, frame, number)
 
-    monkeypatch.setattr("data_pipeline.shards.shard_reader.read_frame", counted)
+    monkeypatch.setattr(shard_reader, "checked_frame", counted)
     source.read(0, 3000, 3010)
     source.read(0, 3010, 3020)
     assert len(decoded) == 1

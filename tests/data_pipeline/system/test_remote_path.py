@@ -98,7 +98,7 @@ def test_push_completes_what_is_missing_and_overwrites_no_other_dataset(
     with pytest.raises(DataError, match="s3://bucket/data holds another dataset"):
         push_dataset(tmp_path / "other", URL)
     bucket.rm("bucket/data/manifest.json")
-    with pytest.raises(DataError, match=r"holds train-000001.* of another dataset"):
+    with pytest.raises(DataError, match=r"another dataset: train-000001"):
         push_dataset(tmp_path / "other", URL)
     del before["bucket/data/manifest.json"]
     assert {name: bucket.cat(name) for name in bucket.find("bucket")} == before
@@ -129,7 +129,7 @@ def test_requests_to_a_dead_store_are_retried_then_reported(
     _fail_fast(monkeypatch)
     s3_server.stop()
     with pytest.raises(
-        DataError, match=r"s3://bucket/data/train-\d+\.tar\.zst frame .*cannot be read \(after"
+        DataError, match=r"s3://bucket/data/train-\d+\.tar\.zst frame .*cannot be read \(3 attempts"
     ):
         segments_of(source)
     assert {(0.01,), (0.02,)} <= {*waits}
@@ -277,7 +277,7 @@ def test_a_request_on_a_broken_connection_is_retried(
     expected = open_split(dataset[0], "train").read(0, 0, 9)
     np.testing.assert_array_equal(source.read(0, 0, 9), expected)
     handler.broken = 1000
-    with pytest.raises(DataError, match=r"http://127.*/data/train-.* cannot be read \(after"):
+    with pytest.raises(DataError, match=r"http://127.*/data/train-.* cannot be read \(3 attempts"):
         source.read(len(source.block_tokens) - 1, 0, 9)
 
 

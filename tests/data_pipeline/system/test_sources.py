@@ -75,7 +75,7 @@ def test_a_request_is_retried_twice() -> None:
 @pytest.mark.fault_row(19)
 def test_the_third_failure_is_an_unreachable_error_without_secrets() -> None:
     requests = Requests(*[RuntimeError("GET https://me:secret@host/a?token=secret failed")] * 3)
-    with pytest.raises(UnreachableError, match=r"after 3 attempts: GET https://host/a failed$"):
+    with pytest.raises(UnreachableError, match=r"3 attempts failed: GET https://host/a failed$"):
         retry_request(requests)
     assert requests.attempts == 3
 
@@ -83,9 +83,8 @@ def test_the_third_failure_is_an_unreachable_error_without_secrets() -> None:
 @pytest.mark.parametrize("error", [FileNotFoundError(), PermissionError(), IsADirectoryError()])
 def test_a_missing_or_forbidden_object_is_not_retried(error: OSError) -> None:
     requests = Requests(error)
-    with pytest.raises(SourceError, match=f"cannot be read: {type(error).__name__}") as raised:
+    with pytest.raises(type(error), match=r"no such object|access denied|is a folder") as raised:
         retry_request(requests)
-    assert not isinstance(raised.value, UnreachableError)
     assert (requests.attempts, raised.value.__cause__) == (1, error)
 
 
@@ -241,10 +240,10 @@ def test_skippable_frames_of_zstd_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("descriptor", "rest", "reason"),
     [
-        (0b1110_0000, struct.pack("<Q", 100 * 2**30), "window of more than 134,217,728 bytes"),
+        (0b1110_0000, struct.pack("<Q", 100 * 2**30), "requires too much memory"),
         (0b1100_0000, bytes([0x60]) + struct.pack("<Q", 100 * 2**30), "truncated"),
-        (0b0000_0000, bytes([0x90]), "window of more than 134,217,728 bytes"),
-        (0b0000_0000, bytes([0xFF]), "window of more than 134,217,728 bytes"),
+        (0b0000_0000, bytes([0x90]), "requires too much memory"),
+        (0b0000_0000, bytes([0xFF]), "requires too much memory"),
     ],
 )
 def test_a_frame_of_zstd_that_claims_100_gigabytes_takes_no_memory(
@@ -336,7 +335,7 @@ def test_a_missing_page_is_an_error(page: str) -> None:
 def test_a_connection_that_breaks_is_not_the_end_of_the_file(page: str) -> None:
     file = one_file(f"{page}/lines.jsonl?token=secret")
     _Page.cut = True
-    with pytest.raises(UnfinishedError, match=r"lines\.jsonl: cannot be read after 3") as caught:
+    with pytest.raises(UnfinishedError, match=r"lines\.jsonl: 3 attempts failed") as caught:
         read(file)
     assert "secret" not in str(caught.value)
 
@@ -386,6 +385,6 @@ def test_a_store_that_stops_answering_stops_the_run_and_keeps_what_is_finished(
             s3_server.stop()
 
     out = tmp_path / "out"
-    with pytest.raises(UnfinishedError, match=rf"1{name[1:]}: cannot be read after 3 attempts"):
+    with pytest.raises(UnfinishedError, match=rf"1{name[1:]}: 3 attempts failed"):
         prepare_dataset(["s3://bucket/x"], out, PrepareSettings(), progress=cut_off)
     assert len(list(out.glob(".staging.tmp/units/*.scan.json"))) == 1

@@ -102,7 +102,7 @@ class BusyWorkers(InProcess):
 
     def status(self) -> list[WorkerStatus]:
         return [
-            WorkerStatus(f"worker {n} (pid {n})", f"unit {n}", float(n), n, 2.5, 3 * MIB)
+            WorkerStatus(f"worker {n} (pid {n})", f"unit {n}", float(n), 3 * MIB)
             for n in range(self.num_busy)
         ]
 
@@ -112,7 +112,7 @@ class BusyWorkers(InProcess):
 
 def test_the_workers_that_are_busy_for_longest_are_listed() -> None:
     assert _Work(TOKENS, BusyWorkers(2)).worker_lines() == [
-        "worker 1 (pid 1): unit 1, 1 s; 1 finished, 2.5 s each",
+        "worker 1 (pid 1): unit 1, 1 s",
         "worker 0 (pid 0): unit 0, 0 s",
         "waiting for CPUs",
     ]

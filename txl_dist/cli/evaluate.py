@@ -234,10 +234,11 @@ def evaluate(
             work_progress(TOKENS, pool) as progress,
         ):
             if swept:
-                results = evaluate_sweep(sweeps, pool, progress=progress, note=_note)
                 models = [
-                    sweep_objects(sweep, result, workers)
-                    for sweep, result in zip(sweeps, results, strict=True)
+                    sweep_objects(
+                        sweep, evaluate_sweep(sweep, pool, progress=progress, note=_note), workers
+                    )
+                    for sweep in sweeps
                 ]
                 objects = [each for model in models for each in model]
                 contents = [sweep_content(model, [*swept]) for model in models]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
-from txl_dist.evaluation.breakdown import TABLES, DocumentSums
+from txl_dist.evaluation.breakdown import DOCUMENT, TABLES, LossTable
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
@@ -130,13 +130,13 @@ def _scores_of_documents(planned: "PlannedJob") -> Iterator[tuple[str, float, in
 
 def _sums_of_documents(planned: "PlannedJob") -> Iterator[tuple[int, float, int, int]]:
     """Start, nats, tokens and bytes of every document with a target, in order."""
-    last: list[DocumentSums] = []
+    last: list[LossTable] = []
     for _, scores in sorted(planned.finished.batches.items()):
         assert scores.breakdown is not None, "planned with per_document"
-        documents = DocumentSums.total([*last, scores.breakdown.documents])
+        documents = LossTable.total([*last, scores.breakdown[DOCUMENT]])
         yield from documents.rows()[:-1]
         # The next batch may continue the last document.
-        last = [DocumentSums(*(column[-1:] for column in documents.columns))]
+        last = [LossTable(*(column[-1:] for column in documents.columns))]
     for documents in last:
         yield from documents.rows()
 

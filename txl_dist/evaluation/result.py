@@ -11,7 +11,7 @@ each split. The first token of a split has no loss, so its text is subtracted; i
 is an end-of-document token, which has no text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from data_pipeline.streams.cursor import read_range
 from data_pipeline.tokenizers.byte_char_word import WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
 from txl_dist.errors import DataError
-from txl_dist.evaluation.breakdown import ScoreDetails, in_range
+from txl_dist.evaluation.breakdown import Breakdown, details_to_json, in_range
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.scores import LossSums, finish
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead, plan_chunks
@@ -75,6 +75,19 @@ class ScoredText:
             return None
         return self.counts.words + self.counts.line_ends + self.document_ends
 
+    @property
+    def definition_of_a_word(self) -> str:
+        """What the protocol line says about words."""
+        if self.is_word_model:
+            return "word = token of the model: a word, the mark of a line or a document end"
+        if self.counts is None:
+            return f"words not counted ({self.reason})"
+        return (
+            f"word = whitespace-separated word ({self.counts.words:,}), line end "
+            f"({self.counts.line_ends:,}) or document end ({self.document_ends:,}) of the text as "
+            "prepared, not detokenized"
+        )
+
 
 def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> ScoredText:
     """The text of a split whose targets are all scored; unknown for a part of a split."""
@@ -105,49 +118,6 @@ def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> Scored
     )
 
 
-def protocol_line(
-    settings: EvaluationSettings,
-    sums: LossSums,
-    text: ScoredText,
-    *,
-    data: Subject | None,
-    model: Subject | None,
-    weights: str,
-    kernels: Sequence[str],
-) -> str:
-    """One line to quote next to the score. Data and model are None for weights that are not stored:
-    those of a run that trains."""
-    clamp_len = "none" if settings.clamp_len is None else settings.clamp_len
-    parts = [
-        f"split {settings.split}{f' of {data}' if data else ''}",
-        *([f"model {model}"] if model else []),
-        f"{sums.num_tokens:,} tokens scored",
-        f"mode {settings.mode}",
-        f"tgt_len {settings.tgt_len}",
-        f"mem_len {settings.mem_len}",
-        f"clamp_len {clamp_len}",
-        f"same_length {str(settings.same_length).lower()}",
-        f"reset {settings.reset}",
-        f"weights {weights}",
-        settings.precision,
-        " and ".join(kernels) or "attention not recorded",
-        _words(text),
-    ]
-    return ", ".join(parts)
-
-
-def _words(text: ScoredText) -> str:
-    if text.is_word_model:
-        return "word = token of the model: a word, the mark of a line or a document end"
-    if text.counts is None:
-        return f"words not counted ({text.reason})"
-    return (
-        f"word = whitespace-separated word ({text.counts.words:,}), line end "
-        f"({text.counts.line_ends:,}) or document end ({text.document_ends:,}) of the text as "
-        "prepared, not detokenized"
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult:
     """A score and the settings that reproduce it."""
@@ -161,24 +131,35 @@ class EvaluationResult:
     weights: str = "last"
     data: Subject | None = field(default=None, compare=False)
     model: Subject | None = field(default=None, compare=False)
-    """None for the weights of a run that trains."""
+    """Data and model are None for the weights of a run that trains, which are not stored."""
     kernels: tuple[str, ...] = field(default=(), compare=False)
     """Attention functions and devices that computed the scores. They change the last digits only,
     and are not part of the score."""
-    details: ScoreDetails | None = field(default=None, compare=False)
+    breakdown: Breakdown | None = field(default=None, compare=False)
+    """None without details."""
+    counted_split: str | None = field(default=None, compare=False)
+    """The split whose token frequencies are used for the details."""
 
     @property
     def protocol(self) -> str:
         """One line to quote next to the score."""
-        return protocol_line(
-            self.settings,
-            self.sums,
-            self.text,
-            data=self.data,
-            model=self.model,
-            weights=self.weights,
-            kernels=self.kernels,
-        )
+        settings = self.settings
+        parts = [
+            f"split {settings.split}{f' of {self.data}' if self.data else ''}",
+            *([f"model {self.model}"] if self.model else []),
+            f"{self.sums.num_tokens:,} tokens scored",
+            f"mode {settings.mode}",
+            f"tgt_len {settings.tgt_len}",
+            f"mem_len {settings.mem_len}",
+            f"clamp_len {'none' if settings.clamp_len is None else settings.clamp_len}",
+            f"same_length {str(settings.same_length).lower()}",
+            f"reset {settings.reset}",
+            f"weights {self.weights}",
+            settings.precision,
+            " and ".join(self.kernels) or "attention not recorded",
+            self.text.definition_of_a_word,
+        ]
+        return ", ".join(parts)
 
     @property
     def named_sums(self) -> dict[str, float]:
@@ -200,9 +181,11 @@ class EvaluationResult:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `txl eval --json` prints; a number too large for a float is null."""
-        named = self.named_sums
-        # The tokens of a word model have other bytes than the text, also by document.
-        known = {"tokens"} if self.text.is_word_model else {"tokens", "bytes"}
+        named, details = self.named_sums, {}
+        if self.breakdown is not None and self.counted_split is not None:
+            # The tokens of a word model have other bytes than the text, also by document.
+            known = {"tokens"} if self.text.is_word_model else {"tokens", "bytes"}
+            details["details"] = details_to_json(self.breakdown, self.counted_split, known)
         return {
             "nats": named["nats"],
             "tokens_scored": named["tokens"],
@@ -219,7 +202,7 @@ class EvaluationResult:
             "data_sha256": self.data and self.data.digest,
             "model_sha256": self.model and self.model.digest,
             "protocol": self.protocol,
-            **({"details": self.details.to_json(known)} if self.details else {}),
+            **details,
         }
 
 

@@ -332,7 +332,8 @@ def plan(model: Path, data: Path, *, split: str, **options: int) -> PlannedJob:
 def test_the_lowest_loss_on_the_first_split_is_reported_on_the_others(
     planned: list[Sweep],
 ) -> None:
-    for model, result in zip(planned, evaluate_sweep(planned, InProcess()), strict=True):
+    for model in planned:
+        result = evaluate_sweep(model, InProcess())
         losses = [candidate.sums.nats for candidate in result.candidates]
         assert losses[result.best] == min(losses)
         assert len(set(losses)) == 4
@@ -352,12 +353,12 @@ def test_only_the_best_setting_is_scored_on_the_other_splits(
         return evaluate_on_workers(jobs, *args, **options)
 
     monkeypatch.setattr(distributed, "evaluate_on_workers", recorded)
-    evaluate_sweep(planned[:1], InProcess())
+    evaluate_sweep(planned[0], InProcess())
     assert scored == ["valid"] * 4 + ["train"]
 
 
 def test_equal_losses_select_the_first_setting(planned: list[Sweep]) -> None:
     jobs = planned[0][0]
-    (result,) = evaluate_sweep([[jobs[:1], jobs[:1]]], InProcess())
+    result = evaluate_sweep([jobs[:1], jobs[:1]], InProcess())
     assert result.best == 0
     assert result.reported == []

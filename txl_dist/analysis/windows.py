@@ -173,23 +173,20 @@ def measure_losses(
     contexts: Sequence[int],
     *,
     batch_windows: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_read: Callable[[int], None] = lambda num_tokens: None,
 ) -> NDArray[np.float64]:
     """Nats [C, N] of every target after exactly c tokens, for rising `contexts`.
 
-    Contexts above the model's `max_context` have the loss of `max_context`. Calls
-    `on_progress(tokens read, tokens to read)`. Raises CheckpointError if a loss
-    is NaN or Inf.
+    Contexts above the model's `max_context` have the loss of `max_context`. Calls `on_read(tokens)`
+    after each batch. Raises CheckpointError if a loss is NaN or Inf.
     """
     useful = useful_contexts(contexts, scorer.max_context)
     losses_CN = np.empty((len(useful), len(positions)))
-    done, total = 0, sum(useful) * len(positions)
     for columns, token_BS in _batches(source, positions, contexts[-1], batch_windows):
         for row, context in enumerate(useful):
             nats_B1 = scorer.last_nats(token_BS[:, -context - 1 :])
             losses_CN[row, columns] = nats_B1[:, 0].double().numpy()
-            done += context * len(token_BS)
-            on_progress(done, total)
+            on_read(context * len(token_BS))
     repeated = [losses_CN[-1:]] * (len(contexts) - len(useful))
     return np.concatenate([losses_CN, *repeated])
 

@@ -90,15 +90,20 @@ def checked_config(values: Mapping[str, Any], *, origin: str) -> ModelConfig:
     try:
         config = TypeAdapter(ModelConfig).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        message = str(first["msg"]).removeprefix("Value error, ")
-        raise ConfigError(f"{origin}: {f'{name}: ' if name else ''}{message}") from None
+        raise ConfigError(f"{origin}: {first_error(error)}") from None
     if config.num_ids < 1:
         raise ConfigError(
             f"{origin}: the vocabulary size is {config.vocab_size}; expected at least 1"
         )
     return config
+
+
+def first_error(error: ValidationError) -> str:
+    """The field and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    message = str(first["msg"]).removeprefix("Value error, ")
+    name = ".".join(str(part) for part in first["loc"])
+    return f"{name}: {message}" if name else message
 
 
 def _shared_fields(options: Mapping[str, Any], *, origin: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ directory  of transformers: config.json, and model.safetensors or pytorch_model.
            torch loads without running code from it (`weights_only`). The transformers package is
            not needed. Unlike the original, it counts the clusters of the adaptive softmax forwards
            (docs/decisions/0007).
-directory  of txl export (stored_model.py)
 """
 
 from pathlib import Path
@@ -23,8 +22,6 @@ import torch
 from numpy.lib.npyio import NpzFile
 from safetensors.torch import load_file
 
-from data_pipeline.tokenizers import Tokenizer
-from txl_dist.convert import FORMATS, require_source
 from txl_dist.convert.conversion import (
     model_from_original,
     original_config,
@@ -32,28 +29,27 @@ from txl_dist.convert.conversion import (
     read_json,
     transformers_config,
 )
-from txl_dist.convert.stored_model import is_exported, load_exported
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 
 
-def read_model(source: Path) -> tuple[TransformerXL, Tokenizer | None, str]:
-    """The model, its tokenizer (only `txl export` writes one) and the name of the format.
+def read_model(source: Path) -> tuple[TransformerXL, str]:
+    """The model and the name of the format.
 
     Raises CheckpointError for invalid files, ConfigError for an invalid config.
     """
-    require_source(source)
     if source.is_file() and source.suffix == ".npz":
-        return read_original(source), None, "original"
-    if not (source / "config.json").is_file():
-        hint = ""
-        if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
-            hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
-        raise CheckpointError(f"the format of {source} is unknown; {FORMATS}{hint}")
-    # Both remaining formats have a config.json; only an export has a matching "format" in it.
-    if is_exported(read_json(source / "config.json")):
-        return *load_exported(source), "exported"
-    return read_transformers(source), None, "transformers"
+        return read_original(source), "original"
+    if (source / "config.json").is_file():
+        return read_transformers(source), "transformers"
+    problem = "is in an unknown format" if source.exists() else "does not exist"
+    hint = ""
+    if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
+        hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
+    raise CheckpointError(
+        f"{source} {problem}; give a TransfoXL directory of transformers (config.json and the "
+        f"weights), or the original's state dict as .npz{hint}"
+    )
 
 
 _CONFIG = "config_json"

@@ -201,9 +201,9 @@ def plot_sweep(scored: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> Fig
         points = sorted((values.index(each[option]), each["perplexity"]) for each in line)
         x, y = zip(*points, strict=True)
         draw_line(axes, x, y, label=label, number=number, num_lines=len(lines))
-    selected = [each for each in candidates if each["selected"]]
-    x = [values.index(each[option]) for each in selected]
-    axes.plot(x, [each["perplexity"] for each in selected], "k*", markersize=12, label="selected")
+    best = [each for each in candidates if each["selected"]]
+    places = [values.index(each[option]) for each in best]
+    axes.plot(places, [each["perplexity"] for each in best], "k*", markersize=12, label="selected")
     axes.set_xticks(range(len(values)), [_show(value) for value in values])
     finish(axes, f"{option} in tokens", f"perplexity on split {candidates[0]['split']}")
     return figure

@@ -210,6 +210,9 @@ def import_(
 
     Example: txl import downloads/transfo-xl-wt103 --out models/wt103
     """
+    from txl_dist.convert import require_source
+
+    require_source(source)  # before torch is imported
     from txl_dist.convert.other_programs import read_model
     from txl_dist.convert.stored_model import write_exported
 

@@ -5,3 +5,18 @@ conversion.py:     config -> ModelConfig, tensors -> checked -> TransformerXL
 stored_model.py:   the export format (txl export, txl import), and `find_model`: a checkpoint or an
                    exported model, for evaluation and generation
 """
+
+from pathlib import Path
+
+from txl_dist.errors import CheckpointError
+
+FORMATS = (
+    "give a TransfoXL directory of transformers (config.json and the weights), or the original's "
+    "state dict as .npz"
+)
+
+
+def require_source(source: Path) -> None:
+    """Raises CheckpointError if there is nothing to import. Imports no torch."""
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; {FORMATS}")

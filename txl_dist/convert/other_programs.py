@@ -22,6 +22,7 @@ import torch
 from numpy.lib.npyio import NpzFile
 from safetensors.torch import load_file
 
+from txl_dist.convert import FORMATS, require_source
 from txl_dist.convert.conversion import (
     model_from_original,
     original_config,
@@ -38,18 +39,15 @@ def read_model(source: Path) -> tuple[TransformerXL, str]:
 
     Raises CheckpointError for invalid files, ConfigError for an invalid config.
     """
+    require_source(source)
     if source.is_file() and source.suffix == ".npz":
         return read_original(source), "original"
     if (source / "config.json").is_file():
         return read_transformers(source), "transformers"
-    problem = "is in an unknown format" if source.exists() else "does not exist"
     hint = ""
     if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
         hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
-    raise CheckpointError(
-        f"{source} {problem}; give a TransfoXL directory of transformers (config.json and the "
-        f"weights), or the original's state dict as .npz{hint}"
-    )
+    raise CheckpointError(f"the format of {source} is unknown; {FORMATS}{hint}")
 
 
 _CONFIG = "config_json"

@@ -254,7 +254,7 @@ def _exported(path: Path) -> StoredModel:
         path=path,
         digest=sha256_of([asdict(config), exported.weights_sha256]),
         config=config,
-        tokenizer=tokenizer and StoredTokenizer(path / TOKENIZER_NAME, tokenizer.digest),
+        tokenizer=StoredTokenizer(path / TOKENIZER_NAME, tokenizer.digest) if tokenizer else None,
         tgt_len=exported.reading.tgt_len,
         reset=exported.reading.reset,
         load=lambda changed: load_exported(path, config=changed),

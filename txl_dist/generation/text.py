@@ -116,7 +116,7 @@ def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
         raise ValueError(f'"{key}" is not a {expected} but {type(prompt).__name__}')
     if isinstance(prompt, str):
         prompt.encode()  # refuses a lone surrogate; `prompt_tokens` checks ids with the vocabulary
-    return prompt  # type: ignore[no-any-return]
+    return prompt
 
 
 log = logging.getLogger(__name__)

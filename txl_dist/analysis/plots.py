@@ -169,7 +169,7 @@ def plot_table(name: str, scored: Sequence[Mapping[str, Any]]) -> Figure:
     """Nats per token by bucket. Buckets with several values are drawn at their first one."""
     figure = new_figure(EVALUATION_INCHES)
     axes = figure.subplots()
-    for number, (each, label) in enumerate(zip(scored, _labels(scored, LABELLED), strict=True)):
+    for number, (each, label) in enumerate(zip(scored, _labels(scored), strict=True)):
         rows = each["details"][f"by_{name}"]
         nats = [row["nats_per_token"] for row in rows]
         starts = [row["from"] for row in rows]
@@ -182,47 +182,16 @@ def plot_table(name: str, scored: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def plot_sweep(scored: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> Figure:
-    """Perplexity on the first split against the option with most values; a line per other setting.
-
-    Values have equal distances on the x axis.
-    """
-    candidates = [each for each in scored if each["split"] == scored[0]["split"]]
-    option = max(swept, key=lambda name: len({each[name] for each in candidates}))
-    values = sorted({each[option] for each in candidates}, key=lambda value: value or 0)
-    names = ["checkpoint", *(name for name in swept if name != option)]
-    lines: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for each in candidates:
-        lines.setdefault(tuple(each[name] for name in names), []).append(each)
-    figure = new_figure(EVALUATION_INCHES)
-    axes = figure.subplots()
-    labels = _labels([line[0] for line in lines.values()], names)
-    for number, (line, label) in enumerate(zip(lines.values(), labels, strict=True)):
-        points = sorted((values.index(each[option]), each["perplexity"]) for each in line)
-        x, y = zip(*points, strict=True)
-        draw_line(axes, x, y, label=label, number=number, num_lines=len(lines))
-    best = [each for each in candidates if each["selected"]]
-    places = [values.index(each[option]) for each in best]
-    axes.plot(places, [each["perplexity"] for each in best], "k*", markersize=12, label="selected")
-    axes.set_xticks(range(len(values)), [_show(value) for value in values])
-    finish(axes, f"{option} in tokens", f"perplexity on split {candidates[0]['split']}")
-    return figure
-
-
-def _labels(scored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+def _labels(scored: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs between the objects, for each of them."""
-    differing = [name for name in names if len({str(each[name]) for each in scored}) > 1]
+    differing = [name for name in LABELLED if len({str(each[name]) for each in scored}) > 1]
     return [
         ", ".join(
-            Path(str(each[name])).name if name == "checkpoint" else f"{name} {_show(each[name])}"
-            for name in differing or names[:1]
+            Path(each[name]).name if name == "checkpoint" else f"{name} {each[name]}"
+            for name in differing or ["checkpoint"]
         )
         for each in scored
     ]
-
-
-def _show(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 # --- context curves -------------------------------------------------------------------------------

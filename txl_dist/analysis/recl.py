@@ -25,7 +25,7 @@ measured step reaches the threshold. Both agree if gains decrease with c.
 The minimum with the baseline counts improvements and ignores deteriorations. A model whose losses
 vary with the context without becoming better therefore has gains above 0.
 
-`txl recl --out DIR` writes recl.json and curve.csv next to the plots, and `--json` prints the
+`txl recl --out DIR` writes recl.json next to the plots, and `--json` prints the
 object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
 
     format, version              "txl-recl", 1
@@ -42,8 +42,6 @@ object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
                                  recl: r, recl, low, high, is_lower_bound, last_gain_ends, gains
 """
 
-import csv
-import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -198,7 +196,6 @@ def analyse_group(
 # --- a group of stored models ---------------------------------------------------------------------
 
 JSON_NAME = "recl.json"
-CSV_NAME = "curve.csv"
 
 ReclReport: TypeAlias = dict[str, Any]
 """The object of recl.json."""
@@ -381,22 +378,14 @@ def _tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
 
 
 def write_report(staged: StagedDirectory, report: ReclReport) -> None:
-    """recl.json, curve.csv (one line per model and context) and the plots."""
+    """recl.json and the plots."""
     from txl_dist.analysis.plots import plot_group, write_figure
 
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["model", "context", "nats", "low", "high", "perplexity"])
-    for model in report["models"]:
-        for point in model["curve"]:
-            numbers = (point[name] for name in ("nats", "low", "high", "perplexity"))
-            writer.writerow([model["name"], point["context"], *map(repr, numbers)])
     with explain_disk_errors("writing recl.json and its plots", staged.directory):
         staging = staged.stage()
         plots = write_figure(plot_group(report), staging, "recl")
-        write_synced(staging / CSV_NAME, text.getvalue().encode())
         write_synced(staging / JSON_NAME, json.dumps(report, allow_nan=False).encode())
-        staged.publish([*plots, CSV_NAME, JSON_NAME])
+        staged.publish([*plots, JSON_NAME])
 
 
 def print_report(report: ReclReport) -> None:

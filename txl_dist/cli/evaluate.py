@@ -151,8 +151,8 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write result.json, scores.csv, and the tables and plots of --details and --sweep "
-            "to this directory.",
+            help="Write result.json, scores.csv, and the tables and plots of --details to this "
+            "directory.",
             parser=local_path_parser(COPY_TO_URL),
         ),
     ] = None,
@@ -252,7 +252,7 @@ def evaluate(
         if staged:
             from txl_dist.cli.evaluation_output import write_evaluation
 
-            names = write_evaluation(staged, content, objects, swept=[*swept])
+            names = write_evaluation(staged, content, objects)
             _note(f"wrote {', '.join(names)} to {out}")
     if as_json:
         print(json.dumps(content, allow_nan=False))

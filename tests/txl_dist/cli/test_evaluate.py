@@ -133,7 +133,6 @@ def test_details_are_written_and_agree_with_the_score(
     plain = score("eval", run, dataset, *options)
     out = tmp_path / "out"
     out.mkdir()
-    (out / "sweep.png").touch()  # of an earlier evaluation
     code, output = run_txl("eval", run, dataset, "--details", "--out", out, *options)
     assert code == 0, output
     assert "95 % interval" in output
@@ -194,7 +193,6 @@ def test_a_sweep_selects_on_the_first_split_and_reports_on_the_second(
         assert result["selected"][name] == best[name] == reported[name]
     assert (result["selected_on"], reported["split"]) == ("valid", "train")
     assert len(list(csv.reader((tmp_path / "out" / "scores.csv").open()))) == 1 + 4 + 1
-    assert (tmp_path / "out" / "sweep.png").stat().st_size > 1000
 
 
 def test_scoring_text_of_another_tokenizer_is_a_data_error(

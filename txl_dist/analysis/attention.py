@@ -1,15 +1,11 @@
 """Attention by distance: the weights of every head, summed by the distance from query to key.
 
-The text is read in the same chunks as in evaluation, so memory and ages are those of a scored
-split. Only queries with a scored target count, each once. Weights are summed in float64, one
-segment and layer at a time, and divided by the number of queries. So the shares of one head add
-up to 1. For comparison, `even` has the shares if the weights of all visible keys were equal. Near
-the start of a document few keys are visible, so short documents make the shares of the memory small
-for any model.
+The text is read in the same chunks as in evaluation. Only queries with a scored target count, each
+once. For comparison, `even` has the shares if the weights of all visible keys were equal: short
+documents make the shares of the memory small for any model.
 
 `txl attention --out DIR` writes attention.json next to the plots, and `--json` prints the same
-object. No code of this project reads it back. Its keys, where L is the number of layers, H of
-heads, and D = mem_len + tgt_len of distances:
+object. Its keys, where L is the number of layers, H of heads, and D = mem_len + tgt_len:
 
     format, version    "txl-attention", 1
     checkpoint, data   paths or URLs

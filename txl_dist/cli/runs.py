@@ -197,7 +197,7 @@ def import_(
         typer.Argument(
             metavar="SOURCE",
             help="A TransfoXL directory of transformers, or a state dict of the paper's code as "
-            ".npz (its constructor arguments in it as config_json, or next to it as .json).",
+            ".npz, with its constructor arguments as config_json.",
             parser=local_path_parser(),
         ),
     ],

@@ -1,15 +1,14 @@
-"""Where the loss of a split comes from: sums by position, by token frequency and by document.
+"""Where the loss of a split comes from: sums by document, position and token frequency.
 
 A `BreakdownCounter` adds the segments of one batch of chunks on a worker. The breakdowns of all
-batches are added in their order, as the LossSums are, so the result does not depend on the workers.
-Every scored target has exactly one key in each table.
+batches are added in their order, so the result does not depend on the workers. Every scored target
+has exactly one key in each table:
 
 document: position of the first token of the target's document in the split.
 document_position: tokens from the start of the target's document to the target. The first token of
     a document, at 0, is an end-of-document token in datasets that have them.
 segment_position: the position in the segment of the query that predicts the target.
-token_frequency: how often the target's id occurs in the split that `counted_split` names:
-    `train`, or the scored split in a dataset without it.
+token_frequency: how often the target's id occurs in the split that `counted_split` names.
 """
 
 import math

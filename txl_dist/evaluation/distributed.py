@@ -4,13 +4,11 @@
         -> sums in the order of the chunks -> result
 
 A batch is `batch_chunks` consecutive chunks (with `num_ranks`, of the chunks of one rank). Which
-worker scores a batch, in which order, and in which process of which attempt does not change its
-sums, so the result is always the same to the last bit. A worker holds one model and one batch of
-one segment per chunk at a time.
+worker scores it, and in which attempt, does not change its sums, so the result is always the same
+to the last bit.
 
 A sweep (`txl eval --sweep`) scores every combination of memory options on one split and reports the
-best one on the others. The paper chose mem_len and clamp_len of its published numbers in this way:
-by the validation split. Every combination scores the same targets, so the lowest loss is the best.
+best one on the others, as the paper chose mem_len and clamp_len.
 """
 
 import math

@@ -1,14 +1,12 @@
 """Cuts a split into chunks and scores them in batches, with the sums of one sequential pass.
 
 The receptive field of a token is finite (`MemoryKind.receptive_tokens`): some whole segments before
-its own. They are the context of a chunk, which is read but not scored. If chunk and context use the
-same segment boundaries as the sequential pass, the chunk starts with exactly the memory of that
-pass.
+its own. They are the context of a chunk, which is read but not scored. With the segment boundaries
+of the sequential pass, the chunk then starts with exactly the memory of that pass. Source: the
+dependency length O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
 
-Cost: the context is read twice, at most 5 % more tokens in a long split and half in a short one,
-which is cut nevertheless, so that several workers can score it. `txl eval` prints the cost. The cut
-depends on the split and the model, not on workers or batch size. Source: the dependency length
-O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
+The context is read twice: at most 5 % more tokens in a long split, half in a short one. The cut
+depends on the split and the model, not on workers or batch size.
 
 Each row of a batch is one chunk with its memory. All rows advance by one segment at a time, and
 shorter rows are padded at the end. Rows do not influence each other, so the batch size changes only

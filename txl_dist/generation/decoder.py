@@ -2,15 +2,11 @@
 
     prompts -> read in segments of `tgt_len`, as in training -> one token per lane and call
 
-Each prompt is a lane. Its segments begin at its first token, whatever the other lanes read:
-
-- A prompt with fewer segments than the longest begins later. Until then its lane reads padding,
-  which its first token, of age 0, does not see.
-- Last segments have different lengths. They are padded at the end, and the padding is removed from
-  the cache before the next token.
-
-Lanes do not influence each other, so a lane computes what it would compute alone, except that
-matrix products of another batch size may round differently in the last bit.
+Each prompt is a lane, whose segments begin at its first token. A prompt with fewer segments than
+the longest begins later: its lane reads padding before, which its first token, of age 0, does not
+see. Last segments of different lengths are padded at the end, and the padding is removed from the
+cache. A lane computes what it would compute alone, except that matrix products of another batch
+size may round differently in the last bit.
 """
 
 from collections.abc import Sequence

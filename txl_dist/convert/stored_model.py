@@ -29,6 +29,7 @@ from data_pipeline.system.files import (
     write_with,
 )
 from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict import first_problem
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from data_pipeline.tokenizers.loading import StoredTokenizer, differences
@@ -44,7 +45,6 @@ from txl_dist.convert.conversion import (
     check_tensors,
     checked_config,
     empty_model,
-    first_error,
     read_json,
 )
 from txl_dist.errors import CheckpointError, ConfigError, DataError
@@ -128,7 +128,7 @@ def _read_config(directory: Path) -> tuple[ExportedConfig, ModelConfig]:
         exported = TypeAdapter(ExportedConfig).validate_json(text, strict=True)
     except ValidationError as error:
         raise CheckpointError(
-            f"{path}: {first_error(error)}; it is damaged or edited, or a newer txl wrote it"
+            f"{path}: {first_problem(error)}; it is damaged or edited, or a newer txl wrote it"
         ) from None
     return exported, checked_config(exported.model, origin=f"{path}, model")
 

@@ -45,10 +45,9 @@ from txl_dist.evaluation.result import (
     model_name,
     plan_evaluation,
     scored_text,
-    summarise,
 )
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
+from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
 from txl_dist.runtime.device import torch_threads
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.process import code_description
@@ -157,10 +156,11 @@ class PlannedJob:
             for chunk_number, sums in zip(numbers, scores.sums, strict=True)
         }
         breakdowns = [scores.breakdown for _, scores in batches if scores.breakdown is not None]
-        return summarise(
-            (sums_of[chunk_number] for chunk_number in sorted(sums_of)),
-            self.chunks,
-            self.job.settings,
+        return EvaluationResult(
+            sums=sum((sums_of[number] for number in sorted(sums_of)), LossSums()),
+            settings=self.job.settings,
+            num_chunks=len(self.chunks),
+            overhead=overhead(self.chunks),
             text=self.text,
             data=self.data,
             model=Subject(model_name(self.job.checkpoint), self.job.digest),

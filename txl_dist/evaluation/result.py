@@ -11,12 +11,9 @@ each split. The first token of a split has no loss, so its text is subtracted; i
 is an end-of-document token, which has no text.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from data_pipeline.shards.manifest import ShardManifest, TextCounts, count_text, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource
@@ -27,10 +24,9 @@ from txl_dist.errors import DataError
 from txl_dist.evaluation.breakdown import Breakdown, details_to_json, in_range
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.scores import LossSums, finish
-from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead, plan_chunks
+from txl_dist.evaluation.scoring import EvaluationChunk, plan_chunks
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
-from txl_dist.runtime.world import World
 
 SHOWN_DIGITS = 12
 
@@ -127,12 +123,11 @@ class EvaluationResult:
     num_chunks: int
     overhead: float
     """Context tokens as a fraction of the scored tokens."""
-    text: ScoredText = field(default_factory=ScoredText)
-    weights: str = "last"
-    data: Subject | None = field(default=None, compare=False)
-    model: Subject | None = field(default=None, compare=False)
-    """Data and model are None for the weights of a run that trains, which are not stored."""
-    kernels: tuple[str, ...] = field(default=(), compare=False)
+    text: ScoredText
+    weights: str
+    data: Subject = field(compare=False)
+    model: Subject = field(compare=False)
+    kernels: tuple[str, ...] = field(compare=False)
     """Attention functions and devices that computed the scores. They change the last digits only,
     and are not part of the score."""
     breakdown: Breakdown | None = field(default=None, compare=False)
@@ -145,8 +140,8 @@ class EvaluationResult:
         """One line to quote next to the score."""
         settings = self.settings
         parts = [
-            f"split {settings.split}{f' of {self.data}' if self.data else ''}",
-            *([f"model {self.model}"] if self.model else []),
+            f"split {settings.split} of {self.data}",
+            f"model {self.model}",
             f"{self.sums.num_tokens:,} tokens scored",
             f"mode {settings.mode}",
             f"tgt_len {settings.tgt_len}",
@@ -156,7 +151,7 @@ class EvaluationResult:
             f"reset {settings.reset}",
             f"weights {self.weights}",
             settings.precision,
-            " and ".join(self.kernels) or "attention not recorded",
+            " and ".join(self.kernels),
             self.text.definition_of_a_word,
         ]
         return ", ".join(parts)
@@ -199,8 +194,8 @@ class EvaluationResult:
             **asdict(self.settings),
             "num_chunks": self.num_chunks,
             "context_overhead": self.overhead,
-            "data_sha256": self.data and self.data.digest,
-            "model_sha256": self.model and self.model.digest,
+            "data_sha256": self.data.digest,
+            "model_sha256": self.model.digest,
             "protocol": self.protocol,
             **details,
         }
@@ -238,49 +233,3 @@ def plan_evaluation(
         context_tokens=memory_kind(reaching).receptive_tokens(settings.tgt_len),
         document_start=document_start if settings.reset == "document" else None,
     )
-
-
-def summarise(
-    scores: Iterable[LossSums],
-    chunks: list[EvaluationChunk],
-    settings: EvaluationSettings,
-    **facts: Any,
-) -> EvaluationResult:
-    """Add the sums of all chunks, which must be in the order of the chunks.
-
-    `facts`: the fields of EvaluationResult that have defaults.
-    """
-    return EvaluationResult(
-        sums=sum(scores, LossSums()),
-        settings=settings,
-        num_chunks=len(chunks),
-        overhead=overhead(chunks),
-        **facts,
-    )
-
-
-def evaluate_on_ranks(
-    scorer: Scorer,
-    chunks: list[EvaluationChunk],
-    settings: EvaluationSettings,
-    *,
-    world: World,
-    stop: object = False,
-) -> EvaluationResult | None:
-    """Collective: every rank scores its chunks, and every rank returns the whole result.
-
-    If `stop` becomes true on any rank, that rank stops scoring and all ranks return None.
-    """
-    indices = range(world.rank, len(chunks), world.num_ranks)
-    scored = list(scorer.scores([chunks[i] for i in indices], stop=stop))
-    # One all-reduce: each chunk has its own row, so adding zeros keeps every sum bit for bit. The
-    # last row counts the chunks that a stop left unscored.
-    table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)
-    for index, sums in zip(indices, scored, strict=False):
-        table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
-    table[-1, 0] = len(indices) - len(scored)
-    *rows, (num_unscored, _, _) = world.all_reduce_sum(table).tolist()
-    if num_unscored:
-        return None
-    scores = [LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows]
-    return summarise(scores, chunks, settings)

@@ -30,6 +30,7 @@ from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.world import World
 from txl_dist.sequence import SequenceReader
 
 Mode = Literal["exact", "fast"]
@@ -242,3 +243,25 @@ class Scorer:
 
 def _padded(array: np.ndarray, length: int, fill: int) -> np.ndarray:
     return np.pad(array, (0, length - len(array)), constant_values=fill)
+
+
+def evaluate_on_ranks(
+    scorer: Scorer, chunks: Sequence[EvaluationChunk], *, world: World, stop: object = False
+) -> LossSums | None:
+    """Collective: every rank scores its chunks, and every rank returns the sums of all.
+
+    If `stop` becomes true on any rank, that rank stops scoring and all ranks return None.
+    """
+    indices = range(world.rank, len(chunks), world.num_ranks)
+    scored = list(scorer.scores([chunks[i] for i in indices], stop=stop))
+    # One all-reduce: each chunk has its own row, so adding zeros keeps every sum bit for bit. The
+    # last row counts the chunks that a stop left unscored.
+    table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)
+    for index, sums in zip(indices, scored, strict=False):
+        table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
+    table[-1, 0] = len(indices) - len(scored)
+    *rows, (num_unscored, _, _) = world.all_reduce_sum(table).tolist()
+    if num_unscored:
+        return None
+    scores = (LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows)
+    return sum(scores, LossSums())

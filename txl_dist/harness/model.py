@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
+from data_pipeline.system.strict import first_problem
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.cli.options import open_workers
 from txl_dist.config.run_config import Precision
@@ -94,9 +95,7 @@ def checked_arguments(arguments: dict[str, Any]) -> ModelArguments:
     try:
         return ModelArguments.model_validate(arguments)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"model argument {name}={first['input']!r}: {first['msg']}") from None
+        raise ConfigError(f"model argument {first_problem(error)}") from None
 
 
 def require_one_process() -> None:

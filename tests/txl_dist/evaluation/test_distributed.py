@@ -38,7 +38,7 @@ from txl_dist.evaluation.job import (
     evaluation_job,
     parse_sweep,
 )
-from txl_dist.evaluation.result import EvaluationResult, plan_evaluation, summarise
+from txl_dist.evaluation.result import EvaluationResult, plan_evaluation
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -73,8 +73,8 @@ def evaluate_alone(job: EvaluationJob) -> EvaluationResult:
     """Without batches and workers."""
     scorer = job.open()
     chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
-    text = plan_job(job).text
-    return summarise(scorer.scores(chunks), chunks, job.settings, text=text, weights=job.weights)
+    (result,) = evaluate_on_workers([plan_job(job)], InProcess())
+    return replace(result, sums=sum(scorer.scores(chunks), LossSums()))
 
 
 class Recorder(InProcess):

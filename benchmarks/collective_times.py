@@ -1,6 +1,7 @@
 """The collectives of one training step by ZeRO stage, and their time on rings and trees.
 
-`estimate_links.py` compares it with real steps, `scaling_limits.py` computes with it.
+`scaling_limits.py` computes with it. It was compared with real steps on 2026-11-23
+(docs/experiments.md).
 
 With P parameters in fp32, N ranks and K micro-batches, DeepSpeed 0.19.8 runs per step:
 

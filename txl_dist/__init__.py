@@ -28,55 +28,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-    from data_pipeline.shards.shard_reader import open_split
-    from data_pipeline.streams.lanes import LanePlan
-    from data_pipeline.streams.segment_stream import SegmentStream
-    from txl_dist.analysis.recl import relative_effective_context_length
-    from txl_dist.config.config_file import load_run_config
-    from txl_dist.config.run_config import RunConfig
-    from txl_dist.convert.stored_model import Reading, find_model, write_exported
-    from txl_dist.evaluation.distributed import evaluate
-    from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
-    from txl_dist.generation.generate import (
-        generate_texts,
-        generate_tokens,
-        prompt_tokens,
+    from data_pipeline.shards.manifest import load_manifest as load_manifest
+    from data_pipeline.shards.manifest import open_tokenizer as open_tokenizer
+    from data_pipeline.shards.shard_reader import open_split as open_split
+    from data_pipeline.streams.lanes import LanePlan as LanePlan
+    from data_pipeline.streams.segment_stream import SegmentStream as SegmentStream
+    from txl_dist.analysis.recl import (
+        relative_effective_context_length as relative_effective_context_length,
     )
-    from txl_dist.generation.text import Sampling, TextLimits
-    from txl_dist.launch.launcher import find_launcher
-    from txl_dist.model.carried_memory import Memory
-    from txl_dist.model.config import ModelConfig
-    from txl_dist.model.transformer_xl import TransformerXL
-    from txl_dist.training.job import TrainJob
-
-__all__ = [
-    "EvaluationJob",
-    "EvaluationSettings",
-    "LanePlan",
-    "Memory",
-    "ModelConfig",
-    "Reading",
-    "RunConfig",
-    "Sampling",
-    "SegmentStream",
-    "TextLimits",
-    "TrainJob",
-    "TransformerXL",
-    "evaluate",
-    "evaluation_job",
-    "find_launcher",
-    "find_model",
-    "generate_texts",
-    "generate_tokens",
-    "load_manifest",
-    "load_run_config",
-    "open_split",
-    "open_tokenizer",
-    "prompt_tokens",
-    "relative_effective_context_length",
-    "write_exported",
-]
+    from txl_dist.config.config_file import load_run_config as load_run_config
+    from txl_dist.config.run_config import RunConfig as RunConfig
+    from txl_dist.convert.stored_model import Reading as Reading
+    from txl_dist.convert.stored_model import find_model as find_model
+    from txl_dist.convert.stored_model import write_exported as write_exported
+    from txl_dist.evaluation.distributed import evaluate as evaluate
+    from txl_dist.evaluation.job import EvaluationJob as EvaluationJob
+    from txl_dist.evaluation.job import EvaluationSettings as EvaluationSettings
+    from txl_dist.evaluation.job import evaluation_job as evaluation_job
+    from txl_dist.generation.generate import generate_texts as generate_texts
+    from txl_dist.generation.generate import generate_tokens as generate_tokens
+    from txl_dist.generation.generate import prompt_tokens as prompt_tokens
+    from txl_dist.generation.text import Sampling as Sampling
+    from txl_dist.generation.text import TextLimits as TextLimits
+    from txl_dist.launch.launcher import find_launcher as find_launcher
+    from txl_dist.model.carried_memory import Memory as Memory
+    from txl_dist.model.config import ModelConfig as ModelConfig
+    from txl_dist.model.transformer_xl import TransformerXL as TransformerXL
+    from txl_dist.training.job import TrainJob as TrainJob
 
 # Imported on first use: `txl --help` imports this package, and torch takes seconds.
 _MODULE_OF = {
@@ -106,6 +84,7 @@ _MODULE_OF = {
     "relative_effective_context_length": "txl_dist.analysis.recl",
     "write_exported": "txl_dist.convert.stored_model",
 }
+__all__ = list(_MODULE_OF)
 
 
 def _import_own_packages() -> None:

@@ -89,15 +89,6 @@ def error_to_json(error: TxlError, *, max_chars: int | None = None) -> bytes:
 def error_from_json(line: bytes) -> TxlError:
     """Recreate an error that another process raised."""
     content = json.loads(line)
-    classes = (
-        ConfigError,
-        DataError,
-        UnreadableError,
-        CheckpointError,
-        FencedError,
-        StoreError,
-        DivergedError,
-        LostRankError,
-        PreemptedError,
-    )
-    return {cls.__name__: cls for cls in classes}.get(content["type"], TxlError)(content["message"])
+    name = content["type"] if content["type"] in __all__ else "TxlError"
+    error: TxlError = globals()[name](content["message"])
+    return error

@@ -1,17 +1,13 @@
 """SequenceReader: reads texts with a model, segment by segment, and keeps the state between them.
 
-Everything that reads without training goes through it: evaluation, lm-evaluation-harness, RECL,
-attention and generation; and replay, whose state is a memory of training. It is the place for what
-they have in common: the device, precision without gradients, the state that every segment
-replaces, and segments that are shorter than in training.
-
     reader = SequenceReader(model, state=model.inference_state(num_rows), tgt_len=128)
     for segment in segments:
         nats_BT = reader.score(segment.input_BT, segment.target_BT, segment.age_BT)
 
-Which tokens a segment has, with which ages, is decided by the caller: whole chunks of a split,
-windows that end at a target, or the tokens that were drawn. A step of training is not here: its
-forward belongs to the engine, and its next state counts only if all ranks accept the step.
+Everything that reads without training goes through it: evaluation, lm-evaluation-harness, RECL,
+attention, generation, and replay, whose state is a memory of training. The caller decides which
+tokens a segment has, with which ages. A step of training is not here: its forward belongs to the
+engine, and its next state counts only if all ranks accept the step.
 """
 
 from collections.abc import Iterator, Sequence

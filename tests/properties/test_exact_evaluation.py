@@ -16,7 +16,6 @@ from tests.support.hypothesis_examples import examples
 from tests.support.running_mean import KINDS
 from tests.support.split_case import BYTE_COUNTS_V, SplitCase, small_chunks
 from txl_dist.errors import DataError
-from txl_dist.evaluation.result import summarise
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import EvaluationChunk
 
@@ -71,14 +70,14 @@ cases = st.builds(
 def test_the_chunks_add_up_to_one_sequential_pass(case: SplitCase) -> None:
     chunks = case.plan()
     with small_chunks(case):
-        result = summarise(case.scorer.scores(chunks), chunks, case.settings)
+        sums = sum(case.scorer.scores(chunks), LossSums())
 
     tokens = [token for document in case.source.documents for token in document]
     num_tokens = min(len(tokens), case.max_tokens or len(tokens))
     expected = sequential_nats(case)[: num_tokens - 1]
-    assert result.sums.num_tokens == num_tokens - 1, "every target once"
-    assert result.sums.num_bytes == int(BYTE_COUNTS_V[tokens[1:num_tokens]].sum())
-    assert result.sums.nats == pytest.approx(sum(expected), rel=1e-10)
+    assert sums.num_tokens == num_tokens - 1, "every target once"
+    assert sums.num_bytes == int(BYTE_COUNTS_V[tokens[1:num_tokens]].sum())
+    assert sums.nats == pytest.approx(sum(expected), rel=1e-10)
 
 
 @examples(60)

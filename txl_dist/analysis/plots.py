@@ -2,7 +2,7 @@
 
 No other module imports matplotlib. The same figure always gives the same bytes. Colours are those
 of viridis, which has monotonic lightness: it is readable in greyscale and with colour vision
-deficiency.
+deficiency. Text from elsewhere is plain: `$` and `_` have no special meaning.
 """
 
 import io
@@ -25,9 +25,11 @@ from txl_dist.analysis.attention import AttentionByDistance
 from txl_dist.analysis.recl import ReclReport
 from txl_dist.analysis.run_report import RunRecord, Series
 
+MAX_LINES_IN_LEGEND = 20
+
 
 def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
-    """An empty figure. `title` is plain text: `$` and `_` have no special meaning."""
+    """An empty figure."""
     # Figure instead of pyplot, which keeps global state.
     figure = Figure(figsize=size_inches, layout="constrained")
     if title:
@@ -35,16 +37,24 @@ def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
     return figure
 
 
-def line_colours(num_lines: int) -> np.ndarray:
-    """One colour per line, [lines, 4]."""
+def draw_line(axes: Axes, x: Any, y: Any, *, label: str, number: int, num_lines: int) -> None:
+    """Draw line `number` of `num_lines`, with its own colour and marker."""
+    # In a legend, `$` would start a formula, and a leading `_` hides the line.
+    label = " " * label.startswith("_") + label.replace("$", r"\$")
     # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
-    colours: np.ndarray = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, num_lines))
-    return colours
+    colour = matplotlib.colormaps["viridis"](0.9 * number / max(1, num_lines - 1))
+    marker = "osD^vP"[number % 6] if len(x) <= 60 else ""
+    axes.plot(x, y, color=colour, marker=marker, markersize=3, linewidth=1.2, label=label)
 
 
-def plain_label(text: str) -> str:
-    """`text` for a legend, where `$` would start a formula and a leading `_` hides the line."""
-    return " " * text.startswith("_") + text.replace("$", r"\$")
+def finish(axes: Axes, x_label: str, y_label: str) -> None:
+    """Add labels, a grid, and a legend unless there are many lines."""
+    axes.set_xlabel(x_label, fontsize=9, parse_math=False)
+    axes.set_ylabel(y_label, fontsize=9, parse_math=False)
+    axes.tick_params(labelsize=8)
+    axes.grid(visible=True, linewidth=0.3, color="0.8")
+    if len(axes.get_lines()) <= MAX_LINES_IN_LEGEND:
+        axes.legend(fontsize=7)
 
 
 def write_figure(figure: Figure, directory: Path, name: str) -> list[str]:
@@ -77,10 +87,10 @@ def _reproducible() -> Iterator[None]:
         yield
 
 
+# --- attention by distance ------------------------------------------------------------------------
+
 MOST_COLUMNS = 3
-PANEL_INCHES = (5.0, 3.1)
-HEADS_PER_COLUMN = 22
-"""Heads per column of the legend, to the right of its panel."""
+PANEL_INCHES = (4.2, 3.2)
 MIN_SHARE = 1e-4
 """The y axis is logarithmic and starts here; smaller shares are drawn at this value."""
 
@@ -98,21 +108,13 @@ def sum_over_bins(mass: Tensor, edges: Sequence[int]) -> Tensor:
 
 
 def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
-    """Draw all layers. `title` is plain text: `$` and `_` have no special meaning."""
+    """Draw all layers, one panel each, with equal axes."""
     num_layers = len(attention.heads.by_distance_LHD)
     columns = min(num_layers, MOST_COLUMNS)
     rows = -(-num_layers // columns)
-    size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.7)
-    figure = new_figure(size, title=title)
-    # Equal axes make the panels comparable.
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
-    for layer, axes in enumerate(panels):
-        if layer < num_layers:
-            _draw_layer(axes, attention, layer)
-        else:
-            axes.set_axis_off()
-    figure.supxlabel("distance in tokens from query back to key: start of each bin", fontsize=9)
-    figure.supylabel("share of a head's attention in the bin", fontsize=9)
+    figure = new_figure((PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.7), title=title)
+    for layer in range(num_layers):
+        _draw_layer(figure.add_subplot(rows, columns, layer + 1), attention, layer)
     return figure
 
 
@@ -125,49 +127,25 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
     mean_H = heads.mean_distance[layer].tolist()
     bin_X = np.arange(len(edges) - 1)
     axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
-    colours = line_colours(len(mean_H))
-    for rank, head in enumerate(sorted(range(len(mean_H)), key=lambda head: mean_H[head])):
-        axes.plot(
-            bin_X,
-            mass_HX[head],
-            color=colours[rank],
-            marker="osD^vP"[rank % 6],
-            markersize=3,
-            linewidth=1,
-            label=f"head {head}: mean {mean_H[head]:,.0f}",
-        )
-    _mark_memory(axes, attention, len(bin_X))
+    for number, head in enumerate(sorted(range(len(mean_H)), key=mean_H.__getitem__)):
+        label = f"head {head}: mean {mean_H[head]:,.0f}"
+        draw_line(axes, bin_X, mass_HX[head], label=label, number=number, num_lines=len(mean_H))
+    if edges[-1] > attention.tgt_len:
+        # From distance tgt_len on, all keys are in memory. Bin k starts at 2**(k - 1), drawn at k.
+        border = np.log2(attention.tgt_len) + 0.5
+        axes.axvline(border, color="0.35", linestyle="--", linewidth=0.9, label="memory only")
     axes.set_yscale("log")
     axes.set_ylim(MIN_SHARE, 1.3)
-    axes.set_xticks(bin_X, [f"{start:,}" for start in edges[:-1]], fontsize=7, rotation=45)
-    axes.tick_params(axis="x", labelbottom=True)  # sharex hides them except in the last row.
-    axes.tick_params(axis="y", labelsize=7)
-    axes.grid(visible=True, linewidth=0.3, color="0.8")
+    axes.set_xticks(bin_X, [f"{start:,}" for start in edges[:-1]], rotation=45)
     axes.set_title(
         f"layer {layer}: {heads.memory_LH[layer].mean():.0%} on memory "
         f"(even: {even.memory_LH[0, 0]:.0%})",
         fontsize=9,
     )
-    axes.legend(
-        fontsize=5.5,
-        loc="upper left",
-        bbox_to_anchor=(1, 1),
-        frameon=False,
-        ncols=len(mean_H) // HEADS_PER_COLUMN + 1,
-    )
+    finish(axes, "distance from query to key: start of each bin", "share of a head's attention")
 
 
-def _mark_memory(axes: Axes, attention: AttentionByDistance, num_bins: int) -> None:
-    """Shade the distances of at least `tgt_len`, where all keys are in memory."""
-    if attention.heads.by_distance_LHD.shape[-1] == attention.tgt_len:
-        return
-    # Bin k starts at distance 2**(k - 1) and is drawn from k - 1/2 to k + 1/2.
-    border = np.log2(attention.tgt_len) + 0.5
-    axes.axvline(border, color="0.35", linestyle="--", linewidth=0.9)
-    axes.axvspan(border, num_bins - 0.5, color="0.93", zorder=0)
-    axes.text(border + 0.08, 1.3 * MIN_SHARE, "memory only", fontsize=6, rotation=90, color="0.3")
-    axes.set_xlim(-0.5, num_bins - 0.5)
-
+# --- evaluations and sweeps -----------------------------------------------------------------------
 
 X_LABELS = {
     "document_position": "position of the target in its document, in tokens",
@@ -185,93 +163,38 @@ LABELLED = (
     "same_length",
 )
 EVALUATION_INCHES = (7.0, 4.2)
-MAX_LINES_IN_LEGEND = 20
 
 
 def plot_table(name: str, scored: Sequence[Mapping[str, Any]]) -> Figure:
     """Nats per token by bucket. Buckets with several values are drawn at their first one."""
     figure = new_figure(EVALUATION_INCHES)
     axes = figure.subplots()
-    for number, (each, label) in enumerate(zip(scored, _labels(scored, LABELLED), strict=True)):
+    for number, (each, label) in enumerate(zip(scored, _labels(scored), strict=True)):
         rows = each["details"][f"by_{name}"]
-        axes.plot(
-            [row["from"] for row in rows],
-            [row["nats_per_token"] for row in rows],
-            label=label,
-            **_style(number, len(scored)),
-        )
+        nats = [row["nats_per_token"] for row in rows]
+        starts = [row["from"] for row in rows]
+        draw_line(axes, starts, nats, label=label, number=number, num_lines=len(scored))
     if name != "segment_position":
         axes.set_xscale("symlog", base=2, linthresh=1)
     counted = {each["details"]["token_frequency_counted_on"] for each in scored}
     suffix = f" in split {', '.join(sorted(counted))}" if name == "token_frequency" else ""
-    _finish(figure, X_LABELS[name] + suffix, "nats per token", len(scored))
+    finish(axes, X_LABELS[name] + suffix, "nats per token")
     return figure
 
 
-def plot_sweep(scored: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> Figure:
-    """Perplexity on the first split against the option with most values; a line per other setting.
-
-    Values have equal distances on the x axis.
-    """
-    candidates = [each for each in scored if each["split"] == scored[0]["split"]]
-    option = max(swept, key=lambda name: len({each[name] for each in candidates}))
-    values = sorted({each[option] for each in candidates}, key=lambda value: value or 0)
-    names = ["checkpoint", *(name for name in swept if name != option)]
-    lines: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for each in candidates:
-        lines.setdefault(tuple(each[name] for name in names), []).append(each)
-    figure = new_figure(EVALUATION_INCHES)
-    axes = figure.subplots()
-    labels = _labels([line[0] for line in lines.values()], names)
-    for number, (line, label) in enumerate(zip(lines.values(), labels, strict=True)):
-        points = sorted((values.index(each[option]), each["perplexity"]) for each in line)
-        axes.plot(*zip(*points, strict=True), label=label, **_style(number, len(lines)))
-    selected = [each for each in candidates if each["selected"]]
-    axes.plot(
-        [values.index(each[option]) for each in selected],
-        [each["perplexity"] for each in selected],
-        linestyle="none",
-        marker="*",
-        markersize=12,
-        color="black",
-        label="selected",
-    )
-    axes.set_xticks(range(len(values)), [_show(value) for value in values])
-    y_label = f"perplexity on split {candidates[0]['split']}"
-    _finish(figure, f"{option} in tokens", y_label, len(lines))
-    return figure
-
-
-def _labels(scored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+def _labels(scored: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs between the objects, for each of them."""
-    differing = [name for name in names if len({str(each[name]) for each in scored}) > 1]
+    differing = [name for name in LABELLED if len({str(each[name]) for each in scored}) > 1]
     return [
         ", ".join(
-            Path(str(each[name])).name if name == "checkpoint" else f"{name} {_show(each[name])}"
-            for name in differing or names[:1]
+            Path(each[name]).name if name == "checkpoint" else f"{name} {each[name]}"
+            for name in differing or ["checkpoint"]
         )
         for each in scored
     ]
 
 
-def _show(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _style(number: int, num_lines: int) -> dict[str, Any]:
-    colour = line_colours(num_lines)[number]
-    return {"color": colour, "marker": "osD^vP"[number % 6], "markersize": 3, "linewidth": 1.2}
-
-
-def _finish(figure: Figure, x_label: str, y_label: str, num_lines: int) -> None:
-    (axes,) = figure.axes
-    axes.set_xlabel(x_label, parse_math=False)
-    axes.set_ylabel(y_label, parse_math=False)
-    axes.grid(visible=True, linewidth=0.3, color="0.8")
-    if num_lines <= MAX_LINES_IN_LEGEND:
-        for text in axes.legend(fontsize=7).get_texts():
-            text.set_parse_math(False)
-
+# --- context curves -------------------------------------------------------------------------------
 
 MIN_GAIN = 1e-4
 """The axis of gains is logarithmic and starts here; smaller gains are drawn at this value."""
@@ -283,45 +206,42 @@ def plot_group(report: ReclReport) -> Figure:
     title = f"{report['group']} on {report['split']}: {report['positions']:,} targets"
     figure = new_figure((12 if has_recl else 6.5, 4.6), title=title)
     panels = figure.subplots(1, 2 if has_recl else 1, squeeze=False)[0]
-    colours = line_colours(len(report["models"]))
-    _draw_curves(panels[0], report, colours)
+    _draw_curves(panels[0], report)
     if has_recl:
-        _draw_gains(panels[1], report, colours)
-    for axes in panels:
-        axes.set_xlabel("context c in tokens", fontsize=9)
-        axes.grid(visible=True, linewidth=0.3, color="0.8")
-        axes.tick_params(labelsize=8)
-        axes.legend(fontsize=8)
+        _draw_gains(panels[1], report)
     return figure
 
 
-def _draw_curves(axes: Axes, report: ReclReport, colours: np.ndarray) -> None:
-    for model, colour in zip(report["models"], colours, strict=True):
+def _draw_curves(axes: Axes, report: ReclReport) -> None:
+    models = report["models"]
+    for number, model in enumerate(models):
         nats, low, high = (
             [point[name] for point in model["curve"]] for name in ("nats", "low", "high")
         )
-        label = plain_label(model["name"])
-        axes.plot(report["contexts"], nats, color=colour, marker="o", markersize=3, label=label)
+        style = {"label": model["name"], "number": number, "num_lines": len(models)}
+        draw_line(axes, report["contexts"], nats, **style)
+        colour = axes.get_lines()[-1].get_color()
         axes.fill_between(report["contexts"], low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_ylabel("nats per token after exactly c tokens", fontsize=9)
+    finish(axes, "context c in tokens", "nats per token after exactly c tokens")
 
 
-def _draw_gains(axes: Axes, report: ReclReport, colours: np.ndarray) -> None:
+def _draw_gains(axes: Axes, report: ReclReport) -> None:
     """For the smallest r, which has the hardest targets."""
-    for model, colour in zip(report["models"], colours, strict=True):
-        result = min(model["recl"], key=lambda result: result["r"])
+    models = report["models"]
+    results = [min(model["recl"], key=lambda result: result["r"]) for model in models]
+    for number, (model, result) in enumerate(zip(models, results, strict=True)):
         gains = np.maximum(result["gains"], MIN_GAIN)
         sign = "≥ " if result["is_lower_bound"] else ""
-        label = plain_label(f"{model['name']}: RECL {sign}{result['recl']:,}")
+        label = f"{model['name']}: RECL {sign}{result['recl']:,}"
         contexts = report["contexts"][:-1]
-        axes.plot(contexts, gains, color=colour, marker="o", markersize=3, label=label)
-        axes.set_ylabel(
-            f"relative gain of {report['delta']} more tokens, r = {result['r']:g}", fontsize=9
-        )
-    threshold = report["threshold"]
-    axes.axhline(threshold, color="0.35", linestyle="--", linewidth=0.9, label="threshold")
+        draw_line(axes, contexts, gains, label=label, number=number, num_lines=len(models))
+    axes.axhline(report["threshold"], color="0.35", linestyle="--", label="threshold")
     axes.set_yscale("log")
+    y_label = f"relative gain of {report['delta']} more tokens, r = {results[0]['r']:g}"
+    finish(axes, "context c in tokens", y_label)
 
+
+# --- the charts of a run --------------------------------------------------------------------------
 
 MAX_POINTS = 1000
 """Longer series are drawn as means of this many parts."""
@@ -348,37 +268,28 @@ def draw_charts(run: RunRecord) -> Iterator[tuple[str, bytes]]:
 def thin_out(series: Series, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of at most `max_points` points, without NaN and Inf."""
     finite = [(step, value) for step, value in series if math.isfinite(value)]
-    steps, values = np.array(finite, dtype=np.float64).reshape(-1, 2).T
-    if len(steps) <= max_points:
-        return steps, values
-    starts = np.arange(max_points) * len(steps) // max_points
-    sizes = np.diff(np.append(starts, len(steps)))
-    return (
-        np.add.reduceat(steps, starts) / sizes,
-        np.add.reduceat(values, starts) / sizes,
-    )
+    parts = np.array_split(np.array(finite, dtype=np.float64).reshape(-1, 2), max_points)
+    means = [part.mean(axis=0) for part in parts if len(part)]
+    steps, values = np.array(means).reshape(-1, 2).T
+    return steps, values
 
 
 def _by_step(series: dict[str, Series], *, log_scale: bool) -> Figure:
     figure = new_figure(CHART_INCHES)
-    axes: Axes = figure.subplots()
-    for name, points in series.items():
+    axes = figure.subplots()
+    for number, (name, points) in enumerate(series.items()):
         steps, values = thin_out(points)
-        is_sparse = len(steps) < 60
-        axes.plot(steps, values, marker="." if is_sparse else "", linewidth=1.2, label=name)
-    if log_scale and min(thin_out(points)[1].min(initial=1.0) for points in series.values()) > 0:
-        axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.3)
-    if len(series) > 1:
-        axes.legend(frameon=False)
+        draw_line(axes, steps, values, label=name, number=number, num_lines=len(series))
+    if log_scale:
+        axes.set_yscale("log", nonpositive="mask")
+    finish(axes, "step", "")
     return figure
 
 
 def _bars(seconds: dict[str, float]) -> Figure:
     """One horizontal bar per cause, the longest at the top."""
     figure = new_figure(CHART_INCHES)
-    axes: Axes = figure.subplots()
+    axes = figure.subplots()
     causes = sorted(seconds, key=lambda cause: seconds[cause])
     total = sum(seconds.values())
     bars = axes.barh(causes, [seconds[cause] for cause in causes])

@@ -25,7 +25,7 @@ measured step reaches the threshold. Both agree if gains decrease with c.
 The minimum with the baseline counts improvements and ignores deteriorations. A model whose losses
 vary with the context without becoming better therefore has gains above 0.
 
-`txl recl --out DIR` writes recl.json and curve.csv next to the plots, and `--json` prints the
+`txl recl --out DIR` writes recl.json next to the plots, and `--json` prints the
 object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
 
     format, version              "txl-recl", 1
@@ -42,11 +42,9 @@ object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
                                  recl: r, recl, low, high, is_lower_bound, last_gain_ends, gains
 """
 
-import csv
-import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -56,7 +54,6 @@ from numpy.typing import NDArray
 
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.segments import Reset
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from data_pipeline.tokenizers.loading import differences
 from txl_dist.analysis.windows import (
@@ -199,7 +196,6 @@ def analyse_group(
 # --- a group of stored models ---------------------------------------------------------------------
 
 JSON_NAME = "recl.json"
-CSV_NAME = "curve.csv"
 
 ReclReport: TypeAlias = dict[str, Any]
 """The object of recl.json."""
@@ -250,45 +246,44 @@ def measure_group(
     damaged weights.
     """
     check_group(request)
-    first = request.jobs[0]
-    source = open_split(first.data, first.settings.split, manifest=load_manifest(first.data))
-    within_documents = any(job.settings.reset == "document" for job in request.jobs)
-    reset: Reset = "document" if within_documents else "stream"
+    jobs, contexts = request.jobs, request.contexts
+    data, split = jobs[0].data, jobs[0].settings.split
+    source = open_split(data, split, manifest=load_manifest(data))
+    within_documents = any(job.settings.reset == "document" for job in jobs)
     positions = sample_positions(
         source,
-        context=request.contexts[-1],
+        context=contexts[-1],
         num_positions=request.num_positions,
         seed=request.seed,
-        reset=reset,
+        reset="document" if within_documents else "stream",
     )
+    num_read, num_to_read = 0, sum(_tokens_per_target(job, contexts) for job in jobs)
+    num_to_read *= len(positions)
+
+    def on_read(num_tokens: int) -> None:
+        nonlocal num_read
+        num_read += num_tokens
+        on_progress(num_read, num_to_read)
+
+    on_read(0)
     losses, models = [], []
-    work = [tokens_per_target(job, request.contexts) * len(positions) for job in request.jobs]
-    on_progress(0, sum(work))
-    for number, (name, job) in enumerate(zip(request.names, request.jobs, strict=True)):
+    for name, job in zip(request.names, jobs, strict=True):
         scorer, model = _open(name, job)
-        models.append(model)
-
-        def on_read(done: int, _: int, before: int = sum(work[:number])) -> None:
-            on_progress(before + done, sum(work))
-
+        batch = job.batch_chunks
         losses.append(
             measure_losses(
-                scorer,
-                source,
-                positions,
-                request.contexts,
-                batch_windows=job.batch_chunks,
-                on_progress=on_read,
+                scorer, source, positions, contexts, batch_windows=batch, on_read=on_read
             )
         )
-    steps = {later - earlier for earlier, later in pairwise(request.contexts)}
+        models.append(model)
+    steps = {later - earlier for earlier, later in pairwise(contexts)}
     delta = steps.pop() if len(steps) == 1 else None
     resampling = plan_resampling(
         positions.document_N, num_resamples=request.num_resamples, seed=request.seed
     )
     analyses = analyse_group(
         np.stack(losses),
-        request.contexts,
+        contexts,
         positions.document_N,
         resampling,
         r_values=request.r_values if delta else (),
@@ -299,11 +294,11 @@ def measure_group(
         "format": "txl-recl",
         "version": 1,
         "group": request.group,
-        "data": str(first.data),
+        "data": str(data),
         "data_sha256": source.manifest.digest,
-        "split": first.settings.split,
+        "split": split,
         "protocol": "",
-        "contexts": list(request.contexts),
+        "contexts": list(contexts),
         "delta": delta,
         "threshold": request.threshold,
         "positions": len(positions),
@@ -360,25 +355,20 @@ def _open(name: str, job: EvaluationJob) -> tuple[WindowScorer, dict[str, Any]]:
     """The model, and its description."""
     stored, settings = find_model(job.checkpoint, weights=job.weights), job.settings
     model = job.open().model
-    description = {
+    scorer = WindowScorer(model=model, tgt_len=settings.tgt_len, precision=settings.precision)
+    options = ("tgt_len", "mem_len", "clamp_len", "same_length", "reset", "precision")
+    return scorer, {
         "name": name,
         "checkpoint": str(job.checkpoint),
         "digest": stored.digest,
         "num_parameters": sum(weight.numel() for weight in model.parameters()),
         "distance_encoding": model.config.distance_encoding,
-        "tgt_len": settings.tgt_len,
-        "mem_len": settings.mem_len,
-        "clamp_len": settings.clamp_len,
-        "same_length": settings.same_length,
-        "reset": settings.reset,
-        "precision": settings.precision,
-        "max_context": max_context(model.config, settings.tgt_len),
+        **{option: getattr(settings, option) for option in options},
+        "max_context": scorer.max_context,
     }
-    scorer = WindowScorer(model=model, tgt_len=settings.tgt_len, precision=settings.precision)
-    return scorer, description
 
 
-def tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
+def _tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
     """Tokens that a model reads to score one target after each of `contexts` tokens."""
     config = job.model_config(find_model(job.checkpoint, weights=job.weights).config)
     return sum(useful_contexts(contexts, max_context(config, job.settings.tgt_len)))
@@ -388,60 +378,56 @@ def tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
 
 
 def write_report(staged: StagedDirectory, report: ReclReport) -> None:
-    """recl.json, curve.csv (one line per model and context) and the plots."""
+    """recl.json and the plots."""
     from txl_dist.analysis.plots import plot_group, write_figure
 
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["model", "context", "nats", "low", "high", "perplexity"])
-    for model in report["models"]:
-        for point in model["curve"]:
-            numbers = (point[name] for name in ("nats", "low", "high", "perplexity"))
-            writer.writerow([model["name"], point["context"], *map(repr, numbers)])
     with explain_disk_errors("writing recl.json and its plots", staged.directory):
         staging = staged.stage()
         plots = write_figure(plot_group(report), staging, "recl")
-        write_synced(staging / CSV_NAME, text.getvalue().encode())
         write_synced(staging / JSON_NAME, json.dumps(report, allow_nan=False).encode())
-        staged.publish([*plots, CSV_NAME, JSON_NAME])
+        staged.publish([*plots, JSON_NAME])
 
 
 def print_report(report: ReclReport) -> None:
     print("mean nats per token after exactly c tokens, with half the width of its interval")
-    print("\n".join(_curve_table(report)))
+    _print_table(_curve_rows(report))
     if report["delta"] is None:
         print("no RECL: the steps between the contexts differ")
     else:
         print(f"\nRECL in tokens, with its interval; group: {report['group']}")
-        print("\n".join(_recl_table(report)))
+        _print_table(_recl_rows(report))
         print("last gain ends: the context from which on no step reaches the threshold, per r")
     print(f"\n{report['protocol']}")
 
 
-def _curve_table(report: ReclReport, *, max_rows: int = 12) -> Iterator[str]:
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+
+
+def _curve_rows(report: ReclReport, *, max_rows: int = 12) -> list[list[str]]:
     """Nats per token of every model by context; at most about `max_rows`."""
     models, contexts = report["models"], report["contexts"]
-    width = max(16, *(len(model["name"]) for model in models))
-    yield f"{'context':>9}" + "".join(f"  {model['name']:>{width}}" for model in models)
+    rows = [["context", *(model["name"] for model in models)]]
     last, step = len(contexts) - 1, -(-len(contexts) // max_rows)
     for column in sorted({*range(0, last, step), last}):
         points = [model["curve"][column] for model in models]
         cells = [f"{p['nats']:.4f} ±{(p['high'] - p['low']) / 2:.4f}" for p in points]
-        yield f"{contexts[column]:>9,}" + "".join(f"  {cell:>{width}}" for cell in cells)
+        rows.append([f"{contexts[column]:,}", *cells])
+    return rows
 
 
-def _recl_table(report: ReclReport) -> Iterator[str]:
+def _recl_rows(report: ReclReport) -> list[list[str]]:
     """RECL of every model by r, with intervals."""
     models = report["models"]
-    width = max(len(name) for name in ("model", *(model["name"] for model in models)))
-    titles = [f"RECL r={result['r']:g}" for result in models[0]["recl"]]
-    rows = [("model", [*titles, "last gain ends"])]
+    rows = [["model", *(f"RECL r={result['r']:g}" for result in models[0]["recl"])]]
+    rows[0].append("last gain ends")
     for model in models:
         cells = []
         for each in model["recl"]:
             sign = ">=" if each["is_lower_bound"] else ""
             cells.append(f"{sign}{each['recl']:,} ({each['low']:,}-{each['high']:,})")
         ends = "/".join(f"{each['last_gain_ends']:,}" for each in model["recl"])
-        rows.append((model["name"], [*cells, ends]))
-    for name, cells in rows:
-        yield f"{name:{width}}" + "".join(f"  {cell:>20}" for cell in cells)
+        rows.append([model["name"], *cells, ends])
+    return rows

@@ -1,24 +1,16 @@
 """The loss of sampled targets after exactly c tokens: a model reads those c tokens, nothing else.
 
-A model that reads a longer text with `mem_len` = c sees more than c tokens: each layer's memory was
-computed from tokens before it. Here every window starts with an empty memory, so nothing older than
-c tokens can influence the loss.
+A model that reads on with `mem_len` = c sees more than c tokens, through its lower layers. Here
+every window starts with an empty memory. Inside it the model works as in `txl eval`: segments of
+`tgt_len` tokens with a memory of `mem_len`. The last segment ends at the target's input, so that
+the target has the longest attention span, mem_len + tgt_len; only the first segment may be shorter.
+More context than `max_context` tokens cannot change a loss, and is not read. A model without memory
+reads one segment: after c tokens it predicts from position c, as in training.
 
-Inside its window the model works as in `txl eval`: it reads segments of `tgt_len` tokens with its
-memory of `mem_len` tokens. The last segment ends at the target's input, so that the target has the
-longest attention span of the model, mem_len + tgt_len; only the first segment may be shorter. If
-c > mem_len + tgt_len, older tokens of the window act through the memory of lower layers only. More
-context than `max_context` tokens cannot change a loss, and is not read.
-
-A model without memory reads one segment, and with absolute positions it is padded at the end to
-`tgt_len` (no earlier token sees the padding): after c tokens it predicts as in training, from
-position c of a segment.
-
-All models and all contexts are compared on the same targets, so each target needs the longest
-context before it. Models with `reset: document` never see past the start of a document: for them
-the whole context must be in the target's document. The end-of-document token, which opens the next
-document, is therefore never a target. The sample is stratified: the eligible targets are cut into N
-ranges of equal size, and a hash of the seed chooses one of each.
+All models and contexts are compared on the same targets, so each target needs the longest context
+before it: with `reset: document` in its document, which excludes end-of-document tokens. The sample
+is stratified: the eligible targets are cut into N ranges of equal size, and a hash of the seed
+chooses one of each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -173,23 +165,20 @@ def measure_losses(
     contexts: Sequence[int],
     *,
     batch_windows: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_read: Callable[[int], None] = lambda num_tokens: None,
 ) -> NDArray[np.float64]:
     """Nats [C, N] of every target after exactly c tokens, for rising `contexts`.
 
-    Contexts above the model's `max_context` have the loss of `max_context`. Calls
-    `on_progress(tokens read, tokens to read)`. Raises CheckpointError if a loss
-    is NaN or Inf.
+    Contexts above the model's `max_context` have the loss of `max_context`. Calls `on_read(tokens)`
+    after each batch. Raises CheckpointError if a loss is NaN or Inf.
     """
     useful = useful_contexts(contexts, scorer.max_context)
     losses_CN = np.empty((len(useful), len(positions)))
-    done, total = 0, sum(useful) * len(positions)
     for columns, token_BS in _batches(source, positions, contexts[-1], batch_windows):
         for row, context in enumerate(useful):
             nats_B1 = scorer.last_nats(token_BS[:, -context - 1 :])
             losses_CN[row, columns] = nats_B1[:, 0].double().numpy()
-            done += context * len(token_BS)
-            on_progress(done, total)
+            on_read(context * len(token_BS))
     repeated = [losses_CN[-1:]] * (len(contexts) - len(useful))
     return np.concatenate([losses_CN, *repeated])
 

@@ -82,7 +82,7 @@ def recl(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write recl.json, curve.csv, recl.png and recl.svg to this directory.",
+            help="Write recl.json, recl.png and recl.svg to this directory.",
             parser=local_path_parser(COPY_TO_URL),
         ),
     ] = None,
@@ -152,7 +152,7 @@ def recl(
     else:
         print_report(report)
         if out:
-            print(f"recl.json, curve.csv, recl.png and recl.svg are in {out}")
+            print(f"recl.json, recl.png and recl.svg are in {out}")
 
 
 def _describe_work(request: "ReclRequest", num_tokens: int) -> str:

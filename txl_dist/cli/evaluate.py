@@ -151,8 +151,8 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write result.json, scores.csv, and the tables and plots of --details and --sweep "
-            "to this directory.",
+            help="Write result.json, scores.csv, and the tables and plots of --details to this "
+            "directory.",
             parser=local_path_parser(COPY_TO_URL),
         ),
     ] = None,
@@ -234,10 +234,11 @@ def evaluate(
             work_progress(TOKENS, pool) as progress,
         ):
             if swept:
-                results = evaluate_sweep(sweeps, pool, progress=progress, note=_note)
                 models = [
-                    sweep_objects(sweep, result, workers)
-                    for sweep, result in zip(sweeps, results, strict=True)
+                    sweep_objects(
+                        sweep, evaluate_sweep(sweep, pool, progress=progress, note=_note), workers
+                    )
+                    for sweep in sweeps
                 ]
                 objects = [each for model in models for each in model]
                 contents = [sweep_content(model, [*swept]) for model in models]
@@ -251,7 +252,7 @@ def evaluate(
         if staged:
             from txl_dist.cli.evaluation_output import write_evaluation
 
-            names = write_evaluation(staged, content, objects, swept=[*swept])
+            names = write_evaluation(staged, content, objects)
             _note(f"wrote {', '.join(names)} to {out}")
     if as_json:
         print(json.dumps(content, allow_nan=False))

@@ -6,7 +6,6 @@ result.json                 that object, or the list of them
 scores.csv                  one line per checkpoint, split and setting
 by_document_position.csv    with --details: one line per bucket of each of these; also
 by_document_position.png    by_segment_position and by_token_frequency
-sweep.png                   with --sweep: perplexity of every setting
 
 --per-document FILE has one line of JSON for each document of the scored splits:
 
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
-from txl_dist.evaluation.breakdown import TABLES, DocumentSums
+from txl_dist.evaluation.breakdown import DOCUMENT, TABLES, LossTable
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 RESULT_NAME = "result.json"
 SCORES_NAME = "scores.csv"
-SWEEP_PLOT_NAME = "sweep.png"
 SETTINGS = ("checkpoint", "split", "weights", "tgt_len", "mem_len", "clamp_len", "same_length")
 COLUMNS = (
     *SETTINGS,
@@ -53,15 +51,13 @@ Scored = Mapping[str, Any]
 """The JSON object of one result."""
 
 
-def write_evaluation(
-    staged: StagedDirectory, content: Any, scored: Sequence[Scored], *, swept: Sequence[str] = ()
-) -> list[str]:
-    """Write the files; returns their names. `content`: of result.json. `swept`: option names.
+def write_evaluation(staged: StagedDirectory, content: Any, scored: Sequence[Scored]) -> list[str]:
+    """Write the files; returns their names. `content`: of result.json.
 
     Files of an earlier evaluation in the same directory are replaced or removed.
     """
     # Imported here: matplotlib takes a second, and RESULT_NAME is needed before the scores.
-    from txl_dist.analysis.plots import plot_sweep, plot_table, write_png
+    from txl_dist.analysis.plots import plot_table, write_png
 
     with explain_disk_errors("writing the files of an evaluation", staged.directory):
         staging = staged.stage()
@@ -72,8 +68,6 @@ def write_evaluation(
             ]
             write_synced(staging / f"by_{name}.csv", _csv((*SETTINGS, *BUCKETS), rows))
             write_png(plot_table(name, scored), staging / f"by_{name}.png")
-        if swept:
-            write_png(plot_sweep(scored, swept), staging / SWEEP_PLOT_NAME)
         write_synced(
             staging / RESULT_NAME, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
         )
@@ -86,7 +80,7 @@ def write_evaluation(
 
 def _all_names() -> list[str]:
     tables = [f"by_{name}.{suffix}" for name in TABLES for suffix in ("csv", "png")]
-    return [RESULT_NAME, SCORES_NAME, SWEEP_PLOT_NAME, *tables]
+    return [RESULT_NAME, SCORES_NAME, *tables]
 
 
 def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -130,13 +124,13 @@ def _scores_of_documents(planned: "PlannedJob") -> Iterator[tuple[str, float, in
 
 def _sums_of_documents(planned: "PlannedJob") -> Iterator[tuple[int, float, int, int]]:
     """Start, nats, tokens and bytes of every document with a target, in order."""
-    last: list[DocumentSums] = []
+    last: list[LossTable] = []
     for _, scores in sorted(planned.finished.batches.items()):
         assert scores.breakdown is not None, "planned with per_document"
-        documents = DocumentSums.total([*last, scores.breakdown.documents])
+        documents = LossTable.total([*last, scores.breakdown[DOCUMENT]])
         yield from documents.rows()[:-1]
         # The next batch may continue the last document.
-        last = [DocumentSums(*(column[-1:] for column in documents.columns))]
+        last = [LossTable(*(column[-1:] for column in documents.columns))]
     for documents in last:
         yield from documents.rows()
 

@@ -196,9 +196,8 @@ def import_(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="A TransfoXL directory of transformers; a state dict of the paper's code as .npz "
-            "(its constructor arguments in it as config_json, or next to it as .json); or a "
-            "directory that txl export wrote.",
+            help="A TransfoXL directory of transformers, or a state dict of the paper's code as "
+            ".npz, with its constructor arguments as config_json.",
             parser=local_path_parser(),
         ),
     ],
@@ -215,12 +214,10 @@ def import_(
 
     require_source(source)  # before torch is imported
     from txl_dist.convert.other_programs import read_model
+    from txl_dist.convert.stored_model import write_exported
 
-    model, tokenizer, kind = read_model(source)
-    from txl_dist.convert.stored_model import DEFAULT_READING, describe_exported, write_exported
-
-    reading = describe_exported(source).reading if kind == "exported" else DEFAULT_READING
-    write_exported(out, model, tokenizer, reading)
+    model, kind = read_model(source)
+    write_exported(out, model, tokenizer=None)
     _print_result({"source": str(source), "format": kind}, out, model, as_json=as_json)
 
 

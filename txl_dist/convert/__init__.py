@@ -11,12 +11,12 @@ from pathlib import Path
 from txl_dist.errors import CheckpointError
 
 FORMATS = (
-    "give a TransfoXL directory of transformers (config.json and the weights), the original's "
-    "state dict as .npz, or a directory written by txl export"
+    "give a TransfoXL directory of transformers (config.json and the weights), or the original's "
+    "state dict as .npz"
 )
 
 
 def require_source(source: Path) -> None:
     """Raises CheckpointError if there is nothing to import. Imports no torch."""
     if not source.exists():
-        raise CheckpointError(f"{source} does not exist; {FORMATS}: txl import SOURCE --out PATH")
+        raise CheckpointError(f"{source} does not exist; {FORMATS}")

@@ -14,6 +14,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from data_pipeline.system.strict import first_problem
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.original_weights import from_original, to_original
@@ -90,10 +91,7 @@ def checked_config(values: Mapping[str, Any], *, origin: str) -> ModelConfig:
     try:
         config = TypeAdapter(ModelConfig).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        message = str(first["msg"]).removeprefix("Value error, ")
-        raise ConfigError(f"{origin}: {f'{name}: ' if name else ''}{message}") from None
+        raise ConfigError(f"{origin}: {first_problem(error)}") from None
     if config.num_ids < 1:
         raise ConfigError(
             f"{origin}: the vocabulary size is {config.vocab_size}; expected at least 1"

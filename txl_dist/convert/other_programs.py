@@ -6,24 +6,18 @@
                numpy.savez("wt103.npz", config_json=json.dumps(constructor_arguments),
                            **{name: t.numpy() for name, t in model.state_dict().items()})
 
-           Names may have the prefix `sd/`; then arrays without it are ignored. The constructor's
-           arguments may also be in a file of the same name with the suffix .json.
+           Names may have the prefix `sd/`; then arrays without it are ignored.
 directory  of transformers: config.json, and model.safetensors or pytorch_model.bin, a pickle that
-           torch loads without running code from it (`weights_only`). The transformers package is
-           not needed. Unlike the original, it counts the clusters of the adaptive softmax forwards
-           (docs/decisions/0007).
-directory  of txl export (stored_model.py)
+           torch loads without running code from it (`weights_only`). Unlike the original, it counts
+           the clusters of the adaptive softmax forwards (docs/decisions/0007).
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.npyio import NpzFile
 from safetensors.torch import load_file
 
-from data_pipeline.tokenizers import Tokenizer
 from txl_dist.convert import FORMATS, require_source
 from txl_dist.convert.conversion import (
     model_from_original,
@@ -32,28 +26,24 @@ from txl_dist.convert.conversion import (
     read_json,
     transformers_config,
 )
-from txl_dist.convert.stored_model import is_exported, load_exported
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 
 
-def read_model(source: Path) -> tuple[TransformerXL, Tokenizer | None, str]:
-    """The model, its tokenizer (only `txl export` writes one) and the name of the format.
+def read_model(source: Path) -> tuple[TransformerXL, str]:
+    """The model and the name of the format.
 
     Raises CheckpointError for invalid files, ConfigError for an invalid config.
     """
     require_source(source)
     if source.is_file() and source.suffix == ".npz":
-        return read_original(source), None, "original"
-    if not (source / "config.json").is_file():
-        hint = ""
-        if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
-            hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
-        raise CheckpointError(f"the format of {source} is unknown; {FORMATS}{hint}")
-    # Both remaining formats have a config.json; only an export has a matching "format" in it.
-    if is_exported(read_json(source / "config.json")):
-        return *load_exported(source), "exported"
-    return read_transformers(source), None, "transformers"
+        return read_original(source), "original"
+    if (source / "config.json").is_file():
+        return read_transformers(source), "transformers"
+    hint = ""
+    if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
+        hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
+    raise CheckpointError(f"the format of {source} is unknown; {FORMATS}{hint}")
 
 
 _CONFIG = "config_json"
@@ -66,8 +56,14 @@ def read_original(path: Path) -> TransformerXL:
     Raises CheckpointError naming the invalid tensor, ConfigError for invalid arguments.
     """
     arrays = _read_arrays(path)
-    arguments = _read_arguments(path, arrays.pop(_CONFIG, None))
-    config = original_config(arguments, origin=f"{path}, {_CONFIG}")
+    if _CONFIG not in arrays:
+        raise ConfigError(
+            f"{path} has no architecture: save the constructor's arguments (n_token, n_layer, ...) "
+            f"in it, as a JSON object of the name {_CONFIG}"
+        )
+    origin = f"{path}, {_CONFIG}"
+    arguments = parse_json(str(arrays.pop(_CONFIG)), origin=origin)
+    config = original_config(arguments, origin=origin)
     tensors = {
         name: torch.from_numpy(array.astype(np.float32)) if array.dtype.kind == "f" else array
         for name, array in arrays.items()
@@ -79,8 +75,6 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     """State dict and config; names without the prefix."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, NpzFile):
-                raise CheckpointError(f"{path} is a single array, not an .npz of a state dict")
             # Files with the prefix also have recorded inputs and outputs, for tests.
             prefix = (
                 _STATE_PREFIX if any(name.startswith(_STATE_PREFIX) for name in file.files) else ""
@@ -90,26 +84,12 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
                 for name in file.files
                 if name.startswith(prefix) or name == _CONFIG
             }
-    except CheckpointError:
-        raise
     # zipfile, zlib and numpy raise many classes for a damaged or malicious archive.
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as an .npz of plain arrays ({type(error).__name__}: {error}). "
             "Save it again with numpy.savez, arrays of numbers only"
         ) from None
-
-
-def _read_arguments(path: Path, config_json: np.ndarray | None) -> dict[str, Any]:
-    if config_json is not None:
-        return parse_json(str(config_json), origin=f"{path}, {_CONFIG}")
-    json_path = path.with_suffix(".json")
-    if not json_path.is_file():
-        raise ConfigError(
-            f"{path} has no architecture: write the constructor's arguments (n_token, n_layer, "
-            f"...) as a JSON object to {json_path}, or save them in the .npz as {_CONFIG}"
-        )
-    return read_json(json_path)
 
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
@@ -29,6 +29,7 @@ from data_pipeline.system.files import (
     write_with,
 )
 from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict import first_problem
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from data_pipeline.tokenizers.loading import StoredTokenizer, differences
@@ -50,7 +51,7 @@ from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
-FORMAT, VERSION = "txl-model", 1
+FORMAT: Literal["txl-model"] = "txl-model"
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 
 
@@ -68,13 +69,15 @@ DEFAULT_READING = Reading()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Description:
-    """An exported model without its weights."""
+class ExportedConfig:
+    """config.json of an exported model."""
 
-    config: ModelConfig
-    reading: Reading
-    tokenizer: Tokenizer | None
+    format: Literal["txl-model"] = FORMAT
+    version: Literal[1] = 1
     weights_sha256: str
+    model: dict[str, Any]
+    """The fields of a ModelConfig."""
+    reading: Reading = DEFAULT_READING
 
 
 def write_exported(
@@ -101,48 +104,33 @@ def write_exported(
             write_with(staging / WEIGHTS_NAME, lambda path: save_file(contiguous, path))
             if tokenizer is not None:
                 write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode())
-            config = {
-                "format": FORMAT,
-                "version": VERSION,
-                "weights_sha256": sha256_file(staging / WEIGHTS_NAME),
-                "model": asdict(model.config),
-                "reading": asdict(reading),
-            }
-            write_synced(staging / CONFIG_NAME, (json.dumps(config, indent=1) + "\n").encode())
+            config = ExportedConfig(
+                weights_sha256=sha256_file(staging / WEIGHTS_NAME),
+                model=asdict(model.config),
+                reading=reading,
+            )
+            text = json.dumps(asdict(config), indent=1) + "\n"
+            write_synced(staging / CONFIG_NAME, text.encode())
             staged.publish([path.name for path in staging.iterdir()])
 
 
-def describe_exported(directory: Path) -> Description:
-    """Read config.json and tokenizer.json.
-
-    Raises CheckpointError naming the damaged file, ConfigError for an invalid config.
-    """
+def _read_config(directory: Path) -> tuple[ExportedConfig, ModelConfig]:
+    """Raises CheckpointError for a damaged config.json, ConfigError for an invalid model in it."""
     path = directory / CONFIG_NAME
     content = read_json(path)
-    if not is_exported(content):
+    if content.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is not that of an exported model. Export a run with txl export; import other "
             f"weights with: txl import {directory} --out PATH"
         )
-    if content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has format version {content.get('version')!r}, this txl reads {VERSION}; "
-            "upgrade txl"
-        )
-    if not isinstance(values := content.get("model"), dict):
-        raise CheckpointError(f"{path} has no section model; it is damaged or edited")
-    config = checked_config(values, origin=f"{path}, model")
     try:
-        reading_json = json.dumps(content.get("reading", {}))
-        reading = TypeAdapter(Reading).validate_json(reading_json, strict=True)
+        text = json.dumps(content)
+        exported = TypeAdapter(ExportedConfig).validate_json(text, strict=True)
     except ValidationError as error:
-        raise CheckpointError(f"{path}, reading: {error.errors()[0]['msg']}") from None
-    return Description(
-        config=config,
-        reading=reading,
-        tokenizer=_tokenizer(directory / TOKENIZER_NAME, config),
-        weights_sha256=str(content.get("weights_sha256")),
-    )
+        raise CheckpointError(
+            f"{path}: {first_problem(error)}; it is damaged or edited, or a newer txl wrote it"
+        ) from None
+    return exported, checked_config(exported.model, origin=f"{path}, model")
 
 
 def load_exported(
@@ -154,22 +142,22 @@ def load_exported(
     same_length, attention). Raises CheckpointError naming the damaged file, ConfigError for an
     invalid config.
     """
-    described = describe_exported(directory)
+    exported, stored_config = _read_config(directory)
     path = directory / WEIGHTS_NAME
     # All bytes are hashed first: safetensors does not detect a flipped bit inside a tensor.
     try:
-        if (digest := sha256_file(path)) != described.weights_sha256:
+        if (digest := sha256_file(path)) != exported.weights_sha256:
             raise CheckpointError(
-                f"{path} has sha256 {digest}, {CONFIG_NAME} says {described.weights_sha256}; one "
+                f"{path} has sha256 {digest}, {CONFIG_NAME} says {exported.weights_sha256}; one "
                 "of them is damaged. Export it again"
             )
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); export it again") from None
     origin = str(directory / CONFIG_NAME)
-    model = empty_model(config or described.config, origin=origin, num_tensors=len(weights))
+    model = empty_model(config or stored_config, origin=origin, num_tensors=len(weights))
     checked = check_tensors(weights, model.state_dict(), origin=str(path))
-    return assign_weights(model, checked), described.tokenizer
+    return assign_weights(model, checked), _tokenizer(directory / TOKENIZER_NAME, stored_config)
 
 
 def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
@@ -183,11 +171,6 @@ def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
             "or export the model again"
         )
     return tokenizer
-
-
-def is_exported(content: dict[str, Any]) -> bool:
-    """Whether a config.json was written by `write_exported`, not by another program."""
-    return content.get("format") == FORMAT
 
 
 Load = Callable[[ModelConfig], tuple[TransformerXL, Tokenizer | None]]
@@ -265,17 +248,16 @@ def find_model(path: str | Path, *, weights: Weights = "auto") -> StoredModel:
 
 
 def _exported(path: Path) -> StoredModel:
-    described = describe_exported(path)
+    exported, config = _read_config(path)
+    tokenizer = _tokenizer(path / TOKENIZER_NAME, config)
     return StoredModel(
         path=path,
-        digest=sha256_of([asdict(described.config), described.weights_sha256]),
-        config=described.config,
-        tokenizer=StoredTokenizer(path / TOKENIZER_NAME, described.tokenizer.digest)
-        if described.tokenizer
-        else None,
-        tgt_len=described.reading.tgt_len,
-        reset=described.reading.reset,
-        load=lambda config: load_exported(path, config=config),
+        digest=sha256_of([asdict(config), exported.weights_sha256]),
+        config=config,
+        tokenizer=StoredTokenizer(path / TOKENIZER_NAME, tokenizer.digest) if tokenizer else None,
+        tgt_len=exported.reading.tgt_len,
+        reset=exported.reading.reset,
+        load=lambda changed: load_exported(path, config=changed),
     )
 
 

@@ -1,16 +1,12 @@
 """Bootstrap intervals: how much a result depends on the choice of the text.
 
-Percentile bootstrap: draw N of N units of text with replacement, compute the result of the draw,
-repeat, and take quantiles. The losses within a document depend on each other, so the units are
-whole documents. With fewer than MIN_DOCUMENTS documents an interval of them means little: then the
-units are single targets where these are known (`txl recl`), and there is no interval where only the
-sums of documents are (`txl eval --details`). Targets that are alike make intervals too narrow.
+Percentile bootstrap: draw N of N units of text with replacement, compute the result, repeat, take
+quantiles. Losses within a document depend on each other, so the units are whole documents. With
+fewer than MIN_DOCUMENTS the units are single targets (`txl recl`), or there is no interval (`txl
+eval --details`). An interval covers neither training nor the seed of a run. Its ends are among the
+resampled values, so that of a rising function of a score is the function of its ends.
 
-An interval covers neither training nor the seed of a run. Its ends are among the resampled values:
-the interval of a rising function of a score, such as perplexity, is the function of its interval.
-
-Source: Efron 1979, "Bootstrap Methods", doi:10.1214/aos/1176344552; Efron and Tibshirani 1993, An
-Introduction to the Bootstrap, chapter 13.
+Source: Efron 1979, "Bootstrap Methods", doi:10.1214/aos/1176344552.
 """
 
 from collections.abc import Iterator, Sequence

@@ -4,18 +4,15 @@
         -> sums in the order of the chunks -> result
 
 A batch is `batch_chunks` consecutive chunks (with `num_ranks`, of the chunks of one rank). Which
-worker scores a batch, in which order, and in which process of which attempt does not change its
-sums, so the result is always the same to the last bit. A worker holds one model and one batch of
-one segment per chunk at a time.
+worker scores it, and in which attempt, does not change its sums, so the result is always the same
+to the last bit.
 
 A sweep (`txl eval --sweep`) scores every combination of memory options on one split and reports the
-best one on the others. The paper chose mem_len and clamp_len of its published numbers in this way:
-by the validation split. Every combination scores the same targets, so the lowest loss is the best.
+best one on the others, as the paper chose mem_len and clamp_len.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,22 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.system.workers import InProcess, WorkerDiedError, Workers
 from txl_dist.convert.stored_model import find_model
-from txl_dist.errors import ConfigError, DataError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError
 from txl_dist.evaluation.breakdown import (
     BreakdownCounter,
-    LossBreakdown,
-    ScoreDetails,
     count_tokens,
     counted_split,
     log_bucket,
+    total_breakdown,
 )
-from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores, NonFiniteScoreError
+from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.result import (
     EvaluationResult,
@@ -49,10 +45,9 @@ from txl_dist.evaluation.result import (
     model_name,
     plan_evaluation,
     scored_text,
-    summarise,
 )
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
+from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
 from txl_dist.runtime.device import torch_threads
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.process import code_description
@@ -90,31 +85,28 @@ class ScoringTask:
 def score_batch(task: ScoringTask) -> BatchScores:
     """Score one batch on a worker, which keeps model and split for its next batch.
 
-    Raises NonFiniteScoreError if the score of a chunk is NaN or Inf.
+    Raises CheckpointError if the score of a chunk is NaN or Inf.
     """
     fault_point("score")
     scorer, counter = open_scorer(task.job), None
     if task.per_document or task.frequency_bucket_V is not None:
         counter = BreakdownCounter(
-            tgt_len=scorer.tgt_len,
-            frequency_bucket_V=task.frequency_bucket_V,
-            byte_counts_V=scorer.byte_counts_V,
+            frequency_bucket_V=task.frequency_bucket_V, byte_counts_V=scorer.byte_counts_V
         )
     with torch_threads(task.job.num_threads):
         sums = list(scorer.scores(task.chunks, counter=counter))
-    name = f"split {task.job.settings.split}, {task.job.checkpoint}"
-    require_finite(sums, name, numbers=task.chunk_numbers)
+    _require_finite(task, sums)
     return BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
 
 
-def require_finite(sums: Iterable[LossSums], name: str, *, numbers: Iterable[int]) -> None:
-    """Raise NonFiniteScoreError if a chunk's sum is NaN or Inf. `name`: of split and model."""
-    for number, chunk in zip(numbers, sums, strict=True):
+def _require_finite(task: ScoringTask, sums: Sequence[LossSums]) -> None:
+    for number, chunk in zip(task.chunk_numbers, sums, strict=True):
         if not math.isfinite(chunk.nats):
-            raise NonFiniteScoreError(
-                f"chunk {number} of {name}: the sum of its losses is {chunk.nats}, although all "
-                "weights are finite, so the model overflows on this text. Try --precision fp32, "
-                "or an earlier checkpoint: txl checkpoint list RUN"
+            raise CheckpointError(
+                f"chunk {number} of split {task.job.settings.split}, {task.job.checkpoint}: the "
+                f"sum of its losses is {chunk.nats}, although all weights are finite, so the model "
+                "overflows on this text. Try --precision fp32, or an earlier checkpoint: txl "
+                "checkpoint list RUN"
             )
 
 
@@ -157,29 +149,25 @@ class PlannedJob:
         """The sums of all batches, added in the order of the chunks."""
         numbers_of = list(self.batches())
         batches = [(numbers_of[number], scores) for number, scores in self.finished.batches.items()]
-        details = None
-        if self.counted_split is not None:
-            parts = [
-                scores.breakdown
-                for _, scores in sorted(batches, key=lambda batch: batch[0][0])
-                if scores.breakdown is not None
-            ]
-            details = ScoreDetails(LossBreakdown.total(parts), self.counted_split)
+        batches.sort(key=lambda batch: batch[0][0])
         sums_of = {
             chunk_number: sums
             for numbers, scores in batches
             for chunk_number, sums in zip(numbers, scores.sums, strict=True)
         }
-        return summarise(
-            (sums_of[chunk_number] for chunk_number in sorted(sums_of)),
-            self.chunks,
-            self.job.settings,
+        breakdowns = [scores.breakdown for _, scores in batches if scores.breakdown is not None]
+        return EvaluationResult(
+            sums=sum((sums_of[number] for number in sorted(sums_of)), LossSums()),
+            settings=self.job.settings,
+            num_chunks=len(self.chunks),
+            overhead=overhead(self.chunks),
             text=self.text,
             data=self.data,
             model=Subject(model_name(self.job.checkpoint), self.job.digest),
             weights=self.job.weights,
             kernels=tuple(sorted({scores.kernel for _, scores in batches})),
-            details=details,
+            breakdown=total_breakdown(breakdowns) if self.counted_split else None,
+            counted_split=self.counted_split,
         )
 
 
@@ -194,23 +182,27 @@ def evaluate_on_workers(
 
     Raises the first TxlError of any worker.
     """
-    tasks = list(_tasks(planned, workers, progress))
-    _explain_plan(planned, tasks, workers.num_workers, note)
+    tasks = list(_tasks(planned, progress))
+    if any(each.finished.is_resumed for each in planned):
+        num_batches = sum(1 for each in planned for _ in each.batches())
+        note(f"resuming: {num_batches - len(tasks)} of {num_batches} batches are already scored")
     done, total = 0, sum(task.num_tokens for task in tasks)
-    with ExitStack() as stack:
-        for each in planned:
-            stack.enter_context(each.finished)
-        progress("scoring", 0, total)
-        try:
-            for index, scores in workers.map(score_batch, tasks):
-                task = tasks[index]
-                planned[task.job_number].finished.add(task.batch_number, scores)
-                done += task.num_tokens
-                progress("scoring", done, total)
-        except WorkerDiedError as error:
-            raise _dead_workers_error(error, planned[0].job, workers) from None
-        finally:
-            _opened.clear()
+    progress("scoring", 0, total)
+    try:
+        for index, scores in workers.map(score_batch, tasks):
+            task = tasks[index]
+            planned[task.job_number].finished.add(task.batch_number, scores)
+            done += task.num_tokens
+            progress("scoring", done, total)
+    except WorkerDiedError as error:
+        raise TxlError(
+            f"{error.event}. Most likely memory ran out (SIGKILL: see dmesg on that machine). Run "
+            f"the same command with --resume and fewer --workers (now {workers.num_workers}), "
+            "which keeps the finished chunks, or with a smaller --batch (now "
+            f"{planned[0].job.batch_chunks}), which starts again"
+        ) from None
+    finally:
+        _opened.clear()
     return [each.result() for each in planned]
 
 
@@ -246,11 +238,20 @@ def plan_job(
     job = replace(job, digest=model.digest)
     source = open_split(job.data, job.settings.split, manifest=manifest)
     chunks = plan_evaluation(source, job.settings, model.config)
-    if not allow_short_split:
-        _require_a_segment(source, job)
+    num_targets = source.num_tokens - 1
+    if num_targets < job.settings.tgt_len and not allow_short_split:
+        raise DataError(
+            f"split {job.settings.split} of {job.data} has {num_targets:,} targets, fewer than one "
+            f"segment of tgt_len={job.settings.tgt_len}. Score it with --tgt-len {num_targets} or "
+            "less, or prepare more text"
+        )
+    if directory is None and resume:
+        raise ConfigError(
+            f"--resume: {job.checkpoint} is not in a run directory, so there is no default place "
+            "for the scores of finished chunks. Give one: --scores DIR"
+        )
     counted = counted_split(manifest, job.settings.split) if details else None
     description = {
-        "checkpoint": str(job.checkpoint),
         "model": model.digest,
         "data": manifest.digest,
         "settings": asdict(job.settings),
@@ -259,33 +260,23 @@ def plan_job(
         "num_threads": job.num_threads,
         "chunks": sha256_of([[c.context_start, c.start, c.stop] for c in chunks]),
         "code": code_description(),
+        "token_frequency_counted_on": counted,
+        "per_document": per_document and not details,
     }
-    if counted is not None:
-        description["details"] = {"token_frequency_counted_on": counted}
-    elif per_document:
-        description["per_document"] = True
-    # Without the path, which may be another one after a move.
-    key = sha256_of({name: item for name, item in description.items() if name != "checkpoint"})
-    if directory is None and resume:
-        raise ConfigError(
-            f"--resume: {job.checkpoint} is not in a run directory, so there is no default place "
-            "for the scores of finished chunks. Give one: --scores DIR"
-        )
+    key = sha256_of(description)
     path = directory and directory / f"{job.settings.split}-{key[:16]}.jsonl"
-    finished = FinishedScores(path, key=key, description=description, resume=resume)
-    text = scored_text(source, max_tokens=job.settings.max_tokens)
-    data = Subject(job.data.name, manifest.digest)
-    return PlannedJob(job, chunks, finished, text, data, given, counted, per_document)
-
-
-def _require_a_segment(source: SplitReader, job: EvaluationJob) -> None:
-    num_targets, settings = source.num_tokens - 1, job.settings
-    if num_targets < settings.tgt_len:
-        raise DataError(
-            f"split {settings.split} of {job.data} has {num_targets:,} targets, fewer than one "
-            f"segment of tgt_len={settings.tgt_len}. Score it with --tgt-len {num_targets} or "
-            "less, or prepare more text"
-        )
+    # The path is not part of the key: it may be another one after a move.
+    description["checkpoint"] = str(job.checkpoint)
+    return PlannedJob(
+        job=job,
+        given=given,
+        chunks=chunks,
+        finished=FinishedScores(path, key=key, description=description, resume=resume),
+        text=scored_text(source, max_tokens=job.settings.max_tokens),
+        data=Subject(job.data.name, manifest.digest),
+        counted_split=counted,
+        per_document=per_document,
+    )
 
 
 def default_scores_directory(checkpoint: Path) -> Path | None:
@@ -295,54 +286,28 @@ def default_scores_directory(checkpoint: Path) -> Path | None:
     return checkpoint.parent.parent / "evaluations"
 
 
-def _tasks(
-    planned: Sequence[PlannedJob], workers: Workers, progress: Progress
-) -> Iterator[ScoringTask]:
+def _tasks(planned: Sequence[PlannedJob], progress: Progress) -> Iterator[ScoringTask]:
     """The unfinished batches, job after job, so that workers rarely change their model."""
 
     @cache
-    def frequency_buckets(data: DatasetPath, split: str | None) -> NDArray[np.uint8] | None:
-        if split is None:
-            return None
-        return log_bucket(count_tokens(data, split, workers, progress=progress)).astype(np.uint8)
+    def frequency_buckets(data: DatasetPath, split: str) -> NDArray[np.uint8]:
+        return log_bucket(count_tokens(data, split, progress=progress)).astype(np.uint8)
 
     for job_number, each in enumerate(planned):
         for batch_number, numbers in enumerate(each.batches()):
             if batch_number not in each.finished.batches:
+                counted = each.counted_split
                 yield ScoringTask(
                     job=each.job,
                     job_number=job_number,
                     batch_number=batch_number,
                     chunk_numbers=numbers,
                     chunks=tuple(each.chunks[number] for number in numbers),
-                    frequency_bucket_V=frequency_buckets(each.job.data, each.counted_split),
+                    frequency_bucket_V=frequency_buckets(each.job.data, counted)
+                    if counted
+                    else None,
                     per_document=each.per_document,
                 )
-
-
-def _explain_plan(
-    planned: Sequence[PlannedJob],
-    tasks: Sequence[ScoringTask],
-    num_workers: int,
-    note: Callable[[str], None],
-) -> None:
-    if any(each.finished.is_resumed for each in planned):
-        num_batches = sum(1 for each in planned for _ in each.batches())
-        note(f"resuming: {num_batches - len(tasks)} of {num_batches} batches are already scored")
-    if 0 < len(tasks) < num_workers:
-        note(
-            f"there are {len(tasks)} batches of chunks for {num_workers} workers; a smaller "
-            f"--batch (now {tasks[0].job.batch_chunks}) makes more"
-        )
-
-
-def _dead_workers_error(error: WorkerDiedError, job: EvaluationJob, workers: Workers) -> TxlError:
-    return TxlError(
-        f"{error.event}. Most likely memory ran out (SIGKILL: see dmesg on that machine). Run the "
-        f"same command with --resume and fewer --workers (now {workers.num_workers}), which keeps "
-        f"the finished chunks, or with a smaller --batch (now {job.batch_chunks}), which starts "
-        "again"
-    )
 
 
 Sweep: TypeAlias = Sequence[Sequence[PlannedJob]]
@@ -362,24 +327,18 @@ class SweepResult:
 
 
 def evaluate_sweep(
-    sweeps: Sequence[Sweep],
+    sweep: Sweep,
     workers: Workers,
     *,
     progress: Progress = lambda phase, done, total: None,
     note: Callable[[str], None] = lambda line: None,
-) -> list[SweepResult]:
-    """Score all combinations on the first split, and the best one of each model on the others."""
-    first_jobs = [jobs[0] for sweep in sweeps for jobs in sweep]
-    scored = iter(evaluate_on_workers(first_jobs, workers, progress=progress, note=note))
-    candidates = [[next(scored) for _ in sweep] for sweep in sweeps]
-    best = [_argmin([result.sums.nats for result in results]) for results in candidates]
-    chosen = [sweep[number] for sweep, number in zip(sweeps, best, strict=True)]
-    other_jobs = [job for jobs in chosen for job in jobs[1:]]
+) -> SweepResult:
+    """Score all combinations on the first split, and the best one on the others."""
+    first_jobs = [jobs[0] for jobs in sweep]
+    candidates = evaluate_on_workers(first_jobs, workers, progress=progress, note=note)
+    losses = [candidate.sums.nats for candidate in candidates]
+    best = losses.index(min(losses))
+    other_jobs, reported = sweep[best][1:], []
     if other_jobs:
-        scored = iter(evaluate_on_workers(other_jobs, workers, progress=progress, note=note))
-    reported = [[next(scored) for _ in jobs[1:]] for jobs in chosen]
-    return [SweepResult(*each) for each in zip(candidates, best, reported, strict=True)]
-
-
-def _argmin(values: Sequence[float]) -> int:
-    return min(range(len(values)), key=values.__getitem__)
+        reported = evaluate_on_workers(other_jobs, workers, progress=progress, note=note)
+    return SweepResult(candidates, best, reported)

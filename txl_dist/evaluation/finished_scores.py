@@ -15,19 +15,16 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from data_pipeline.system.files import write_file
 from data_pipeline.system.strict_json import canonical_json, sha256_of
-from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.breakdown import LossBreakdown
+from txl_dist.evaluation.breakdown import Breakdown, breakdown_from_json, breakdown_to_json
 from txl_dist.evaluation.scores import LossSums
 
-
-class NonFiniteScoreError(CheckpointError):
-    """The model overflows on this text, although its weights are finite."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +34,8 @@ class BatchScores:
     sums: list[LossSums]
     kernel: str = ""
     """The attention function and the device that computed them."""
-    breakdown: LossBreakdown | None = field(default=None, compare=False)
-    """None if the details are not wanted."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Keeps every digit."""
-        content: dict[str, Any] = {
-            "sums": [[each.nats, each.num_tokens, each.num_bytes] for each in self.sums],
-            "kernel": self.kernel,
-        }
-        if self.breakdown is not None:
-            content["breakdown"] = self.breakdown.to_json()
-        return content
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError for content that `to_json` does not write."""
-        breakdown = content.get("breakdown")
-        return cls(
-            sums=[LossSums(*row) for row in content["sums"]],
-            kernel=content["kernel"],
-            breakdown=None if breakdown is None else LossBreakdown.from_json(breakdown),
-        )
-
-
-log = logging.getLogger(__name__)
+    breakdown: Breakdown | None = None
+    """None if neither details nor documents are wanted."""
 
 
 class FinishedScores:
@@ -75,64 +49,52 @@ class FinishedScores:
         self._key, self._description = key, description
         self.batches: dict[int, BatchScores] = {}
         """By number of the batch."""
-        self._descriptor: int | None = None
-        if resume and path is not None:
+        self._is_begun = False
+        if resume and path is not None and path.exists():
             self._read(path)
 
-    def __enter__(self) -> Self:
-        """Write the file without damaged lines, and keep it open. A failure is only a warning."""
-        if self.path is None:
-            return self
-        lines = [canonical_json({"evaluation": dict(self._description)})]
-        lines += [self._line(*each) for each in sorted(self.batches.items())]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self.path, "".join(f"{line}\n" for line in lines).encode())
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        except OSError as error:
-            self._warn(error)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
     def add(self, number: int, scores: BatchScores) -> None:
-        """Append the scores of a batch and sync the file."""
+        """Keep the scores of a batch in the file, if there is one. A failure is only a warning."""
         self.batches[number] = scores
-        if self._descriptor is None:
+        if self.path is None:
             return
         try:
-            os.write(self._descriptor, f"{self._line(number, scores)}\n".encode())
-            os.fsync(self._descriptor)
+            if self._is_begun:
+                with self.path.open("ab") as file:
+                    file.write(self._line(number, scores))
+                    file.flush()
+                    os.fsync(file.fileno())
+            else:  # without the damaged lines of an earlier process
+                lines = [canonical_json({"evaluation": dict(self._description)}).encode() + b"\n"]
+                lines += [self._line(*each) for each in sorted(self.batches.items())]
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(self.path, lines)
+                self._is_begun = True
         except OSError as error:
-            self._warn(error)
-            os.close(self._descriptor)
-            self._descriptor = None
+            log.warning(
+                "%s cannot be written (%s): if this evaluation is stopped, it starts again. Give "
+                "another directory with --scores DIR",
+                self.path,
+                error.strerror,
+            )
+            self.path = None
 
-    def _warn(self, error: OSError) -> None:
-        log.warning(
-            "%s cannot be written (%s): if this evaluation is stopped, it starts again. Give "
-            "another directory with --scores DIR",
-            self.path,
-            error.strerror,
-        )
-
-    def _line(self, number: int, scores: BatchScores) -> str:
-        content = scores.to_json()
+    def _line(self, number: int, scores: BatchScores) -> bytes:
+        content = {
+            "sums": [[each.nats, each.num_tokens, each.num_bytes] for each in scores.sums],
+            "kernel": scores.kernel,
+            "breakdown": scores.breakdown and breakdown_to_json(scores.breakdown),
+        }
         checksum = sha256_of([self._key, number, content])
-        return canonical_json({"batch": number, "scores": content, "checksum": checksum})
+        entry = {"batch": number, "scores": content, "checksum": checksum}
+        return canonical_json(entry).encode() + b"\n"
 
     def _read(self, path: Path) -> None:
         try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return
+            complete, _, _cut_by_a_kill = path.read_bytes().rpartition(b"\n")
         except OSError as error:
             log.warning("%s cannot be read (%s): it is not used", path, error.strerror)
             return
-        complete, _, _cut_by_a_kill = content.rpartition(b"\n")
         damaged = []
         for line_number, line in enumerate(complete.split(b"\n")[1:], start=2):
             try:
@@ -153,4 +115,9 @@ class FinishedScores:
         number, content = entry["batch"], entry["scores"]
         if entry["checksum"] != sha256_of([self._key, number, content]):
             raise ValueError("wrong checksum")
-        self.batches[number] = BatchScores.from_json(content)
+        breakdown = content["breakdown"]
+        self.batches[number] = BatchScores(
+            sums=[LossSums(*row) for row in content["sums"]],
+            kernel=content["kernel"],
+            breakdown=breakdown and breakdown_from_json(breakdown),
+        )

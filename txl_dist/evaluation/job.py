@@ -190,7 +190,6 @@ def evaluation_job(
 
 SMALLEST = {"tgt_len": 1, "mem_len": 0, "clamp_len": 0}
 """The options that can be swept, and the smallest value of each. clamp_len 0: no clamping."""
-EXAMPLE = "--sweep mem_len=0,128,640 --sweep clamp_len=0,400"
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:
@@ -200,26 +199,17 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:
     """
     values: dict[str, list[int]] = {}
     for assignment in " ".join(texts).split():
-        name, equals, numbers = assignment.partition("=")
-        if not equals or name not in SMALLEST:
+        name, _, listed = assignment.partition("=")
+        numbers = [int(number) if number.isdecimal() else -1 for number in listed.split(",")]
+        is_distinct = name not in values and len(set(numbers)) == len(numbers)
+        if name not in SMALLEST or min(numbers) < SMALLEST[name] or not is_distinct:
             raise ConfigError(
-                f"--sweep {assignment!r}: expected an option of {', '.join(SMALLEST)} and its "
-                f"values, as in {EXAMPLE}"
+                f"--sweep {assignment!r}: expected one of {', '.join(SMALLEST)} and all its "
+                "values, different whole numbers (tgt_len at least 1), as in "
+                "--sweep mem_len=0,128,640 --sweep clamp_len=0,400"
             )
-        if name in values:
-            raise ConfigError(f"--sweep {assignment!r}: {name} is there twice; list all its values")
-        values[name] = [_value(assignment, name, number) for number in numbers.split(",")]
-        if len(set(values[name])) < len(values[name]):
-            raise ConfigError(f"--sweep {assignment!r}: a value is there twice")
+        values[name] = numbers
     return values
-
-
-def _value(assignment: str, name: str, number: str) -> int:
-    if not number.isdecimal() or int(number) < SMALLEST[name]:
-        raise ConfigError(
-            f"--sweep {assignment!r}: {number!r} is not a whole number of at least {SMALLEST[name]}"
-        )
-    return int(number)
 
 
 def combinations(values: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:

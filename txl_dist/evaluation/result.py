@@ -11,12 +11,9 @@ each split. The first token of a split has no loss, so its text is subtracted; i
 is an end-of-document token, which has no text.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from data_pipeline.shards.manifest import ShardManifest, TextCounts, count_text, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource
@@ -24,13 +21,12 @@ from data_pipeline.streams.cursor import read_range
 from data_pipeline.tokenizers.byte_char_word import WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
 from txl_dist.errors import DataError
-from txl_dist.evaluation.breakdown import ScoreDetails, in_range
+from txl_dist.evaluation.breakdown import Breakdown, details_to_json, in_range
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.scores import LossSums, finish
-from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead, plan_chunks
+from txl_dist.evaluation.scoring import EvaluationChunk, plan_chunks
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
-from txl_dist.runtime.world import World
 
 SHOWN_DIGITS = 12
 
@@ -75,6 +71,19 @@ class ScoredText:
             return None
         return self.counts.words + self.counts.line_ends + self.document_ends
 
+    @property
+    def definition_of_a_word(self) -> str:
+        """What the protocol line says about words."""
+        if self.is_word_model:
+            return "word = token of the model: a word, the mark of a line or a document end"
+        if self.counts is None:
+            return f"words not counted ({self.reason})"
+        return (
+            f"word = whitespace-separated word ({self.counts.words:,}), line end "
+            f"({self.counts.line_ends:,}) or document end ({self.document_ends:,}) of the text as "
+            "prepared, not detokenized"
+        )
+
 
 def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> ScoredText:
     """The text of a split whose targets are all scored; unknown for a part of a split."""
@@ -105,49 +114,6 @@ def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> Scored
     )
 
 
-def protocol_line(
-    settings: EvaluationSettings,
-    sums: LossSums,
-    text: ScoredText,
-    *,
-    data: Subject | None,
-    model: Subject | None,
-    weights: str,
-    kernels: Sequence[str],
-) -> str:
-    """One line to quote next to the score. Data and model are None for weights that are not stored:
-    those of a run that trains."""
-    clamp_len = "none" if settings.clamp_len is None else settings.clamp_len
-    parts = [
-        f"split {settings.split}{f' of {data}' if data else ''}",
-        *([f"model {model}"] if model else []),
-        f"{sums.num_tokens:,} tokens scored",
-        f"mode {settings.mode}",
-        f"tgt_len {settings.tgt_len}",
-        f"mem_len {settings.mem_len}",
-        f"clamp_len {clamp_len}",
-        f"same_length {str(settings.same_length).lower()}",
-        f"reset {settings.reset}",
-        f"weights {weights}",
-        settings.precision,
-        " and ".join(kernels) or "attention not recorded",
-        _words(text),
-    ]
-    return ", ".join(parts)
-
-
-def _words(text: ScoredText) -> str:
-    if text.is_word_model:
-        return "word = token of the model: a word, the mark of a line or a document end"
-    if text.counts is None:
-        return f"words not counted ({text.reason})"
-    return (
-        f"word = whitespace-separated word ({text.counts.words:,}), line end "
-        f"({text.counts.line_ends:,}) or document end ({text.document_ends:,}) of the text as "
-        "prepared, not detokenized"
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult:
     """A score and the settings that reproduce it."""
@@ -157,28 +123,38 @@ class EvaluationResult:
     num_chunks: int
     overhead: float
     """Context tokens as a fraction of the scored tokens."""
-    text: ScoredText = field(default_factory=ScoredText)
-    weights: str = "last"
-    data: Subject | None = field(default=None, compare=False)
-    model: Subject | None = field(default=None, compare=False)
-    """None for the weights of a run that trains."""
-    kernels: tuple[str, ...] = field(default=(), compare=False)
+    text: ScoredText
+    weights: str
+    data: Subject = field(compare=False)
+    model: Subject = field(compare=False)
+    kernels: tuple[str, ...] = field(compare=False)
     """Attention functions and devices that computed the scores. They change the last digits only,
     and are not part of the score."""
-    details: ScoreDetails | None = field(default=None, compare=False)
+    breakdown: Breakdown | None = field(default=None, compare=False)
+    """None without details."""
+    counted_split: str | None = field(default=None, compare=False)
+    """The split whose token frequencies are used for the details."""
 
     @property
     def protocol(self) -> str:
         """One line to quote next to the score."""
-        return protocol_line(
-            self.settings,
-            self.sums,
-            self.text,
-            data=self.data,
-            model=self.model,
-            weights=self.weights,
-            kernels=self.kernels,
-        )
+        settings = self.settings
+        parts = [
+            f"split {settings.split} of {self.data}",
+            f"model {self.model}",
+            f"{self.sums.num_tokens:,} tokens scored",
+            f"mode {settings.mode}",
+            f"tgt_len {settings.tgt_len}",
+            f"mem_len {settings.mem_len}",
+            f"clamp_len {'none' if settings.clamp_len is None else settings.clamp_len}",
+            f"same_length {str(settings.same_length).lower()}",
+            f"reset {settings.reset}",
+            f"weights {self.weights}",
+            settings.precision,
+            " and ".join(self.kernels),
+            self.text.definition_of_a_word,
+        ]
+        return ", ".join(parts)
 
     @property
     def named_sums(self) -> dict[str, float]:
@@ -200,9 +176,11 @@ class EvaluationResult:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `txl eval --json` prints; a number too large for a float is null."""
-        named = self.named_sums
-        # The tokens of a word model have other bytes than the text, also by document.
-        known = {"tokens"} if self.text.is_word_model else {"tokens", "bytes"}
+        named, details = self.named_sums, {}
+        if self.breakdown is not None and self.counted_split is not None:
+            # The tokens of a word model have other bytes than the text, also by document.
+            known = {"tokens"} if self.text.is_word_model else {"tokens", "bytes"}
+            details["details"] = details_to_json(self.breakdown, self.counted_split, known)
         return {
             "nats": named["nats"],
             "tokens_scored": named["tokens"],
@@ -216,10 +194,10 @@ class EvaluationResult:
             **asdict(self.settings),
             "num_chunks": self.num_chunks,
             "context_overhead": self.overhead,
-            "data_sha256": self.data and self.data.digest,
-            "model_sha256": self.model and self.model.digest,
+            "data_sha256": self.data.digest,
+            "model_sha256": self.model.digest,
             "protocol": self.protocol,
-            **({"details": self.details.to_json(known)} if self.details else {}),
+            **details,
         }
 
 
@@ -258,49 +236,3 @@ def plan_evaluation(
         context_tokens=context_tokens,
         document_start=document_start if settings.reset == "document" and knows_start else None,
     )
-
-
-def summarise(
-    scores: Iterable[LossSums],
-    chunks: list[EvaluationChunk],
-    settings: EvaluationSettings,
-    **facts: Any,
-) -> EvaluationResult:
-    """Add the sums of all chunks, which must be in the order of the chunks.
-
-    `facts`: the fields of EvaluationResult that have defaults.
-    """
-    return EvaluationResult(
-        sums=sum(scores, LossSums()),
-        settings=settings,
-        num_chunks=len(chunks),
-        overhead=overhead(chunks),
-        **facts,
-    )
-
-
-def evaluate_on_ranks(
-    scorer: Scorer,
-    chunks: list[EvaluationChunk],
-    settings: EvaluationSettings,
-    *,
-    world: World,
-    stop: object = False,
-) -> EvaluationResult | None:
-    """Collective: every rank scores its chunks, and every rank returns the whole result.
-
-    If `stop` becomes true on any rank, that rank stops scoring and all ranks return None.
-    """
-    indices = range(world.rank, len(chunks), world.num_ranks)
-    scored = list(scorer.scores([chunks[i] for i in indices], stop=stop))
-    # One all-reduce: each chunk has its own row, so adding zeros keeps every sum bit for bit. The
-    # last row counts the chunks that a stop left unscored.
-    table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)
-    for index, sums in zip(indices, scored, strict=False):
-        table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
-    table[-1, 0] = len(indices) - len(scored)
-    *rows, (num_unscored, _, _) = world.all_reduce_sum(table).tolist()
-    if num_unscored:
-        return None
-    scores = [LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows]
-    return summarise(scores, chunks, settings)

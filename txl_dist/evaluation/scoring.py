@@ -1,14 +1,12 @@
 """Cuts a split into chunks and scores them in batches, with the sums of one sequential pass.
 
 The receptive field of a token is finite (`MemoryKind.receptive_tokens`): some whole segments before
-its own, or those of its document. They are the context of a chunk, which is read but not scored. If
-chunk and context use the same segment boundaries as the sequential pass, the chunk starts with
-exactly the memory of that pass.
+its own, or those of its document. They are the context of a chunk, which is read but not scored.
+With the segment boundaries of the sequential pass, the chunk then starts with exactly the memory of
+that pass. Source: the dependency length O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
 
-Cost: the context is read twice, at most 5 % more tokens in a long split and half in a short one,
-which is cut nevertheless, so that several workers can score it. `txl eval` prints the cost. The cut
-depends on the split and the model, not on workers or batch size. Source: the dependency length
-O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
+The context is read twice: at most 5 % more tokens in a long split, half in a short one. The cut
+depends on the split and the model, not on workers or batch size.
 
 Each row of a batch is one chunk with its memory. All rows advance by one segment at a time, and
 shorter rows are padded at the end. Rows do not influence each other, so the batch size changes only
@@ -32,6 +30,7 @@ from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.world import World
 from txl_dist.sequence import SequenceReader
 
 Mode = Literal["exact", "fast"]
@@ -263,3 +262,25 @@ class Scorer:
 
 def _padded(array: np.ndarray, length: int, fill: int) -> np.ndarray:
     return np.pad(array, (0, length - len(array)), constant_values=fill)
+
+
+def evaluate_on_ranks(
+    scorer: Scorer, chunks: Sequence[EvaluationChunk], *, world: World, stop: object = False
+) -> LossSums | None:
+    """Collective: every rank scores its chunks, and every rank returns the sums of all.
+
+    If `stop` becomes true on any rank, that rank stops scoring and all ranks return None.
+    """
+    indices = range(world.rank, len(chunks), world.num_ranks)
+    scored = list(scorer.scores([chunks[i] for i in indices], stop=stop))
+    # One all-reduce: each chunk has its own row, so adding zeros keeps every sum bit for bit. The
+    # last row counts the chunks that a stop left unscored.
+    table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)
+    for index, sums in zip(indices, scored, strict=False):
+        table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
+    table[-1, 0] = len(indices) - len(scored)
+    *rows, (num_unscored, _, _) = world.all_reduce_sum(table).tolist()
+    if num_unscored:
+        return None
+    scores = (LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows)
+    return sum(scores, LossSums())

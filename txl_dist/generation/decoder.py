@@ -2,16 +2,12 @@
 
     prompts -> read in segments of `tgt_len`, as in training -> one token per lane and call
 
-Each prompt is a lane. Its segments begin at its first token, whatever the other lanes read:
-
-- A prompt with fewer segments than the longest begins later. Until then its lane reads padding,
-  which its first token, of age 0, does not see.
-- Last segments have different lengths. They are padded at the end, and the padding is removed from
-  the cache before the next token. A kind of memory that is written at the end of a segment cannot
-  remove it: its segments that are not complete are read again for every token.
-
-Lanes do not influence each other, so a lane computes what it would compute alone, except that
-matrix products of another batch size may round differently in the last bit.
+Each prompt is a lane, whose segments begin at its first token. A prompt with fewer segments than
+the longest begins later: its lane reads padding before, which its first token, of age 0, does not
+see. Last segments of different lengths are padded at the end, and the padding is removed from the
+cache. A memory that is written at the end of a segment cannot remove it: incomplete segments are
+read again for every token. A lane computes what it would compute alone, except that matrix products
+of another batch size may round differently in the last bit.
 """
 
 from collections.abc import Sequence

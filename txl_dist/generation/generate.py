@@ -8,7 +8,6 @@ Prompts begin documents, as `prompt_tokens` encodes them. A warning names the sy
 stop strings that the vocabulary does not have.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -25,8 +24,7 @@ from txl_dist.generation.text import (
     TextLimits,
     describe_unknown,
     unknown_in_prompt,
-    warn_of_prompt,
-    warn_of_stop_string,
+    warn_of_unknown,
 )
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -43,8 +41,6 @@ class GeneratedText:
     finish_reason: Literal["end_of_document", "stop", "length"]
     unknown_symbols: Mapping[str, int] = field(default_factory=dict)
     """How often each symbol of the prompt occurs that the vocabulary does not have."""
-    unknown_stop_symbols: Mapping[str, int] = field(default_factory=dict)
-    """The same of the stop strings."""
 
 
 def generate_tokens(
@@ -98,8 +94,7 @@ def generate_texts(
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
     for string in limits.stop:
-        warn_of_stop_string(tokenizer, string)
-    unknown_stop = dict(sum(map(tokenizer.unknown_symbols, limits.stop), Counter[str]()))
+        warn_of_unknown(tokenizer, "stop string", string)
     for first in range(0, len(tokens), batch_size):
         batch = tokens[first : first + batch_size]
         texts = generate_batch(
@@ -113,8 +108,7 @@ def generate_texts(
             precision=precision,
         )
         for prompt, text in zip(prompts[first:], texts, strict=False):
-            unknown = dict(unknown_in_prompt(tokenizer, prompt))
-            yield replace(text, unknown_symbols=unknown, unknown_stop_symbols=unknown_stop)
+            yield replace(text, unknown_symbols=dict(unknown_in_prompt(tokenizer, prompt)))
 
 
 def generate_batch(
@@ -151,7 +145,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int
     both ends of a prompt of ids, and is dropped there.
     """
     tokens = require_prompt(tokenizer, prompt)
-    warn_of_prompt(tokenizer, prompt)
+    warn_of_unknown(tokenizer, "prompt", prompt)
     return tokens
 
 

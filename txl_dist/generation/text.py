@@ -8,7 +8,6 @@ model then reads another text than the one that was given, which is reported.
 """
 
 import codecs
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,46 +90,32 @@ def read_prompts(path: Path) -> list[PromptLine]:
     for number, raw in enumerate(lines, start=1):
         try:
             prompts.append(PromptLine(number, _prompt(raw, is_json=path.suffix == ".jsonl")))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
             raise DataError(f"{path}, line {number}: {error}") from None
     return prompts
 
 
 def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
-    """Raises ValueError with the reason."""
-    try:
-        line = raw.removesuffix(b"\r").decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    """Raises ValueError with the reason, RecursionError for JSON that is nested too deeply."""
+    line = raw.removesuffix(b"\r").decode("utf-8-sig")
     if not line.strip():
         raise ValueError(
             "the line is blank. Remove it, or start a new document with a line of JSON in a file "
             'named *.jsonl: {"prompt": ""}'
         )
-    return _prompt_of_json(line) if is_json else line
-
-
-def _prompt_of_json(line: str) -> str | list[int]:
-    try:
-        content = JSON_DECODER.decode(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"broken JSON ({error.msg} at character {error.pos})") from None
-    except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
+    if not is_json:
+        return line
+    content = JSON_DECODER.decode(line)
     keys = content if isinstance(content, dict) else ()
     key = next((key for key in KEYS if key in keys), None)
     if key is None:
         raise ValueError('expected a JSON object with a key "prompt", "text" or "ids"')
     prompt: Any = content[key]
-    if key == "ids" and isinstance(prompt, list):
-        return prompt  # `prompt_tokens` checks the ids, when the vocabulary is known
-    if key == "ids" or not isinstance(prompt, str):
+    if not isinstance(prompt, list if key == "ids" else str):
         expected = "list" if key == "ids" else "string"
         raise ValueError(f'"{key}" is not a {expected} but {type(prompt).__name__}')
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f'"{key}" has a lone surrogate at character {error.start}') from None
+    if isinstance(prompt, str):
+        prompt.encode()  # refuses a lone surrogate; `prompt_tokens` checks ids with the vocabulary
     return prompt
 
 
@@ -146,7 +131,7 @@ def describe_unknown(unknown: Counter[str]) -> str:
         for symbol, count in unknown.most_common(_MOST_SHOWN)
     ]
     if len(unknown) > _MOST_SHOWN:
-        shown.append(f"{len(unknown) - _MOST_SHOWN:,} others")
+        shown.append("...")
     number = unknown.total()
     return (
         f"{number:,} {'symbol is' if number == 1 else 'symbols are'} not in the vocabulary of the "
@@ -159,22 +144,13 @@ def unknown_in_prompt(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> Co
     return tokenizer.unknown_symbols(prompt) if isinstance(prompt, str) else Counter()
 
 
-def warn_of_prompt(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> None:
-    """Log the symbols of a prompt that are unknown, if there are any."""
-    if unknown := unknown_in_prompt(tokenizer, prompt):
+def warn_of_unknown(tokenizer: "Tokenizer", name: str, text: str | Sequence[int]) -> None:
+    """Log the symbols of a prompt or of a stop string that are unknown, if there are any."""
+    if unknown := unknown_in_prompt(tokenizer, text):
         log.warning(
-            "prompt %r: %s. The model reads the unknown token instead",
-            prompt[:40],
-            describe_unknown(unknown),
-        )
-
-
-def warn_of_stop_string(tokenizer: "Tokenizer", stop: str) -> None:
-    """Log the symbols of a stop string that are unknown, if there are any."""
-    if unknown := tokenizer.unknown_symbols(stop):
-        log.warning(
-            "stop string %r: %s. It can end a text only where other symbols contain it",
-            stop[:40],
+            "%s %r: %s. They become the unknown token",
+            name,
+            text[:40],
             describe_unknown(unknown),
         )
 
@@ -250,7 +226,7 @@ def stream_text(
 ) -> Iterator[str]:
     """The text of `tokens` as it grows, up to the first stop string. See `TextDecoder`."""
     for string in stop:
-        warn_of_stop_string(tokenizer, string)
+        warn_of_unknown(tokenizer, "stop string", string)
     decoder, stop_strings = TextDecoder(tokenizer, after=after), StopStrings(stop)
     for token in tokens:
         if text := stop_strings.add(decoder.add(token)):

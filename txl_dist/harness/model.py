@@ -11,8 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+
+from data_pipeline.system.strict import first_problem
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.cli.options import open_workers
 from txl_dist.config.run_config import Precision
@@ -30,47 +33,6 @@ from txl_dist.harness.scoring import (
     score_unit,
 )
 from txl_dist.model.config import ModelConfig
-
-Mode = Literal["memory", "windowed"]
-
-
-def require_one_process() -> None:
-    """Refuse torchrun and accelerate, under which every process would do all the work."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: model txl distributes the requests of one "
-            "harness process itself. Start it without torchrun or accelerate, and give workers=N "
-            "in --model_args, with on=ray or on=ADDRESS for several machines"
-        )
-
-
-def checked_mode(mode: str | None, mem_len: int) -> Mode:
-    """The mode, by default the one that fits the model."""
-    if mode is None:
-        return "memory" if mem_len else "windowed"
-    if mode == "memory" and not mem_len:
-        raise ConfigError("mode=memory: the model has no memory (mem_len=0); use mode=windowed")
-    return one_of(mode, Mode, "mode")
-
-
-def one_of(value: Any, literal: Any, name: str) -> Any:
-    """`value`, which must be one of those of a `Literal`."""
-    if value not in get_args(literal):
-        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(get_args(literal))}")
-    return value
-
-
-def positive(value: int | str, name: str) -> int:
-    """A number of at least 1. On the harness's command line it may be text."""
-    return at_least(1, value, name)
-
-
-def at_least(minimum: int, value: int | str, name: str) -> int:
-    """A whole number of at least `minimum`. On the harness's command line it may be text."""
-    if not str(value).isdecimal() or int(value) < minimum:
-        raise ConfigError(f"{name}={value}: expected a whole number of at least {minimum}")
-    return int(value)
-
 
 try:
     from lm_eval.api.instance import Instance
@@ -90,76 +52,92 @@ log = logging.getLogger(__name__)
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
+class ModelArguments(BaseModel):
+    """The arguments of model `txl` in `--model_args`, apart from `checkpoint`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["memory", "windowed"] | None = None
+    """What a token is scored with. `memory`: everything before it in its request, through the
+    recurrent memory, as in training and `txl eval`; requests have no longest length. `windowed`: as
+    the harness defines it for models with a context of `max_length` tokens. A window is read from
+    an empty memory; documents are cut into windows, contexts are cut at their beginning. Default:
+    `memory`, because it is how the model was trained; `windowed` for a model without memory."""
+    max_length: PositiveInt | None = None
+    """Tokens of a window; default: tgt_len + mem_len, the longest attention in training."""
+    tgt_len: PositiveInt | None = None
+    """Default: as in training."""
+    mem_len: NonNegativeInt | None = None
+    """Default: as in training."""
+    batch_size: PositiveInt = 1
+    """Requests per batch; `auto` is not supported."""
+    max_batch_size: int | None = None
+    """Of `auto`; the harness passes it."""
+    device: str | None = None
+    """As the harness names it; None: a GPU if the worker has one."""
+    workers: PositiveInt = 1
+    on: str = "processes"
+    """`workers` and `on`, `precision` and `weights`: as in `txl eval`."""
+    precision: Precision = "fp32"
+    weights: Weights = "auto"
+    add_bos_token: bool | None = None
+    """Begin every text with the end-of-document token; default: as in training."""
+    prefix: str = "\n"
+    """Text before a text that has no context, for models trained without that token."""
+    seed: int = 0
+    """Request i of `generate_until` draws with `seed` + i."""
+    max_gen_toks: PositiveInt = 256
+    """Default of tasks."""
+
+
+def checked_arguments(arguments: dict[str, Any]) -> ModelArguments:
+    """Raises ConfigError naming the argument. On the harness's command line numbers are text."""
+    try:
+        return ModelArguments.model_validate(arguments)
+    except ValidationError as error:
+        raise ConfigError(f"model argument {first_problem(error)}") from None
+
+
+def require_one_process() -> None:
+    """Refuse torchrun and accelerate, under which every process would do all the work."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: model txl distributes the requests of one "
+            "harness process itself. Start it without torchrun or accelerate, and give workers=N "
+            "in --model_args, with on=ray or on=ADDRESS for several machines"
+        )
+
+
 @register_model("txl")
 class TransformerXLModel(TemplateLM):
-    """A checkpoint, a run (its newest checkpoint) or an exported model, with its tokenizer.
+    """A checkpoint, a run (its newest checkpoint) or an exported model, with its tokenizer."""
 
-    `mode`: what a token is scored with. `memory`: everything before it in its request, through the
-    recurrent memory, as in training and `txl eval`; requests have no longest length. `windowed`:
-    as the harness defines it for models with a context of `max_length` tokens. A window is read
-    from an empty memory; documents are cut into windows, contexts are cut at their beginning.
-    Default: `memory`, because it is how the model was trained; `windowed` for a model without
-    memory.
-
-    `max_length`: tokens of a window; default: tgt_len + mem_len, the longest attention in training.
-    `tgt_len`, `mem_len`: default as in training. `weights`, `precision`: as in `txl eval`.
-    `batch_size`: requests per batch; `auto` is not supported. `workers`, `on`: as in `txl eval`.
-    `add_bos_token`: begin every text with the end-of-document token; default: as in training.
-    `prefix`: text before a text that has no context, for models trained without that token.
-    `seed`: request i of `generate_until` draws with `seed` + i. `max_gen_toks`: default of tasks.
-    `strict`: refuse requests with symbols that the vocabulary does not have; default: a warning.
-    """
-
-    def __init__(
-        self,
-        checkpoint: str | Path,
-        *,
-        mode: Mode | None = None,
-        max_length: int | None = None,
-        tgt_len: int | None = None,
-        mem_len: int | None = None,
-        batch_size: int | str = 1,
-        max_batch_size: int | None = None,  # of `auto`; the harness passes it
-        device: str | None = None,
-        workers: int = 1,
-        on: str = "processes",
-        precision: Precision = "fp32",
-        weights: Weights = "auto",
-        add_bos_token: bool | None = None,
-        prefix: str = "\n",
-        seed: int = 0,
-        max_gen_toks: int = 256,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, checkpoint: str | Path, **arguments: Any) -> None:
+        """`arguments`: see ModelArguments."""
         super().__init__()
         require_one_process()
-        stored = find_model(Path(str(checkpoint)).resolve(), weights=weights)
-        self.mem_len = stored.config.mem_len
-        if mem_len is not None:
-            self.mem_len = at_least(0, mem_len, "mem_len")
-        self.tgt_len = stored.tgt_len if tgt_len is None else positive(tgt_len, "tgt_len")
-        self.mode = checked_mode(mode, self.mem_len)
-        self.max_length = self.tgt_len + self.mem_len
-        if max_length is not None:
-            self.max_length = positive(max_length, "max_length")
-        self._check(stored.config)
-        self.batch_size = positive(batch_size, "batch_size")
-        self._workers, self._on = positive(workers, "workers"), on
+        self._arguments = chosen = checked_arguments(arguments)
+        stored = find_model(Path(str(checkpoint)).resolve(), weights=chosen.weights)
+        self.tgt_len = chosen.tgt_len or stored.tgt_len
+        self.mem_len = stored.config.mem_len if chosen.mem_len is None else chosen.mem_len
+        self.mode = chosen.mode or ("memory" if self.mem_len else "windowed")
+        self.max_length = chosen.max_length or self.tgt_len + self.mem_len
+        self.batch_size = chosen.batch_size
+        self._check_lengths(stored.config)
         self._source = ModelSource(
             checkpoint=stored.path,
             weights=stored.weights,
             tgt_len=self.tgt_len,
             mem_len=self.mem_len,
-            precision=one_of(precision, Precision, "precision"),
-            device=device,
+            precision=chosen.precision,
+            device=chosen.device,
         )
         _, self._tokenizer = stored.load_with_tokenizer()
         is_marked = self._tokenizer.opens_documents
-        self._add_bos = is_marked if add_bos_token is None else add_bos_token
+        self._add_bos = is_marked if chosen.add_bos_token is None else chosen.add_bos_token
         end_of_document = self._tokenizer.end_of_document
-        self._prefix_token = end_of_document if is_marked else self._token_of_prefix(prefix)
-        self._seed, self._max_gen_toks = seed, max_gen_toks
-        self._strict, self._num_unknown = strict, 0
+        self._prefix_token = end_of_document if is_marked else self._token_of_prefix(chosen.prefix)
+        self._num_unknown = 0
 
     # --- what the harness calls ---------------------------------------------------------------
 
@@ -167,7 +145,7 @@ class TransformerXLModel(TemplateLM):
         self, requests: "list[Instance]", disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether greedy decoding gives it."""
-        self._check_symbols(requests, ["".join(request.args) for request in requests])
+        self._warn_of_unknown(requests, ["".join(request.args) for request in requests])
         pairs = [self._pair(request) for request in requests]
         scores = self._run(score_unit, pairs, "loglikelihood", disable_tqdm)
         results = [(score.log_likelihood, score.is_greedy) for score in scores]
@@ -178,7 +156,7 @@ class TransformerXLModel(TemplateLM):
         self, requests: "list[Instance]", disable_tqdm: bool = False
     ) -> list[float]:
         """The log-likelihood of each document, whose first token follows the prefix token."""
-        self._check_symbols(requests, [request.args[0] for request in requests])
+        self._warn_of_unknown(requests, [request.args[0] for request in requests])
         documents = [self._windows(request.args[0]) for request in requests]
         windows = [window for document in documents for window in document]
         scores = iter(self._run(score_unit, windows, "loglikelihood_rolling", disable_tqdm))
@@ -188,9 +166,9 @@ class TransformerXLModel(TemplateLM):
 
     def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, before its first stop string."""
-        prompts = [self._prompt(request, self._seed + i) for i, request in enumerate(requests)]
-        contexts = [request.args[0] for request in requests]
-        self._check_symbols(requests, contexts, [prompt.limits.stop for prompt in prompts])
+        seed = self._arguments.seed
+        prompts = [self._prompt(request, seed + i) for i, request in enumerate(requests)]
+        self._warn_of_unknown(requests, [request.args[0] for request in requests])
         results = self._run(generate_unit, prompts, "generate_until", disable_tqdm)
         self._cache("generate_until", requests, results)
         return results
@@ -276,7 +254,7 @@ class TransformerXLModel(TemplateLM):
 
     def _prompt(self, request: "Instance", seed: int) -> GenerationRequest:
         context, kwargs = request.args
-        options = normalize_gen_kwargs(kwargs, self._max_gen_toks)
+        options = normalize_gen_kwargs(kwargs, self._arguments.max_gen_toks)
         if unknown := sorted(set(options) - GENERATION_OPTIONS):
             raise ConfigError(
                 f"{_name(request)}: generation options {', '.join(unknown)} are not supported; "
@@ -312,8 +290,9 @@ class TransformerXLModel(TemplateLM):
         """The results of all requests, in their order."""
         results: list[Any] = [None] * len(requests)
         units = list(batches(self._source, requests, batch_size=self.batch_size))
+        on, num_workers = self._arguments.on, self._arguments.workers
         with (
-            open_workers(self._on, self._workers, use_gpus=True) as workers,
+            open_workers(on, num_workers, use_gpus=True) as workers,
             tqdm(total=len(requests), desc=name, disable=disable_tqdm) as progress,
         ):
             for number, answers in workers.map(function, units):
@@ -328,7 +307,9 @@ class TransformerXLModel(TemplateLM):
 
     # --- checks -------------------------------------------------------------------------------
 
-    def _check(self, trained: ModelConfig) -> None:
+    def _check_lengths(self, trained: ModelConfig) -> None:
+        if self.mode == "memory" and not self.mem_len:
+            raise ConfigError("mode=memory: the model has no memory (mem_len=0); use mode=windowed")
         try:
             replace(trained, mem_len=self.mem_len)
         except ValueError as error:
@@ -339,32 +320,16 @@ class TransformerXLModel(TemplateLM):
                 f"{self.tgt_len} tokens; give max_length={self.tgt_len} or less"
             )
 
-    def _check_symbols(
-        self,
-        requests: "list[Instance]",
-        texts: Sequence[str],
-        stops: Sequence[tuple[str, ...]] | None = None,
-    ) -> None:
-        """Warn of symbols that are not in the vocabulary: how many of which. `strict`: DataError.
-
-        `stops`: stop strings of each request.
-        """
-        total: Counter[str] = Counter()
-        num_affected = 0
-        for request, text, stop in zip(requests, texts, stops or [()] * len(texts), strict=True):
-            unknown: Counter[str] = sum(
-                map(self._tokenizer.unknown_symbols, (text, *stop)), Counter()
-            )
-            if unknown and self._strict:
-                raise DataError(f"{_name(request)}: {describe_unknown(unknown)} (strict=True)")
-            num_affected += bool(unknown)
-            total += unknown
+    def _warn_of_unknown(self, requests: "list[Instance]", texts: Sequence[str]) -> None:
+        """Warn of symbols that are not in the vocabulary: how many of which."""
+        unknown = [self._tokenizer.unknown_symbols(text) for text in texts]
+        total: Counter[str] = sum(unknown, Counter())
         if total:
             log.warning(
                 "%s: %s, in %d of %d requests; the model reads the unknown token instead",
                 requests[0].request_type,
                 describe_unknown(total),
-                num_affected,
+                sum(map(bool, unknown)),
                 len(requests),
             )
         self._num_unknown += total.total()

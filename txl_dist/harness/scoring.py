@@ -9,7 +9,7 @@ equals the nats that `txl eval` reports for a split with that document alone.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -86,26 +86,16 @@ class Unit(Generic[R]):
 
 def batches(source: ModelSource, requests: Sequence[R], *, batch_size: int) -> Iterator[Unit[R]]:
     """Units of at most `batch_size` requests, the longest first, so that little is padded."""
-    by_length = sorted(range(len(requests)), key=lambda index: -len(requests[index]))
-    for indices in _groups(by_length, requests, batch_size):
-        yield Unit(source, indices, tuple(requests[index] for index in indices))
-
-
-def _groups(
-    order: Iterable[int], requests: Sequence[R], batch_size: int
-) -> Iterator[tuple[int, ...]]:
-    """Consecutive indices whose requests can be computed in one batch."""
-    open_groups: dict[object, list[int]] = {}
-    for index in order:
+    groups: dict[object, list[int]] = {}
+    for index in sorted(range(len(requests)), key=lambda index: -len(requests[index])):
         request = requests[index]
         # A batch of generation has one kind of sampling and limits.
         key = (request.sampling, request.limits) if isinstance(request, GenerationRequest) else None
-        group = open_groups.setdefault(key, [])
-        group.append(index)
-        if len(group) == batch_size:
-            yield tuple(open_groups.pop(key))
-    for group in open_groups.values():
-        yield tuple(group)
+        groups.setdefault(key, []).append(index)
+    for group in groups.values():
+        for first in range(0, len(group), batch_size):
+            indices = tuple(group[first : first + batch_size])
+            yield Unit(source, indices, tuple(requests[index] for index in indices))
 
 
 # Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary

@@ -7,8 +7,8 @@ import torch
 
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.job import EvaluationSettings
-from txl_dist.evaluation.result import evaluate_on_ranks, plan_evaluation
-from txl_dist.evaluation.scoring import Scorer
+from txl_dist.evaluation.result import plan_evaluation
+from txl_dist.evaluation.scoring import Scorer, evaluate_on_ranks
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason
@@ -115,10 +115,10 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
         world.activity.name = f"evaluation of split {settings.split}"
         with engine.averaged_weights(), engine.whole_model() as whole_model:
             whole_scorer = replace(scorer, model=whole_model)
-            result = evaluate_on_ranks(whole_scorer, chunks, settings, world=world, stop=stop)
-        if result is None:
+            sums = evaluate_on_ranks(whole_scorer, chunks, world=world, stop=stop)
+        if sums is None:
             return None
         facts = {"step": state.step, "tokens": state.tokens}
-        return score.model_copy(update=facts).with_result(result)
+        return score.model_copy(update=facts).with_sums(sums)
 
     return evaluate

@@ -35,7 +35,6 @@ from txl_dist.evaluation.scores import LossSums
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.result import EvaluationResult
     from txl_dist.training.state import TrainState
 
 FOLDER = "evaluations"
@@ -62,9 +61,9 @@ class Score(StrictModel):
     save_id: str | None = None
     """The save that was scored; None: the weights of the ranks."""
 
-    def with_result(self, result: "EvaluationResult") -> "Score":
-        """The same with the sums of a result, if they are finite."""
-        sums, reason = result.sums, ""
+    def with_sums(self, sums: LossSums) -> "Score":
+        """The same with the sums of an evaluation, if they are finite."""
+        reason = ""
         if not math.isfinite(sums.nats):
             reason = (
                 f"the loss of split {self.split} after step {self.step} is {sums.nats}: earlier "

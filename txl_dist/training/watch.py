@@ -136,7 +136,7 @@ class _CheckpointScorer:
             (result,) = evaluate_on_workers([planned], self.workers)
             if load_checkpoint_manifest(path).save_id != manifest.save_id:
                 return None
-            return score.model_copy(update=facts).with_result(result)
+            return score.model_copy(update=facts).with_sums(result.sums)
         except TxlError as error:
             if not path.exists():
                 return None

@@ -21,7 +21,7 @@ from data_pipeline.system.files import StagedDirectory
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from tests.support.exported_model import export_small_model
 from tests.txl_dist.evaluation.test_distributed import Recorder
-from txl_dist.analysis.plots import plot_sweep, plot_table
+from txl_dist.analysis.plots import plot_table
 from txl_dist.cli.evaluation_output import (
     RESULT_NAME,
     document_lines,
@@ -70,7 +70,6 @@ def write(directory: Path, objects: list[dict[str, Any]]) -> dict[str, bytes]:
 def test_the_files_are_the_same_bytes_every_time_and_replace_earlier_ones(tmp_path: Path) -> None:
     objects = [scored(), scored(split="test", mem_len=0)]
     files = write(tmp_path / "one", objects)
-    (tmp_path / "one" / "sweep.png").touch()  # of an earlier sweep
     assert files == write(tmp_path / "one", objects)
     rows = list(csv.DictReader(files["by_document_position.csv"].decode().splitlines()))
     assert [(row["split"], row["mem_len"], row["from"], row["nats"]) for row in rows] == [
@@ -89,24 +88,6 @@ def test_the_lines_of_a_plot_are_named_by_what_differs() -> None:
     (axes,) = figure.axes
     assert [line.get_label() for line in axes.lines] == ["mem_len 4", "mem_len 0"]
     assert axes.get_xlabel() == "occurrences of the target's id in split train"
-
-
-def test_a_sweep_is_plotted_against_the_option_with_most_values() -> None:
-    objects = [
-        scored(
-            mem_len=mem_len, clamp_len=clamp_len, perplexity=float(mem_len), selected=not mem_len
-        )
-        for mem_len in (640, 0, 128)
-        for clamp_len in (None, 400)
-    ]
-    objects.append(scored(split="test", selected=True))
-    (axes,) = plot_sweep(objects, ["clamp_len", "mem_len"]).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "128", "640"]
-    *lines, selected = axes.lines
-    assert [line.get_label() for line in lines] == ["clamp_len none", "clamp_len 400"]
-    for line in lines:
-        assert list(line.get_ydata()) == [0.0, 128.0, 640.0]
-    assert list(selected.get_xdata()) == [0, 0]
 
 
 @pytest.mark.parametrize("count", [1, 30])

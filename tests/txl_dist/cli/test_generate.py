@@ -42,7 +42,6 @@ def test_unknown_words_are_said_with_their_number_or_refused(
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
     assert result["unknown_symbols"] == {"dog": 2, "sat,": 1, "slept": 1}
-    assert result["unknown_stop_symbols"] == {"end": 1}
     words = "4 symbols are not in the vocabulary of the model: 'dog' (2 times), 'sat,', 'slept'"
     assert ended.stderr.count(words) == 1
     assert "1 symbol is not in the vocabulary of the model: 'end'" in ended.stderr

@@ -24,8 +24,6 @@ from tests.txl_dist.checkpoint import saving
 from tests.txl_dist.convert.example_files import hf_copy, hf_weights
 from txl_dist.convert.other_programs import read_model
 from txl_dist.convert.stored_model import (
-    Reading,
-    describe_exported,
     find_model,
     load_exported,
     write_exported,
@@ -100,11 +98,9 @@ def test_an_export_of_any_block_has_the_same_numbers(
     assert torch.equal(*(read_stream(each, text_BN, tgt_len=3)[0] for each in (loaded, model)))
 
 
-def test_an_export_imported_again_reads_text_as_before(exported: Path, tmp_path: Path) -> None:
-    assert run_txl("import", exported, "--out", tmp_path / "again")[0] == 0
-    before, after = describe_exported(exported), describe_exported(tmp_path / "again")
-    assert after.reading == before.reading == Reading(tgt_len=4, reset="document")
-    assert (after.config, after.weights_sha256) == (before.config, before.weights_sha256)
+def test_an_export_reads_text_as_its_checkpoint(exported: Path) -> None:
+    stored = find_model(exported)
+    assert (stored.tgt_len, stored.reset) == (4, "document")
 
 
 def test_a_model_without_a_tokenizer_uses_that_of_the_data(
@@ -178,14 +174,14 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
-def test_import_and_import_again(source: Path, tmp_path: Path) -> None:
-    for source_path, out in [(source, tmp_path / "once"), (tmp_path / "once", tmp_path / "twice")]:
-        code, output = run_txl("import", source_path, "--out", out, "--json")
-        assert (code, json.loads(output)["out"]) == (0, str(out))
-        loaded, tokenizer = load_exported(out)
-        assert_same(loaded, read_model(source)[0])
-        assert tokenizer is None
-        assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+def test_import(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, output = run_txl("import", source, "--out", out, "--json")
+    assert (code, json.loads(output)["out"]) == (0, str(out))
+    loaded, tokenizer = load_exported(out)
+    assert_same(loaded, read_model(source)[0])
+    assert tokenizer is None
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("source", ["run", "run/checkpoints/step-00000002"])
@@ -198,8 +194,6 @@ def test_export_of_a_checkpoint_or_a_run(source: str, tmp_path: Path) -> None:
     assert_same(loaded, saving.model(2))
     assert tokenizer is not None
     assert tokenizer.digest == ByteTokenizer().digest
-    assert run_txl("import", tmp_path / "out", "--out", tmp_path / "again")[0] == 0
-    assert (tmp_path / "again" / "tokenizer.json").read_text() == ByteTokenizer().to_json()
 
 
 @pytest.mark.parametrize("command", ["import", "export"])
@@ -259,7 +253,7 @@ def test_an_edited_config(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     written = json.loads(path.read_text())
     for change, error, match in [
-        ({"version": 2}, CheckpointError, "version 2"),
+        ({"version": 2}, CheckpointError, "version"),
         ({"model": 3}, CheckpointError, "model"),
         ({"reading": {"tgt_len": 0}}, CheckpointError, "reading"),
         ({"reading": {"reset": "never"}}, CheckpointError, "reading"),

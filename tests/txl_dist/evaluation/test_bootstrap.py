@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
-from txl_dist.evaluation.breakdown import DocumentSums, score_intervals
+from txl_dist.evaluation.breakdown import LossTable, score_intervals
 
 
-def documents(num_documents: int, *, seed: int = 0) -> DocumentSums:
+def documents(num_documents: int, *, seed: int = 0) -> LossTable:
     """Documents of 1 to 50 tokens, whose mean losses differ."""
     random = np.random.default_rng(seed)
     tokens_D = random.integers(1, 51, num_documents)
-    return DocumentSums(
-        start_D=np.cumsum(tokens_D),
-        nats_D=tokens_D * random.normal(3.0, 0.5, num_documents),
-        tokens_D=tokens_D,
-        bytes_D=4 * tokens_D,
+    return LossTable(
+        key_K=np.cumsum(tokens_D),
+        nats_K=tokens_D * random.normal(3.0, 0.5, num_documents),
+        tokens_K=tokens_D,
+        bytes_K=4 * tokens_D,
     )
 
 
-def interval_of(sums: DocumentSums) -> tuple[float, float]:
+def interval_of(sums: LossTable) -> tuple[float, float]:
     """That of the nats per token."""
     intervals = score_intervals(sums)
     assert intervals is not None
@@ -36,10 +36,10 @@ def test_the_interval_contains_the_score_and_shrinks_with_more_documents(seed: i
     for num_documents in (10, 160, 2560):
         sums = documents(num_documents, seed=seed)
         low, high = interval_of(sums)
-        assert low < sums.nats_D.sum() / sums.tokens_D.sum() < high
+        assert low < sums.nats_K.sum() / sums.tokens_K.sum() < high
         widths.append(high - low)
-    residual_D = sums.nats_D - sums.nats_D.sum() / sums.tokens_D.sum() * sums.tokens_D
-    standard_error = math.sqrt((residual_D**2).sum()) / sums.tokens_D.sum()
+    residual_D = sums.nats_K - sums.nats_K.sum() / sums.tokens_K.sum() * sums.tokens_K
+    standard_error = math.sqrt((residual_D**2).sum()) / sums.tokens_K.sum()
     assert widths[-1] == pytest.approx(2 * 1.96 * standard_error, rel=0.15)
     # 16 times the documents: a quarter of the width.
     assert widths[0] / widths[1] == pytest.approx(4, rel=0.6)
@@ -67,7 +67,7 @@ def test_the_interval_is_the_same_every_time_and_that_of_a_function_is_its_funct
 
 
 def test_documents_of_equal_loss_have_an_interval_without_width() -> None:
-    equal = DocumentSums(
+    equal = LossTable(
         np.arange(12), np.arange(1.0, 13.0), np.arange(1, 13), np.zeros(12, dtype=np.int64)
     )
     intervals = score_intervals(equal)

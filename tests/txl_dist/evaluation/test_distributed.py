@@ -38,7 +38,7 @@ from txl_dist.evaluation.job import (
     evaluation_job,
     parse_sweep,
 )
-from txl_dist.evaluation.result import EvaluationResult, plan_evaluation, summarise
+from txl_dist.evaluation.result import EvaluationResult, plan_evaluation
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -73,8 +73,8 @@ def evaluate_alone(job: EvaluationJob) -> EvaluationResult:
     """Without batches and workers."""
     scorer = job.open()
     chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
-    text = plan_job(job).text
-    return summarise(scorer.scores(chunks), chunks, job.settings, text=text, weights=job.weights)
+    (result,) = evaluate_on_workers([plan_job(job)], InProcess())
+    return replace(result, sums=sum(scorer.scores(chunks), LossSums()))
 
 
 class Recorder(InProcess):
@@ -332,7 +332,8 @@ def plan(model: Path, data: Path, *, split: str, **options: int) -> PlannedJob:
 def test_the_lowest_loss_on_the_first_split_is_reported_on_the_others(
     planned: list[Sweep],
 ) -> None:
-    for model, result in zip(planned, evaluate_sweep(planned, InProcess()), strict=True):
+    for model in planned:
+        result = evaluate_sweep(model, InProcess())
         losses = [candidate.sums.nats for candidate in result.candidates]
         assert losses[result.best] == min(losses)
         assert len(set(losses)) == 4
@@ -352,12 +353,12 @@ def test_only_the_best_setting_is_scored_on_the_other_splits(
         return evaluate_on_workers(jobs, *args, **options)
 
     monkeypatch.setattr(distributed, "evaluate_on_workers", recorded)
-    evaluate_sweep(planned[:1], InProcess())
+    evaluate_sweep(planned[0], InProcess())
     assert scored == ["valid"] * 4 + ["train"]
 
 
 def test_equal_losses_select_the_first_setting(planned: list[Sweep]) -> None:
     jobs = planned[0][0]
-    (result,) = evaluate_sweep([[jobs[:1], jobs[:1]]], InProcess())
+    result = evaluate_sweep([jobs[:1], jobs[:1]], InProcess())
     assert result.best == 0
     assert result.reported == []

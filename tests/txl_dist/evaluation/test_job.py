@@ -14,9 +14,10 @@ from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
 from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.errors import CheckpointError, ConfigError, DataError
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job, require_finite
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.job import evaluation_job
 from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.transformer_xl import TransformerXL
 
 
@@ -94,7 +95,11 @@ def test_a_score_that_is_not_finite_is_refused_with_its_chunk(
         evaluate_on_workers([plan_job(job)], InProcess())
 
 
-def test_the_chunk_that_is_not_finite_is_named_by_its_number() -> None:
+def test_the_chunk_that_is_not_finite_is_named_by_its_number(
+    model: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan_job(evaluation_job(model, dataset, batch=2))
     sums = [LossSums(1.0, 1), LossSums(float("nan"), 1)]
-    with pytest.raises(CheckpointError, match="chunk 9 of"):
-        require_finite(sums, "split valid, model", numbers=range(8, 10))
+    monkeypatch.setattr(Scorer, "scores", lambda self, chunks, counter: sums)
+    with pytest.raises(CheckpointError, match="chunk 1 of"):
+        evaluate_on_workers([planned], InProcess())

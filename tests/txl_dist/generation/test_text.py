@@ -135,16 +135,16 @@ def test_json_lines_can_have_line_ends_and_be_empty(tmp_path: Path) -> None:
     ("name", "bad", "reason"),
     [
         ("p.txt", b"  ", "blank"),
-        ("p.txt", b"a\xff", "byte 1 is not UTF-8"),
+        ("p.txt", b"a\xff", "0xff in position 1"),
         ("p.jsonl", b"", "blank"),
-        ("p.jsonl", b'{"prompt": "x"', "broken JSON"),
+        ("p.jsonl", b'{"prompt": "x"', "delimiter"),
         ("p.jsonl", b'{"prompt": "x", "prompt": "y"}', "twice"),
         ("p.jsonl", b'["x"]', 'a key "prompt", "text" or "ids"'),
         ("p.jsonl", b'{"Prompt": "x"}', 'a key "prompt", "text" or "ids"'),
         ("p.jsonl", b'{"ids": "5 6"}', '"ids" is not a list but str'),
         ("p.jsonl", b'{"prompt": 5}', "not a string but int"),
-        ("p.jsonl", b'{"text": "\\ud800"}', "lone surrogate"),
-        ("p.jsonl", b"[" * 100_000, "nested too deeply"),
+        ("p.jsonl", b'{"text": "\\ud800"}', "surrogates not allowed"),
+        ("p.jsonl", b"[" * 100_000, "maximum recursion depth"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, name: str, bad: bytes, reason: str) -> None:

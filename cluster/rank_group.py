@@ -26,7 +26,13 @@ from cluster.connection import (
     ray_log,
     responds,
 )
-from cluster.nodes import ClusterMonitor, ClusterState, Placement, place_ranks
+from cluster.nodes import (
+    ClusterMonitor,
+    ClusterState,
+    Placement,
+    choose_placement,
+    live_nodes,
+)
 from cluster.rank_actor import RankActor, RankLocation, order_ranks
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
@@ -152,8 +158,7 @@ class RayRankGroup:
 
     def _describe_wait(self, monitor: ClusterMonitor | None) -> str:
         if monitor is not None:
-            waited_seconds = time.monotonic() - self._waiting_since
-            return monitor.describe_wait(self._ranks.minimum, waited_seconds=waited_seconds)
+            return monitor.describe_wait(self._ranks.minimum)
         return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
 
     def _error(self, error: Exception) -> TxlError:
@@ -179,12 +184,15 @@ class RayRankGroup:
 
     def _serve(self) -> None:
         """Run one start after another until the launch ends."""
-        placement = place_ranks(
-            self._config.ray, self._ranks.minimum, is_private=self._address is None
+        placement = choose_placement(
+            self._config.ray,
+            live_nodes(),
+            self._ranks.minimum,
+            may_grow=self._address is not None,
         )
         with (
             ray_log(self._directory.logs / "ray.log"),
-            ClusterMonitor(use_gpu=placement.use_gpu, placement=placement) as self._monitor,
+            ClusterMonitor(placement) as self._monitor,
         ):
             seconds = time.monotonic() - self._waiting_since
             self._events.put(Line(f"Ray is up after {seconds:.0f} s"))
@@ -200,12 +208,7 @@ class RayRankGroup:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        labels = {"bundle_label_selector": [dict(placement.labels)] * num_ranks}
-        group = placement_group(
-            [dict(placement.resources)] * num_ranks,
-            strategy="PACK",
-            **labels if placement.labels else {},
-        )
+        group = placement_group([dict(placement.resources)] * num_ranks, strategy="PACK")
         try:
             limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else float("inf")
             if not self._is_reserved(group, limit_seconds):
@@ -235,7 +238,7 @@ class RayRankGroup:
         settings = {
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
-            "use_gpu": placement.use_gpu,
+            "use_gpu": placement.resource == "GPU",
         }
         prepared = [
             actor.prepare.remote(settings, rank, locations) for rank, (_, actor) in enumerate(ranks)
@@ -298,18 +301,12 @@ def _start_actors(group: Any, num_ranks: int, placement: Placement) -> list[Any]
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    resources = dict(placement.resources)
-    options = {
-        "num_cpus": resources.pop("CPU", 0),
-        "num_gpus": resources.pop("GPU", 0),
-        "memory": resources.pop("memory", None),
-        "resources": resources,
-        "max_restarts": 0,
-    }
     remote = ray.remote(RankActor)
     return [
         remote.options(
-            **options,
+            num_cpus=placement.resources.get("CPU", 0),
+            num_gpus=placement.resources.get("GPU", 0),
+            max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=bundle
             ),

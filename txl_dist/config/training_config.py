@@ -239,12 +239,6 @@ class RayConfig(Section):
     cpus_per_rank: int | None = Field(default=None, ge=1)
     """CPUs that a rank reserves, and its number of threads. null: it reserves 1 CPU if it has no
     GPU, and the threads of a node's ranks share its CPUs."""
-    ranks_per_node: int | None = Field(default=None, ge=1)
-    """Largest number of ranks on one node; null: as many as its resources allow."""
-    ranks_on_head: bool = True
-    """false: no rank runs on the head node of a cluster with several nodes."""
-    node_labels: dict[str, str] = Field(default={})
-    """Labels of the nodes that may run ranks, as Ray's label selectors: `{market: "!spot"}`."""
     growth_interval_seconds: float = Field(default=600.0, ge=0)
     """With `--ranks A:B`: the least time between the start of the ranks and a restart with more of
     them, after nodes have joined. A restart takes about half a minute."""

@@ -21,7 +21,6 @@ from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.yaml_file import (
     KeyPath,
-    YamlDocument,
     YamlTextError,
     dotted,
     dump_yaml,
@@ -84,6 +83,10 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
     return flat
 
 
+class _NotASectionError(Exception):
+    """An override of a key inside a value that is no mapping."""
+
+
 class _Source:
     """A config that is being read: its raw value, the origin of each part, and the problems."""
 
@@ -106,11 +109,7 @@ class _Source:
         try:
             document = read_yaml(read_text(self.path))
         except YamlTextError as error:
-            raise ConfigError(
-                f"{self.path}{error.place}: not valid YAML: {error}. Quote text that contains "
-                "': ', '#' or brackets, and indent with spaces."
-            ) from None
-        self.problems += [f"{self.path}:{line}: {text}" for line, text in document.problems]
+            raise ConfigError(f"{self.path}{error.place}: {error}") from None
         if not isinstance(document.value, dict):
             kind = "nothing" if document.value is None else _kind_of(document.value)
             raise ConfigError(
@@ -125,15 +124,14 @@ class _Source:
         name, equals, value_text = text.partition("=")
         parts = tuple(name.strip().split("."))
         origin = f"override {name if equals else redact(text)}"
+        if not equals or not all(parts):
+            self.problems.append(f"{origin}: write it as section.key=value, e.g. optimizer.lr=1e-3")
+            return
         try:
-            if not equals or not all(parts):
-                raise YamlTextError("write it as section.key=value, e.g. optimizer.lr=1e-3")
-            document = _read_override(name, value_text)
-            section = self._section(parts[:-1])
-        except YamlTextError as problem:
+            document, section = read_yaml(value_text), self._section(parts[:-1])
+        except (YamlTextError, _NotASectionError) as problem:
             self.problems.append(f"{origin}: {problem}")
             return
-        self.problems += [f"{origin}: {message}" for _, message in document.problems]
         section[parts[-1]] = document.value
         # The new value replaces everything below it.
         below = [path for path in self._origins if path[: len(parts)] == parts]
@@ -149,9 +147,8 @@ class _Source:
                 section[part] = {}
             section = section[part]
             if not isinstance(section, dict):
-                raise YamlTextError(
-                    f"{dotted(parts[:depth])} is {_kind_of(section)}, not a section"
-                )
+                name = dotted(parts[:depth])
+                raise _NotASectionError(f"{name} is {_kind_of(section)}, not a section")
         return section
 
     def validated(self) -> RunConfig | None:
@@ -171,13 +168,10 @@ class _Source:
 
     def _settings_of(self, path: KeyPath, text: str) -> list[KeyPath]:
         """The settings that an error at `path` concerns: if it is a section, those in the text."""
-        for pattern in (r"[a-z][\w.]*(?==)", r"[a-z][\w.]*\w"):  # Prefer `lr=1` to just `lr`.
-            words = [tuple(word.split(".")) for word in re.findall(pattern, text)]
-            # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
-            named = [name for word in words for name in ((*path, *word), word) if len(name) > 1]
-            if settings := [name for name in named if _has(self.value, name)]:
-                return settings
-        return [path]
+        words = [tuple(word.split(".")) for word in re.findall(r"[a-z][\w.]*(?==)", text)]
+        # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
+        named = [name for word in words for name in ((*path, *word), word) if len(name) > 1]
+        return [name for name in named if _has(self.value, name)] or [path]
 
     def _origin(self, path: KeyPath) -> str:
         """The override or the line that set `path`, or the nearest section above it."""
@@ -194,14 +188,6 @@ def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
         if isinstance(recipe, str) and recipe in recipes and isinstance(section, dict):
             result[name] = recipes[recipe] | section
     return result
-
-
-def _read_override(name: str, text: str) -> YamlDocument:
-    try:
-        return read_yaml(text)
-    except YamlTextError as error:
-        quote = f"quote text that contains ': ', '#' or brackets: {name}='\"...\"'"
-        raise YamlTextError(f"not valid YAML: {error}; {quote}") from None
 
 
 def _has(value: Any, path: KeyPath) -> bool:
@@ -227,8 +213,7 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
         yield f"unknown key {name}; {_nearest_key(path)}"
     elif path[-1:] == ("[key]",):  # of a mapping with given keys
-        hint = _hint(error) or f"; valid here: {error['ctx']['expected']}"
-        yield f"unknown key {dotted(path[:-1])}{hint}"
+        yield f"unknown key {dotted(path[:-1])}; valid here: {error['ctx']['expected']}"
     elif kind == "missing":
         yield f"{name} is missing; give it a value (see configs/quickstart.yaml)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):
@@ -236,25 +221,7 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     else:
         # pydantic's text, such as "Input should be greater than 0", fitted into our sentence.
         rule = str(error["msg"])[:1].lower() + str(error["msg"])[1:]
-        yield f"{name} is {_show(name, value)}; {rule.replace('input', 'it', 1)}{_hint(error)}"
-
-
-def _hint(error: Mapping[str, Any]) -> str:
-    kind, value = error["type"], error["input"]
-    if kind == "bool_type":
-        return "; write true or false"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    if kind in ("int_type", "float_type") and isinstance(value, str):
-        return "; write the number without quotes or units"
-    if kind == "string_type" and isinstance(value, (int, float)):
-        return f"; quote it: '{value}'"
-    if kind == "literal_error" and isinstance(value, str):
-        # pydantic lists the choices as text: "'a', 'b' or 'c'".
-        choices = error["ctx"]["expected"].replace(" or ", ", ").split(",")
-        nearest = difflib.get_close_matches(value, [word.strip("', ") for word in choices], n=1)
-        return f"; did you mean {nearest[0]}?" if nearest else ""
-    return ""
+        yield f"{name} is {_show(name, value)}; {rule.replace('input', 'it', 1)}"
 
 
 def _nearest_key(path: KeyPath) -> str:

@@ -6,6 +6,7 @@
 Decisions only; `supervise.py` acts on them, for every launcher.
 """
 
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -21,13 +22,15 @@ from txl_dist.training.run_directory import RunDirectory
 
 LAST_BYTES = 8192
 """Bytes at the end of a log that are searched for the error that ended its process."""
-_TRACEBACK = "Traceback (most recent call last):"
+_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
+"""How the last line of a traceback begins; other lines may follow."""
 MAX_CHARS = 300
 """Longest excerpt of that error."""
 MAX_DELAY_SECONDS = 60.0
 """Longest wait between a failure and the restart."""
 MAX_NODE_LOSSES = 10
-"""Nodes that may be lost between two checkpoints. More are no coincidence: the run may end them."""
+"""Lost nodes between two checkpoints that do not count as failures. More are no coincidence: the
+run may end them."""
 SETTLE_SECONDS = 8.0
 """After ranks have ended: a cluster frees their resources, and notices which nodes are dead."""
 STABLE_SECONDS = 10.0
@@ -143,21 +146,16 @@ def _stop_of(
 
 
 def _reason_in(log: Path) -> str:
-    """The error in the last traceback of a log, such as `ImportError: ...`, or its last line."""
+    """The last error in a log, such as `ImportError: ...`, or else its last line."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LAST_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    text = "\n".join(lines).rpartition(" is up\n")[2]  # of the last start
-    if _TRACEBACK in text:  # the error follows the indented frames; its message may have more lines
-        frames = text.rpartition(_TRACEBACK)[2].splitlines()[1:]
-        reasons = [line for line in frames if not line.startswith(" ")]
-    else:
-        reasons = text.splitlines()[::-1]
-    reason = next((line.strip() for line in reasons if line.strip()), "")
-    return f" (its log: {printable(reason[:MAX_CHARS])})" if reason else ""
+    lines = text.rpartition(" is up\n")[2].split("\n")  # of the last start
+    lines = list(filter(_ERROR.match, lines)) or list(filter(str.strip, lines))
+    return f" (its log: {printable(lines[-1].strip()[:MAX_CHARS])})" if lines else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -181,7 +179,7 @@ class RestartBudget:
 
     A run of weeks with one failure a day therefore never exhausts the budget; ranks that fail
     before they save do. Every reset needs a checkpoint of a later step than all before, so a loop
-    that falls back to older checkpoints ends too. Lost nodes are counted separately.
+    that falls back to older checkpoints ends too. A lost node does not count.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -196,14 +194,17 @@ class RestartBudget:
             self._newest_step, self.num_failures, self.num_lost_nodes = newest_step, 0, 0
         self.num_failures += 1
 
-    def move_to_lost_nodes(self) -> None:
-        """The last failure was that of a node."""
+    def forgive_lost_node(self) -> bool:
+        """The last failure was that of a node; returns whether it does not count."""
+        if self.num_lost_nodes == MAX_NODE_LOSSES:
+            return False
         self.num_failures -= 1
         self.num_lost_nodes += 1
+        return True
 
     @property
     def is_exhausted(self) -> bool:
-        return self.num_failures > self.max_restarts or self.num_lost_nodes > MAX_NODE_LOSSES
+        return self.num_failures > self.max_restarts
 
     @property
     def delay_seconds(self) -> float:
@@ -216,22 +217,13 @@ class RestartBudget:
 
     def exhausted_error(self, failure: RunFailure, directory: RunDirectory) -> TxlError:
         """The error after a failure that the budget does not allow."""
-        if self.num_lost_nodes > MAX_NODE_LOSSES:
-            text = (
-                f"{failure.event}, with its node; {self.num_lost_nodes} nodes were lost since the "
-                "last checkpoint, so the run may be what ends them (host memory: see dmesg there)"
-            )
-        elif self.max_restarts == 0:
+        if self.max_restarts == 0:
             return failure.error
-        else:
-            text = (
-                f"the ranks failed again after {self.max_restarts} "
-                f"restart{'' if self.max_restarts == 1 else 's'} without a new checkpoint "
-                "(--max-restarts, or ray.max_restarts with Ray); the last failure: "
-                f"{failure.event}"
-            )
+        restarts = f"{self.max_restarts} restart{'' if self.max_restarts == 1 else 's'}"
         return TxlError(
-            f"{text}. Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
+            f"the ranks failed again after {restarts} without a new checkpoint (--max-restarts, or "
+            f"ray.max_restarts with Ray); the last failure: {failure.event}. Logs of all ranks: "
+            f"{directory.logs}. {resume_advice(directory.path)}"
         )
 
 

@@ -364,9 +364,8 @@ class _Supervisor:
 
     def _find_lost_nodes(self) -> None:
         """The loss of a node explains the failure of its ranks, which then does not count."""
-        if self._suspect_nodes & self._lost_nodes:
+        if self._suspect_nodes & self._lost_nodes and self._budget.forgive_lost_node():
             self._suspect_nodes = frozenset()
-            self._budget.move_to_lost_nodes()
 
 
 def _is_planned(failure: RunFailure) -> bool:

@@ -213,15 +213,19 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
         yield f"unknown key {name}; {_nearest_key(path)}"
     elif path[-1:] == ("[key]",):  # of a mapping with given keys
-        yield f"unknown key {dotted(path[:-1])}; valid here: {error['ctx']['expected']}"
+        yield f"unknown key {dotted(path[:-1])}; {_rule(error)}"
     elif kind == "missing":
         yield f"{name} is missing; give it a value (see configs/quickstart.yaml)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):
         yield f"{name} is a section; write its keys below it, found {_show(name, value)}"
     else:
-        # pydantic's text, such as "Input should be greater than 0", fitted into our sentence.
-        rule = str(error["msg"])[:1].lower() + str(error["msg"])[1:]
-        yield f"{name} is {_show(name, value)}; {rule.replace('input', 'it', 1)}"
+        yield f"{name} is {_show(name, value)}; {_rule(error)}"
+
+
+def _rule(error: Mapping[str, Any]) -> str:
+    """pydantic's text, such as "Input should be greater than 0", fitted into our sentence."""
+    text = str(error["msg"])
+    return (text[:1].lower() + text[1:]).replace("input", "it", 1)
 
 
 def _nearest_key(path: KeyPath) -> str:

@@ -110,10 +110,7 @@ class ClusterMonitor:
 
         self.placement = placement
         self.state: ClusterState | None = None
-        context = ray.get_runtime_context()
-        self.head = str(context.gcs_address)
-        self.own_node_id = str(context.get_node_id())
-        """The node of the launcher."""
+        self.head = str(ray.get_runtime_context().gcs_address)
         self._last_response = self._last_question = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="cluster-monitor", daemon=True)

@@ -146,13 +146,10 @@ class RayRankGroup:
         lost = self._nodes - state.node_ids
         self._nodes -= lost
         events: list[Event] = [Room(state.num_free_slots), *map(NodeLost, sorted(lost))]
-        if monitor.own_node_id in state.deadlines:
-            seconds = state.deadlines[monitor.own_node_id]
-            events.append(Preempted(_describe_draining("of the launcher", seconds), True))
         for location in self._locations:
             if location.node_id in state.deadlines:
                 seconds = state.deadlines[location.node_id]
-                events.append(Preempted(_describe_draining(location.address, seconds), False))
+                events.append(Preempted(_describe_draining(location.address, seconds)))
                 break
         return events
 

@@ -124,11 +124,10 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A node will be taken back: `node 10.0.0.2 is preempted in 58 s`."""
+    """A node of ranks will be taken back; they can go on elsewhere."""
 
     reason: str
-    is_launcher: bool
-    """It is the node of the launcher; else ranks run on it, which can go on elsewhere."""
+    """`node 10.0.0.2 is preempted in 58 s`."""
 
 
 Event = Line | Waiting | RanksUp | RankEnded | NodeLost | NotStarted | Room | Preempted

@@ -120,7 +120,7 @@ class _Supervisor:
             ranks, growth_interval_seconds=job.config.ray.growth_interval_seconds
         )
         self._room: int | None = None
-        self._is_launcher_preempted = self._have_trained = False
+        self._have_trained = False
         self._lost_nodes: set[str] = set()
         self._suspect_nodes: frozenset[str] = frozenset()
         """Nodes of the ranks of the last counted failure, which may turn out to be lost."""
@@ -158,7 +158,7 @@ class _Supervisor:
             self._job = self._files.job_after_restart(self._job)
             if failure is None:
                 self._output.print(self._not_started)
-            elif self._change and not self._is_stop_requested and _is_planned(failure):
+            elif self._change and not self._signals and _is_planned(failure):
                 is_change = True
             else:
                 self._count(failure)
@@ -260,21 +260,13 @@ class _Supervisor:
                 self._not_started = reason
             case Room(num_ranks):
                 self._room = num_ranks
-            case Preempted(reason, is_launcher):
+            case Preempted(reason):
                 self._preempted = reason
-                if is_launcher and not self._is_launcher_preempted:
-                    self._is_launcher_preempted = True
-                    self._output.print(f"{reason}: the launch ends")
 
     # --- stop requests and changes ----------------------------------------------------------------
 
-    @property
-    def _is_stop_requested(self) -> bool:
-        """By a signal, or because the node of this process is preempted."""
-        return bool(self._signals) or self._is_launcher_preempted
-
     def _stop_without_ranks(self) -> None:
-        if self._is_stop_requested:
+        if self._signals:
             state = "no rank is training" if self._have_trained else "nothing has been trained yet"
             self._output.print(f"stopping: {state}")
             raise PreemptedError(
@@ -283,14 +275,14 @@ class _Supervisor:
             )
 
     def _check_stop(self) -> None:
-        if self._is_stop_requested and not self._is_stopping:
+        if self._signals and not self._is_stopping:
             self._is_stopping = True
             self._output.print(STOPPING)
             self._ask_to_stop()
 
     def _check_change(self) -> None:
         """Ask the ranks to save and end, if others have to start."""
-        if self._is_stopping or self._change or self._ends or self._is_stop_requested:
+        if self._is_stopping or self._change or self._ends or self._signals:
             return
         growth = self._plan.growth(self._room) if self._output.has_stepped else None
         self._change = self._preempted or growth or ""
@@ -343,7 +335,7 @@ class _Supervisor:
 
     def _count(self, failure: RunFailure) -> None:
         """Count a failure and say what follows. Raises its error if no ranks may start again."""
-        if not failure.can_restart or self._is_stop_requested:
+        if not failure.can_restart or self._signals:
             raise failure.error
         self._budget.count(newest_step=self._directory.checkpoints.newest_step())
         self._suspect_nodes = self._nodes

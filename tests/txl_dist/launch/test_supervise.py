@@ -127,8 +127,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(restarts, limit, 0.0)
 
 
-def preempted(address: str, *, is_launcher: bool = False) -> Preempted:
-    return Preempted(f"node {address} is preempted in 60 s", is_launcher)
+def preempted(address: str) -> Preempted:
+    return Preempted(f"node {address} is preempted in 60 s")
 
 
 def test_failed_ranks_start_again_and_the_lost_steps_are_printed(tmp_path: Path) -> None:
@@ -322,19 +322,6 @@ def test_a_run_that_ends_during_a_change_is_finished(tmp_path: Path) -> None:
         yield from group.finish(num_ranks)
 
     assert group.run(finish) == [2]
-
-
-def test_the_preemption_of_the_launchers_own_node_ends_the_launch(tmp_path: Path) -> None:
-    group = ScriptedGroup(tmp_path)
-
-    def preempt(num_ranks: int) -> Script:
-        yield [RanksUp({0: "", 1: ""})]
-        group.news = [preempted("of the launcher", is_launcher=True)]
-        yield from group.save_on_request(num_ranks, step=9)
-
-    with pytest.raises(PreemptedError, match="saved"):
-        group.run(preempt, group.finish)
-    assert "node of the launcher is preempted in 60 s: the launch ends" in group.lines
 
 
 def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(tmp_path: Path) -> None:

@@ -23,11 +23,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cluster.connection import HEAD_SECONDS, interruptible_connection, ray_log
-from cluster.nodes import ClusterMonitor, choose_placement, live_nodes
+from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.progress import WorkerStatus, WorkTimes
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
-from txl_dist.config.training_config import RayConfig
 from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
 from txl_dist.training.job import TrainJob
 
@@ -109,17 +108,17 @@ class RayWorkers:
             import ray  # after `ray_connection` has set the variables that Ray reads
 
             # Without `use_gpus` the workers need CPUs, also if there are GPUs.
-            config = RayConfig(gpus_per_rank=None if self._use_gpus else 0)
-            placement = choose_placement(config, live_nodes(), self.num_workers)
+            gpus = None if self._use_gpus else 0
+            resource = choose_resource(gpus, live_nodes(), self.num_workers)
             self._actor_class = ray.remote(
                 # No restarts by Ray: it would repeat a unit that kills every worker, without
                 # naming it. SPREAD: the workers share the memory bandwidth of all nodes.
                 num_cpus=1,
-                num_gpus=placement.resources.get("GPU", 0),
+                num_gpus=int(resource == "GPU"),
                 max_restarts=0,
                 scheduling_strategy="SPREAD",
             )(Worker)
-            self._monitor = stack.enter_context(ClusterMonitor(placement))
+            self._monitor = stack.enter_context(ClusterMonitor(resource))
             self._stack = stack.pop_all()
         return self
 
@@ -170,7 +169,7 @@ class RayWorkers:
 
     def missing(self) -> str:
         num_missing = sum(handle.task is None for handle in list(self._calls.values()))
-        state, resource = self._monitor.state, self._monitor.placement.resource
+        state, resource = self._monitor.state, self._monitor.resource
         if not num_missing or state is None:
             return ""
         workers = "1 more worker needs" if num_missing == 1 else f"{num_missing} more workers need"

@@ -7,32 +7,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import psutil
 
 from cluster.connection import responds
-from txl_dist.config.training_config import RayConfig
 from txl_dist.errors import ConfigError
 
 Node = Mapping[str, Any]
 """An entry of `ray.nodes()`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What each rank or worker reserves on its node."""
-
-    resources: Mapping[str, float]
-
-    @property
-    def resource(self) -> str:
-        """The resource that limits their number: `GPU`, or `CPU` if they use none."""
-        return "GPU" if "GPU" in self.resources else "CPU"
-
-    def num_slots(self, free: Mapping[str, float]) -> int:
-        """How many more fit into the free resources of a node."""
-        return min(int(free.get(name, 0) // amount) for name, amount in self.resources.items())
+Resource = Literal["GPU", "CPU"]
 
 
 def live_nodes() -> list[Node]:
@@ -42,34 +26,28 @@ def live_nodes() -> list[Node]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def choose_placement(
-    config: RayConfig, nodes: Sequence[Node], num_ranks: int, *, may_grow: bool = False
-) -> Placement:
-    """The placement of ranks or workers. Raises ConfigError if `nodes` have too few GPUs.
+def choose_resource(
+    gpus_per_rank: int | None, nodes: Sequence[Node], num_ranks: int, *, may_grow: bool = False
+) -> Resource:
+    """What each rank or worker reserves: a GPU if `nodes` have any, or a CPU.
 
-    `may_grow`: nodes may join later, so Ray waits for the GPUs that the config asks for.
+    `gpus_per_rank` is that of `RayConfig`. `may_grow`: nodes may join later, so Ray waits for the
+    GPUs that the config asks for. Raises ConfigError if `nodes` have too few GPUs.
     """
     num_gpus = int(sum(node["Resources"].get("GPU", 0) for node in nodes))
-    gpus = config.gpus_per_rank
-    if gpus is None:
-        gpus, may_grow = min(num_gpus, 1), False
-    if num_gpus < gpus * num_ranks and not may_grow:
+    is_required = gpus_per_rank == 1
+    uses_gpus = is_required or (gpus_per_rank is None and num_gpus > 0)
+    if uses_gpus and num_gpus < num_ranks and not (is_required and may_grow):
         raise ConfigError(
             f"{num_ranks} ranks or workers need a GPU each, and Ray has {num_gpus}. Start at most "
-            f"{num_gpus // gpus}, or use CPUs: ray.gpus_per_rank=0, or CUDA_VISIBLE_DEVICES= "
-            "before the command. If more nodes of a cluster are about to start: "
-            "ray.gpus_per_rank=1"
+            f"{num_gpus}, or use CPUs: ray.gpus_per_rank=0, or CUDA_VISIBLE_DEVICES= before the "
+            "command. If more nodes of a cluster are about to start: ray.gpus_per_rank=1"
         )
-    resources: dict[str, float] = {"GPU": gpus} if gpus else {}
-    if config.cpus_per_rank is not None or not gpus:
-        resources["CPU"] = config.cpus_per_rank or 1
-    return Placement(resources)
+    return "GPU" if uses_gpus else "CPU"
 
 
-def num_threads(*, ranks_on_node: int, cpus_per_rank: int | None, ray_cpus: float) -> int:
+def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
     """Threads of a rank on this node. `ray_cpus` is what the node offers to Ray; 0: unknown."""
-    if cpus_per_rank is not None:
-        return cpus_per_rank
     # Ray knows the limit of a container and what the administrator has set, this machine only all.
     num_cpus = os.cpu_count() or 1
     usable = min(num_cpus, int(ray_cpus)) if ray_cpus else num_cpus
@@ -105,10 +83,11 @@ class ClusterMonitor:
     and stays free to handle signals.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, resource: Resource) -> None:
+        """`resource`: what each rank or worker reserves one of."""
         import ray
 
-        self.placement = placement
+        self.resource = resource
         self.state: ClusterState | None = None
         self.head = str(ray.get_runtime_context().gcs_address)
         self._last_response = self._last_question = time.monotonic()
@@ -140,7 +119,7 @@ class ClusterMonitor:
             return f"the head of the Ray cluster at {self.head}, which does not respond"
         if self.state is None:
             return "Ray's list of nodes"
-        need = f"{num_ranks} ranks need a {self.placement.resource} each"
+        need = f"{num_ranks} ranks need a {self.resource} each"
         total, free, num_nodes = self.state.total, self.state.free, len(self.state.node_ids)
         if total < num_ranks:
             return (
@@ -157,24 +136,22 @@ class ClusterMonitor:
                 self._last_response = time.monotonic()
                 # If the head died after it responded, the state stays.
                 with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                    self.state = _read_state(self.placement)
+                    self.state = _read_state(self.resource)
             if self._stop.wait(POLL_SECONDS):
                 return
 
 
-def _read_state(placement: Placement) -> ClusterState:
+def _read_state(resource: Resource) -> ClusterState:
     nodes, free_by_node, deadlines = live_nodes(), _free_by_node(), _draining_nodes()
     # A node that is listed, but has no free resources yet, has just joined.
-    free = {node["NodeID"]: free_by_node.get(node["NodeID"], {}) for node in nodes}
+    free = {
+        node["NodeID"]: free_by_node.get(node["NodeID"], {}).get(resource, 0.0) for node in nodes
+    }
     return ClusterState(
         node_ids=frozenset(free),
-        total=sum(node["Resources"].get(placement.resource, 0.0) for node in nodes),
-        free=sum(resources.get(placement.resource, 0.0) for resources in free.values()),
-        num_free_slots=sum(
-            placement.num_slots(resources)
-            for node_id, resources in free.items()
-            if node_id not in deadlines
-        ),
+        total=sum(node["Resources"].get(resource, 0.0) for node in nodes),
+        free=sum(free.values()),
+        num_free_slots=sum(int(free[node_id]) for node_id in free.keys() - deadlines.keys()),
         deadlines=deadlines,
     )
 

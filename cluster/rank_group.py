@@ -29,8 +29,8 @@ from cluster.connection import (
 from cluster.nodes import (
     ClusterMonitor,
     ClusterState,
-    Placement,
-    choose_placement,
+    Resource,
+    choose_resource,
     live_nodes,
 )
 from cluster.rank_actor import RankActor, RankLocation, order_ranks
@@ -78,8 +78,7 @@ class RayRankGroup:
         """When the ranks began to be waited for."""
         self._is_up = False
         # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
-        num_cpus = ranks.maximum * (job.config.ray.cpus_per_rank or 1)
-        num_cpus += job.config.evaluation.on == "workers"  # its actor
+        num_cpus = ranks.maximum + (job.config.evaluation.on == "workers")  # its actor
         self._thread = ConnectionThread(
             address, num_cpus=max(num_cpus, os.cpu_count() or 1), work=self._serve
         )
@@ -181,15 +180,15 @@ class RayRankGroup:
 
     def _serve(self) -> None:
         """Run one start after another until the launch ends."""
-        placement = choose_placement(
-            self._config.ray,
+        resource = choose_resource(
+            self._config.ray.gpus_per_rank,
             live_nodes(),
             self._ranks.minimum,
             may_grow=self._address is not None,
         )
         with (
             ray_log(self._directory.logs / "ray.log"),
-            ClusterMonitor(placement) as self._monitor,
+            ClusterMonitor(resource) as self._monitor,
         ):
             seconds = time.monotonic() - self._waiting_since
             self._events.put(Line(f"Ray is up after {seconds:.0f} s"))
@@ -198,21 +197,21 @@ class RayRankGroup:
                     job, num_ranks = self._starts.get(timeout=POLL_SECONDS)
                 except queue.Empty:
                     continue
-                self._run(job, num_ranks, placement)
+                self._run(job, num_ranks, resource)
 
-    def _run(self, job: TrainJob, num_ranks: int, placement: Placement) -> None:
+    def _run(self, job: TrainJob, num_ranks: int, resource: Resource) -> None:
         """One start: reserve, start the actors, and report how each of them ends."""
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group([dict(placement.resources)] * num_ranks, strategy="PACK")
+        group = placement_group([{resource: 1}] * num_ranks, strategy="PACK")
         try:
             limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else float("inf")
             if not self._is_reserved(group, limit_seconds):
                 reason = "Ray gave up this start, because the resources are not free"
                 self._events.put(NotStarted(reason))
                 return
-            actors = _start_actors(group, num_ranks, placement)
+            actors = _start_actors(group, num_ranks, resource)
             try:
                 calls = [actor.locate.remote() for actor in actors]
                 if not self._have_returned(calls):
@@ -223,19 +222,19 @@ class RayRankGroup:
                     self._events.put(RankEnded(rank, None, reason=_first_line(error)))
                 return
             ranks = order_ranks(located, own_node_id=ray.get_runtime_context().get_node_id())
-            self._watch(self._call_ranks(job, ranks, placement), [actor for _, actor in ranks])
+            self._watch(self._call_ranks(job, ranks, resource), [actor for _, actor in ranks])
         finally:
             remove_placement_group(group)
 
     def _call_ranks(
-        self, job: TrainJob, ranks: list[tuple[RankLocation, Any]], placement: Placement
+        self, job: TrainJob, ranks: list[tuple[RankLocation, Any]], resource: Resource
     ) -> dict[Any, int]:
         """Begin the work of all ranks; returns the call of each rank."""
         locations = [location for location, _ in ranks]
         settings = {
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
-            "use_gpu": placement.resource == "GPU",
+            "use_gpu": resource == "GPU",
         }
         prepared = [
             actor.prepare.remote(settings, rank, locations) for rank, (_, actor) in enumerate(ranks)
@@ -294,15 +293,15 @@ class RayRankGroup:
         return False
 
 
-def _start_actors(group: Any, num_ranks: int, placement: Placement) -> list[Any]:
+def _start_actors(group: Any, num_ranks: int, resource: Resource) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     remote = ray.remote(RankActor)
     return [
         remote.options(
-            num_cpus=placement.resources.get("CPU", 0),
-            num_gpus=placement.resources.get("GPU", 0),
+            num_cpus=int(resource == "CPU"),
+            num_gpus=int(resource == "GPU"),
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=bundle

@@ -14,13 +14,11 @@ from cluster.nodes import (
     INTERFACE_VARIABLES,
     ClusterMonitor,
     ClusterState,
-    Placement,
-    choose_placement,
+    choose_resource,
     interface_of,
     num_threads,
     use_interface_of,
 )
-from txl_dist.config.training_config import RayConfig
 from txl_dist.errors import ConfigError
 
 
@@ -33,37 +31,26 @@ GPU_NODES = [node("a", GPU=8.0), node("b", GPU=8.0)]
 
 
 def test_by_default_a_rank_gets_a_gpu_if_there_are_some_else_a_cpu() -> None:
-    on_gpus = choose_placement(RayConfig(), [HEAD_NODE, *GPU_NODES], 16)
-    assert (on_gpus.resource, on_gpus.resources) == ("GPU", {"GPU": 1})
-    on_cpus = choose_placement(RayConfig(), [HEAD_NODE], 2, may_grow=True)
-    assert (on_cpus.resource, on_cpus.resources) == ("CPU", {"CPU": 1})
+    assert choose_resource(None, [HEAD_NODE, *GPU_NODES], 16) == "GPU"
+    assert choose_resource(None, [HEAD_NODE], 2, may_grow=True) == "CPU"
 
 
 @pytest.mark.parametrize("may_grow", [False, True])
 def test_too_few_gpus_are_refused_unless_the_config_asks_for_them(may_grow: bool) -> None:
     with pytest.raises(ConfigError, match=r"17 ranks or workers need a GPU each, and Ray has 16"):
-        choose_placement(RayConfig(), GPU_NODES, 17, may_grow=may_grow)
-    assert choose_placement(RayConfig(gpus_per_rank=1), [], 17, may_grow=True).resource == "GPU"
-    with pytest.raises(ConfigError, match=r"Start at most 8"):
-        choose_placement(RayConfig(gpus_per_rank=2), GPU_NODES, 9)
-    cpus = choose_placement(RayConfig(gpus_per_rank=0, cpus_per_rank=4), GPU_NODES, 17)
-    assert cpus.resources == {"CPU": 4}
-
-
-def test_as_many_ranks_fit_on_a_node_as_its_free_resources_allow() -> None:
-    placement = choose_placement(RayConfig(gpus_per_rank=2, cpus_per_rank=1), GPU_NODES, 8)
-    assert placement.num_slots({"GPU": 7.0, "CPU": 8.0}) == 3
-    assert placement.num_slots({"GPU": 8.0, "CPU": 1.0}) == 1
-    assert placement.num_slots({}) == 0
+        choose_resource(None, GPU_NODES, 17, may_grow=may_grow)
+    assert choose_resource(1, [], 17, may_grow=True) == "GPU"
+    with pytest.raises(ConfigError, match=r"2 ranks or workers need a GPU each, and Ray has 0"):
+        choose_resource(1, [HEAD_NODE], 2)
+    assert choose_resource(0, GPU_NODES, 17) == "CPU"
 
 
 def test_threads_share_the_cpus_that_the_node_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 96)
-    assert num_threads(ranks_on_node=8, cpus_per_rank=None, ray_cpus=96.0) == 12
-    assert num_threads(ranks_on_node=2, cpus_per_rank=None, ray_cpus=8.0) == 4  # a container
-    assert num_threads(ranks_on_node=2, cpus_per_rank=None, ray_cpus=0.0) == 48
-    assert num_threads(ranks_on_node=128, cpus_per_rank=None, ray_cpus=200.0) == 1
-    assert num_threads(ranks_on_node=8, cpus_per_rank=3, ray_cpus=96.0) == 3
+    assert num_threads(ranks_on_node=8, ray_cpus=96.0) == 12
+    assert num_threads(ranks_on_node=2, ray_cpus=8.0) == 4  # a container
+    assert num_threads(ranks_on_node=2, ray_cpus=0.0) == 48
+    assert num_threads(ranks_on_node=128, ray_cpus=200.0) == 1
 
 
 class Clock:
@@ -80,7 +67,7 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> ClusterMonitor:
     """Its thread is not started: the head never responds."""
     context = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "node")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    return ClusterMonitor(Placement({"CPU": 1}))
+    return ClusterMonitor("CPU")
 
 
 def state(*, total: float, free: int) -> ClusterState:

@@ -210,12 +210,9 @@ class RayConfig(Section):
     them. A lost or drained node does not count; `--max-restarts` overrides it."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long Ray may take to start the ranks, at first and after a rank died."""
-    gpus_per_rank: int | None = Field(default=None, ge=0)
-    """GPUs that a rank reserves; it computes on one. 0: ranks use CPUs, and GPUs are hidden from
-    them. null: 1 if the cluster has GPUs, else 0."""
-    cpus_per_rank: int | None = Field(default=None, ge=1)
-    """CPUs that a rank reserves, and its number of threads. null: it reserves 1 CPU if it has no
-    GPU, and the threads of a node's ranks share its CPUs."""
+    gpus_per_rank: int | None = Field(default=None, ge=0, le=1)
+    """GPUs that a rank reserves. 0: ranks use CPUs, one each, and GPUs are hidden from them. null:
+    1 if the cluster has GPUs, else 0."""
     growth_interval_seconds: float = Field(default=600.0, ge=0)
     """With `--ranks A:B`: the least time between the start of the ranks and a restart with more of
     them, after nodes have joined. A restart takes about half a minute."""

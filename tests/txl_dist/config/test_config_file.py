@@ -310,8 +310,8 @@ model:
                 "seed=-1",
             ),
             (
-                "override deepspeed.extra: unknown key deepspeed.extra.fp16; it should be 'zero",
-                "override deepspeed.extra: unknown key deepspeed.extra.optimizer; it should be 'z",
+                "override deepspeed.extra: unknown key deepspeed.extra.fp16; string should",
+                "override deepspeed.extra: unknown key deepspeed.extra.optimizer; string",
                 "override seed: seed is -1",
             ),
         ),

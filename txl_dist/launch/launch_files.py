@@ -96,8 +96,6 @@ class LaunchOutput:
         self._began = self._last_print = time.monotonic()
         self.has_stepped = False
         """Whether the running ranks have printed a step."""
-        self._has_records = False
-        """Whether rank 0 has written anything to its log."""
         self._is_training = False
         """Whether the first step of the running ranks has begun."""
         self._last_step = 0
@@ -114,7 +112,7 @@ class LaunchOutput:
     def begin_ranks(self) -> None:
         """The ranks start, for the first time or again."""
         self._began = time.monotonic()
-        self.has_stepped = self._has_records = self._is_training = False
+        self.has_stepped = self._is_training = False
 
     def print_wait(self, *, are_up: bool) -> None:
         """Print what the ranks do before their first step line."""
@@ -124,10 +122,10 @@ class LaunchOutput:
         elif self._is_training:
             self.print(f"training for {seconds} until the first step line")
         else:
-            work = (
-                "loading data and model" if self._has_records else "importing torch and DeepSpeed"
+            self.print(
+                f"still starting ({seconds}): the ranks import torch and DeepSpeed, then they load "
+                "data and model"
             )
-            self.print(f"still starting ({seconds}): the ranks are {work}")
 
     def print(self, line: str) -> None:
         with self._lock:  # the log of rank 0 is followed in another thread
@@ -141,7 +139,6 @@ class LaunchOutput:
         """A line of rank 0's log."""
         if (step := step_of(line)) is not None:
             self.has_stepped, self._last_step = True, step
-        self._has_records = True
         self._is_training |= line.endswith(f" {FIRST_BATCH}")
         self.print(line)
 

@@ -114,7 +114,7 @@ def failure_of(
         reason = f" ({end.reason})" if end.reason else _reason_in(directory.log(end.rank))
         event = f"rank {end.rank}{end.place} ended with code {end.code}{reason}"
     elif hung:
-        event = f"{_ranks(hung)} hung and {_was(hung)} killed"
+        event = _killed(hung, "hung and ")
     else:
         event = f"rank {failed[0].rank} ended with code {failed[0].code}"
     consequence = next((str(end.error) for end in failed if end.error is not None), advice)
@@ -134,15 +134,12 @@ def _stop_of(
     if not stop_requested:
         return None
     if hung := [end.rank for end in failed if end.hung]:
-        return PreemptedError(
-            f"stopped on request; {_ranks(hung)} {_was(hung)} killed after not ending within "
-            f"training.grace_seconds. {advice}"
-        )
-    if killed := [end for end in failed if end.is_killed]:
-        return PreemptedError(
-            f"stopped on request, but {killed[0].death} before the ranks had saved. {advice}"
-        )
-    return None
+        how = f"; {_killed(hung)} after not ending within training.grace_seconds"
+    elif killed := [end for end in failed if end.is_killed]:
+        how = f", but {killed[0].death} before the ranks had saved"
+    else:
+        return None
+    return PreemptedError(f"stopped on request{how}. {advice}")
 
 
 def _reason_in(log: Path) -> str:
@@ -158,12 +155,10 @@ def _reason_in(log: Path) -> str:
     return f" (its log: {printable(lines[-1].strip()[:MAX_CHARS])})" if lines else ""
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)
-
-
-def _was(ranks: Sequence[int]) -> str:
-    return "was" if len(ranks) == 1 else "were"
+def _killed(ranks: Sequence[int], how: str = "") -> str:
+    """`rank 1 was killed`, `rank 1 and rank 2 hung and were killed`."""
+    names = " and ".join(f"rank {rank}" for rank in ranks)
+    return f"{names} {how}{'was' if len(ranks) == 1 else 'were'} killed"
 
 
 def is_stop_code(code: int | None) -> bool:

@@ -11,10 +11,11 @@ docs/decisions/0053-one-supervisor-for-all-launchers.md.
 """
 
 import logging
+import math
 import os
 import queue
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Self
 
@@ -206,15 +207,15 @@ class RayRankGroup:
 
         group = placement_group([{resource: 1}] * num_ranks, strategy="PACK")
         try:
-            limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else float("inf")
-            if not self._is_reserved(group, limit_seconds):
+            limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else math.inf
+            if not self._wait(lambda: group.wait(1.0), limit_seconds):
                 reason = "Ray gave up this start, because the resources are not free"
                 self._events.put(NotStarted(reason))
                 return
             actors = _start_actors(group, num_ranks, resource)
             try:
                 calls = [actor.locate.remote() for actor in actors]
-                if not self._have_returned(calls):
+                if not self._wait(lambda: not ray.wait(calls, num_returns=num_ranks, timeout=1)[1]):
                     return
                 located = list(zip(ray.get(calls), actors, strict=True))
             except ray.exceptions.RayError as error:
@@ -274,21 +275,13 @@ class RayRankGroup:
             return RankEnded(rank, None, reason=_first_line(death))
         return RankEnded(rank, error.exit_code if error else 0, error)
 
-    def _is_reserved(self, group: Any, limit_seconds: float) -> bool:
-        """Wait for the resources of a start; false after the limit, or if the launch ends."""
+    def _wait(self, is_done: Callable[[], bool], limit_seconds: float = math.inf) -> bool:
+        """Wait until `is_done`, which waits a second; false after the limit, or if the launch ends
+        before.
+        """
         deadline = time.monotonic() + limit_seconds
         while not self._thread.leave.is_set() and time.monotonic() < deadline:
-            if group.wait(1.0):
-                return True
-        return False
-
-    def _have_returned(self, calls: list[Any]) -> bool:
-        """Wait for calls; false if the launch ends before."""
-        import ray
-
-        while not self._thread.leave.is_set():
-            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=POLL_SECONDS)
-            if len(ready) == len(calls):
+            if is_done():
                 return True
         return False
 

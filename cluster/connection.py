@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -52,6 +53,7 @@ _KILL_SECONDS = 5.0
 """Time limit for the kernel to end killed processes."""
 
 log = logging.getLogger(__name__)
+_ray_output = logging.getLogger("ray.txl")
 
 
 @contextmanager
@@ -269,20 +271,26 @@ def responds(host_and_port: str) -> bool:
 
 @contextmanager
 def ray_log(path: Path | None) -> Iterator[None]:
-    """While connected to Ray: write Ray's log to `path` only; None: write it nowhere.
+    """While connected to Ray: write Ray's log and the messages of its daemons to `path` only.
 
-    It can fill pages of the terminal when a node dies.
+    They can fill pages of the terminal when a node dies. None: write them nowhere.
     """
+    from ray._private import worker
+
+    def write(data: dict[str, Any], *_: object, **__: object) -> None:
+        for line in data["lines"]:
+            _ray_output.warning("%s: %s", data.get("pid", "ray"), line)
+
     handler = logging.NullHandler() if path is None else logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger = logging.getLogger("ray")
-    previous = logger.handlers[:], logger.level, logger.propagate
-    logger.handlers, logger.propagate = [handler], False
+    previous = logger.handlers[:], logger.level, logger.propagate, worker.print_worker_logs
+    logger.handlers, logger.propagate, worker.print_worker_logs = [handler], False, write
     logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        logger.handlers, logger.level, logger.propagate = previous
+        logger.handlers, logger.level, logger.propagate, worker.print_worker_logs = previous
         handler.close()
 
 

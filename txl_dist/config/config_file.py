@@ -1,8 +1,9 @@
 """Run configs as files: read, changed by overrides, checked, and written.
 
 `load_run_config` reads one YAML file, applies `a.b.c=value` overrides and validates the result as a
-`RunConfig`. It reports all problems together, each with its line or override: first those of single
-settings, and when there are none, those between settings. `yaml_file.py` has the rules of YAML.
+`RunConfig`. It reports all wrong settings together, each with its line or override: first those of
+single settings, and when there are none, those between settings. The rules of YAML are in
+`yaml_file.py`.
 """
 
 import dataclasses
@@ -42,13 +43,9 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     Raises ConfigError, which lists every problem with its line or override.
     """
     source = _Source(Path(path))
-    source.read_file()
     for override in overrides:
         source.override(override)
-    config = source.validated()
-    if config is None or source.problems:
-        raise source.error()
-    return config
+    return source.validated()
 
 
 def dump_run_config(config: RunConfig) -> str:
@@ -83,41 +80,26 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
     return flat
 
 
-class _NotASectionError(Exception):
-    """An override of a key inside a value that is no mapping."""
-
-
 class _Source:
-    """A config that is being read: its raw value, the origin of each part, and the problems."""
+    """A config that is being read: its raw value, and the origin of each part.
+
+    Raises ConfigError if the file or an override cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.value: dict[str, Any] = {}
-        self.problems: list[str] = []
-        """`origin: message` of each problem."""
-        self._origins: dict[KeyPath, str] = {}
-
-    def error(self) -> ConfigError:
-        """One error that lists all problems."""
-        texts = list(dict.fromkeys(self.problems))
-        if len(texts) == 1:
-            return ConfigError(texts[0])
-        return ConfigError("\n  ".join([f"{self.path}: {len(texts)} problems", *texts]))
-
-    def read_file(self) -> None:
-        """Load the mapping of the file. Raises ConfigError if it is not a mapping."""
         try:
-            document = read_yaml(read_text(self.path))
+            document = read_yaml(read_text(path))
         except YamlTextError as error:
-            raise ConfigError(f"{self.path}{error.place}: {error}") from None
+            raise ConfigError(f"{path}{error.place}: {error}") from None
         if not isinstance(document.value, dict):
             kind = "nothing" if document.value is None else _kind_of(document.value)
             raise ConfigError(
-                f"{self.path}: a config is a mapping of sections (data, model, training, ...), "
+                f"{path}: a config is a mapping of sections (data, model, training, ...), "
                 f"found {kind}. See configs/quickstart.yaml for an example."
             )
-        self.value = document.value
-        self._origins = {key: f"{self.path}:{line}" for key, line in document.lines.items() if key}
+        self.value: dict[str, Any] = document.value
+        self._origins = {key: f"{path}:{line}" for key, line in document.lines.items() if key}
 
     def override(self, text: str) -> None:
         """Apply one `a.b.c=value`."""
@@ -125,53 +107,49 @@ class _Source:
         parts = tuple(name.strip().split("."))
         origin = f"override {name if equals else redact(text)}"
         if not equals or not all(parts):
-            self.problems.append(f"{origin}: write it as section.key=value, e.g. optimizer.lr=1e-3")
-            return
-        try:
-            document, section = read_yaml(value_text), self._section(parts[:-1])
-        except (YamlTextError, _NotASectionError) as problem:
-            self.problems.append(f"{origin}: {problem}")
-            return
-        section[parts[-1]] = document.value
-        # The new value replaces everything below it.
-        below = [path for path in self._origins if path[: len(parts)] == parts]
-        for path in below:
-            del self._origins[path]
-        self._origins[parts] = origin
-
-    def _section(self, parts: tuple[str, ...]) -> dict[str, Any]:
-        """The section at `parts`, created if it is absent or null."""
+            raise ConfigError(f"{origin}: write it as section.key=value, e.g. optimizer.lr=1e-3")
         section = self.value
-        for depth, part in enumerate(parts, start=1):
+        for depth, part in enumerate(parts[:-1], start=1):
             if section.get(part) is None:
                 section[part] = {}
             section = section[part]
             if not isinstance(section, dict):
-                name = dotted(parts[:depth])
-                raise _NotASectionError(f"{name} is {_kind_of(section)}, not a section")
-        return section
+                found = f"{dotted(parts[:depth])} is {_kind_of(section)}"
+                raise ConfigError(f"{origin}: {found}, not a section")
+        try:
+            section[parts[-1]] = read_yaml(value_text).value
+        except YamlTextError as error:
+            raise ConfigError(f"{origin}: {error}") from None
+        # The new value replaces everything below it.
+        self._origins = {
+            path: line for path, line in self._origins.items() if path[: len(parts)] != parts
+        }
+        self._origins[parts] = origin
 
-    def validated(self) -> RunConfig | None:
-        """The config, or None if it is invalid; then `problems` has all reasons."""
+    def validated(self) -> RunConfig:
+        """The config. Raises ConfigError, which lists every problem with its origin."""
         try:
             # As JSON, because only there strict mode accepts mappings for dataclasses and
             # lists for tuples.
             value = _with_recipe(self.value)
             return RunConfig.model_validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
+            problems: dict[str, None] = {}
             for details in error.errors(include_url=False):
                 path = tuple(details["loc"])
                 for text in _explain(dict(details), path):
-                    origins = map(self._origin, self._settings_of(path, text))
-                    self.problems.append(f"{', '.join(dict.fromkeys(origins))}: {text}")
-            return None
+                    origins = dict.fromkeys(map(self._origin, self._settings_of(path, text)))
+                    problems[f"{', '.join(origins)}: {text}"] = None
+        if len(problems) > 1:
+            problems = {f"{self.path}: {len(problems)} problems": None, **problems}
+        raise ConfigError("\n  ".join(problems))
 
     def _settings_of(self, path: KeyPath, text: str) -> list[KeyPath]:
         """The settings that an error at `path` concerns: if it is a section, those in the text."""
         words = [tuple(word.split(".")) for word in re.findall(r"[a-z][\w.]*(?==)", text)]
         # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
         named = [name for word in words for name in ((*path, *word), word) if len(name) > 1]
-        return [name for name in named if _has(self.value, name)] or [path]
+        return [name for name in named if name in self._origins] or [path]
 
     def _origin(self, path: KeyPath) -> str:
         """The override or the line that set `path`, or the nearest section above it."""
@@ -188,14 +166,6 @@ def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
         if isinstance(recipe, str) and recipe in recipes and isinstance(section, dict):
             result[name] = recipes[recipe] | section
     return result
-
-
-def _has(value: Any, path: KeyPath) -> bool:
-    for part in path:
-        if not isinstance(value, dict) or part not in value:
-            return False
-        value = value[part]
-    return True
 
 
 # --- messages made from the errors of pydantic ----------------------------------------------------

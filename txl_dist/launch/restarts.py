@@ -1,13 +1,12 @@
 """Restarts: why the ranks of a start ended, whether others start, and how many.
 
-    RankEnd ... -> failure_of -> RunFailure -> RestartBudget -> restart, or raise
+    RankEnded ... -> failure_of -> RunFailure -> RestartBudget -> restart, or raise
     Room ... -> ElasticPlan -> number of ranks
 
 Decisions only; `supervise.py` acts on them, for every launcher.
 """
 
 import re
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from data_pipeline.errors import printable
 from data_pipeline.system.signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
-from txl_dist.launch.launcher import RankRange
+from txl_dist.launch.launcher import RankEnded, RankRange
 from txl_dist.training.run_directory import RunDirectory
 
 LAST_BYTES = 8192
@@ -41,31 +40,6 @@ STABLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankEnd:
-    """How one rank ended."""
-
-    rank: int
-    code: int | None
-    """Exit code, minus the number of the signal that killed the process, or None: killed."""
-    error: TxlError | None = None
-    hung: bool = False
-    """The launcher killed it, because it did not end after a failure or a stop request."""
-    reason: str = ""
-    place: str = ""
-
-    @property
-    def is_killed(self) -> bool:
-        """Whether something else than the launcher killed it."""
-        return not self.hung and (self.code is None or self.code < 0)
-
-    @property
-    def death(self) -> str:
-        """`rank 1 (node a, pid 5) died`."""
-        how = f"was killed by {signal.Signals(-self.code).name}" if self.code else "died"
-        return f"rank {self.rank}{self.place} {how}"
-
-
-@dataclass(frozen=True, slots=True)
 class RunFailure:
     """What ended a run."""
 
@@ -78,7 +52,7 @@ class RunFailure:
 
 
 def failure_of(
-    ends: Sequence[RankEnd],
+    ends: Sequence[RankEnded],
     *,
     stop_requested: bool,
     has_saved: bool,
@@ -122,7 +96,7 @@ def failure_of(
 
 
 def _stop_of(
-    failed: Sequence[RankEnd], *, stop_requested: bool, directory: RunDirectory
+    failed: Sequence[RankEnded], *, stop_requested: bool, directory: RunDirectory
 ) -> PreemptedError | None:
     """The PreemptedError of a run that a stop request ended; None if something else did."""
     for end in failed:

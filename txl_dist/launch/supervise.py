@@ -17,7 +17,7 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import resume_advice
@@ -40,7 +40,6 @@ from txl_dist.launch.launcher import (
 )
 from txl_dist.launch.restarts import (
     ElasticPlan,
-    RankEnd,
     RestartBudget,
     RunFailure,
     failure_of,
@@ -128,7 +127,7 @@ class _Supervisor:
         self._places: dict[int, str] | None = None
         """Of the ranks that are up; None until they are."""
         self._nodes: frozenset[str] = frozenset()
-        self._ends: dict[int, RankEnd] = {}
+        self._ends: dict[int, RankEnded] = {}
         self._killed: set[int] = set()
         """Ranks that were killed here, because they had not ended in time."""
         self._preempted = ""
@@ -247,9 +246,9 @@ class _Supervisor:
             case RanksUp(places, nodes):
                 self._places, self._nodes = dict(places), frozenset(nodes)
                 self._have_trained = True
-            case RankEnded(rank, code, error, reason):
+            case RankEnded(rank):
                 place, hung = (self._places or {}).get(rank, ""), rank in self._killed
-                self._ends.setdefault(rank, RankEnd(rank, code, error, hung, reason, place))
+                self._ends.setdefault(rank, replace(event, hung=hung, place=place))
             case NodeLost(node):
                 self._lost_nodes.add(node)
                 self._find_lost_nodes()
@@ -326,7 +325,7 @@ class _Supervisor:
             self._killed |= set(running)
             self.group.kill(running)
         if late_seconds > GIVE_UP_SECONDS:
-            self._ends |= {rank: RankEnd(rank, None, hung=True) for rank in running}
+            self._ends |= {rank: RankEnded(rank, None, hung=True) for rank in running}
 
     # --- restarts ---------------------------------------------------------------------------------
 

@@ -17,14 +17,13 @@ from txl_dist.errors import (
     TxlError,
     UnreadableError,
 )
-from txl_dist.launch.launcher import RankRange
+from txl_dist.launch.launcher import RankEnded, RankRange
 from txl_dist.launch.restarts import (
     MAX_DELAY_SECONDS,
     MAX_NODE_LOSSES,
     SETTLE_SECONDS,
     STABLE_SECONDS,
     ElasticPlan,
-    RankEnd,
     RestartBudget,
     RunFailure,
     failure_of,
@@ -34,8 +33,8 @@ from txl_dist.training.run_directory import RunDirectory
 LOST = LostRankError("rank 0 lost the connection")
 
 
-def end(rank: int, code: int, error: TxlError | None = None, *, hung: bool = False) -> RankEnd:
-    return RankEnd(rank, code, error, hung)
+def end(rank: int, code: int, error: TxlError | None = None, *, hung: bool = False) -> RankEnded:
+    return RankEnded(rank, code, error, hung=hung)
 
 
 LOG = """rank 1 is up
@@ -53,7 +52,7 @@ frame #1: start
 
 
 def failure(
-    ends: list[RankEnd], run: Path, *, stop_requested: bool = False, has_saved: bool = True
+    ends: list[RankEnded], run: Path, *, stop_requested: bool = False, has_saved: bool = True
 ) -> RunFailure | None:
     return failure_of(
         ends, stop_requested=stop_requested, has_saved=has_saved, directory=RunDirectory(run)
@@ -88,7 +87,7 @@ def failure(
     ],
 )
 def test_the_cause_is_found_in_any_order(
-    ends: list[RankEnd], error: type[TxlError], message: str, can_restart: bool, tmp_path: Path
+    ends: list[RankEnded], error: type[TxlError], message: str, can_restart: bool, tmp_path: Path
 ) -> None:
     if "ImportError" in message:
         (tmp_path / "logs").mkdir()

@@ -44,8 +44,6 @@ SHUTDOWN_SECONDS = 15.0
 """Time limit for Ray's shutdown."""
 HEAD_SECONDS = 30.0
 """Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
-NODE_LOSS_SECONDS = 6.0
-"""Time for Ray to find out, after processes have died, that their node has died."""
 
 PREFIX = "txl-ray-"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
@@ -180,7 +178,8 @@ def abandon_ray(address: str | None, exit_code: int) -> None:
     Returns: the exit happens when the interpreter ends. Kills a private Ray (`address` None) now.
     """
     if address is None:
-        end_private_ray()
+        kill_private_ray()
+        shutil.rmtree(access_token().parent, ignore_errors=True)
     atexit.register(exit_without_teardown, exit_code)
 
 
@@ -198,7 +197,9 @@ def _start_private(num_cpus: int) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        record_session(ray._private.worker._global_node.get_session_dir_path())
+        # It identifies processes that hide their environment.
+        session = ray._private.worker._global_node.get_session_dir_path()
+        access_token().with_name(_SESSION).write_text(session)
     except (OSError, RuntimeError, ValueError) as error:
         raise TxlError(
             f"a private Ray could not be started: {error}. Run without Ray: --on processes"
@@ -216,22 +217,6 @@ def _skip_grace_periods() -> None:
     if node := ray._private.worker._global_node:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **_: kill(check_alive=False)
-
-
-def uses_gpus(num_workers: int) -> bool:
-    """Whether each of `num_workers` gets a GPU: true if the cluster has any.
-
-    Raises ConfigError if the cluster has some, but too few: Ray would wait without limit.
-    """
-    import ray
-
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
-    if 0 < num_gpus < num_workers:
-        raise ConfigError(
-            f"{num_workers} ranks or workers need one GPU each, and Ray has {num_gpus}. Start at "
-            f"most {num_gpus}, or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
-        )
-    return num_gpus > 0
 
 
 RESPONSE_SECONDS = 5.0
@@ -286,10 +271,9 @@ def responds(host_and_port: str) -> bool:
 
 @contextmanager
 def ray_log(path: Path | None) -> Iterator[None]:
-    """While connected to Ray: write Ray's log and its workers' output to `path` only.
+    """While connected to Ray: write Ray's log and the messages of its daemons to `path` only.
 
-    It can fill pages of the terminal when a node dies. None: write it nowhere. Ray's own files are
-    in its session directory.
+    They can fill pages of the terminal when a node dies. None: write them nowhere.
     """
     from ray._private import worker
 
@@ -336,17 +320,6 @@ def access_token() -> Path:
     os.write(descriptor, f"pid {os.getpid()}\n".encode())
     (directory / "new-lock").rename(directory / _LOCK)
     return path
-
-
-def record_session(directory: str) -> None:
-    """Record Ray's session directory, which identifies processes that hide their environment."""
-    access_token().with_name(_SESSION).write_text(directory)
-
-
-def end_private_ray() -> None:
-    """Kill every process of this process's Ray, in any state, and remove its token."""
-    kill_private_ray()
-    shutil.rmtree(access_token().parent, ignore_errors=True)
 
 
 def kill_private_ray() -> None:

@@ -1,14 +1,13 @@
 """`txl doctor --on ADDRESS`: the checks of every node of a Ray cluster, and between nodes.
 
     check_cluster_nodes -> NodeProbe (one actor per node) -> findings of each node
-                        -> comparisons of all nodes: shared files, dataset, clock, network
+                        -> comparisons of all nodes: shared files, dataset, network
 
 An actor reserves no CPU and no GPU, so a busy cluster can be checked. Every call has a time limit;
 a node that does not answer is named, and left out of the comparisons.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,10 @@ from typing import Any, TypeVar
 from cluster.connection import ray_connection
 from cluster.nodes import use_interface_of
 from txl_dist.doctor.checks import DoctorRequest, check_this_machine, installed_versions
-from txl_dist.doctor.finding import Finding, failed_check, no_result, ok, problem
+from txl_dist.doctor.finding import Finding, failed_check, no_result, ok
 from txl_dist.doctor.nodes import (
     ALL_NODES,
     NETWORK_SECONDS,
-    ClockReading,
-    compare_clocks,
     compare_probes,
     compare_values,
     judge_connections,
@@ -40,7 +37,6 @@ DRIVER = "this machine"
 """The node of findings about the machine of the command, in its role as the driver."""
 START_SECONDS = 60.0
 """Time limit for the start of a process on a node, imports included."""
-_CLOCK_READINGS = 5
 
 R = TypeVar("R")
 
@@ -120,13 +116,10 @@ def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[
         try:
             _check_driver(nodes, request)
             _check_each(nodes, request)
-            for name, check in {
-                "storage": _check_shared_files,
-                "clock": _check_clocks,
-                "network": _check_links,
-            }.items():
-                if nodes.nodes and name not in request.skip:
-                    check(nodes, request)
+            if "storage" not in request.skip:
+                _check_shared_files(nodes, request)
+            if "network" not in request.skip:
+                _check_links(nodes, request)
         finally:
             for actor in actors:
                 ray.kill(actor)
@@ -211,17 +204,13 @@ def _check_shared_files(nodes: _Nodes, request: DoctorRequest) -> None:
     if request.run is None or len(able.nodes) < 2:
         return
     run, limit_seconds = request.run, request.limit_seconds
-    parents = able.call("storage", _existing_parent, lambda _: (run,), limit_seconds=limit_seconds)
-    first, directory = next(iter(parents.items()), ("", run))
-    for name, other in parents.items():
-        if other != directory:
-            elsewhere = problem(
-                f"{run}: its nearest existing parent is {other}",
-                expected=f"{directory}, as on {first}",
-                advice="mount the file system of the run directory on this node",
-            )
-            able.add("storage", [elsewhere], name)
-    able.nodes = [node for node in able.nodes if parents[node.name] == directory]
+    first = _Nodes(able.nodes[:1])
+    parents = first.call("storage", _existing_parent, lambda _: (run,), limit_seconds=limit_seconds)
+    nodes.findings += first.findings
+    if not parents:
+        return
+    # A node on which it does not exist is reported by the call, and left out.
+    (directory,) = parents.values()
     names = able.call("storage", place_probe, lambda _: (directory,), limit_seconds=limit_seconds)
     writers = list(able.nodes)
     results = able.call(
@@ -235,29 +224,6 @@ def _check_shared_files(nodes: _Nodes, request: DoctorRequest) -> None:
 
 def _existing_parent(run: str) -> str:
     return str(existing_parent(Path(run)))
-
-
-# --- clocks ---------------------------------------------------------------------------------------
-
-
-def _check_clocks(nodes: _Nodes, request: DoctorRequest) -> None:
-    import ray
-
-    readings = {DRIVER: ClockReading(0.0, 0.0)}
-    for node in nodes.nodes:
-        measured = []
-        for _ in range(_CLOCK_READINGS):
-            begin = time.time()
-            try:
-                seconds = ray.get(node.actor.call.remote(time.time), timeout=request.limit_seconds)
-            except ray.exceptions.RayError as error:
-                nodes.add("clock", [failed_check(error)], node.name)
-                break
-            half = (time.time() - begin) / 2
-            measured.append(ClockReading(seconds - begin - half, half))
-        if measured:
-            readings[node.name] = min(measured, key=lambda one: one.uncertainty_seconds)
-    nodes.add("clock", compare_clocks(readings))
 
 
 # --- connections, and the speed of the network ----------------------------------------------------

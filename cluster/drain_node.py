@@ -30,8 +30,6 @@ POLL_SECONDS = 1.0
 METADATA_POLL_SECONDS = 5.0
 METADATA_TIMEOUT_SECONDS = 2.0
 CLUSTER_TIMEOUT_SECONDS = 10.0
-AWS_METADATA = "http://169.254.169.254"
-GOOGLE_METADATA = "http://metadata.google.internal"
 
 
 def drain_this_host(*, deadline_seconds: float, address: str | None = None) -> None:
@@ -58,26 +56,22 @@ def ranks() -> list[psutil.Process]:
     return _processes(lambda words: words[0].startswith("ray::RankActor"))
 
 
-def is_preempted_by_aws(endpoint: str = AWS_METADATA) -> bool:
+def is_preempted_by_aws(endpoint: str = "http://169.254.169.254") -> bool:
     """Whether AWS has announced that it will take back this spot instance, two minutes before."""
-    token = _request(
-        f"{endpoint}/latest/api/token",
-        method="PUT",
-        headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"},
+    ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    if (token := _request(f"{endpoint}/latest/api/token", method="PUT", headers=ttl)) is None:
+        return False
+    headers = {"X-aws-ec2-metadata-token": token}
+    # 404 until there is a notice
+    return (
+        _request(f"{endpoint}/latest/meta-data/spot/instance-action", headers=headers) is not None
     )
-    notice = token and _request(
-        f"{endpoint}/latest/meta-data/spot/instance-action",
-        headers={"X-aws-ec2-metadata-token": token},
-    )
-    return notice is not None  # 404 until there is one
 
 
-def is_preempted_by_google(endpoint: str = GOOGLE_METADATA) -> bool:
+def is_preempted_by_google(endpoint: str = "http://metadata.google.internal") -> bool:
     """Whether Google has announced that it will take back this spot instance, 30 s before."""
-    answer = _request(
-        f"{endpoint}/computeMetadata/v1/instance/preempted", headers={"Metadata-Flavor": "Google"}
-    )
-    return answer == "TRUE"
+    url = f"{endpoint}/computeMetadata/v1/instance/preempted"
+    return _request(url, headers={"Metadata-Flavor": "Google"}) == "TRUE"
 
 
 CLOUDS: dict[str, Callable[[], bool]] = {"aws": is_preempted_by_aws, "gcp": is_preempted_by_google}

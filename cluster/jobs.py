@@ -141,9 +141,21 @@ class RayJobs:
 
     def wait(self, job_id: str, write: Callable[[str], object] | None = None) -> Job:
         # Not Ray's `tail_job_logs`: it has no time limit, and starts again from the beginning.
-        num_written = 0
+        num_written, last_response = 0, time.monotonic()
         while True:
-            job = self._job_if_reachable(job_id)  # before its output, which then is complete
+            try:
+                job = self.job(job_id)  # before its output, which then is complete
+            except ConfigError:
+                raise
+            except TxlError as error:
+                if time.monotonic() - last_response > HEAD_SECONDS:
+                    raise TxlError(
+                        f"{error}. If the head node has failed, its jobs have ended; start the "
+                        "cluster again and submit the same command: it resumes"
+                    ) from None
+                time.sleep(POLL_SECONDS)
+                continue
+            last_response = time.monotonic()
             if write is not None:
                 with suppress(TxlError):  # the node of the driver is gone, with its log
                     text = self.logs(job_id)
@@ -159,22 +171,6 @@ class RayJobs:
         with self._explained(f"job {job_id} could not be stopped"):
             return bool(self._client.stop_job(job_id))
 
-    def _job_if_reachable(self, job_id: str) -> Job:
-        """The job; waits HEAD_SECONDS for an API that does not respond."""
-        deadline = time.monotonic() + HEAD_SECONDS
-        while True:
-            try:
-                return self.job(job_id)
-            except ConfigError:
-                raise
-            except TxlError as error:
-                if time.monotonic() > deadline:
-                    raise TxlError(
-                        f"{error}. If the head node has failed, its jobs have ended; start the "
-                        "cluster again and submit the same command: it resumes"
-                    ) from None
-                time.sleep(POLL_SECONDS)
-
     @contextmanager
     def _explained(self, failure: str, *, unreachable: type[TxlError] = TxlError) -> Iterator[None]:
         """Turn errors of Ray's client and of the network into a TxlError."""
@@ -188,7 +184,7 @@ class RayJobs:
             ) from None
         except OSError as error:  # also those of the package requests
             raise unreachable(
-                f"no Ray cluster responds at {self.url}: {_first_line(error)}. Check that it runs "
+                f"no Ray cluster responds at {self.url}: {_line(error, 0)}. Check that it runs "
                 "with its dashboard, the port (default 8265), and the network or port-forward"
             ) from None
         except (RuntimeError, ValueError) as error:
@@ -199,7 +195,8 @@ class RayJobs:
                 ) from None
             if "already exists" in str(error):
                 raise JobExistsError(f"{self.url}: {failure}: it exists already") from None
-            raise TxlError(f"{self.url}: {failure}: {_last_line(error)}") from None
+            # The server sends its whole traceback, which ends with the reason.
+            raise TxlError(f"{self.url}: {failure}: {_line(error, -1)}") from None
 
 
 def _code(folder: Path) -> list[Path]:
@@ -282,7 +279,7 @@ def _api_url(address: str) -> str:
         return str(ray_address_to_api_server_url(address))
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
-            f"the Ray cluster at --address {address} has no Jobs API: {_first_line(error)}. Start "
+            f"the Ray cluster at --address {address} has no Jobs API: {_line(error, 0)}. Start "
             "its head with the dashboard (ray start --head --include-dashboard=true)"
         ) from None
 
@@ -322,11 +319,7 @@ def _recorded_code(logs: str, *, default: int) -> int:
     return int(match[1]) if match else default
 
 
-def _first_line(error: Exception) -> str:
-    """Without the password that the address may have."""
-    return redact(next(iter(str(error).splitlines()), type(error).__name__)).rstrip(".")
-
-
-def _last_line(error: Exception) -> str:
-    """The server sends its whole traceback."""
-    return redact(next(reversed(str(error).strip().splitlines()), type(error).__name__)).rstrip(".")
+def _line(error: Exception, number: int) -> str:
+    """A line of an error, without the password that the address may have."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return redact(lines[number]).rstrip(".")

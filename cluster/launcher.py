@@ -7,7 +7,7 @@ RayWorkers are the workers of `txl eval`, `txl prepare` and `txl data verify` as
 At most `num_workers` actors run, each with one CPU or GPU. They start when units wait for
 them, and live until the context ends, so an evaluation loads its model once per worker. An idle
 worker gets the next unit. If a worker dies, another one gets its unit; a unit that has killed
-MAX_DEATHS workers ends the work with an error. The loss of a node is not counted as such a death.
+MAX_DEATHS workers ends the work with an error.
 
 A unit contains paths, offsets and settings; text never passes through Ray. All nodes must see the
 data under the same paths; `work_units.py` checks that for every unit of a preparation.
@@ -16,20 +16,14 @@ data under the same paths; `work_units.py` checks that for every unit of a prepa
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from cluster.connection import (
-    HEAD_SECONDS,
-    NODE_LOSS_SECONDS,
-    interruptible_connection,
-    ray_log,
-    uses_gpus,
-)
-from cluster.nodes import ClusterMonitor
+from cluster.connection import HEAD_SECONDS, interruptible_connection, ray_log
+from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.progress import WorkerStatus
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
@@ -49,20 +43,18 @@ R = TypeVar("R")
 POLL_SECONDS = 0.5
 MAX_FAILED_STARTS = 3
 """Workers in a row that die before they are ready."""
-MAX_NODE_LOSSES = 10
-"""Nodes that may be lost with one unit. More are no coincidence."""
 
 
 class Worker:
     """The actor. A TxlError is returned, because Ray would wrap it if it were raised."""
 
-    def locate(self) -> tuple[str, str, int]:
-        """Node id, address of the node, pid. The first call: it returns once the actor runs."""
+    def locate(self) -> tuple[str, int]:
+        """Address of the node, pid. The first call: it returns once the actor runs."""
         import os
 
         import ray
 
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
+        return ray.util.get_node_ip_address(), os.getpid()
 
     def run(self, function: Callable[[U], R], unit: U) -> tuple[R | TxlError, int]:
         """The result of a unit, and this process's peak memory in bytes."""
@@ -77,7 +69,7 @@ class _WorkerHandle:
 
     def __init__(self, number: int, actor: Any) -> None:
         self.number, self.actor = number, actor
-        self.node_id, self.location = "", ""
+        self.location = ""
         self.task: tuple[int, Any] | None = None
         """Number and unit; None while it starts or is idle."""
         self.begin = 0.0
@@ -104,8 +96,8 @@ class RayWorkers:
         """By the object reference of the call: the workers that start or are busy."""
         self._queue: deque[tuple[int, Any]] = deque()
         """Units without a worker."""
-        self._deaths: dict[int, list[str]] = {}
-        """By number of the unit: the nodes of the workers that died with it."""
+        self._deaths: Counter[int] = Counter()
+        """By number of the unit: the workers that died with it."""
         self._num_started = self._num_failed_starts = 0
         self._is_head_lost = False
 
@@ -116,16 +108,18 @@ class RayWorkers:
             stack.enter_context(ray_log(None))
             import ray  # after `ray_connection` has set the variables that Ray reads
 
-            num_gpus = int(self._use_gpus and uses_gpus(self.num_workers))
+            # Without `use_gpus` the workers need CPUs, also if there are GPUs.
+            gpus = None if self._use_gpus else 0
+            resource = choose_resource(gpus, live_nodes(), self.num_workers)
             self._actor_class = ray.remote(
                 # No restarts by Ray: it would repeat a unit that kills every worker, without
                 # naming it. SPREAD: the workers share the memory bandwidth of all nodes.
                 num_cpus=1,
-                num_gpus=num_gpus,
+                num_gpus=int(resource == "GPU"),
                 max_restarts=0,
                 scheduling_strategy="SPREAD",
             )(Worker)
-            self._monitor = stack.enter_context(ClusterMonitor(use_gpu=num_gpus > 0))
+            self._monitor = stack.enter_context(ClusterMonitor(resource))
             self._stack = stack.pop_all()
         return self
 
@@ -176,13 +170,13 @@ class RayWorkers:
 
     def missing(self) -> str:
         num_missing = sum(handle.task is None for handle in list(self._calls.values()))
-        state = self._monitor.state
+        state, resource = self._monitor.state, self._monitor.resource
         if not num_missing or state is None:
             return ""
         workers = "1 more worker needs" if num_missing == 1 else f"{num_missing} more workers need"
         return (
-            f"{self._monitor.resource}s: {workers} one each, the cluster has {state.total:g}, of "
-            f"which {state.free:g} are free"
+            f"{resource}s: {workers} one each, the cluster has {state.total:g}, of which "
+            f"{state.free:g} are free"
         )
 
     # --- workers ----------------------------------------------------------------------------------
@@ -207,7 +201,7 @@ class RayWorkers:
         import ray
 
         try:
-            handle.node_id, address, pid = ray.get(call)
+            address, pid = ray.get(call)
         except ray.exceptions.RayError as error:
             self._kill([handle])
             self._num_failed_starts += 1
@@ -236,7 +230,10 @@ class RayWorkers:
             # are deterministic.
             self._kill([handle])
             log.warning("%s died while it worked on %s", handle, unit)
-            self._add_death(handle.node_id, number, unit)
+            self._deaths[number] += 1
+            if self._deaths[number] == MAX_DEATHS:
+                raise WorkerDiedError(unit, None) from None
+            self._queue.appendleft((number, unit))
             return None
         self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
         self._idle.append(handle)
@@ -252,28 +249,6 @@ class RayWorkers:
         for handle in handles:
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ValueError):
                 ray.kill(handle.actor)
-
-    # --- deaths -----------------------------------------------------------------------------------
-
-    def _add_death(self, node_id: str, number: int, unit: Any) -> None:
-        """Repeat a unit whose worker died. Raises WorkerDiedError if it has killed MAX_DEATHS."""
-        nodes = self._deaths.setdefault(number, [])
-        nodes.append(node_id)
-        if len(nodes) >= MAX_DEATHS:
-            # Ray notices the death of a node some seconds later than that of its workers.
-            wait_seconds = 0.0 if self._address is None else NODE_LOSS_SECONDS
-            deadline = time.monotonic() + wait_seconds
-            while self._has_node(node_id) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            num_deaths = sum(map(self._has_node, nodes))
-            if num_deaths >= MAX_DEATHS or len(nodes) - num_deaths > MAX_NODE_LOSSES:
-                raise WorkerDiedError(unit, None)
-        self._queue.appendleft((number, unit))
-
-    def _has_node(self, node_id: str) -> bool:
-        """Whether a node is alive, as far as is known. A private Ray has one, this machine."""
-        state = self._monitor.state
-        return self._address is None or state is None or node_id in state.node_ids
 
     def _check_head(self) -> None:
         if self._monitor.silent_seconds > HEAD_SECONDS:

@@ -1,10 +1,4 @@
-"""Nodes of a Ray cluster: where ranks are placed, what is free and alive, the interface of a node.
-
-Ray places ranks by resources. "At most k ranks on a node" is not among its strategies. So, if GPUs
-or CPUs allow more than k, every rank reserves 1/k of a node's host memory as Ray counts it. Then
-Ray cannot place more, also after a node was lost and replaced. This is bookkeeping only: Ray does
-not limit the host memory of a process.
-"""
+"""Nodes of a Ray cluster: what ranks reserve, what is free and alive, the interface of a node."""
 
 import contextlib
 import os
@@ -12,144 +6,48 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
 import psutil
 
 from cluster.connection import responds
-from txl_dist.config.training_config import RayConfig
 from txl_dist.errors import ConfigError
-
-NODE_ID_LABEL = "ray.io/node-id"
-"""Label that Ray gives to every node."""
-_HEAD_RESOURCE = "node:__internal_head__"
 
 Node = Mapping[str, Any]
 """An entry of `ray.nodes()`."""
+Resource = Literal["GPU", "CPU"]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where ranks may run, and what each reserves."""
-
-    use_gpu: bool
-    resources: Mapping[str, float]
-    """What a rank reserves."""
-    labels: Mapping[str, str]
-    """Ray's label selector: what the nodes of ranks must have, or must not have."""
-    restrictions: str = ""
-    """The settings that restrict the nodes of ranks, for messages."""
-
-    def max_ranks(self, node: Node) -> int:
-        """How many ranks fit on a node on which nothing else runs."""
-        return self.num_slots(node, node["Resources"])
-
-    def num_slots(self, node: Node, free: Mapping[str, float]) -> int:
-        """How many ranks fit into the free resources of a node."""
-        if not _matches(node, self.labels):
-            return 0
-        return min(int(free.get(name, 0) // amount) for name, amount in self.resources.items())
-
-
-def place_ranks(config: RayConfig, num_ranks: int, *, is_private: bool) -> Placement:
-    """The placement on the connected cluster. Raises ConfigError if it cannot hold the ranks.
-
-    A private Ray has one node, its head, without labels: settings about nodes do not apply to it.
-    """
+def live_nodes() -> list[Node]:
+    """The nodes of the connected cluster that are alive."""
     import ray
 
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if not is_private:
-        return choose_placement(config, nodes, num_ranks)
-    config = config.model_copy(
-        update={"ranks_on_head": True, "ranks_per_node": None, "node_labels": {}}
-    )
-    placement = choose_placement(config, nodes, num_ranks)
-    if placement.max_ranks(nodes[0]) < num_ranks:
-        raise ConfigError(
-            f"{num_ranks} ranks need {dict(placement.resources)} each, and this machine has "
-            f"{nodes[0]['Resources'].get('GPU', 0):g} GPUs. Start fewer ranks, set "
-            "ray.gpus_per_rank=null, or use a cluster: --on ADDRESS"
-        )
-    return placement
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
-def choose_placement(config: RayConfig, nodes: Sequence[Node], num_ranks: int) -> Placement:
-    """The placement on `nodes`. Raises ConfigError if a wait for resources would never end."""
-    labels = dict(config.node_labels)
-    if not config.ranks_on_head:
-        head = next((node for node in nodes if _HEAD_RESOURCE in node["Resources"]), None)
-        if head is not None:
-            labels[NODE_ID_LABEL] = f"!{head['NodeID']}"
-    nodes = [node for node in nodes if _matches(node, labels)]
-    gpus = _gpus_per_rank(config, nodes, num_ranks)
-    resources: dict[str, float] = {}
-    if gpus:
-        resources["GPU"] = gpus
-    if config.cpus_per_rank is not None or not gpus:
-        resources["CPU"] = config.cpus_per_rank or 1
-    restrictions = ", ".join(
-        f"ray.{name}={value}"
-        for name, value in config.model_dump().items()
-        if name in ("ranks_per_node", "ranks_on_head", "node_labels")
-        and value != RayConfig.model_fields[name].default
-    )
-    placement = Placement(bool(gpus), resources, labels, restrictions)
-    limit = config.ranks_per_node
-    if limit is None or (nodes and max(map(placement.max_ranks, nodes)) <= limit):
-        return placement
-    return replace(placement, resources={**resources, "memory": _memory_share(nodes, limit)})
+def choose_resource(
+    gpus_per_rank: int | None, nodes: Sequence[Node], num_ranks: int, *, may_grow: bool = False
+) -> Resource:
+    """What each rank or worker reserves: a GPU if `nodes` have any, or a CPU.
 
-
-def _matches(node: Node, selector: Mapping[str, str]) -> bool:
-    """Whether Ray's label selector admits the node: `a`, `!a`, `in(a,b)` or `!in(a,b)` by label."""
-    for label, condition in selector.items():
-        text = condition.removeprefix("!")
-        values = text[3:-1].split(",") if text.startswith("in(") else [text]
-        is_one_of_them = node["Labels"].get(label) in values
-        if is_one_of_them == condition.startswith("!"):
-            return False
-    return True
-
-
-def _gpus_per_rank(config: RayConfig, nodes: Sequence[Node], num_ranks: int) -> int:
-    """GPUs of a rank. Raises ConfigError if the cluster has some, but too few."""
-    if config.gpus_per_rank is not None:
-        return config.gpus_per_rank  # the nodes may still have to start: Ray waits for them
+    `gpus_per_rank` is that of `RayConfig`. `may_grow`: nodes may join later, so Ray waits for the
+    GPUs that the config asks for. Raises ConfigError if `nodes` have too few GPUs.
+    """
     num_gpus = int(sum(node["Resources"].get("GPU", 0) for node in nodes))
-    if 0 < num_gpus < num_ranks:
+    is_required = gpus_per_rank == 1
+    uses_gpus = is_required or (gpus_per_rank is None and num_gpus > 0)
+    if uses_gpus and num_gpus < num_ranks and not (is_required and may_grow):
         raise ConfigError(
-            f"{num_ranks} ranks need one GPU each, and Ray has {num_gpus} where ranks may run. "
-            f"Start at most {num_gpus} ranks, or use CPUs: ray.gpus_per_rank=0. If more nodes are "
-            "about to start: ray.gpus_per_rank=1"
+            f"{num_ranks} ranks or workers need a GPU each, and Ray has {num_gpus}. Start at most "
+            f"{num_gpus}, or use CPUs: ray.gpus_per_rank=0, or CUDA_VISIBLE_DEVICES= before the "
+            "command. If more nodes of a cluster are about to start: ray.gpus_per_rank=1"
         )
-    return 1 if num_gpus else 0
+    return "GPU" if uses_gpus else "CPU"
 
 
-def _memory_share(nodes: Sequence[Node], ranks_per_node: int) -> int:
-    """Bytes of memory that at most `ranks_per_node` ranks can reserve on any of the nodes."""
-    sizes = [size for node in nodes if (size := int(node["Resources"].get("memory", 0)))]
-    if not sizes:
-        raise ConfigError(
-            f"ray.ranks_per_node={ranks_per_node}: Ray has no node for ranks yet, so their share "
-            "of a node is unknown. Start the nodes first, or set it to null"
-        )
-    share = min(sizes) // ranks_per_node
-    if max(sizes) // share > ranks_per_node:
-        raise ConfigError(
-            f"ray.ranks_per_node={ranks_per_node}: the memory of the nodes differs too much "
-            f"({min(sizes) / 2**30:.1f} to {max(sizes) / 2**30:.1f} GiB as Ray counts it). Start "
-            "all nodes with the same ray start --memory BYTES, or choose similar ones by "
-            "ray.node_labels"
-        )
-    return share
-
-
-def num_threads(*, ranks_on_node: int, cpus_per_rank: int | None, ray_cpus: float) -> int:
+def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
     """Threads of a rank on this node. `ray_cpus` is what the node offers to Ray; 0: unknown."""
-    if cpus_per_rank is not None:
-        return cpus_per_rank
     # Ray knows the limit of a container and what the administrator has set, this machine only all.
     num_cpus = os.cpu_count() or 1
     usable = min(num_cpus, int(ray_cpus)) if ray_cpus else num_cpus
@@ -159,8 +57,6 @@ def num_threads(*, ranks_on_node: int, cpus_per_rank: int | None, ray_cpus: floa
 POLL_SECONDS = 2.0
 SUSPENDED_SECONDS = 10.0
 """A caller that has not asked for this long was suspended (Ctrl-Z, or the whole machine)."""
-LONG_START_SECONDS = 60.0
-"""Ranks that had room and have not started after this time may have lost it to other work."""
 _JOIN_SECONDS = 5.0
 
 
@@ -187,19 +83,13 @@ class ClusterMonitor:
     and stays free to handle signals.
     """
 
-    def __init__(self, *, use_gpu: bool, placement: Placement | None = None) -> None:
-        """`placement` of ranks; None: each takes one GPU or CPU of any node."""
+    def __init__(self, resource: Resource) -> None:
+        """`resource`: what each rank or worker reserves one of."""
         import ray
 
-        self.resource = "GPU" if use_gpu else "CPU"
-        self.placement = placement or Placement(use_gpu, {self.resource: 1}, {})
+        self.resource = resource
         self.state: ClusterState | None = None
-        self._most_free_slots = 0
-        """Most ranks for which there was room at any time."""
-        context = ray.get_runtime_context()
-        self.head = str(context.gcs_address)
-        self.own_node_id = str(context.get_node_id())
-        """The node of the launcher."""
+        self.head = str(ray.get_runtime_context().gcs_address)
         self._last_response = self._last_question = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="cluster-monitor", daemon=True)
@@ -223,32 +113,20 @@ class ClusterMonitor:
         self._last_question = now
         return now - self._last_response
 
-    def describe_wait(self, num_ranks: int, *, waited_seconds: float = 0.0) -> str:
+    def describe_wait(self, num_ranks: int) -> str:
         """What the ranks are waiting for before they start. `num_ranks`: the fewest that may."""
         if self.silent_seconds > 3 * POLL_SECONDS:
             return f"the head of the Ray cluster at {self.head}, which does not respond"
         if self.state is None:
             return "Ray's list of nodes"
         need = f"{num_ranks} ranks need a {self.resource} each"
-        if restrictions := self.placement.restrictions:
-            need += f" (with {restrictions})"
         total, free, num_nodes = self.state.total, self.state.free, len(self.state.node_ids)
         if total < num_ranks:
             return (
                 f"resources: {need}, the cluster has {total:g} on {num_nodes} live nodes. Add a "
                 "node, or start again with fewer --ranks"
             )
-        # If there was room, the ranks themselves have taken it: they import their libraries.
-        if self._most_free_slots >= num_ranks and waited_seconds < LONG_START_SECONDS:
-            return "the ranks to start"
-        return (
-            f"the ranks to start. Other work may have taken the resources: {need}, and {free:g} of "
-            f"the {total:g} of the cluster are free"
-        )
-
-    def _see(self, state: ClusterState) -> None:
-        self.state = state
-        self._most_free_slots = max(self._most_free_slots, state.num_free_slots)
+        return f"the ranks to start: {need}, and {free:g} of {total:g} are free"
 
     def _poll(self) -> None:
         import ray
@@ -258,28 +136,22 @@ class ClusterMonitor:
                 self._last_response = time.monotonic()
                 # If the head died after it responded, the state stays.
                 with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                    self._see(_read_state(self.resource, self.placement))
+                    self.state = _read_state(self.resource)
             if self._stop.wait(POLL_SECONDS):
                 return
 
 
-def _read_state(resource: str, placement: Placement) -> ClusterState:
-    import ray
-
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    free_by_node = _free_by_node()
-    deadlines = _draining_nodes()
+def _read_state(resource: Resource) -> ClusterState:
+    nodes, free_by_node, deadlines = live_nodes(), _free_by_node(), _draining_nodes()
     # A node that is listed, but has no free resources yet, has just joined.
-    free = [free_by_node.get(node["NodeID"], {}) for node in nodes]
+    free = {
+        node["NodeID"]: free_by_node.get(node["NodeID"], {}).get(resource, 0.0) for node in nodes
+    }
     return ClusterState(
-        node_ids=frozenset(node["NodeID"] for node in nodes),
+        node_ids=frozenset(free),
         total=sum(node["Resources"].get(resource, 0.0) for node in nodes),
-        free=sum(resources.get(resource, 0.0) for resources in free),
-        num_free_slots=sum(
-            placement.num_slots(node, resources)
-            for node, resources in zip(nodes, free, strict=True)
-            if node["NodeID"] not in deadlines
-        ),
+        free=sum(free.values()),
+        num_free_slots=sum(int(free[node_id]) for node_id in free.keys() - deadlines.keys()),
         deadlines=deadlines,
     )
 

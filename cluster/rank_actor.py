@@ -106,11 +106,7 @@ class RankActor:
         job = TrainJob.from_json(self._settings["job"])
         files, world = LaunchFiles(job.run_path, job.launch_id), World.from_environment()
         torch.set_num_threads(
-            num_threads(
-                ranks_on_node=self._num_peers,
-                cpus_per_rank=job.config.ray.cpus_per_rank,
-                ray_cpus=self._own.node_cpus,
-            )
+            num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
         )
 
         def end_before_first_step(number: int) -> None:

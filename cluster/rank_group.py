@@ -11,10 +11,11 @@ docs/decisions/0053-one-supervisor-for-all-launchers.md.
 """
 
 import logging
+import math
 import os
 import queue
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,13 @@ from cluster.connection import (
     ray_log,
     responds,
 )
-from cluster.nodes import ClusterMonitor, ClusterState, Placement, place_ranks
+from cluster.nodes import (
+    ClusterMonitor,
+    ClusterState,
+    Resource,
+    choose_resource,
+    live_nodes,
+)
 from cluster.rank_actor import RankActor, RankLocation, order_ranks
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
@@ -72,8 +79,7 @@ class RayRankGroup:
         """When the ranks began to be waited for."""
         self._is_up = False
         # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
-        num_cpus = ranks.maximum * (job.config.ray.cpus_per_rank or 1)
-        num_cpus += job.config.evaluation.on == "workers"  # its actor
+        num_cpus = ranks.maximum + (job.config.evaluation.on == "workers")  # its actor
         self._thread = ConnectionThread(
             address, num_cpus=max(num_cpus, os.cpu_count() or 1), work=self._serve
         )
@@ -140,20 +146,16 @@ class RayRankGroup:
         lost = self._nodes - state.node_ids
         self._nodes -= lost
         events: list[Event] = [Room(state.num_free_slots), *map(NodeLost, sorted(lost))]
-        if monitor.own_node_id in state.deadlines:
-            seconds = state.deadlines[monitor.own_node_id]
-            events.append(Preempted(_describe_draining("of the launcher", seconds), True))
         for location in self._locations:
             if location.node_id in state.deadlines:
                 seconds = state.deadlines[location.node_id]
-                events.append(Preempted(_describe_draining(location.address, seconds), False))
+                events.append(Preempted(_describe_draining(location.address, seconds)))
                 break
         return events
 
     def _describe_wait(self, monitor: ClusterMonitor | None) -> str:
         if monitor is not None:
-            waited_seconds = time.monotonic() - self._waiting_since
-            return monitor.describe_wait(self._ranks.minimum, waited_seconds=waited_seconds)
+            return monitor.describe_wait(self._ranks.minimum)
         return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
 
     def _error(self, error: Exception) -> TxlError:
@@ -179,12 +181,15 @@ class RayRankGroup:
 
     def _serve(self) -> None:
         """Run one start after another until the launch ends."""
-        placement = place_ranks(
-            self._config.ray, self._ranks.minimum, is_private=self._address is None
+        resource = choose_resource(
+            self._config.ray.gpus_per_rank,
+            live_nodes(),
+            self._ranks.minimum,
+            may_grow=self._address is not None,
         )
         with (
             ray_log(self._directory.logs / "ray.log"),
-            ClusterMonitor(use_gpu=placement.use_gpu, placement=placement) as self._monitor,
+            ClusterMonitor(resource) as self._monitor,
         ):
             seconds = time.monotonic() - self._waiting_since
             self._events.put(Line(f"Ray is up after {seconds:.0f} s"))
@@ -193,29 +198,24 @@ class RayRankGroup:
                     job, num_ranks = self._starts.get(timeout=POLL_SECONDS)
                 except queue.Empty:
                     continue
-                self._run(job, num_ranks, placement)
+                self._run(job, num_ranks, resource)
 
-    def _run(self, job: TrainJob, num_ranks: int, placement: Placement) -> None:
+    def _run(self, job: TrainJob, num_ranks: int, resource: Resource) -> None:
         """One start: reserve, start the actors, and report how each of them ends."""
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        labels = {"bundle_label_selector": [dict(placement.labels)] * num_ranks}
-        group = placement_group(
-            [dict(placement.resources)] * num_ranks,
-            strategy="PACK",
-            **labels if placement.labels else {},
-        )
+        group = placement_group([{resource: 1}] * num_ranks, strategy="PACK")
         try:
-            limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else float("inf")
-            if not self._is_reserved(group, limit_seconds):
+            limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else math.inf
+            if not self._wait(lambda: group.wait(1.0), limit_seconds):
                 reason = "Ray gave up this start, because the resources are not free"
                 self._events.put(NotStarted(reason))
                 return
-            actors = _start_actors(group, num_ranks, placement)
+            actors = _start_actors(group, num_ranks, resource)
             try:
                 calls = [actor.locate.remote() for actor in actors]
-                if not self._have_returned(calls):
+                if not self._wait(lambda: not ray.wait(calls, num_returns=num_ranks, timeout=1)[1]):
                     return
                 located = list(zip(ray.get(calls), actors, strict=True))
             except ray.exceptions.RayError as error:
@@ -223,19 +223,19 @@ class RayRankGroup:
                     self._events.put(RankEnded(rank, None, reason=_first_line(error)))
                 return
             ranks = order_ranks(located, own_node_id=ray.get_runtime_context().get_node_id())
-            self._watch(self._call_ranks(job, ranks, placement), [actor for _, actor in ranks])
+            self._watch(self._call_ranks(job, ranks, resource), [actor for _, actor in ranks])
         finally:
             remove_placement_group(group)
 
     def _call_ranks(
-        self, job: TrainJob, ranks: list[tuple[RankLocation, Any]], placement: Placement
+        self, job: TrainJob, ranks: list[tuple[RankLocation, Any]], resource: Resource
     ) -> dict[Any, int]:
         """Begin the work of all ranks; returns the call of each rank."""
         locations = [location for location, _ in ranks]
         settings = {
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
-            "use_gpu": placement.use_gpu,
+            "use_gpu": resource == "GPU",
         }
         prepared = [
             actor.prepare.remote(settings, rank, locations) for rank, (_, actor) in enumerate(ranks)
@@ -275,41 +275,27 @@ class RayRankGroup:
             return RankEnded(rank, None, reason=_first_line(death))
         return RankEnded(rank, error.exit_code if error else 0, error)
 
-    def _is_reserved(self, group: Any, limit_seconds: float) -> bool:
-        """Wait for the resources of a start; false after the limit, or if the launch ends."""
+    def _wait(self, is_done: Callable[[], bool], limit_seconds: float = math.inf) -> bool:
+        """Wait until `is_done`, which waits a second; false after the limit, or if the launch ends
+        before.
+        """
         deadline = time.monotonic() + limit_seconds
         while not self._thread.leave.is_set() and time.monotonic() < deadline:
-            if group.wait(1.0):
-                return True
-        return False
-
-    def _have_returned(self, calls: list[Any]) -> bool:
-        """Wait for calls; false if the launch ends before."""
-        import ray
-
-        while not self._thread.leave.is_set():
-            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=POLL_SECONDS)
-            if len(ready) == len(calls):
+            if is_done():
                 return True
         return False
 
 
-def _start_actors(group: Any, num_ranks: int, placement: Placement) -> list[Any]:
+def _start_actors(group: Any, num_ranks: int, resource: Resource) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    resources = dict(placement.resources)
-    options = {
-        "num_cpus": resources.pop("CPU", 0),
-        "num_gpus": resources.pop("GPU", 0),
-        "memory": resources.pop("memory", None),
-        "resources": resources,
-        "max_restarts": 0,
-    }
     remote = ray.remote(RankActor)
     return [
         remote.options(
-            **options,
+            num_cpus=int(resource == "CPU"),
+            num_gpus=int(resource == "GPU"),
+            max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=bundle
             ),

@@ -2,16 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-import cluster.launcher
-from cluster.launcher import MAX_NODE_LOSSES, RayWorkers
-from cluster.nodes import ClusterState
+from cluster.launcher import RayWorkers
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.system.workers import WorkerDiedError
 from tests.support.commands import txl
 from tests.support.failing_units import die, die_at_first, refuse
 from txl_dist.evaluation.distributed import evaluate, evaluate_on_workers, plan_job
@@ -45,35 +41,6 @@ def test_workers_on_ray_keep_the_contract_of_workers(tmp_path: Path) -> None:
             list(workers.map(die, units))
         with pytest.raises(DataError, match=r"^[a-e] is bad$"):
             list(workers.map(refuse, units))
-
-
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> RayWorkers:
-    """Workers of a cluster in which node `alive` is left."""
-    monkeypatch.setattr(cluster.launcher, "NODE_LOSS_SECONDS", 0.0)
-    workers = RayWorkers(2, address="127.0.0.1:1")
-    state = ClusterState(node_ids=frozenset({"alive"}), total=2, free=0)
-    workers._monitor = SimpleNamespace(state=state)  # type: ignore[assignment]
-    return workers
-
-
-def die_on(workers: RayWorkers, node: str) -> None:
-    workers._add_death(node, 7, "unit 7")
-    assert workers._queue.popleft() == (7, "unit 7")
-
-
-def test_a_death_with_a_lost_node_does_not_count(workers: RayWorkers) -> None:
-    for node in ("alive", "lost", "lost too"):
-        die_on(workers, node)
-    with pytest.raises(WorkerDiedError, match="unit 7"):
-        die_on(workers, "alive")
-
-
-def test_a_unit_that_loses_many_nodes_is_given_up(workers: RayWorkers) -> None:
-    for number in range(MAX_NODE_LOSSES):
-        die_on(workers, f"lost {number}")
-    with pytest.raises(WorkerDiedError, match="unit 7"):
-        die_on(workers, "lost 10")
 
 
 @pytest.mark.fault_row(49)

@@ -186,12 +186,12 @@ def doctor(
         typer.Option(
             metavar="CHECK",
             help="A check to leave out: versions, devices, storage, "
-            "dataset, tracking, exposure, clock or network; can be repeated.",
+            "dataset, tracking, exposure or network; can be repeated.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check versions, devices, storage, dataset, tracking, exposure, clocks and network.
+    """Check versions, devices, storage, dataset, tracking, exposure and network.
 
     Exit code 1 if a problem was found. Nothing is changed.
 

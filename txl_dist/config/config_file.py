@@ -1,8 +1,9 @@
 """Run configs as files: read, changed by overrides, checked, and written.
 
 `load_run_config` reads one YAML file, applies `a.b.c=value` overrides and validates the result as a
-`RunConfig`. It reports all problems together, each with its line or override: first those of single
-settings, and when there are none, those between settings. `yaml_file.py` has the rules of YAML.
+`RunConfig`. It reports all wrong settings together, each with its line or override: first those of
+single settings, and when there are none, those between settings. The rules of YAML are in
+`yaml_file.py`.
 """
 
 import dataclasses
@@ -21,7 +22,6 @@ from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.yaml_file import (
     KeyPath,
-    YamlDocument,
     YamlTextError,
     dotted,
     dump_yaml,
@@ -43,13 +43,9 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     Raises ConfigError, which lists every problem with its line or override.
     """
     source = _Source(Path(path))
-    source.read_file()
     for override in overrides:
         source.override(override)
-    config = source.validated()
-    if config is None or source.problems:
-        raise source.error()
-    return config
+    return source.validated()
 
 
 def dump_run_config(config: RunConfig) -> str:
@@ -85,99 +81,75 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
 
 
 class _Source:
-    """A config that is being read: its raw value, the origin of each part, and the problems."""
+    """A config that is being read: its raw value, and the origin of each part.
+
+    Raises ConfigError if the file or an override cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.value: dict[str, Any] = {}
-        self.problems: list[str] = []
-        """`origin: message` of each problem."""
-        self._origins: dict[KeyPath, str] = {}
-
-    def error(self) -> ConfigError:
-        """One error that lists all problems."""
-        texts = list(dict.fromkeys(self.problems))
-        if len(texts) == 1:
-            return ConfigError(texts[0])
-        return ConfigError("\n  ".join([f"{self.path}: {len(texts)} problems", *texts]))
-
-    def read_file(self) -> None:
-        """Load the mapping of the file. Raises ConfigError if it is not a mapping."""
         try:
-            document = read_yaml(read_text(self.path))
+            document = read_yaml(read_text(path))
         except YamlTextError as error:
-            raise ConfigError(
-                f"{self.path}{error.place}: not valid YAML: {error}. Quote text that contains "
-                "': ', '#' or brackets, and indent with spaces."
-            ) from None
-        self.problems += [f"{self.path}:{line}: {text}" for line, text in document.problems]
+            raise ConfigError(f"{path}{error.place}: {error}") from None
         if not isinstance(document.value, dict):
             kind = "nothing" if document.value is None else _kind_of(document.value)
             raise ConfigError(
-                f"{self.path}: a config is a mapping of sections (data, model, training, ...), "
+                f"{path}: a config is a mapping of sections (data, model, training, ...), "
                 f"found {kind}. See configs/quickstart.yaml for an example."
             )
-        self.value = document.value
-        self._origins = {key: f"{self.path}:{line}" for key, line in document.lines.items() if key}
+        self.value: dict[str, Any] = document.value
+        self._origins = {key: f"{path}:{line}" for key, line in document.lines.items() if key}
 
     def override(self, text: str) -> None:
         """Apply one `a.b.c=value`."""
         name, equals, value_text = text.partition("=")
         parts = tuple(name.strip().split("."))
         origin = f"override {name if equals else redact(text)}"
-        try:
-            if not equals or not all(parts):
-                raise YamlTextError("write it as section.key=value, e.g. optimizer.lr=1e-3")
-            document = _read_override(name, value_text)
-            section = self._section(parts[:-1])
-        except YamlTextError as problem:
-            self.problems.append(f"{origin}: {problem}")
-            return
-        self.problems += [f"{origin}: {message}" for _, message in document.problems]
-        section[parts[-1]] = document.value
-        # The new value replaces everything below it.
-        below = [path for path in self._origins if path[: len(parts)] == parts]
-        for path in below:
-            del self._origins[path]
-        self._origins[parts] = origin
-
-    def _section(self, parts: tuple[str, ...]) -> dict[str, Any]:
-        """The section at `parts`, created if it is absent or null."""
+        if not equals or not all(parts):
+            raise ConfigError(f"{origin}: write it as section.key=value, e.g. optimizer.lr=1e-3")
         section = self.value
-        for depth, part in enumerate(parts, start=1):
+        for depth, part in enumerate(parts[:-1], start=1):
             if section.get(part) is None:
                 section[part] = {}
             section = section[part]
             if not isinstance(section, dict):
-                raise YamlTextError(
-                    f"{dotted(parts[:depth])} is {_kind_of(section)}, not a section"
-                )
-        return section
+                found = f"{dotted(parts[:depth])} is {_kind_of(section)}"
+                raise ConfigError(f"{origin}: {found}, not a section")
+        try:
+            section[parts[-1]] = read_yaml(value_text).value
+        except YamlTextError as error:
+            raise ConfigError(f"{origin}: {error}") from None
+        # The new value replaces everything below it.
+        self._origins = {
+            path: line for path, line in self._origins.items() if path[: len(parts)] != parts
+        }
+        self._origins[parts] = origin
 
-    def validated(self) -> RunConfig | None:
-        """The config, or None if it is invalid; then `problems` has all reasons."""
+    def validated(self) -> RunConfig:
+        """The config. Raises ConfigError, which lists every problem with its origin."""
         try:
             # As JSON, because only there strict mode accepts mappings for dataclasses and
             # lists for tuples.
             value = _with_recipe(self.value)
             return RunConfig.model_validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
+            problems: dict[str, None] = {}
             for details in error.errors(include_url=False):
                 path = tuple(details["loc"])
                 for text in _explain(dict(details), path):
-                    origins = map(self._origin, self._settings_of(path, text))
-                    self.problems.append(f"{', '.join(dict.fromkeys(origins))}: {text}")
-            return None
+                    origins = dict.fromkeys(map(self._origin, self._settings_of(path, text)))
+                    problems[f"{', '.join(origins)}: {text}"] = None
+        if len(problems) > 1:
+            problems = {f"{self.path}: {len(problems)} problems": None, **problems}
+        raise ConfigError("\n  ".join(problems))
 
     def _settings_of(self, path: KeyPath, text: str) -> list[KeyPath]:
         """The settings that an error at `path` concerns: if it is a section, those in the text."""
-        for pattern in (r"[a-z][\w.]*(?==)", r"[a-z][\w.]*\w"):  # Prefer `lr=1` to just `lr`.
-            words = [tuple(word.split(".")) for word in re.findall(pattern, text)]
-            # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
-            named = [name for word in words for name in ((*path, *word), word) if len(name) > 1]
-            if settings := [name for name in named if _has(self.value, name)]:
-                return settings
-        return [path]
+        words = [tuple(word.split(".")) for word in re.findall(r"[a-z][\w.]*(?==)", text)]
+        # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
+        named = [name for word in words for name in ((*path, *word), word) if len(name) > 1]
+        return [name for name in named if name in self._origins] or [path]
 
     def _origin(self, path: KeyPath) -> str:
         """The override or the line that set `path`, or the nearest section above it."""
@@ -196,22 +168,6 @@ def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _read_override(name: str, text: str) -> YamlDocument:
-    try:
-        return read_yaml(text)
-    except YamlTextError as error:
-        quote = f"quote text that contains ': ', '#' or brackets: {name}='\"...\"'"
-        raise YamlTextError(f"not valid YAML: {error}; {quote}") from None
-
-
-def _has(value: Any, path: KeyPath) -> bool:
-    for part in path:
-        if not isinstance(value, dict) or part not in value:
-            return False
-        value = value[part]
-    return True
-
-
 # --- messages made from the errors of pydantic ----------------------------------------------------
 
 
@@ -227,34 +183,19 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
         yield f"unknown key {name}; {_nearest_key(path)}"
     elif path[-1:] == ("[key]",):  # of a mapping with given keys
-        hint = _hint(error) or f"; valid here: {error['ctx']['expected']}"
-        yield f"unknown key {dotted(path[:-1])}{hint}"
+        yield f"unknown key {dotted(path[:-1])}; {_rule(error)}"
     elif kind == "missing":
         yield f"{name} is missing; give it a value (see configs/quickstart.yaml)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):
         yield f"{name} is a section; write its keys below it, found {_show(name, value)}"
     else:
-        # pydantic's text, such as "Input should be greater than 0", fitted into our sentence.
-        rule = str(error["msg"])[:1].lower() + str(error["msg"])[1:]
-        yield f"{name} is {_show(name, value)}; {rule.replace('input', 'it', 1)}{_hint(error)}"
+        yield f"{name} is {_show(name, value)}; {_rule(error)}"
 
 
-def _hint(error: Mapping[str, Any]) -> str:
-    kind, value = error["type"], error["input"]
-    if kind == "bool_type":
-        return "; write true or false"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    if kind in ("int_type", "float_type") and isinstance(value, str):
-        return "; write the number without quotes or units"
-    if kind == "string_type" and isinstance(value, (int, float)):
-        return f"; quote it: '{value}'"
-    if kind == "literal_error" and isinstance(value, str):
-        # pydantic lists the choices as text: "'a', 'b' or 'c'".
-        choices = error["ctx"]["expected"].replace(" or ", ", ").split(",")
-        nearest = difflib.get_close_matches(value, [word.strip("', ") for word in choices], n=1)
-        return f"; did you mean {nearest[0]}?" if nearest else ""
-    return ""
+def _rule(error: Mapping[str, Any]) -> str:
+    """pydantic's text, such as "Input should be greater than 0", fitted into our sentence."""
+    text = str(error["msg"])
+    return (text[:1].lower() + text[1:]).replace("input", "it", 1)
 
 
 def _nearest_key(path: KeyPath) -> str:

@@ -1,11 +1,17 @@
 """Section, the base of all sections, and the section `data`: corpora, and how lanes read them."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+)
 
 from data_pipeline.system.sources import is_url, shown
 from data_pipeline.system.strict import StrictModel
@@ -27,6 +33,8 @@ PathText = Annotated[
 class Section(StrictModel):
     """Frozen; no unknown keys, no conversion between types except from int to float."""
 
+    model_config = ConfigDict(regex_engine="python-re")  # for patterns with look-ahead
+
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         # Logs and tracebacks show the repr of a config, which may hold a server's password.
         return [(name, redact_field(name or "", value)) for name, value in super().__repr_args__()]
@@ -41,14 +49,8 @@ class CorpusConfig(Section):
     """The corpus provides weight / (sum of all weights) of the tokens read."""
 
 
-def _require_corpus_name(name: str) -> str:
-    # No dots: `data.mixture.NAME.weight=2` must be a valid override.
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
-        raise ValueError(f"{name!r} cannot name a corpus; use letters, digits, - and _")
-    return name
-
-
-CorpusName = Annotated[str, AfterValidator(_require_corpus_name)]
+CorpusName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")]
+"""Without dots: `data.mixture.NAME.weight=2` must be a valid override."""
 
 
 class DataConfig(Section):

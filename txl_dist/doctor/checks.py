@@ -39,9 +39,9 @@ from txl_dist.runtime.process import source_digest
 
 CHECKS = (
     "versions", "devices", "storage", "dataset", "tracking", "exposure",
-    "clock", "network",
+    "network",
 )  # fmt: skip
-"""Names of all checks; the last two compare the nodes of a cluster."""
+"""Names of all checks; the last one compares the nodes of a cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

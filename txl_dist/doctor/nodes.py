@@ -1,7 +1,7 @@
 """Differences between the nodes of a cluster, and the links between them.
 
-Values that must be equal, clocks, files that must be shared; connections between all nodes on any
-port; and the speed of an all-reduce over all nodes. The functions run in a process of each node.
+Values that must be equal, files that must be shared, connections between all nodes on any port,
+and the speed of an all-reduce over all nodes. The functions run in a process of each node.
 
 gloo and NCCL connect all ranks through ports that the kernel chooses. A firewall that lets only
 Ray's own ports through makes the ranks wait for each other until a time limit, without a name.
@@ -16,7 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,6 @@ _POLL_SECONDS = 0.2
 NETWORK_SECONDS = 60.0
 """Time limit for the rendezvous of the nodes, and for one collective."""
 CONNECT_SECONDS = 3.0
-MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
 MEASURE_SECONDS = 0.2
 """Messages double in size until one takes this long, so fast and slow links both get a result in
 about a second."""
@@ -163,40 +162,6 @@ def compare_probes(
             "sure that no directory is used by two runs",
         )
     return [replace(together, node=ALL_NODES)]
-
-
-# --- clocks ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ClockReading:
-    """The clock of a node minus that of the machine of the command."""
-
-    difference_seconds: float
-    uncertainty_seconds: float
-    """Half of the shortest round trip."""
-
-
-def compare_clocks(readings: Mapping[str, ClockReading]) -> list[Finding]:
-    """A problem for every clock that differs from the median clock."""
-    in_order = sorted(readings.values(), key=lambda reading: reading.difference_seconds)
-    middle = in_order[(len(in_order) - 1) // 2]
-    findings, largest = [], 0.0
-    for node, reading in readings.items():
-        difference = reading.difference_seconds - middle.difference_seconds
-        largest = max(largest, abs(difference))
-        uncertainty = reading.uncertainty_seconds + middle.uncertainty_seconds
-        if abs(difference) - uncertainty > MAX_CLOCK_DIFFERENCE_SECONDS:
-            direction = "ahead of" if difference > 0 else "behind"
-            wrong = problem(
-                f"the clock is {abs(difference):.1f} s {direction} the median of all nodes",
-                expected=f"at most {MAX_CLOCK_DIFFERENCE_SECONDS:g} s",
-                advice="start chrony or systemd-timesyncd on that node (timedatectl)",
-            )
-            findings.append(replace(wrong, node=node))
-    error = max(reading.uncertainty_seconds for reading in readings.values())
-    fine = ok(f"the clocks differ by at most {largest:.3f} s (+- {error:.3f} s)")
-    return findings or [replace(fine, node=ALL_NODES)]
 
 
 # --- connections, and the speed of the network ----------------------------------------------------

@@ -5,14 +5,13 @@ communicate by files of the run directory, which every node sees: a stop signal 
 launcher or one rank, and a rank that died cannot report anything.
 """
 
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_pipeline.system.files import try_lock, wait_for_lock, write_file
+from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.launch.launcher import OnLine
@@ -32,39 +31,24 @@ class LaunchFiles:
         self._base = run.resolve() / f".launch-{launch_id}"
         self.stop = self._base.with_suffix(".stop")
         """Created by the launcher, or a rank that received a signal: the ranks save and stop."""
-        self._launcher = self._base.with_suffix(".launcher")
-        """Locked by the launcher as long as it runs."""
         self.saved = self._base.with_suffix(".saved")
         """Created by rank 0 when this launch has saved its first checkpoint."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For the launcher: remove the files of dead launches now, and its own at the end."""
-        descriptor = os.open(self._launcher, os.O_WRONLY | os.O_CREAT, 0o644)
+        """For the launcher: remove the files of dead launches now, and its own at the end.
+
+        Call it when no other run uses the directory: then every other launch is dead.
+        """
+        self._remove(".launch-*")
         try:
-            wait_for_lock(descriptor, timeout_seconds=1)  # another launcher may be testing it
-            self._remove_of_dead_launches()
             yield
         finally:
-            self._remove("*")
-            os.close(descriptor)
-
-    def _remove_of_dead_launches(self) -> None:
-        """Another launch may run, even if its ranks do not have the lock of the directory yet."""
-        for path in self._base.parent.glob(".launch-*.launcher"):
-            try:
-                descriptor = os.open(path, os.O_WRONLY)
-            except FileNotFoundError:  # that launch has just ended
-                continue
-            try:
-                if try_lock(descriptor, if_unsupported=False):
-                    LaunchFiles(path.parent, path.stem.removeprefix(".launch-"))._remove("*")
-            finally:
-                os.close(descriptor)
+            self._remove(f"{self._base.name}.*")
 
     def _remove(self, pattern: str) -> None:
         # ..launch-*: temporary files of killed ranks (system/files.py).
-        for name in (f"{self._base.name}.{pattern}", f".{self._base.name}.{pattern}.tmp"):
+        for name in (pattern, f".{pattern}.tmp"):
             for path in self._base.parent.glob(name):
                 path.unlink(missing_ok=True)
 
@@ -79,8 +63,8 @@ class LaunchFiles:
 
     def reset(self) -> None:
         """Remove stop request and errors of ranks that have ended; others will start."""
-        self._remove("stop")
-        self._remove("error-*")
+        self._remove(f"{self._base.name}.stop")
+        self._remove(f"{self._base.name}.error-*")
 
     def write_error(self, rank: int, error: TxlError) -> None:
         """Called by a rank that has no pipe to the launcher, right before its process ends."""
@@ -112,8 +96,6 @@ class LaunchOutput:
         self._began = self._last_print = time.monotonic()
         self.has_stepped = False
         """Whether the running ranks have printed a step."""
-        self._has_records = False
-        """Whether rank 0 has written anything to its log."""
         self._is_training = False
         """Whether the first step of the running ranks has begun."""
         self._last_step = 0
@@ -130,7 +112,7 @@ class LaunchOutput:
     def begin_ranks(self) -> None:
         """The ranks start, for the first time or again."""
         self._began = time.monotonic()
-        self.has_stepped = self._has_records = self._is_training = False
+        self.has_stepped = self._is_training = False
 
     def print_wait(self, *, are_up: bool) -> None:
         """Print what the ranks do before their first step line."""
@@ -140,10 +122,10 @@ class LaunchOutput:
         elif self._is_training:
             self.print(f"training for {seconds} until the first step line")
         else:
-            work = (
-                "loading data and model" if self._has_records else "importing torch and DeepSpeed"
+            self.print(
+                f"still starting ({seconds}): the ranks import torch and DeepSpeed, then they load "
+                "data and model"
             )
-            self.print(f"still starting ({seconds}): the ranks are {work}")
 
     def print(self, line: str) -> None:
         with self._lock:  # the log of rank 0 is followed in another thread
@@ -157,7 +139,6 @@ class LaunchOutput:
         """A line of rank 0's log."""
         if (step := step_of(line)) is not None:
             self.has_stepped, self._last_step = True, step
-        self._has_records = True
         self._is_training |= line.endswith(f" {FIRST_BATCH}")
         self.print(line)
 

@@ -9,6 +9,7 @@ used. To add one: docs/how_to/add_a_launcher.md.
 """
 
 import re
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -99,6 +100,21 @@ class RankEnded:
     """The error that the rank raised."""
     reason: str = ""
     """Any other error, in one line."""
+    hung: bool = False
+    """Set by the supervisor, which has killed a rank that did not end after a failure or a stop."""
+    place: str = ""
+    """Set by the supervisor: that of `RanksUp.places`."""
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether something else than the launcher killed it."""
+        return not self.hung and (self.code is None or self.code < 0)
+
+    @property
+    def death(self) -> str:
+        """`rank 1 (node a, pid 5) died`."""
+        how = f"was killed by {signal.Signals(-self.code).name}" if self.code else "died"
+        return f"rank {self.rank}{self.place} {how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +140,10 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A node will be taken back: `node 10.0.0.2 is preempted in 58 s`."""
+    """A node of ranks will be taken back; they can go on elsewhere."""
 
     reason: str
-    is_launcher: bool
-    """It is the node of the launcher; else ranks run on it, which can go on elsewhere."""
+    """`node 10.0.0.2 is preempted in 58 s`."""
 
 
 Event = Line | Waiting | RanksUp | RankEnded | NodeLost | NotStarted | Room | Preempted

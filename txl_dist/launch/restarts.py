@@ -1,12 +1,12 @@
 """Restarts: why the ranks of a start ended, whether others start, and how many.
 
-    RankEnd ... -> failure_of -> RunFailure -> RestartBudget -> restart, or raise
+    RankEnded ... -> failure_of -> RunFailure -> RestartBudget -> restart, or raise
     Room ... -> ElasticPlan -> number of ranks
 
 Decisions only; `supervise.py` acts on them, for every launcher.
 """
 
-import signal
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +16,20 @@ from data_pipeline.errors import printable
 from data_pipeline.system.signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
-from txl_dist.launch.launcher import RankRange
+from txl_dist.launch.launcher import RankEnded, RankRange
 from txl_dist.training.run_directory import RunDirectory
 
 LAST_BYTES = 8192
 """Bytes at the end of a log that are searched for the error that ended its process."""
-_TRACEBACK = "Traceback (most recent call last):"
+_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
+"""How the last line of a traceback begins; other lines may follow."""
 MAX_CHARS = 300
 """Longest excerpt of that error."""
 MAX_DELAY_SECONDS = 60.0
 """Longest wait between a failure and the restart."""
 MAX_NODE_LOSSES = 10
-"""Nodes that may be lost between two checkpoints. More are no coincidence: the run may end them."""
+"""Lost nodes between two checkpoints that do not count as failures. More are no coincidence: the
+run may end them."""
 SETTLE_SECONDS = 8.0
 """After ranks have ended: a cluster frees their resources, and notices which nodes are dead."""
 STABLE_SECONDS = 10.0
@@ -35,31 +37,6 @@ STABLE_SECONDS = 10.0
 
 
 # --- why ranks ended ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RankEnd:
-    """How one rank ended."""
-
-    rank: int
-    code: int | None
-    """Exit code, minus the number of the signal that killed the process, or None: killed."""
-    error: TxlError | None = None
-    hung: bool = False
-    """The launcher killed it, because it did not end after a failure or a stop request."""
-    reason: str = ""
-    place: str = ""
-
-    @property
-    def is_killed(self) -> bool:
-        """Whether something else than the launcher killed it."""
-        return not self.hung and (self.code is None or self.code < 0)
-
-    @property
-    def death(self) -> str:
-        """`rank 1 (node a, pid 5) died`."""
-        how = f"was killed by {signal.Signals(-self.code).name}" if self.code else "died"
-        return f"rank {self.rank}{self.place} {how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +52,7 @@ class RunFailure:
 
 
 def failure_of(
-    ends: Sequence[RankEnd],
+    ends: Sequence[RankEnded],
     *,
     stop_requested: bool,
     has_saved: bool,
@@ -111,7 +88,7 @@ def failure_of(
         reason = f" ({end.reason})" if end.reason else _reason_in(directory.log(end.rank))
         event = f"rank {end.rank}{end.place} ended with code {end.code}{reason}"
     elif hung:
-        event = f"{_ranks(hung)} hung and {_was(hung)} killed"
+        event = _killed(hung, "hung and ")
     else:
         event = f"rank {failed[0].rank} ended with code {failed[0].code}"
     consequence = next((str(end.error) for end in failed if end.error is not None), advice)
@@ -119,7 +96,7 @@ def failure_of(
 
 
 def _stop_of(
-    failed: Sequence[RankEnd], *, stop_requested: bool, directory: RunDirectory
+    failed: Sequence[RankEnded], *, stop_requested: bool, directory: RunDirectory
 ) -> PreemptedError | None:
     """The PreemptedError of a run that a stop request ended; None if something else did."""
     for end in failed:
@@ -131,41 +108,31 @@ def _stop_of(
     if not stop_requested:
         return None
     if hung := [end.rank for end in failed if end.hung]:
-        return PreemptedError(
-            f"stopped on request; {_ranks(hung)} {_was(hung)} killed after not ending within "
-            f"training.grace_seconds. {advice}"
-        )
-    if killed := [end for end in failed if end.is_killed]:
-        return PreemptedError(
-            f"stopped on request, but {killed[0].death} before the ranks had saved. {advice}"
-        )
-    return None
+        how = f"; {_killed(hung)} after not ending within training.grace_seconds"
+    elif killed := [end for end in failed if end.is_killed]:
+        how = f", but {killed[0].death} before the ranks had saved"
+    else:
+        return None
+    return PreemptedError(f"stopped on request{how}. {advice}")
 
 
 def _reason_in(log: Path) -> str:
-    """The error in the last traceback of a log, such as `ImportError: ...`, or its last line."""
+    """The last error in a log, such as `ImportError: ...`, or else its last line."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LAST_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    text = "\n".join(lines).rpartition(" is up\n")[2]  # of the last start
-    if _TRACEBACK in text:  # the error follows the indented frames; its message may have more lines
-        frames = text.rpartition(_TRACEBACK)[2].splitlines()[1:]
-        reasons = [line for line in frames if not line.startswith(" ")]
-    else:
-        reasons = text.splitlines()[::-1]
-    reason = next((line.strip() for line in reasons if line.strip()), "")
-    return f" (its log: {printable(reason[:MAX_CHARS])})" if reason else ""
+    lines = text.rpartition(" is up\n")[2].split("\n")  # of the last start
+    lines = list(filter(_ERROR.match, lines)) or list(filter(str.strip, lines))
+    return f" (its log: {printable(lines[-1].strip()[:MAX_CHARS])})" if lines else ""
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)
-
-
-def _was(ranks: Sequence[int]) -> str:
-    return "was" if len(ranks) == 1 else "were"
+def _killed(ranks: Sequence[int], how: str = "") -> str:
+    """`rank 1 was killed`, `rank 1 and rank 2 hung and were killed`."""
+    names = " and ".join(f"rank {rank}" for rank in ranks)
+    return f"{names} {how}{'was' if len(ranks) == 1 else 'were'} killed"
 
 
 def is_stop_code(code: int | None) -> bool:
@@ -181,7 +148,7 @@ class RestartBudget:
 
     A run of weeks with one failure a day therefore never exhausts the budget; ranks that fail
     before they save do. Every reset needs a checkpoint of a later step than all before, so a loop
-    that falls back to older checkpoints ends too. Lost nodes are counted separately.
+    that falls back to older checkpoints ends too. A lost node does not count.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -196,14 +163,17 @@ class RestartBudget:
             self._newest_step, self.num_failures, self.num_lost_nodes = newest_step, 0, 0
         self.num_failures += 1
 
-    def move_to_lost_nodes(self) -> None:
-        """The last failure was that of a node."""
+    def forgive_lost_node(self) -> bool:
+        """The last failure was that of a node; returns whether it does not count."""
+        if self.num_lost_nodes == MAX_NODE_LOSSES:
+            return False
         self.num_failures -= 1
         self.num_lost_nodes += 1
+        return True
 
     @property
     def is_exhausted(self) -> bool:
-        return self.num_failures > self.max_restarts or self.num_lost_nodes > MAX_NODE_LOSSES
+        return self.num_failures > self.max_restarts
 
     @property
     def delay_seconds(self) -> float:
@@ -216,22 +186,13 @@ class RestartBudget:
 
     def exhausted_error(self, failure: RunFailure, directory: RunDirectory) -> TxlError:
         """The error after a failure that the budget does not allow."""
-        if self.num_lost_nodes > MAX_NODE_LOSSES:
-            text = (
-                f"{failure.event}, with its node; {self.num_lost_nodes} nodes were lost since the "
-                "last checkpoint, so the run may be what ends them (host memory: see dmesg there)"
-            )
-        elif self.max_restarts == 0:
+        if self.max_restarts == 0:
             return failure.error
-        else:
-            text = (
-                f"the ranks failed again after {self.max_restarts} "
-                f"restart{'' if self.max_restarts == 1 else 's'} without a new checkpoint "
-                "(--max-restarts, or ray.max_restarts with Ray); the last failure: "
-                f"{failure.event}"
-            )
+        restarts = f"{self.max_restarts} restart{'' if self.max_restarts == 1 else 's'}"
         return TxlError(
-            f"{text}. Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
+            f"the ranks failed again after {restarts} without a new checkpoint (--max-restarts, or "
+            f"ray.max_restarts with Ray); the last failure: {failure.event}. Logs of all ranks: "
+            f"{directory.logs}. {resume_advice(directory.path)}"
         )
 
 

@@ -17,6 +17,7 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 import math
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import resume_advice
@@ -39,7 +40,6 @@ from txl_dist.launch.launcher import (
 )
 from txl_dist.launch.restarts import (
     ElasticPlan,
-    RankEnd,
     RestartBudget,
     RunFailure,
     failure_of,
@@ -97,30 +97,26 @@ def supervise(
         stack.callback(wait_for_delivery, directory.path, job.config, signals, output.print)
         group = stack.enter_context(launcher.rank_group(job, ranks))
         budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
-        _Supervisor(job, directory, files, group, ranks, budget, signals, output, log).run()
+        interval_seconds = job.config.ray.growth_interval_seconds
+        plan = ElasticPlan(ranks, growth_interval_seconds=interval_seconds)
+        _Supervisor(job, directory, files, group, plan, budget, signals, output, log).run()
 
 
+@dataclass
 class _Supervisor:
-    def __init__(
-        self,
-        job: TrainJob,
-        directory: RunDirectory,
-        files: LaunchFiles,
-        group: RankGroup,
-        ranks: RankRange,
-        budget: RestartBudget,
-        signals: StopSignals,
-        output: LaunchOutput,
-        log: LogFollower,
-    ) -> None:
-        self._job, self._directory, self._files, self._group = job, directory, files, group
-        self._signals, self._output, self._log = signals, output, log
-        self._budget, self._config = budget, job.config.training
-        self._plan = ElasticPlan(
-            ranks, growth_interval_seconds=job.config.ray.growth_interval_seconds
-        )
+    job: TrainJob
+    directory: RunDirectory
+    files: LaunchFiles
+    group: RankGroup
+    plan: ElasticPlan
+    budget: RestartBudget
+    signals: StopSignals
+    output: LaunchOutput
+    log: LogFollower
+
+    def __post_init__(self) -> None:
         self._room: int | None = None
-        self._is_launcher_preempted = self._have_trained = False
+        self._have_trained = False
         self._lost_nodes: set[str] = set()
         self._suspect_nodes: frozenset[str] = frozenset()
         """Nodes of the ranks of the last counted failure, which may turn out to be lost."""
@@ -131,7 +127,7 @@ class _Supervisor:
         self._places: dict[int, str] | None = None
         """Of the ranks that are up; None until they are."""
         self._nodes: frozenset[str] = frozenset()
-        self._ends: dict[int, RankEnd] = {}
+        self._ends: dict[int, RankEnded] = {}
         self._killed: set[int] = set()
         """Ranks that were killed here, because they had not ended in time."""
         self._preempted = ""
@@ -154,17 +150,17 @@ class _Supervisor:
             if failure is None and not self._not_started:
                 return
             is_change, delay_seconds = False, 0.0
-            self._log.flush()  # what rank 0 says about the failure comes first
-            self._job = self._files.job_after_restart(self._job)
+            self.log.flush()  # what rank 0 says about the failure comes first
+            self.job = self.files.job_after_restart(self.job)
             if failure is None:
-                self._output.print(self._not_started)
-            elif self._change and not self._is_stop_requested and _is_planned(failure):
+                self.output.print(self._not_started)
+            elif self._change and not self.signals and _is_planned(failure):
                 is_change = True
             else:
                 self._count(failure)
-                delay_seconds = self._budget.delay_seconds
-            self._files.reset()
-            self._plan.end()
+                delay_seconds = self.budget.delay_seconds
+            self.files.reset()
+            self.plan.end()
 
     # --- starting ---------------------------------------------------------------------------------
 
@@ -173,45 +169,45 @@ class _Supervisor:
         stop.
         """
         if delay_seconds:
-            self._output.print(f"waiting {delay_seconds:.0f} s before the next start")
+            self.output.print(f"waiting {delay_seconds:.0f} s before the next start")
         start_at = time.monotonic() + delay_seconds
         while True:
-            if time.monotonic() >= start_at and (number := self._plan.choose(self._room)):
+            if time.monotonic() >= start_at and (number := self.plan.choose(self._room)):
                 return number
             self._poll()
             self._stop_without_ranks()
 
     def _announce(self, num_ranks: int, *, is_change: bool) -> None:
-        previous = self._plan.num_ranks
+        previous = self.plan.num_ranks
         if previous and (is_change or num_ranks != previous):
             before = f" instead of {previous}" if num_ranks != previous else ""
-            self._output.print(
+            self.output.print(
                 f"continuing with {num_ranks}{before} ranks from {self._describe_resume()}"
             )
-        self._plan.begin(num_ranks)
+        self.plan.begin(num_ranks)
 
     def _describe_resume(self) -> str:
         """`step 120; no step is lost`."""
-        newest_step = self._directory.checkpoints.newest_step()
-        loss = self._output.describe_loss(newest_step)
-        if self._job.resume not in ("auto", "never"):
-            return f"{self._job.resume}, or the newest checkpoint since; {loss}"
-        is_new = newest_step is None or self._job.resume == "never"
+        newest_step = self.directory.checkpoints.newest_step()
+        loss = self.output.describe_loss(newest_step)
+        if self.job.resume not in ("auto", "never"):
+            return f"{self.job.resume}, or the newest checkpoint since; {loss}"
+        is_new = newest_step is None or self.job.resume == "never"
         return f"{'the beginning' if is_new else f'step {newest_step}'}; {loss}"
 
     # --- running ----------------------------------------------------------------------------------
 
     def _run_ranks(self, num_ranks: int) -> RunFailure | None:
         """Start all ranks and wait until they have ended; returns why they failed."""
-        self._output.begin_ranks()
+        self.output.begin_ranks()
         with ExitStack() as stack:
-            self._group.start(self._job, num_ranks)
+            self.group.start(self.job, num_ranks)
             while self._places is None and len(self._ends) < num_ranks:
                 self._poll()
                 self._stop_without_ranks()
                 if self._not_started:
                     return None
-            watch = stack.enter_context(HangWatch(self._directory.path, num_ranks=num_ranks))
+            watch = stack.enter_context(HangWatch(self.directory.path, num_ranks=num_ranks))
             while running := [rank for rank in range(num_ranks) if rank not in self._ends]:
                 self._check_stop()
                 self._check_change()
@@ -222,14 +218,14 @@ class _Supervisor:
         return failure_of(
             [self._ends[rank] for rank in range(num_ranks)],
             stop_requested=self._is_stopping or bool(self._change),
-            has_saved=self._files.saved.exists(),
-            directory=self._directory,
+            has_saved=self.files.saved.exists(),
+            directory=self.directory,
         )
 
     def _poll(self) -> None:
-        self._signals.reinstall()  # Ray replaces the handlers when it connects
+        self.signals.reinstall()  # Ray replaces the handlers when it connects
         try:
-            for event in self._group.poll():
+            for event in self.group.poll():
                 self._take(event)
         except PreemptedError:
             raise
@@ -237,22 +233,22 @@ class _Supervisor:
             if self._is_stopping:
                 raise PreemptedError(f"stopped on request, but {error}") from error
             raise
-        if self._output.status_is_due:
-            self._output.print_wait(are_up=self._places is not None)
+        if self.output.status_is_due:
+            self.output.print_wait(are_up=self._places is not None)
         time.sleep(POLL_SECONDS)
 
     def _take(self, event: Event) -> None:
         match event:
             case Line(text):
-                self._output.print(text)
+                self.output.print(text)
             case Waiting(reason):
-                self._output.waits_for = reason
+                self.output.waits_for = reason
             case RanksUp(places, nodes):
                 self._places, self._nodes = dict(places), frozenset(nodes)
                 self._have_trained = True
-            case RankEnded(rank, code, error, reason):
+            case RankEnded(rank):
                 place, hung = (self._places or {}).get(rank, ""), rank in self._killed
-                self._ends.setdefault(rank, RankEnd(rank, code, error, hung, reason, place))
+                self._ends.setdefault(rank, replace(event, hung=hung, place=place))
             case NodeLost(node):
                 self._lost_nodes.add(node)
                 self._find_lost_nodes()
@@ -260,48 +256,40 @@ class _Supervisor:
                 self._not_started = reason
             case Room(num_ranks):
                 self._room = num_ranks
-            case Preempted(reason, is_launcher):
+            case Preempted(reason):
                 self._preempted = reason
-                if is_launcher and not self._is_launcher_preempted:
-                    self._is_launcher_preempted = True
-                    self._output.print(f"{reason}: the launch ends")
 
     # --- stop requests and changes ----------------------------------------------------------------
 
-    @property
-    def _is_stop_requested(self) -> bool:
-        """By a signal, or because the node of this process is preempted."""
-        return bool(self._signals) or self._is_launcher_preempted
-
     def _stop_without_ranks(self) -> None:
-        if self._is_stop_requested:
+        if self.signals:
             state = "no rank is training" if self._have_trained else "nothing has been trained yet"
-            self._output.print(f"stopping: {state}")
+            self.output.print(f"stopping: {state}")
             raise PreemptedError(
                 "stopped on request while no rank was training. "
-                f"{resume_advice(self._directory.path)}"
+                f"{resume_advice(self.directory.path)}"
             )
 
     def _check_stop(self) -> None:
-        if self._is_stop_requested and not self._is_stopping:
+        if self.signals and not self._is_stopping:
             self._is_stopping = True
-            self._output.print(STOPPING)
+            self.output.print(STOPPING)
             self._ask_to_stop()
 
     def _check_change(self) -> None:
         """Ask the ranks to save and end, if others have to start."""
-        if self._is_stopping or self._change or self._ends or self._is_stop_requested:
+        if self._is_stopping or self._change or self._ends or self.signals:
             return
-        growth = self._plan.growth(self._room) if self._output.has_stepped else None
+        growth = self.plan.growth(self._room) if self.output.has_stepped else None
         self._change = self._preempted or growth or ""
         if self._change:
-            self._output.print(f"{self._change}: the ranks save, and start again")
+            self.output.print(f"{self._change}: the ranks save, and start again")
             self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
-        self._files.stop.touch()
-        self._group.request_stop()
-        self._end_within(self._config.grace_seconds + STOP_MARGIN_SECONDS)
+        self.files.stop.touch()
+        self.group.request_stop()
+        self._end_within(self.job.config.training.grace_seconds + STOP_MARGIN_SECONDS)
 
     # --- ranks that end ---------------------------------------------------------------------------
 
@@ -313,19 +301,19 @@ class _Supervisor:
         if any(is_stop_code(end.code) for end in failed):
             # Only that rank has got the signal. Not a signal to the others: where a rank has
             # already got one, a second means to end without saving.
-            self._files.stop.touch()
-            self._end_within(self._config.grace_seconds + STOP_MARGIN_SECONDS)
+            self.files.stop.touch()
+            self._end_within(self.job.config.training.grace_seconds + STOP_MARGIN_SECONDS)
         if any(end.is_killed and not is_stop_code(end.code) for end in failed):
-            checkpoints = self._directory.checkpoints
+            checkpoints = self.directory.checkpoints
             is_publishing = 0 in running and checkpoints.is_publishing(num_ranks)
             self._end_within(AFTER_FAILURE_SECONDS if is_publishing else AFTER_KILL_SECONDS)
         elif not all(is_stop_code(end.code) for end in failed):
             self._end_within(AFTER_FAILURE_SECONDS)
 
     def _check_hang(self, watch: HangWatch) -> None:
-        hang = watch.hang(timeout_seconds=self._config.rank_timeout_seconds)
+        hang = watch.hang(timeout_seconds=self.job.config.training.rank_timeout_seconds)
         if hang and self._deadline == math.inf:
-            self._output.print(hang)
+            self.output.print(hang)
             self._end_within(0.0)
 
     def _end_within(self, seconds: float) -> None:
@@ -335,38 +323,37 @@ class _Supervisor:
         late_seconds = time.monotonic() - self._deadline
         if late_seconds > 0:
             self._killed |= set(running)
-            self._group.kill(running)
+            self.group.kill(running)
         if late_seconds > GIVE_UP_SECONDS:
-            self._ends |= {rank: RankEnd(rank, None, hung=True) for rank in running}
+            self._ends |= {rank: RankEnded(rank, None, hung=True) for rank in running}
 
     # --- restarts ---------------------------------------------------------------------------------
 
     def _count(self, failure: RunFailure) -> None:
         """Count a failure and say what follows. Raises its error if no ranks may start again."""
-        if not failure.can_restart or self._is_stop_requested:
+        if not failure.can_restart or self.signals:
             raise failure.error
-        self._budget.count(newest_step=self._directory.checkpoints.newest_step())
+        self.budget.count(newest_step=self.directory.checkpoints.newest_step())
         self._suspect_nodes = self._nodes
         self._find_lost_nodes()
         decide_at = time.monotonic() + NODE_LOSS_SECONDS
-        while self._budget.is_exhausted and self._suspect_nodes and time.monotonic() < decide_at:
+        while self.budget.is_exhausted and self._suspect_nodes and time.monotonic() < decide_at:
             self._poll()
             self._stop_without_ranks()
-        if self._budget.is_exhausted:
-            raise self._budget.exhausted_error(failure, self._directory) from failure.error
+        if self.budget.is_exhausted:
+            raise self.budget.exhausted_error(failure, self.directory) from failure.error
         restart = (
             "with its node, which does not count as a failure; restart"
             if self._nodes and not self._suspect_nodes
-            else f"restart {self._budget.num_failures} of at most {self._budget.max_restarts} (a "
+            else f"restart {self.budget.num_failures} of at most {self.budget.max_restarts} (a "
             "new checkpoint resets the count)"
         )
-        self._output.print(f"{failure.event}; {restart}, from {self._describe_resume()}")
+        self.output.print(f"{failure.event}; {restart}, from {self._describe_resume()}")
 
     def _find_lost_nodes(self) -> None:
         """The loss of a node explains the failure of its ranks, which then does not count."""
-        if self._suspect_nodes & self._lost_nodes:
+        if self._suspect_nodes & self._lost_nodes and self.budget.forgive_lost_node():
             self._suspect_nodes = frozenset()
-            self._budget.move_to_lost_nodes()
 
 
 def _is_planned(failure: RunFailure) -> bool:

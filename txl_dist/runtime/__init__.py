@@ -1,4 +1,4 @@
 """The runtime of a process: ranks and collectives, precision, memory allocation, code identity.
 
-Only `determinism.py`, `precision.py`, `threads.py` and `world.py` import torch at the top.
+Only `device.py` and `world.py` import torch at the top.
 """

@@ -18,7 +18,6 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,8 +40,11 @@ Point = Literal[
 ]
 POINTS: tuple[Point, ...] = get_args(Point)
 
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 _FAULT = re.compile(
-    r"(?P<point>[^:]+):(?P<action>[^:]+)(:(?P<nth>[1-9]\d*)(:(?P<rank>\d+))?)?", re.ASCII
+    r"(?P<point>[^:]+):(?P<action>kill|stop|terminate|raise|sleep=\d+(\.\d+)?)"
+    r"(:(?P<nth>[1-9]\d*)(:(?P<rank>\d+))?)?",
+    re.ASCII,
 )
 
 FAULT_VARIABLE = "TXL_FAULT"
@@ -65,9 +67,18 @@ class Fault:
     """One entry of TXL_FAULT."""
 
     point: Point
-    act: Callable[[], None]
-    nth: int = 1
-    rank: int | None = None
+    action: str
+    nth: int
+    rank: int | None
+
+    def act(self) -> None:
+        """Fail."""
+        if self.action in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[self.action])
+        elif self.action == "raise":
+            raise InjectedError(f"an error injected by {FAULT_VARIABLE}")
+        else:
+            time.sleep(float(self.action.removeprefix("sleep=")))
 
 
 class Injector:
@@ -120,29 +131,11 @@ def _injector(faults: str, trace: str) -> Injector | None:
 def parse_fault(text: str) -> Fault:
     """Read `POINT:ACTION[:NTH[:RANK]]`. Raises ConfigError."""
     match = _FAULT.fullmatch(text)
-    act = _action(match["action"]) if match else None
-    if match is None or act is None or match["point"] not in POINTS:
+    if match is None or match["point"] not in POINTS:
         raise ConfigError(
             f"{FAULT_VARIABLE}: {text!r} is not POINT:ACTION[:NTH[:RANK]] with a point of "
             f"{', '.join(POINTS)} and an action of kill, stop, terminate, raise, sleep=SECONDS. "
             f"For a run without injected faults: unset {FAULT_VARIABLE}"
         )
-    point = cast(Point, match["point"])
     rank = None if match["rank"] is None else int(match["rank"])
-    return Fault(point, act, int(match["nth"] or 1), rank)
-
-
-def _action(name: str) -> Callable[[], None] | None:
-    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
-    if name in signals:
-        return lambda: os.kill(os.getpid(), signals[name])
-    if name == "raise":
-        return _raise_injected
-    word, _, seconds = name.partition("=")
-    if word == "sleep" and seconds.replace(".", "", 1).isdecimal():
-        return lambda: time.sleep(float(seconds))
-    return None
-
-
-def _raise_injected() -> None:
-    raise InjectedError(f"an error injected by {FAULT_VARIABLE}")
+    return Fault(cast(Point, match["point"]), match["action"], int(match["nth"] or 1), rank)

@@ -1,11 +1,9 @@
 """Heartbeats: small files through which ranks and launcher see what each rank is doing.
 
     RUN/.heartbeats/rank-N.json       rewritten every few seconds by rank N (`Heartbeat`)
-    RUN/.heartbeats/stack-requests    a line for each time that all ranks must write their stacks
 
-A rank that waits for others reads their heartbeats (`Peers`; `watch.py` decides when). Nobody waits
-for the only rank of a run, or if all ranks hang at the same time: so the launcher reads them too
-(`HangWatch`).
+The ranks read each other's (`Peers`; `watch.py` decides what follows). Nobody waits for the only
+rank of a run, or if all ranks hang at the same time: so the launcher reads them too (`HangWatch`).
 
 Files, because a rank that waits in a collective cannot use another collective, and every rank sees
 the run directory. Readers decide by the number of a heartbeat, which changes as long as the rank
@@ -13,7 +11,6 @@ lives, and by their own monotonic clock; clocks of different hosts are never com
 """
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Iterable
@@ -28,7 +25,8 @@ from data_pipeline.system.strict import StrictModel
 SILENT_BEATS = 3
 """A rank does not respond if its heartbeat has not changed for this many intervals."""
 NUM_READERS = 8
-"""Only this many ranks read the heartbeats of all others, which limits the load of the storage."""
+"""Only this many ranks read the heartbeats of all others, and only while they wait; the rest reads
+theirs. This limits the load of the storage."""
 MAX_NAMED = 4
 """Ranks that one message describes."""
 POLL_SECONDS = 2.0
@@ -37,7 +35,6 @@ MARGIN_SECONDS = 10.0
 others know more about them."""
 START_SECONDS = 600.0
 """Time limit for the first heartbeat of any rank. Imports from a busy file server take minutes."""
-_LABEL = re.compile(r"[a-z0-9-]{1,80}")
 
 
 class Heartbeat(StrictModel):
@@ -81,10 +78,8 @@ class HeartbeatFiles:
     def __init__(self, run: Path, *, rank: int) -> None:
         self._directory = run / ".heartbeats"
         self._own = self._path(rank)
-        self._requests = self._directory / "stack-requests"
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
-        self._num_requests = len(self._read_requests())  # of earlier processes
 
     def write(self, beat: Heartbeat) -> None:
         """Replace this rank's heartbeat."""
@@ -111,31 +106,12 @@ class HeartbeatFiles:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def request_stacks(self, label: str) -> None:
-        """Ask every rank to write its stacks to a file with `label` in its name."""
-        with contextlib.suppress(OSError), self._requests.open("ab", buffering=0) as file:
-            file.write(f"{label}\n".encode())
-
-    def new_requests(self) -> list[str]:
-        """Labels that were requested since the last call."""
-        requests = self._read_requests()
-        new = requests[self._num_requests :]
-        self._num_requests = len(requests)
-        # The label becomes a part of a file name.
-        return [label for label in new if _LABEL.fullmatch(label)]
-
-    def _read_requests(self) -> list[str]:
-        try:
-            return self._requests.read_text(errors="replace").splitlines()
-        except OSError:
-            return []
-
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}.json"
 
 
 class Peers:
-    """The heartbeats of the other ranks, read while this rank waits for them in a collective."""
+    """The heartbeats of the other ranks, as one rank reads them."""
 
     def __init__(
         self, files: HeartbeatFiles, *, rank: int, num_ranks: int, beat_seconds: float
@@ -144,19 +120,15 @@ class Peers:
         readable = range(num_ranks if rank < NUM_READERS else NUM_READERS)
         self._others = [other for other in readable if other != rank]
         self._reader_activity, self._read_at = "", 0.0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything: a new wait begins."""
         self._beats: dict[int, Heartbeat] = {}
         self._changed_at: dict[int, float] = {}
         self._missing: list[int] = []
 
-    def read(self, activity: str) -> None:
+    def read(self, activity: str, *, is_waiting: bool = True) -> None:
         """Read the heartbeats during this rank's `activity`. Call again at intervals."""
         now, self._missing = time.monotonic(), []
         self._read_at, self._reader_activity = now, activity
-        for rank in self._others:
+        for rank in self._others if is_waiting else self._others[:NUM_READERS]:
             known = self._beats.get(rank)
             beat = self._files.read(rank) or known  # unreadable while it is being written
             if beat is None:
@@ -165,6 +137,10 @@ class Peers:
             if known is None or known.identity != beat.identity:
                 self._changed_at[rank] = now
             self._beats[rank] = beat
+
+    def longest_wait_seconds(self) -> float:
+        """How long the one that has waited longest has been in its collective; 0: none waits."""
+        return max((b.seconds for b in self._beats.values() if b.collective), default=0.0)
 
     def describe(self, activity: str) -> str:
         """The ranks that are not in a collective, and what they do.

@@ -5,12 +5,13 @@ log nothing. So a thread samples the Python stack of the rank's main thread once
 step itself is not wrapped and not slowed down. The thread
 
 1. writes this rank's heartbeat every few seconds (`heartbeat.py`), also while the main thread
-   computes or saves for a long time: such a rank is slow, but it does not hang;
+   computes or saves for a long time: such a rank is slow, but it does not hang; and reads those of
+   the other ranks;
 2. logs a warning every `notice_seconds` if the main thread stays in one collective, with its name
    and the ranks that are not in a collective according to their heartbeats;
-3. asks all ranks for their stacks after STACKS_SHARE of the time limit, and writes those of this
-   rank when any rank asks (RUN/logs/stacks-STEP-rank-N.txt). That is before the limit, because
-   NCCL's own watchdog aborts the process at the limit.
+3. writes the stacks of this rank to RUN/logs/stacks-STEP-rank-N.txt when any rank has waited for
+   STACKS_SHARE of the time limit. That is before the limit, because NCCL's own watchdog aborts the
+   process at the limit.
 
 After the time limit, `lost_rank_error` reads the collective's name from the traceback in the same
 way. Covered: calls of torch.distributed, waits for its asynchronous work inside DeepSpeed, and on
@@ -98,7 +99,7 @@ def label_of(activity: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", activity.lower()).strip("-")[:80]
 
 
-def stack_file(run: Path, label: str, rank: int | str) -> Path:
+def stack_file(run: Path, label: str, rank: int) -> Path:
     """The file for the stacks of a rank, in the directory of the logs."""
     return run / "logs" / f"stacks-{label}-rank-{rank}.txt"
 
@@ -133,9 +134,7 @@ def collective_name(frames: Iterable[tuple[str, int, str]], *, on_gpu: bool = Fa
 class CollectiveWatch:
     """Watches the thread that enters the context until it exits the context.
 
-    `run` is the run directory. Covered: calls of torch.distributed, waits for its asynchronous work
-    inside DeepSpeed, and on GPUs, where a collective returns immediately, the calls that wait for
-    its result.
+    `run` is the run directory.
     """
 
     def __init__(
@@ -162,8 +161,8 @@ class CollectiveWatch:
             self._files, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds
         )
         self._host, self._pid, self._num_beats = socket.gethostname(), os.getpid(), 0
-        self._requested: set[str] = set()
         self._written: set[str] = set()
+        """Labels of the stacks that were written."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collective-watch", daemon=True)
 
@@ -183,7 +182,7 @@ class CollectiveWatch:
 
     def _watch(self) -> None:
         previous: tuple[object, ...] | None = None
-        since = next_read = next_notice = next_beat = time.monotonic()
+        since = next_notice = next_beat = time.monotonic()
         poll_seconds = min(POLL_SECONDS, self._beat_seconds / 2)
         while not self._stop.wait(poll_seconds):
             now = time.monotonic()
@@ -197,23 +196,18 @@ class CollectiveWatch:
             current = (self._activity.name, self._activity.span, name, place)
             if current != previous:
                 previous, since = current, now
-                next_read, next_notice = now + self._beat_seconds, now + self._notice_seconds
-                if name:
-                    self._peers.clear()
+                next_notice = now + self._notice_seconds
+            waited_seconds = now - since if name else 0.0
             if now >= next_beat:
                 next_beat = now + self._beat_seconds
                 self._beat(frames, name, seconds=now - since)
-            self._write_requested_stacks(name)
-            if name is None:
-                continue
-            if now >= next_read:
-                next_read = now + self._beat_seconds
-                self._peers.read(self._activity.name)
-            if now >= next_notice:
+                self._peers.read(self._activity.name, is_waiting=name is not None)
+                waited_seconds = max(waited_seconds, self._peers.longest_wait_seconds())
+            if name and now >= next_notice:
                 next_notice = now + self._notice_seconds
                 self._log_wait(name, seconds=now - since)
-            if now - since >= STACKS_SHARE * self._limit_seconds:
-                self._request_stacks()
+            if waited_seconds >= STACKS_SHARE * self._limit_seconds:
+                self._write_stacks(name)
 
     def _beat(self, frames: StackFrames, name: str | None, *, seconds: float) -> None:
         self._num_beats += 1
@@ -244,32 +238,24 @@ class CollectiveWatch:
             f"; {others}" if others else "",
         )
 
-    def _request_stacks(self) -> None:
+    def _write_stacks(self, name: str | None) -> None:
         label = label_of(self._activity.name)
-        if label not in self._requested:
-            self._requested.add(label)
-            log.warning(
-                "all ranks that respond write their stacks to %s", stack_file(self._run, label, "*")
-            )
-            self._files.request_stacks(label)
-
-    def _write_requested_stacks(self, name: str | None) -> None:
-        for label in self._files.new_requests():
-            if label in self._written:  # several ranks asked
-                continue
-            self._written.add(label)
-            others = self.describe_others() if name else ""
-            title = (
-                f"rank {self._rank}, host {self._host}, pid {self._pid}: {self._activity.name}, "
-                f"{self._activity.span}, {f'waits in {name}' if name else 'not in a collective'}"
-                f"{f'. Other ranks: {others}' if others else ''}"
-            )
-            path = stack_file(self._run, label, self._rank)
-            with contextlib.suppress(OSError), path.open("ab") as file:
-                file.write(f"{title}\n\n".encode())
-                file.flush()  # faulthandler writes to the descriptor
-                faulthandler.dump_traceback(file, all_threads=True)
-                file.write(b"\n")
+        if label in self._written:
+            return
+        self._written.add(label)
+        others = self.describe_others() if name else ""
+        title = (
+            f"rank {self._rank}, host {self._host}, pid {self._pid}: {self._activity.name}, "
+            f"{self._activity.span}, {f'waits in {name}' if name else 'not in a collective'}"
+            f"{f'. Other ranks: {others}' if others else ''}"
+        )
+        path = stack_file(self._run, label, self._rank)
+        log.warning("the stacks of this rank are in %s", path)
+        with contextlib.suppress(OSError), path.open("ab") as file:
+            file.write(f"{title}\n\n".encode())
+            file.flush()  # faulthandler writes to the descriptor
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write(b"\n")
 
 
 def lost_rank_error(

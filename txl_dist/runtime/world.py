@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -71,9 +71,8 @@ class World:
         if not dist.is_initialized():
             self._create_group(timeout_seconds)
         if self.device.type == "cuda" and self.num_ranks > 1:
-            # Not by a collective: NCCL needs one GPU per rank for it.
-            gpus = _exchange(self, f"GPU {_gpu_name(self.device)} of host {socket.gethostname()}")
-            require_own_gpu(gpus)
+            gpu = torch.cuda.get_device_properties(self.device).uuid
+            _claim(self, f"GPU {gpu} of host {socket.gethostname()}")
 
     def _create_group(self, timeout_seconds: float) -> None:
         try:
@@ -184,28 +183,19 @@ class World:
         return box[0]
 
 
-def _gpu_name(device: torch.device) -> str:
-    """A name that two processes give to the same GPU, whatever number it has in each."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+def _claim(world: World, gpu: str) -> None:
+    """Raise ConfigError if another rank has claimed the same GPU.
 
-
-def _exchange(world: World, text: str) -> list[str]:
-    """The `text` of every rank, in rank order, through the store where the ranks have met."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"txl_dist/gpu/{world.rank}", text)
-    return [store.get(f"txl_dist/gpu/{rank}").decode() for rank in range(world.num_ranks)]
-
-
-def require_own_gpu(gpus: Sequence[str]) -> None:
-    """Raises ConfigError, on every rank, if two of the ranks' `gpus` are the same."""
-    for rank, gpu in enumerate(gpus):
-        first = gpus.index(gpu)
-        if first != rank:
-            raise ConfigError(
-                f"ranks {first} and {rank} would both use {gpu}, but each needs a GPU for itself. "
-                "Start at most as many ranks per host as it has GPUs (torchrun: "
-                "--nproc-per-node), or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
-            )
+    Through the store where the ranks have met: NCCL's collectives need one GPU per rank.
+    """
+    own, store = str(world.rank), dist.distributed_c10d._get_default_store()
+    first = store.compare_set(f"txl_dist/{gpu}", "", own).decode()
+    if first != own:
+        raise ConfigError(
+            f"ranks {first} and {own} would both use {gpu}, but each needs a GPU for itself. "
+            "Start at most as many ranks per host as it has GPUs (torchrun: "
+            "--nproc-per-node), or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
+        )
 
 
 POLL_SECONDS = 1.0

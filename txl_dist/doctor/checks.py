@@ -231,22 +231,6 @@ def check_gpus(listed: list[str]) -> list[Finding]:
             )
         ]
     findings = []
-    capability = min(
-        torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())
-    )
-    built_for = sorted(
-        int(name.removeprefix("sm_").rstrip("af"))
-        for name in torch.cuda.get_arch_list()
-        if name.startswith("sm_")
-    )
-    if built_for and capability[0] * 10 + capability[1] < built_for[0]:
-        findings.append(
-            problem(
-                f"{summary}: compute capability {capability[0]}.{capability[1]}",
-                expected=f"at least {built_for[0] / 10:.1f} for this build of torch",
-                advice="install a build of torch for this GPU, or exclude the node",
-            )
-        )
     if reason := triton_unavailable_reason(torch.device("cuda")):
         findings.append(
             note(
@@ -264,9 +248,7 @@ def check_gpus(listed: list[str]) -> list[Finding]:
                 advice="docker run --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory",
             )
         )
-    visible = torch.cuda.device_count()
-    described = f"{summary}, capability {capability[0]}.{capability[1]}, {visible} visible"
-    return findings or [ok(described)]
+    return findings or [ok(f"{summary}, {torch.cuda.device_count()} visible")]
 
 
 def check_cpus() -> Finding:
@@ -323,8 +305,6 @@ def check_dataset(data: str) -> list[Finding]:
 
 PROBE_PREFIX = ".txl-doctor-"
 PROBE_BYTES = 2**20
-MIN_FREE_INODES = 10_000
-"""A run with several checkpoints of many ranks has some thousand files."""
 
 
 def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
@@ -376,19 +356,12 @@ def _use(directory: Path, name: str) -> Iterator[Finding]:
 
 
 def _space(directory: Path, name: str, *, min_free_bytes: int) -> Iterator[Finding]:
-    free, inodes = shutil.disk_usage(directory).free, os.statvfs(directory)
+    free = shutil.disk_usage(directory).free
     if free < min_free_bytes:
         yield problem(
             f"{name}: {_gib(free)} free",
             expected=f"at least {_gib(min_free_bytes)} (--min-free-gib)",
             advice="free some space, or choose another run directory",
-        )
-    # Some file systems (btrfs) have no fixed number of inodes and report 0.
-    if inodes.f_files > 0 and inodes.f_favail < MIN_FREE_INODES:
-        yield problem(
-            f"{name}: {inodes.f_favail:,} inodes free",
-            expected=f"at least {MIN_FREE_INODES:,}",
-            advice="remove files there, or choose another run directory",
         )
 
 

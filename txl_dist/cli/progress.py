@@ -7,6 +7,7 @@
 rich is imported only where a display is drawn: `txl --help` imports this module.
 """
 
+import itertools
 import sys
 import threading
 import time
@@ -26,9 +27,9 @@ Show: TypeAlias = Callable[[str, int, int], None]
 FIRST_LINE_SECONDS = 1.5
 """Work without steps that takes less is not named where output is plain lines."""
 SILENT_SECONDS = 4.0
-"""Longest time without a plain line after that, and shortest time between two."""
-WORKERS_SECONDS = 30.0
-"""Between two plain lists of the workers."""
+"""Between two plain lines."""
+WORKERS_LINES = 8
+"""Plain lines between two plain lists of the workers."""
 MAX_WORKERS = 12
 """Lines of such a list. The workers that have been busy for longest are in it."""
 BAR_COLUMNS = 20
@@ -132,17 +133,8 @@ def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> Iterator[
     list of workers twice a minute.
     """
     work = _Work(unit, workers)
-    if sys.stderr.isatty():
-        with _live_display(work):
-            yield work.update
-        return
-    lines = _Lines(work)
-    if workers is None:
-        yield lines.update
-        return
-    # While all workers are busy with long units, or none has started, `update` is not called.
-    with _in_thread(lines.print_silence()):
-        yield lines.update
+    with _live_display(work) if sys.stderr.isatty() else _in_thread(_print_work(work)):
+        yield work.update
 
 
 class _Work:
@@ -177,14 +169,20 @@ class _Work:
         amounts = f"{unit.show(done)} of {unit.show(total)} {unit.name} ({done / total:.0%})"
         return f"{self.phase}: {amounts}"
 
-    @property
-    def speed(self) -> str:
-        """`, 10.0 MiB/s, 3 s left` in this phase; empty if it is not known."""
+    def line(self) -> str:
+        """`reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left`.
+
+        Without a rate in this phase: what the work waits for, and the time since it began.
+        """
+        amount, unit = self.amount(self.current), self.unit
         done, seconds = self.done - self._first_done, self._updated - self._phase_start
-        if done <= 0 or seconds <= 0:
-            return ""
-        rate, unit = done / seconds, self.unit
-        return f", {unit.show(rate)} {unit.name}/s, {(self.total - self.done) / rate:,.0f} s left"
+        if done > 0 and seconds > 0:
+            rate = done / seconds
+            left = (self.total - self.done) / rate
+            return f"{amount}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
+        missing = self.workers.missing() if self.workers and not self.workers.status() else ""
+        waiting = f", waiting for {missing}" if missing else ""
+        return f"{amount}{waiting}, {time.monotonic() - self.start:,.0f} s"
 
     def worker_lines(self) -> list[str]:
         """What each busy worker is doing, and what the missing ones wait for."""
@@ -210,9 +208,12 @@ def _live_display(work: _Work) -> Iterator[None]:
 
         def get_renderables(self) -> Iterator[RenderableType]:
             for task in self.tasks:
-                current = work.current
-                text = work.amount(current) + work.speed
-                self.update(task.id, description=text, completed=current, total=work.total or None)
+                self.update(
+                    task.id,
+                    description=work.line(),
+                    completed=work.current,
+                    total=work.total or None,
+                )
             yield self.make_tasks_table(self.tasks)
             lines = (f"  {line}" for line in work.worker_lines())
             yield Text("\n".join(lines), no_wrap=True)
@@ -223,43 +224,13 @@ def _live_display(work: _Work) -> Iterator[None]:
         yield
 
 
-class _Lines:
-    """Prints a line every few seconds. Two threads use it."""
-
-    def __init__(self, work: _Work) -> None:
-        self._work = work
-        self._last_update = self._last_line = self._last_workers = work.start
-
-    def update(self, phase: str, done: int, total: int) -> None:
-        self._work.update(phase, done, total)
-        if total and time.monotonic() - self._last_update >= SILENT_SECONDS:
-            self._last_update = time.monotonic()
-            self._print(self._work.amount(done) + self._work.speed)
-
-    def print_silence(self) -> Iterator[float]:
-        """Yields the seconds to wait."""
-        while True:
-            yield 1.0
-            self.print_workers_or_amount()
-
-    def print_workers_or_amount(self) -> None:
-        """Print the workers if the last list is old enough, and the amount after a silence."""
-        work, now = self._work, time.monotonic()
-        seconds = now - work.start
-        if work.workers is not None:
-            missing = "" if work.workers.status() else work.workers.missing()
-            if now - self._last_workers >= (2 * SILENT_SECONDS if missing else WORKERS_SECONDS):
-                self._last_workers = now
-                waiting = [f"waiting {seconds:,.0f} s for {missing}"]
-                lines = [f"  {line}" for line in work.worker_lines()]
-                for line in waiting if missing else lines:
-                    self._print(line)
-        if now - self._last_line >= SILENT_SECONDS:
-            self._print(f"{work.amount(work.current)}, {seconds:.0f} s")
-
-    def _print(self, line: str) -> None:
-        self._last_line = time.monotonic()
-        _print_line(line)
+def _print_work(work: _Work) -> Iterator[float]:
+    """Print a line every few seconds, and sometimes the workers; yields the seconds to wait."""
+    for number in itertools.count(1):
+        yield SILENT_SECONDS
+        _print_line(work.line())
+        for line in work.worker_lines() if number % WORKERS_LINES == 0 else ():
+            _print_line(f"  {line}")
 
 
 @contextmanager

@@ -14,8 +14,8 @@ baseline:
 - The last layer computes the last query only, and the softmax the last position.
 - Distances are projected once for all windows, because the weights do not change.
 
-Each path runs with its fastest setting of a few, chosen before the measurement: the block
-length (and on GPUs the number of windows) of the window path, the lanes of the reuse path.
+Both paths run with fixed settings: on a CPU the fastest of several (blocks of 64 to 256 queries, 1
+and 4 lanes); on GPUs they have not been compared.
 
 The figure to compare is the share of the FLOP ratio that the time ratio reaches:
 
@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,17 +64,15 @@ MAX_SHARE = 1.25
 """Above it the window path reaches so few FLOP/s that the time ratio does not count."""
 PAPER_RATIOS = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 """Attention length -> times slower per token than with state reuse; table 9 of the paper."""
-BLOCK_LENS = {"cpu": (64, 128, 256), "cuda": (512, 1024, 4096)}
-"""Blocks of queries of the window path to choose from, by type of device."""
-WINDOWS = {"cpu": (1,), "cuda": (1, 4)}
-"""Windows per batch to choose from. One window is enough to keep a CPU thread busy."""
-LANES = {"cpu": (1, 4), "cuda": (1, 4, 16)}
-"""Lanes of the reuse path to choose from."""
+BLOCK_LEN = {"cpu": 256, "cuda": 1024}
+"""Queries per block of the window path, by type of device; at most the window."""
+WINDOWS = {"cpu": 1, "cuda": 4}
+"""Windows per batch. One window is enough to keep a CPU thread busy."""
+LANES = {"cpu": 4, "cuda": 16}
+"""Lanes of the reuse path."""
 REUSE_TOKENS = 256
 """Tokens per lane in one round of the reuse path. Rounds continue one text. The memory is moved
 every L / 4 tokens (kv_cache.py), which takes less than 1 % of the time of these tokens."""
-SETTING_ROUNDS = 2
-"""Rounds that choose the fastest setting of a path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,24 +90,16 @@ class SpeedRow:
     limit: float
     holds: bool
     rounds: int
-    block_len: int
-    """Setting of the window path: queries per block."""
-    windows: int
-    """Setting of the window path: windows per batch."""
-    lanes: int
-    """Setting of the reuse path."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """One way to score tokens, with one setting."""
+class _Path(NamedTuple):
+    """One way to score tokens."""
 
     run: Callable[[], object]
     num_tokens: int
     """Tokens that one run scores."""
     flops: float
     """Operations per token."""
-    setting: dict[str, int]
 
 
 def bench_eval_speed(
@@ -142,12 +132,10 @@ def bench_eval_speed(
 def _row(
     model: TransformerXL, length: int, tgt_len: int, rounds: int, generator: torch.Generator
 ) -> SpeedRow:
-    device = next(model.parameters()).device
-    settings = _window_settings(length, device)
-    windows = [_window_path(model, length, *each, generator) for each in settings]
-    reuses = [_reuse_path(model, length, tgt_len, lanes, generator) for lanes in LANES[device.type]]
+    device = model.weight.device
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    window, reuse = _fastest(windows, clock), _fastest(reuses, clock)
+    window = _window_path(model, length, generator)
+    reuse = _reuse_path(model, length, tgt_len, generator)
     candidates = {"window": window.run, "reuse": reuse.run}
     times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=clock)
     window_ms = 1e3 * times["window"].median / window.num_tokens
@@ -165,24 +153,12 @@ def _row(
         limit=LIMIT,
         holds=LIMIT <= ratio / flops_ratio <= MAX_SHARE,
         rounds=rounds,
-        **window.setting,
-        **reuse.setting,
     )
 
 
-def _window_settings(length: int, device: torch.device) -> list[tuple[int, int]]:
-    """(block length, windows per batch) to choose from."""
-    block_lens = sorted({min(block_len, length) for block_len in BLOCK_LENS[device.type]})
-    return [(block_len, number) for block_len in block_lens for number in WINDOWS[device.type]]
-
-
-def _window_path(
-    model: TransformerXL,
-    length: int,
-    block_len: int,
-    num_windows: int,
-    generator: torch.Generator,
-) -> _Path:
+def _window_path(model: TransformerXL, length: int, generator: torch.Generator) -> _Path:
+    device = model.weight.device.type
+    block_len, num_windows = min(BLOCK_LEN[device], length), WINDOWS[device]
     reader = WindowReader(model, window_len=length, num_windows=num_windows, block_len=block_len)
     text_N = _random_text(model, 2 * length + 1, generator)
 
@@ -193,11 +169,11 @@ def _window_path(
         _synchronise(reader.last_nats(window_BN[:, :-1], window_BN[:, -1]))
 
     flops = window_flops(model.config, window_len=length, block_len=block_len)
-    return _Path(run, num_windows, flops, {"block_len": block_len, "windows": num_windows})
+    return _Path(run, num_windows, flops)
 
 
 def _reuse_path(
-    model: TransformerXL, length: int, tgt_len: int, lanes: int, generator: torch.Generator
+    model: TransformerXL, length: int, tgt_len: int, generator: torch.Generator
 ) -> _Path:
     if model.config.memory != "recurrent":
         raise ConfigError(
@@ -205,6 +181,7 @@ def _reuse_path(
             f"model.memory={model.config.memory} has no such number. Use a checkpoint of a "
             "recurrent memory"
         )
+    lanes = LANES[model.weight.device.type]
     config = replace(model.config, mem_len=length, mem_shares=())
     cache = KVCache.empty(config, lanes)
     num_segments = max(1, REUSE_TOKENS // tgt_len)
@@ -224,25 +201,13 @@ def _reuse_path(
 
     num_tokens = lanes * tgt_len
     flops = inference_flops(config, num_lanes=lanes, tgt_len=tgt_len) / num_tokens
-    return _Path(run, num_segments * num_tokens, flops, {"lanes": lanes})
-
-
-def _fastest(paths: Sequence[_Path], clock: Callable[[], float]) -> _Path:
-    """The path whose fastest run takes the least time per token."""
-    times = time_rounds(
-        {str(number): path.run for number, path in enumerate(paths)},
-        rounds=SETTING_ROUNDS,
-        warm_up_rounds=1,
-        clock=clock,
-    )
-    best = [min(times[str(number)].seconds) / path.num_tokens for number, path in enumerate(paths)]
-    return paths[best.index(min(best))]
+    return _Path(run, num_segments * num_tokens, flops)
 
 
 def _random_text(model: TransformerXL, num_tokens: int, generator: torch.Generator) -> Tensor:
     """Uniformly random ids. The work depends on them only through an adaptive softmax."""
     text_N = torch.randint(model.config.num_ids, (num_tokens,), generator=generator)
-    return text_N.to(next(model.parameters()).device)
+    return text_N.to(model.weight.device)
 
 
 def _synchronise(result: Tensor) -> None:

@@ -180,9 +180,10 @@ class _Work:
             rate = done / seconds
             left = (self.total - self.done) / rate
             return f"{amount}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
-        missing = self.workers.missing() if self.workers and not self.workers.status() else ""
-        waiting = f", waiting for {missing}" if missing else ""
-        return f"{amount}{waiting}, {time.monotonic() - self.start:,.0f} s"
+        seconds = time.monotonic() - self.start
+        if self.workers and not self.workers.status() and (missing := self.workers.missing()):
+            return f"waiting {seconds:,.0f} s for {missing}"
+        return f"{amount}, {seconds:,.0f} s"
 
     def worker_lines(self) -> list[str]:
         """What each busy worker is doing, and what the missing ones wait for."""

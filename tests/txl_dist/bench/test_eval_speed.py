@@ -25,15 +25,13 @@ CONTRACT = {
     "ms_per_token_reuse",
     "ratio",
 }
-SMALL = ("--n-layer", 1, "--d-model", 64, "--rounds", 1, "--tgt-len", 32)
 
 
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval_speed, "REUSE_TOKENS", 32)
-    monkeypatch.setattr(eval_speed, "SETTING_ROUNDS", 1)
-    monkeypatch.setattr(eval_speed, "LANES", {"cpu": (2,)})
-    monkeypatch.setattr(eval_speed, "BLOCK_LENS", {"cpu": (6,)})
+    monkeypatch.setattr(eval_speed, "LANES", {"cpu": 2})
+    monkeypatch.setattr(eval_speed, "BLOCK_LEN", {"cpu": 6})
 
 
 def test_the_share_follows_from_times_and_operations() -> None:
@@ -59,14 +57,16 @@ def test_models_that_cannot_be_compared_are_refused(options: dict) -> None:
         next(bench_eval_speed(small_model(**options), attention_lengths=[9], tgt_len=4, rounds=1))
 
 
-def test_json_has_the_keys_of_the_contract() -> None:
-    code, output = run_txl("bench", "eval-speed", "--attention-length", "48,800", *SMALL, "--json")
+def test_json_has_the_keys_of_the_contract(dataset: Path, tmp_path: Path) -> None:
+    model = export_small_model(tmp_path / "model", dataset)
+    words = "--attention-length", "48,800", "--rounds", 1, "--tgt-len", 32, "--checkpoint", model
+    code, output = run_txl("bench", "eval-speed", *words, "--json")
     assert code == 0, output
     content = json.loads(output)
     assert all(set(row) >= CONTRACT for row in content["rows"])
     assert [row["attention_length"] for row in content["rows"]] == [48, 800]
     assert [row["paper_ratio"] for row in content["rows"]] == [None, 363]
-    assert (content["model"]["n_layer"], content["threads"]) == (1, 1)
+    assert (content["model"]["name"], content["threads"]) == (str(model), 1)
 
 
 def test_the_table_names_a_checkpoint_and_the_limit(dataset: Path, tmp_path: Path) -> None:

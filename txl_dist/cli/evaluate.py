@@ -151,8 +151,7 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write result.json, scores.csv, and the tables and plots of --details and --sweep "
-            "to this directory.",
+            help="Write result.json, and the plots of --details and --sweep, to this directory.",
             parser=local_path_parser(COPY_TO_URL),
         ),
     ] = None,

@@ -3,9 +3,8 @@
 The files of --out DIR are made from the objects that --json prints:
 
 result.json                 that object, or the list of them
-scores.csv                  one line per checkpoint, split and setting
-by_document_position.csv    with --details: one line per bucket of each of these; also
-by_document_position.png    by_segment_position and by_token_frequency
+by_document_position.png    with --details: a plot of each table; also by_segment_position and
+                            by_token_frequency
 sweep.png                   with --sweep: perplexity of every setting
 
 --per-document FILE has one line of JSON for each document of the scored splits:
@@ -17,8 +16,6 @@ up to the rounding of float64. The workers send the sums of each batch (breakdow
 `--resume` continues. Here they take 32 bytes per document; ids are read shard by shard.
 """
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,20 +31,7 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.result import EvaluationResult
 
 RESULT_NAME = "result.json"
-SCORES_NAME = "scores.csv"
 SWEEP_PLOT_NAME = "sweep.png"
-SETTINGS = ("checkpoint", "split", "weights", "tgt_len", "mem_len", "clamp_len", "same_length")
-COLUMNS = (
-    *SETTINGS,
-    "selected",
-    "data",
-    "mode",
-    "reset",
-    "precision",
-    "tokens_scored",
-    "nats",
-)
-BUCKETS = ("from", "to", "tokens", "nats", "nats_per_token")
 
 Scored = Mapping[str, Any]
 """The JSON object of one result."""
@@ -65,12 +49,7 @@ def write_evaluation(
 
     with explain_disk_errors("writing the files of an evaluation", staged.directory):
         staging = staged.stage()
-        write_synced(staging / SCORES_NAME, _csv((*COLUMNS, *SCORES, "protocol"), scored))
         for name in TABLES if any("details" in each for each in scored) else ():
-            rows = [
-                {**each, **bucket} for each in scored for bucket in each["details"][f"by_{name}"]
-            ]
-            write_synced(staging / f"by_{name}.csv", _csv((*SETTINGS, *BUCKETS), rows))
             write_png(plot_table(name, scored), staging / f"by_{name}.png")
         if swept:
             write_png(plot_sweep(scored, swept), staging / SWEEP_PLOT_NAME)
@@ -78,24 +57,11 @@ def write_evaluation(
             staging / RESULT_NAME, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
         )
         names = sorted(path.name for path in staging.iterdir())
-        for name in set(_all_names()) - set(names):
-            (staged.directory / name).unlink(missing_ok=True)
+        for name in (SWEEP_PLOT_NAME, *(f"by_{table}.png" for table in TABLES)):
+            if name not in names:
+                (staged.directory / name).unlink(missing_ok=True)
         staged.publish(names)
     return names
-
-
-def _all_names() -> list[str]:
-    tables = [f"by_{name}.{suffix}" for name in TABLES for suffix in ("csv", "png")]
-    return [RESULT_NAME, SCORES_NAME, SWEEP_PLOT_NAME, *tables]
-
-
-def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Columns that a row does not have are empty, and so are null values."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode("utf-8", "backslashreplace")
 
 
 def document_lines(

@@ -140,11 +140,8 @@ def check_versions(expected: Mapping[str, str], *, source: str) -> list[Finding]
         problem(
             f"{name} {installed[name]}",
             expected=f"{name} {expected.get(name, 'installed')}" + f" ({source})" * bool(expected),
-            advice="install the same sources of txl-dist on every node, and start its Ray again"
-            if name == CODE
-            else "use the Python that created the other environments (make PYTHON=... setup)"
-            if name == "python"
-            else "make setup, or pip install --constraint constraints.txt in this environment",
+            advice="install the same sources of txl-dist and its libraries on every node (make "
+            "setup), and start its Ray again",
         )
         for name in (*missing, *different)
     ]
@@ -172,10 +169,8 @@ def _public(text: str) -> str:
 
 # --- devices --------------------------------------------------------------------------------------
 
-_GIB = 2**30
 _NVIDIA_SMI_SECONDS = 10.0
-_SHARED_MEMORY = Path("/dev/shm")
-MIN_SHARED_MEMORY_BYTES = _GIB
+MIN_SHARED_MEMORY_BYTES = 2**30
 """NCCL exchanges data of GPUs on one node through /dev/shm; Docker's default is 64 MiB."""
 
 
@@ -239,12 +234,12 @@ def check_gpus(listed: list[str]) -> list[Finding]:
                 advice="training works, with slower attention and dropout",
             )
         )
-    shared = shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.exists() else 0
+    shared = shutil.disk_usage("/dev/shm").total
     if shared < MIN_SHARED_MEMORY_BYTES:
         findings.append(
             note(
-                f"/dev/shm has {shared / _GIB:.2f} GiB",
-                expected=f"{MIN_SHARED_MEMORY_BYTES / _GIB:g} GiB or more for NCCL",
+                f"/dev/shm has {_gib(shared)}",
+                expected=f"{_gib(MIN_SHARED_MEMORY_BYTES)} or more for NCCL",
                 advice="docker run --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory",
             )
         )
@@ -252,27 +247,10 @@ def check_gpus(listed: list[str]) -> list[Finding]:
 
 
 def check_cpus() -> Finding:
-    """The CPUs that this process may use; a note if that is less than the machine has."""
-    total, usable = os.cpu_count() or 1, usable_cpus()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
-    summary = f"no GPU; {total} CPUs, {memory:.1f} GiB host memory"
-    if usable < total:
-        return note(
-            f"{summary}; this process may use {usable:g} CPUs",
-            expected=f"{total} CPUs",
-            advice="give ray start --num-cpus, so that ranks start no more threads than that",
-        )
-    return ok(summary)
-
-
-def usable_cpus() -> float:
-    """CPUs by affinity (taskset, Slurm) and by the quota of the control group (containers)."""
-    usable = float(len(os.sched_getaffinity(0)))
-    # Control groups v2: `MICROSECONDS PERIOD`, or `max 100000`.
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        usable = min(usable, int(quota) / int(period))
-    return usable
+    """The CPUs that this process may use (by taskset or Slurm), and the memory of the machine."""
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ok(f"no GPU; {usable} of {total} CPUs, {_gib(memory)} host memory")
 
 
 def check_dataset(data: str) -> list[Finding]:

@@ -83,14 +83,7 @@ def judge_exposure(port: int, answers: Mapping[str, Answer]) -> list[Finding]:
         return []
     shown = f"port {port} on {', '.join(answers)}"
     if set(answers.values()) == {"other"}:
-        return [
-            note(
-                f"{shown}: a program other than Ray, or one that did not answer within "
-                f"{RESPONSE_SECONDS:g} s",
-                expected="nothing, or Ray's dashboard",
-                advice="Ray takes the next free port for its dashboard; see ray status",
-            )
-        ]
+        return [note(f"{shown}: another program than Ray, or no answer", advice="see ray status")]
     findings = []
     if "open" in answers.values():
         findings.append(
@@ -166,13 +159,9 @@ def check_token(address: str) -> Finding:
             check=False,
             env={**environment, "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled"},
         )
+        last_line = next(reversed(ended.stderr.strip().splitlines()), "no output")
     except subprocess.TimeoutExpired:
-        return note(
-            f"the head at {address} did not answer within {CONNECT_SECONDS:g} s to a "
-            "connection without a token",
-            expected="a refusal",
-            advice="check again when the head is less busy",
-        )
+        return _unknown_token(f"no answer within {CONNECT_SECONDS:g} s")
     if ended.returncode == 0:
         return problem(
             f"the head at {address} accepts connections without a token, so everyone who "
@@ -183,11 +172,14 @@ def check_token(address: str) -> Finding:
         )
     if "Authentication" in ended.stderr:
         return ok("Ray requires a token")
-    last_line = next(reversed(ended.stderr.strip().splitlines()), "no output")
+    return _unknown_token(last_line)
+
+
+def _unknown_token(reason: str) -> Finding:
     return note(
-        f"whether Ray requires a token is unknown: {last_line}",
+        f"whether Ray requires a token is unknown: {reason}",
         expected="a refusal without a token",
-        advice="check that the head is reachable from this machine",
+        advice="check that the head is reachable from this machine, and not too busy",
     )
 
 

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +27,6 @@ from txl_dist.cli.options import (
     TgtLen,
     local_path_parser,
     staged_output,
-    whole_numbers,
 )
 from txl_dist.cli.progress import TOKENS, WorkUnit, work_progress
 from txl_dist.errors import ConfigError
@@ -48,13 +46,6 @@ def recl(
     delta: Annotated[
         int, typer.Option(min=1, help="Step between contexts; the first context is one step.")
     ] = 32,
-    contexts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            help="These contexts instead of --max-context and --delta. RECL needs equal steps.",
-        ),
-    ] = None,
     r: Annotated[
         str, typer.Option("--r", metavar="R,...", help="Fractions of hardest targets, for RECL.")
     ] = "0.1,0.5,1.0",
@@ -129,7 +120,7 @@ def recl(
         group=group or ", ".join(model_names),
         names=model_names,
         jobs=tuple(jobs),
-        contexts=_contexts(contexts, max_context, delta),
+        contexts=_contexts(max_context, delta),
         r_values=_fractions(r),
         threshold=threshold,
         num_positions=positions,
@@ -179,20 +170,14 @@ def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
     return listed
 
 
-def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, ...]:
-    """Raises ConfigError for contexts that do not increase, or fewer than two."""
-    if contexts is None:
-        chosen = tuple(range(delta, max_context + 1, delta))
-        if len(chosen) < 2:
-            raise ConfigError(
-                f"--max-context {max_context} has room for {len(chosen)} steps of --delta {delta}; "
-                "RECL compares contexts one step apart, so take a smaller --delta"
-            )
-        return chosen
-    chosen = tuple(whole_numbers("--contexts", contexts))
-    if any(a >= b for a, b in pairwise(chosen)):
-        raise ConfigError(f"--contexts {contexts}: expected rising numbers")
-    return chosen
+def _contexts(max_context: int, delta: int) -> tuple[int, ...]:
+    contexts = tuple(range(delta, max_context + 1, delta))
+    if len(contexts) < 2:
+        raise ConfigError(
+            f"--max-context {max_context} has room for {len(contexts)} steps of --delta {delta}; "
+            "RECL compares contexts one step apart, so take a smaller --delta"
+        )
+    return contexts
 
 
 def _fractions(text: str) -> tuple[float, ...]:

@@ -142,8 +142,6 @@ def estimate(
 
 # --- txl doctor -----------------------------------------------------------------------------------
 
-_GIB = 2**30
-
 
 def doctor(
     on: Annotated[
@@ -167,20 +165,9 @@ def doctor(
         str | None,
         typer.Option(metavar="DATA", help="A dataset: check that all nodes read the same one."),
     ] = None,
-    tracking_uri: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URI",
-            help="MLflow server or database to check.",
-            show_default="MLFLOW_TRACKING_URI",
-        ),
-    ] = None,
     min_free_gib: Annotated[
         float, typer.Option(min=0, help="Free space that the run directory needs, in GiB.")
     ] = 10.0,
-    time_limit: Annotated[
-        float, typer.Option(min=1, help="Seconds for one check; then it counts as failed.")
-    ] = 30.0,
     skip: Annotated[
         list[str] | None,
         typer.Option(
@@ -203,9 +190,7 @@ def doctor(
     request = DoctorRequest(
         run=None if run is None else _absolute(run),
         data=None if data is None else _absolute(data),
-        tracking_uri=tracking_uri,
-        min_free_bytes=int(min_free_gib * _GIB),
-        limit_seconds=time_limit,
+        min_free_bytes=int(min_free_gib * 2**30),
         skip=_checks_to_skip(skip or []),
     )
     with running(f"checking {on or 'this machine'}", quiet=as_json):

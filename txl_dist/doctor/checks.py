@@ -52,8 +52,6 @@ class DoctorRequest:
     """Absolute path of a run directory, which exists or will be created; None: not checked."""
     data: str | None = None
     """Absolute path or URL of a dataset; None: not checked."""
-    tracking_uri: str | None = None
-    """MLflow server or database; None: MLFLOW_TRACKING_URI."""
     min_free_bytes: int = 0
     """Free space that the run directory needs."""
     limit_seconds: float = 30.0
@@ -82,7 +80,7 @@ def node_checks(request: DoctorRequest) -> dict[str, Check]:
     checks: dict[str, Check] = {
         "versions": partial(check_versions, expected, source=request.versions_of),
         "devices": check_devices,
-        "tracking": partial(check_tracking, request.tracking_uri),
+        "tracking": partial(check_tracking, os.environ.get("MLFLOW_TRACKING_URI")),
         "exposure": partial(check_exposure, request.dashboard_ports),
     }
     if request.run is not None:

@@ -188,8 +188,7 @@ MLFLOW_SECONDS = 5.0
 
 
 def check_tracking(uri: str | None) -> list[Finding]:
-    """Check the server at `uri`; None: MLFLOW_TRACKING_URI of this process."""
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    """Check the server at `uri`, the value of MLFLOW_TRACKING_URI."""
     if not uri:
         return [ok("no server is set: runs are tracked in mlflow.db next to their directory")]
     if not uri.startswith(("http://", "https://")):

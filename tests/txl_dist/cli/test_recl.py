@@ -104,21 +104,10 @@ def test_json_is_one_object_and_other_batches_give_the_same_numbers(
         assert first["nats"] == pytest.approx(second["nats"], rel=1e-5)
 
 
-def test_contexts_with_other_steps_give_a_curve_and_no_recl(
-    group: list[Path], dataset: Path
-) -> None:
-    words = "--contexts", "3,5,20", "--positions", 10, "--resamples", 40
-    code, output = run_txl("recl", group[0], dataset, *words)
-    assert code == 0, output
-    assert "no RECL: the steps between the contexts differ" in output
-
-
 @pytest.mark.parametrize(
     ("words", "exit_code", "message"),
     [
         (("--max-context", 10, "--delta", 8), 2, "smaller --delta"),
-        (("--contexts", "9,4"), 2, "rising"),
-        (("--contexts", "9,x"), 2, "separated by commas"),
         (("--r", "0"), 2, "--r 0 must be above 0"),
         (("--names", "a,b"), 2, "2 names for 1 checkpoints"),
         (("--max-context", 10**6, "--delta", 10**5), 3, "the longest document holds"),

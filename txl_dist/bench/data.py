@@ -73,7 +73,7 @@ def gather_text(work: Path, *, megabytes: float) -> BenchText:
             target.write_bytes(text)
             size += len(text)
     # Training the tokenizer is not part of the rates: every figure reads its file.
-    settings = PrepareSettings(tokenizer="bpe", vocab_size=VOCAB_SIZE)
+    settings = PrepareSettings(tokenizer="bpe", vocab_size=VOCAB_SIZE, format="text")
     prepare_dataset([folder], work / "trained", settings)
     return BenchText(folder, work / "trained" / TOKENIZER_NAME, size)
 
@@ -96,7 +96,7 @@ def _is_text(content: bytes) -> bool:
 
 def _preparation_figures(text: BenchText, work: Path) -> Iterator[Figure]:
     """The rate of BPE preparation from files to shards, and the size of the shards."""
-    settings = PrepareSettings(tokenizer="file")
+    settings = PrepareSettings(tokenizer="file", format="text")
     spent = cpu_seconds(
         lambda: prepare_dataset(
             [text.folder], work / "prepared", settings, tokenizer_file=text.tokenizer

@@ -15,7 +15,7 @@ from txl_dist.cli.options import (
     MemLen,
     Seed,
     TgtLen,
-    local_path_parser,
+    path_argument,
     whole_numbers,
 )
 from txl_dist.cli.progress import WorkUnit, work_progress
@@ -83,7 +83,7 @@ def eval_speed(
         Path | None,
         typer.Option(
             help="Measure this model instead of one with random weights.",
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ] = None,
     seed: Seed = 0,

@@ -14,7 +14,6 @@ from data_pipeline.system.files import (
     write_synced,
 )
 from txl_dist.cli.options import (
-    COPY_TO_URL,
     AsJson,
     Batch,
     Checkpoint,
@@ -25,7 +24,7 @@ from txl_dist.cli.options import (
     PrecisionOption,
     Seed,
     TgtLen,
-    local_path_parser,
+    path_argument,
     staged_output,
 )
 from txl_dist.cli.progress import TOKENS, WorkUnit, work_progress
@@ -74,7 +73,7 @@ def recl(
         Path | None,
         typer.Option(
             help="Write recl.json, curve.csv, recl.png and recl.svg to this directory.",
-            parser=local_path_parser(COPY_TO_URL),
+            parser=path_argument,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -204,7 +203,7 @@ def attention(
         Path | None,
         typer.Option(
             help="Write attention.json, attention.png and attention.svg to this directory.",
-            parser=local_path_parser(COPY_TO_URL),
+            parser=path_argument,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -15,8 +15,8 @@ from txl_dist.cli.options import (
     On,
     Overrides,
     dataset_address,
-    local_path_parser,
     open_workers,
+    path_argument,
 )
 from txl_dist.cli.progress import MIB, work_progress
 
@@ -37,9 +37,7 @@ Dataset = Annotated[
 ]
 Directory = Annotated[
     Path,
-    typer.Argument(
-        metavar="DIR", help="Directory that `txl prepare` wrote.", parser=local_path_parser()
-    ),
+    typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.", parser=path_argument),
 ]
 
 
@@ -126,11 +124,8 @@ def rebuild(
     with open_workers(on, workers) as pool, work_progress(MIB, pool) as progress:
         result = rebuild_manifest(directory, workers=pool, progress=progress)
     status = "already complete" if result.was_complete else "rebuilt"
-    if as_json:
-        print(json.dumps({"status": status, **totals(directory, result.manifest)}))
-        return
-    print(f"{printable(str(directory))}: the manifest is {status}, digest {result.manifest.digest}")
-    print_totals(result.manifest)
+    text = f"the manifest is {status}, digest {result.manifest.digest}"
+    _print_dataset(directory, result.manifest, status, text, as_json=as_json)
 
 
 @app.command()
@@ -204,11 +199,7 @@ def push(
 
     with work_progress(MIB) as progress:
         manifest = push_dataset(directory, url, progress=progress)
-    if as_json:
-        print(json.dumps({"status": "complete", **totals(dataset_path(url), manifest)}))
-        return
-    print(f"{printable(str(dataset_path(url)))}: complete")
-    print_totals(manifest)
+    _print_dataset(dataset_path(url), manifest, "complete", "complete", as_json=as_json)
 
 
 @app.command()
@@ -233,6 +224,16 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
     print(f"one epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
     for share in shares:
         print(f"  {share.line}")
+
+
+def _print_dataset(
+    directory: "DatasetPath", manifest: "ShardManifest", status: str, text: str, *, as_json: bool
+) -> None:
+    if as_json:
+        print(json.dumps({"status": status, **totals(directory, manifest)}))
+    else:
+        print(f"{printable(str(directory))}: {text}")
+        print_totals(manifest)
 
 
 def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.system.files import explain_disk_errors, require_writable, write_file
-from txl_dist.cli.options import COPY_TO_URL, AsJson, Checkpoint, PrecisionOption, local_path_parser
+from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption, path_argument
 from txl_dist.cli.progress import WorkUnit, running, work_progress
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.generation.text import DEFAULT_BATCH_SIZE, Sampling, TextLimits
@@ -36,7 +36,7 @@ def generate(
             metavar="FILE",
             help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
             'key "prompt", "text" or "ids" (token ids). The results are lines of JSON.',
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ] = None,
     out: Annotated[
@@ -44,7 +44,7 @@ def generate(
         typer.Option(
             metavar="FILE",
             help="With --prompts: write the results to this file when all are there.",
-            parser=local_path_parser(COPY_TO_URL),
+            parser=path_argument,
         ),
     ] = None,
     batch: Annotated[

@@ -9,7 +9,14 @@ import typer
 
 from data_pipeline.system.files import write_file
 from data_pipeline.system.sources import is_url
-from txl_dist.cli.options import AsJson, ConfigPath, Overrides, require_local, whole_numbers
+from txl_dist.cli.options import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    print_result,
+    require_local,
+    whole_numbers,
+)
 from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError
 
@@ -43,10 +50,8 @@ def init(
     if not path.parent.is_dir():
         raise ConfigError(f"the directory {path.parent} does not exist; create it first")
     write_file(path, starting_file(path.stem).encode())
-    if as_json:
-        print(json.dumps({"config": str(path)}))
-    else:
-        print(f"wrote {path}; check it after your changes: txl config validate {path}")
+    text = f"wrote {path}; check it after your changes: txl config validate {path}"
+    print_result({"config": str(path)}, text, as_json=as_json)
 
 
 @app.command()
@@ -74,10 +79,9 @@ def validate(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson
     from txl_dist.config.config_file import load_run_config
 
     resolved = load_run_config(config, overrides or ())
-    if as_json:
-        print(json.dumps({"valid": True, "config": str(config), "directory": resolved.directory}))
-    else:
-        print(f"{config} is a valid config; the run would write to {resolved.directory}")
+    content = {"valid": True, "config": str(config), "directory": resolved.directory}
+    text = f"{config} is a valid config; the run would write to {resolved.directory}"
+    print_result(content, text, as_json=as_json)
 
 
 def estimate(

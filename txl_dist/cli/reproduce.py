@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from txl_dist.cli.options import AsJson, Overrides, local_path_parser
+from txl_dist.cli.options import AsJson, Overrides, path_argument
 
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import ShardManifest
@@ -36,16 +36,14 @@ def reproduce(
     overrides: Overrides = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory of the published files.", parser=local_path_parser()
-        ),
+        typer.Option(metavar="DIR", help="Directory of the published files.", parser=path_argument),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help="For dataset, run and result. Default: runs/NAME.",
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ] = None,
     on: Annotated[str, typer.Option(help="As for txl train and txl eval.")] = "ray",

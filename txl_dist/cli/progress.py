@@ -33,16 +33,14 @@ WORKERS_LINES = 8
 MAX_WORKERS = 12
 """Lines of such a list. The workers that have been busy for longest are in it."""
 BAR_COLUMNS = 20
-COLUMNS_WITH_BAR = 100
-"""The step bar is left out on terminals with fewer columns: the step line needs the space."""
 
 
 @contextmanager
 def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield `on_line(line)`, to be called with every line of a run's log.
 
-    On a terminal each step line replaces the previous one, cut to the width of the terminal, with a
-    bar if there is room. Other lines scroll as usual.
+    On a terminal each step line replaces the previous one, without the time of day and cut to the
+    width of the terminal. Other lines scroll as usual.
     """
     if quiet:
         yield lambda line: None
@@ -50,36 +48,22 @@ def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], Non
     if not sys.stdout.isatty():
         yield lambda line: print(line, flush=True)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import Progress, TextColumn
 
     from txl_dist.training.follow import step_of
 
     # 75 of 80 columns are left for the step line: loss, perplexity, speed and time left fit.
-    console = Console()
-    bar = [BarColumn(BAR_COLUMNS)] if console.width >= COLUMNS_WITH_BAR else []
-    columns = (TextColumn("{task.percentage:>3.0f}%"), *bar, TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as progress:
+    line_column = TextColumn("{task.percentage:>3.0f}% {task.description}", markup=False)
+    with Progress(line_column) as progress:
         task = progress.add_task("starting the ranks", total=num_steps)
 
         def on_line(line: str) -> None:
             if (step := step_of(line)) is not None:
-                room = console.width - len("100% ") - (BAR_COLUMNS + 1 if bar else 0)
-                progress.update(task, completed=step, description=fit_step_line(line, room))
+                progress.update(task, completed=step, description=line.partition(" ")[2])
             else:
                 progress.console.print(line, markup=False, highlight=False)
 
         yield on_line
-
-
-def fit_step_line(line: str, num_columns: int) -> str:
-    """A step line without its time of day, cut after the last field that fits."""
-    text, *fields = line.partition(" ")[2].split(" | ")
-    for field in fields:
-        if len(text) + len(field) + 3 > num_columns:
-            break
-        text += f" | {field}"
-    return text
 
 
 @contextmanager

@@ -190,8 +190,6 @@ def print_table(scored: Sequence[Scored], swept: Sequence[str]) -> None:
 
 
 def print_score(scored: Scored) -> None:
-    from txl_dist.evaluation.scoring import MAX_OVERHEAD
-
     print(f"{scored['checkpoint']} on {scored['data']}, split {scored['split']} ({scored['mode']})")
     if scored["weights"] == "averaged":
         print("  weights          averaged over steps; those of the last one: --weights last")
@@ -202,15 +200,10 @@ def print_score(scored: Scored) -> None:
             print(f"  {score.label:15}  {_show(scored[name])}")
     if details := scored.get("details"):
         _print_interval(details)
-    overhead = scored["context_overhead"]
-    if scored["num_chunks"] == 1:
-        print("  1 chunk, read in one pass")
-    else:
-        print(f"  {scored['num_chunks']} chunks, {overhead:.1%} more tokens read as context")
-    if overhead > MAX_OVERHEAD:
-        print("  so many because a short split too is cut into chunks, the same for any --workers")
-    if scored["mode"] == "fast":
-        print("  fast: one memory length of context per chunk; the exact loss is usually lower")
+    print(
+        f"  {scored['num_chunks']:,} chunks, {scored['context_overhead']:.1%} more tokens read as "
+        "context"
+    )
     print(f"  protocol: {scored['protocol']}")
 
 

@@ -83,14 +83,6 @@ def generate(
             help="The same seed gives the same text. Prompt i of a file: seed + i.",
         ),
     ] = 0,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Refuse prompts and stop strings with symbols that are not in the vocabulary, "
-            "instead of a warning.",
-        ),
-    ] = False,
     precision: PrecisionOption = "fp32",
     as_json: AsJson = False,
 ) -> None:
@@ -121,7 +113,7 @@ def generate(
         model = model.to("cuda" if cuda.is_available() else "cpu")
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
     options["limits"] = replace(options["limits"], stop_tokens=stop_tokens)
-    _check_texts(prompt, prompts, lines, stop or (), tokenizer, strict=strict)
+    _require_prompts(prompt, prompts, lines, tokenizer)
     options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
     texts = generate_texts(
         model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
@@ -178,30 +170,20 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     return int(ids[0])
 
 
-def _check_texts(
-    prompt: str,
-    prompts: Path | None,
-    lines: "Sequence[PromptLine]",
-    stop: "Sequence[str]",
-    tokenizer: "Tokenizer",
-    *,
-    strict: bool,
+def _require_prompts(
+    prompt: str, prompts: Path | None, lines: "Sequence[PromptLine]", tokenizer: "Tokenizer"
 ) -> None:
-    """Refuse prompts without tokens. `strict`: also symbols that are not in the vocabulary."""
+    """Refuse prompts without tokens."""
     from txl_dist.generation.generate import require_prompt
-    from txl_dist.generation.text import describe_unknown
 
     named: list[tuple[str, str | list[int], type[TxlError]]] = [
         (f"{prompts}, line {line.line}", line.prompt, DataError) for line in lines
     ]
     for name, text, error_class in named or [("--prompt", prompt, ConfigError)]:
         try:
-            require_prompt(tokenizer, text, strict=strict)
+            require_prompt(tokenizer, text)
         except ValueError as error:
             raise error_class(f"{name}: {error}") from None
-    for string in stop if strict else ():
-        if unknown := tokenizer.unknown_symbols(string):
-            raise ConfigError(f"--stop {string!r}: {describe_unknown(unknown)}")
 
 
 def _stream(

@@ -1,4 +1,4 @@
-"""`txl bench data`: preparation, size, reading, resume and data wait, each with its limit.
+"""`txl bench data`: preparation, size, reading and resume, each with its limit.
 
 The text is available on every machine: source code and documentation of this Python's standard
 library and installed packages, one document per file. Rates are per CPU second of this process,
@@ -6,7 +6,6 @@ which works without workers, so other load on the machine has little effect.
 """
 
 import gc
-import json
 import statistics
 import sysconfig
 import tempfile
@@ -25,12 +24,6 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import GROUP_TOKENS
 from data_pipeline.streams.segments import SegmentReader
 from txl_dist.bench import Figure, time_rounds
-from txl_dist.config.data_config import DataConfig
-from txl_dist.config.run_config import RunConfig
-from txl_dist.config.training_config import EvaluationConfig, TrackingConfig, TrainingConfig
-from txl_dist.launch.processes import ProcessLauncher
-from txl_dist.model.config import ModelConfig
-from txl_dist.training.job import TrainJob
 
 VOCAB_SIZE = 32_768
 LANES = 8
@@ -54,7 +47,6 @@ def bench_data(*, megabytes: float) -> Iterator[Figure]:
         text = gather_text(work, megabytes=megabytes)
         yield from _preparation_figures(text, work)
         yield from _reading_figures(work / "prepared")
-        yield _wait_figure(work)
 
 
 # --- preparation ----------------------------------------------------------------------------------
@@ -196,23 +188,3 @@ def _reader(source: SplitReader, plan: LanePlan) -> SegmentReader:
         shuffle="blocks",
         seed=0,
     )
-
-
-def _wait_figure(work: Path) -> Figure:
-    """The share of a training step spent waiting for data, from the run's `metrics.jsonl`."""
-    run = work / "run"
-    config = RunConfig(
-        directory=str(run),
-        data=DataConfig(path=str(work / "prepared"), num_lanes=4, tgt_len=128),
-        model=ModelConfig(n_layer=2, d_model=128, n_head=4, d_head=32, d_inner=256, mem_len=128),
-        training=TrainingConfig(num_steps=30, log_interval_steps=5),
-        evaluation=EvaluationConfig(split=None),
-        tracking=TrackingConfig(enabled=False),
-    )
-    # One rank, started as `txl train` starts it.
-    job = TrainJob(config=config, resume="never")
-    ProcessLauncher().train(job, num_ranks=1, on_line=lambda _: None)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    waits = [line["data_wait"] for line in lines if "data_wait" in line]
-    share = statistics.median(waits) * 100
-    return Figure("data wait in training, small model", share, "% of a step", 1.0, at_most=True)

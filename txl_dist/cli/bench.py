@@ -62,7 +62,7 @@ def data(
     ] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Speed of preparation, loading and resume; size of shards; data wait in training.
+    """Speed of preparation, loading and resume; size of shards.
 
     Example: txl bench data --megabytes 200
     """

@@ -1,7 +1,6 @@
 """`txl recl` and `txl attention`: how much context models use, and what they attend to."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,7 +31,6 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.recl import ReclRequest
     from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
 
@@ -86,8 +84,8 @@ def recl(
     apply to models trained with a memory. Intervals: 95 %, bootstrap over documents, or over
     targets if there are fewer than 10 documents.
 
-    A target is read again for every context, which takes a while: the tokens to read are printed
-    first, and the time left every few seconds. Fewer --positions or a larger --delta take less.
+    A target is read again for every context, which takes a while: fewer --positions or a larger
+    --delta take less.
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
@@ -128,13 +126,9 @@ def recl(
     )
     check_group(request)
     with staged_output(out, JSON_NAME) as staged, work_progress(TOKENS) as show:
-
-        def on_progress(done: int, total: int) -> None:
-            if done == 0:
-                print(_describe_work(request, total), file=sys.stderr, flush=True)
-            show("reading", done, total)
-
-        report = measure_group(request, on_progress=on_progress)
+        report = measure_group(
+            request, on_progress=lambda done, total: show("reading", done, total)
+        )
         if staged:
             write_report(staged, report)
     if as_json:
@@ -143,15 +137,6 @@ def recl(
         print_report(report)
         if out:
             print(f"recl.json, curve.csv, recl.png and recl.svg are in {out}")
-
-
-def _describe_work(request: "ReclRequest", num_tokens: int) -> str:
-    contexts, num_models = request.contexts, len(request.jobs)
-    return (
-        f"{num_tokens:,} tokens to read: {num_models} model{'s' if num_models > 1 else ''}, up to "
-        f"{request.num_positions:,} targets each (--positions), {len(contexts)} contexts of "
-        f"{contexts[0]:,} to {contexts[-1]:,} tokens for each target"
-    )
 
 
 def _has_memory(checkpoint: Path) -> bool:

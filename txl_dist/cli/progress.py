@@ -1,13 +1,12 @@
 """Progress of long commands on standard error: rich on a terminal, plain lines elsewhere.
 
     run_progress     training: the log lines of rank 0, on standard output
-    work_progress    work in bytes, tokens or other units: amount, rate, and what each worker does
+    work_progress    work in bytes, tokens or other units: amount, rate, time left
     running          work without steps: a spinner, or its name
 
 rich is imported only where a display is drawn: `txl --help` imports this module.
 """
 
-import itertools
 import sys
 import threading
 import time
@@ -28,10 +27,6 @@ FIRST_LINE_SECONDS = 1.5
 """Work without steps that takes less is not named where output is plain lines."""
 SILENT_SECONDS = 4.0
 """Between two plain lines."""
-WORKERS_LINES = 8
-"""Plain lines between two plain lists of the workers."""
-MAX_WORKERS = 12
-"""Lines of such a list. The workers that have been busy for longest are in it."""
 BAR_COLUMNS = 20
 
 
@@ -113,8 +108,7 @@ TOKENS = WorkUnit("tokens")
 def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> Iterator[Show]:
     """Yield `show(phase, done, total)`, both in bytes or in units.
 
-    On a terminal a bar and a line for each busy worker, elsewhere a line every few seconds, and the
-    list of workers twice a minute.
+    On a terminal a bar, elsewhere a line every few seconds.
     """
     work = _Work(unit, workers)
     with _live_display(work) if sys.stderr.isatty() else _in_thread(_print_work(work)):
@@ -169,53 +163,29 @@ class _Work:
             return f"waiting {seconds:,.0f} s for {missing}"
         return f"{amount}, {seconds:,.0f} s"
 
-    def worker_lines(self) -> list[str]:
-        """What each busy worker is doing, and what the missing ones wait for."""
-        if self.workers is None:
-            return []
-        busy = sorted(self.workers.status(), key=lambda status: -status.busy_seconds)
-        lines = [str(status) for status in busy[:MAX_WORKERS]]
-        if len(busy) > MAX_WORKERS:
-            lines.append(f"and {len(busy) - MAX_WORKERS} more workers, busy for less time")
-        if missing := self.workers.missing():
-            lines.append(f"waiting for {missing}")
-        return lines
-
 
 @contextmanager
 def _live_display(work: _Work) -> Iterator[None]:
-    from rich.console import Console, RenderableType
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task
     from rich.text import Text
 
-    class Display(Progress):
-        """The bar, and a line for each busy worker below it."""
+    class WorkColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            task.completed, task.total = work.current, work.total or None
+            return Text(work.line())
 
-        def get_renderables(self) -> Iterator[RenderableType]:
-            for task in self.tasks:
-                self.update(
-                    task.id,
-                    description=work.line(),
-                    completed=work.current,
-                    total=work.total or None,
-                )
-            yield self.make_tasks_table(self.tasks)
-            lines = (f"  {line}" for line in work.worker_lines())
-            yield Text("\n".join(lines), no_wrap=True)
-
-    columns = (BarColumn(BAR_COLUMNS), TextColumn("{task.description}", markup=False))
-    with Display(*columns, console=Console(stderr=True), transient=True) as display:
-        display.add_task("starting", total=None)
+    columns = WorkColumn(), BarColumn(BAR_COLUMNS)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        display.add_task("", total=None)
         yield
 
 
 def _print_work(work: _Work) -> Iterator[float]:
-    """Print a line every few seconds, and sometimes the workers; yields the seconds to wait."""
-    for number in itertools.count(1):
+    """Print a line every few seconds; yields the seconds to wait."""
+    while True:
         yield SILENT_SECONDS
         _print_line(work.line())
-        for line in work.worker_lines() if number % WORKERS_LINES == 0 else ():
-            _print_line(f"  {line}")
 
 
 @contextmanager

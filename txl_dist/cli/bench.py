@@ -93,9 +93,8 @@ def eval_speed(
 
     Both paths run with the same weights, alternately, on a GPU or on one CPU thread, where CPU time
     counts. The ratio of times is compared with the ratio of their floating-point operations, and
-    shown next to the paper's (arXiv:1901.02860, table 9: another model on a GPU, against a window
-    path without the savings of this one). The share says how well reuse turns fewer operations into
-    less time.
+    shown next to the paper's (arXiv:1901.02860, table 9: another model on a GPU). The share says
+    how well reuse turns fewer operations into less time.
 
     Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """

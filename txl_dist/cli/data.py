@@ -1,7 +1,6 @@
 """`txl data`: verify, inspect, rebuild, push and mix prepared datasets."""
 
 import json
-from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,35 +138,22 @@ def inspect(
 ) -> None:
     """Show totals per split, the tokenizer, and documents decoded back to text.
 
-    The unigram entropy is the loss of a model that knows how frequent each token is, and no more.
-    Of a large split it is computed from a sample.
-
     Example: txl data inspect data/books --documents 5
     """
     from dataclasses import asdict
 
     from data_pipeline.shards.manifest import load_manifest
-    from data_pipeline.shards.shard_reader import open_split
     from data_pipeline.shards.verify import excerpts
-    from data_pipeline.streams.cursor import unigram_entropy
     from data_pipeline.system.remote_path import dataset_path
 
     directory = dataset_path(dataset)
     manifest = load_manifest(directory)
     shown = excerpts(directory, documents=documents)
-    entropies = {
-        name: unigram_entropy(
-            [open_split(directory, name, manifest=manifest)], [1.0], vocab_size=manifest.vocab_size
-        )
-        for name, entry in manifest.splits.items()
-        if entry.tokens
-    }
     if as_json:
         content = totals(directory, manifest)
         for name, entry in manifest.splits.items():
             ratio = entry.text_bytes_per_compressed_byte
             content["splits"][name]["text_bytes_per_compressed_byte"] = ratio
-            content["splits"][name]["unigram_entropy_nats"] = entropies.get(name)
         print(json.dumps({**content, "documents": [asdict(excerpt) for excerpt in shown]}))
         return
     print(f"{printable(str(directory))}: digest {manifest.digest}")
@@ -176,8 +162,6 @@ def inspect(
         f"end of document {manifest.end_of_document}, digest {manifest.tokenizer_digest}"
     )
     print_totals(manifest)
-    for name, nats in entropies.items():
-        print(f"  unigram entropy of {name}: {nats:.3f} nats ({nats / log(2):.3f} bits) per token")
     for excerpt in shown:
         print(f"\n[{excerpt.split}] {excerpt.document_id} ({excerpt.tokens:,} tokens)")
         print(f"  {excerpt.text}")

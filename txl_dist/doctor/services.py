@@ -3,25 +3,17 @@
 The dashboard's port also serves the Jobs API, which runs any command as the user of Ray. So it must
 require a token, and listen on the loopback interface only: tokens travel unencrypted. The head node
 must require the token too.
-
-MLflow is not checked through mlflow itself, which opens databases for writing and whose calls have
-no short limit.
 """
 
-import base64
 import http.client
 import json
 import os
 import stat
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, urlsplit
 
 import psutil
 
@@ -183,79 +175,29 @@ def _unknown_token(reason: str) -> Finding:
     )
 
 
-MLFLOW_SECONDS = 5.0
-"""Time limit of a connection and of each response."""
-
-
 def check_tracking(uri: str | None) -> list[Finding]:
-    """Check the server at `uri`, the value of MLFLOW_TRACKING_URI."""
+    """Whether an MLflow server answers at `uri`, the value of MLFLOW_TRACKING_URI."""
     if not uri:
         return [ok("no server is set: runs are tracked in mlflow.db next to their directory")]
-    if not uri.startswith(("http://", "https://")):
-        return [
-            note(f"{shown(uri)}: not checked", advice="txl doctor checks servers (http, https)")
-        ]
-    return [_check_server(uri)]
-
-
-def _check_server(uri: str) -> Finding:
     name = shown(uri)
+    if not uri.startswith(("http://", "https://")):  # mlflow opens databases for writing
+        return [note(f"{name}: not checked", advice="txl doctor checks servers (http, https)")]
+    from txl_dist.tracking.mlflow_tracker import require_server
+    from txl_dist.tracking.tracker import UnavailableError
+
     try:
-        server_version = _get(uri, "/version").strip()
-        _get(uri, "/api/2.0/mlflow/experiments/search?max_results=1")
-    except urllib.error.HTTPError as error:
-        refused = error.code in (401, 403)
-        return problem(
-            f"{name} answers {error.code} {error.reason}",
-            expected="the answers of an MLflow server",
-            advice="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN); for "
-            "'Invalid Host header' start the server with --allowed-hosts"
-            if refused
-            else "see the log of the server; check that the address is MLflow's",
-        )
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        return problem(
-            f"{name} does not respond: {reason}",
-            expected=f"a response within {MLFLOW_SECONDS:g} s",
-            advice="check that the server runs, its host and port, and the firewall between. "
-            "Training goes on without it and sends the metrics later",
-        )
-    return _compare_versions(name, server_version)
-
-
-def _compare_versions(name: str, server: str) -> Finding:
-    client = version("mlflow")
-    summary = f"{name}: MLflow {server[:40]}"
-    if server.split(".")[:1] != client.split(".")[:1]:
-        return problem(
-            summary,
-            expected=f"MLflow {client.split('.')[0]}, as the client ({client})",
-            advice="upgrade the server, or check that the address is MLflow's",
-        )
-    return ok(summary)
-
-
-def _get(uri: str, path: str) -> str:
-    """The response to a GET request with the credentials of the URI or of MLflow's variables."""
-    parts = urlsplit(uri)
-    host = parts.netloc.rpartition("@")[2]
-    address = f"{parts.scheme}://{host}{parts.path.rstrip('/')}{path}"
-    request = urllib.request.Request(address, headers=_credentials(parts.username, parts.password))
-    with urllib.request.urlopen(request, timeout=MLFLOW_SECONDS) as response:
-        content: bytes = response.read(_MAX_RESPONSE_BYTES)
-    return content.decode("utf-8", errors="replace")
-
-
-def _credentials(user: str | None, password: str | None) -> dict[str, str]:
-    user = unquote(user) if user else os.environ.get("MLFLOW_TRACKING_USERNAME")
-    password = unquote(password) if password else os.environ.get("MLFLOW_TRACKING_PASSWORD")
-    if user and password:
-        encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
-        return {"Authorization": f"Basic {encoded}"}
-    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-        return {"Authorization": f"Bearer {token}"}
-    return {}
+        require_server(uri)
+    except UnavailableError as error:
+        return [
+            problem(
+                f"{name} does not work: {error}",
+                expected="the answers of an MLflow server",
+                advice="check its address, that it runs, and the firewall between; for 401 and 403 "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN), and its "
+                "option --allowed-hosts. Training goes on without it and sends the metrics later",
+            )
+        ]
+    return [ok(f"{name}: an MLflow server")]
 
 
 def existing_parent(path: Path) -> Path:

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from data_pipeline.errors import TxlError
 from txl_dist.cli import (
     bench,
     context,
@@ -20,7 +19,7 @@ from txl_dist.cli import (
     runs,
     train,
 )
-from txl_dist.errors import print_error
+from txl_dist.errors import TxlError, print_error
 
 app = typer.Typer(
     name="txl",

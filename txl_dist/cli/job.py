@@ -264,14 +264,10 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
 
 def _find(client: "JobClient", name: str) -> "Job":
     """The newest attempt of a run, or one attempt by its id."""
-    from txl_dist.cli.job_request import attempts_of, runs_named
+    from txl_dist.cli.job_request import attempts_of
 
-    jobs = client.jobs()
-    runs = runs_named(name, jobs)
-    if attempts := attempts_of(runs[0] if len(runs) == 1 else name, jobs):
+    if attempts := attempts_of(name, client.jobs()):
         return attempts[-1]
-    if runs:
-        raise ConfigError(f"{name} are several runs: {', '.join(runs)}. Name one of them")
     raise ConfigError(
         f"{client.url} knows no job {name}: txl job list {_address_option(client)} shows those "
         "that it knows. After a restart of the head its jobs are unknown; submit the same command: "

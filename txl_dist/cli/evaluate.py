@@ -16,6 +16,7 @@ from data_pipeline.system.files import (
 )
 from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
 from txl_dist.cli.options import (
+    CHECKPOINT_HELP,
     AsJson,
     Batch,
     ClampLen,
@@ -41,8 +42,7 @@ def evaluate(
         list[Path] | None,
         typer.Argument(
             metavar="CHECKPOINT...",
-            help="Checkpoints, run directories (their newest checkpoint), or directories that "
-            "txl export or txl import wrote.",
+            help=CHECKPOINT_HELP,
             parser=checkpoint_path,
             show_default=False,
         ),

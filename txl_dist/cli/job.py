@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -310,11 +311,8 @@ def _summary(job: "Job", client: "JobClient") -> str:
 
 
 def _duration(job: "Job") -> str:
-    if job.start_seconds is None:
-        return "0 s"
-    seconds = int((job.end_seconds or time.time()) - job.start_seconds)
-    hours, minutes = seconds // 3600, seconds // 60 % 60
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds % 60:02} s"
+    now = time.time()
+    return str(timedelta(seconds=int((job.end_seconds or now) - (job.start_seconds or now))))
 
 
 def _next_commands(client: "JobClient", job_id: str) -> str:

@@ -117,23 +117,16 @@ Overrides = Annotated[
     typer.Argument(metavar="[k.e.y=value ...]", help="Settings that replace those of the file."),
 ]
 
+CHECKPOINT_HELP = (
+    "A checkpoint, a run directory (its newest checkpoint), or a directory that txl export or txl "
+    "import wrote."
+)
 Checkpoint = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help="A checkpoint, a run directory (its newest checkpoint), or a directory that "
-        "txl export or txl import wrote.",
-        parser=checkpoint_path,
-    ),
+    Path, typer.Argument(metavar="CHECKPOINT", help=CHECKPOINT_HELP, parser=checkpoint_path)
 ]
 Checkpoints = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="CHECKPOINT...",
-        help="Checkpoints, run directories (their newest checkpoint), or directories that "
-        "txl export or txl import wrote.",
-        parser=checkpoint_path,
-    ),
+    typer.Argument(metavar="CHECKPOINT...", help=CHECKPOINT_HELP, parser=checkpoint_path),
 ]
 # For commands that need what exported models lack: the manifest, hashes, the state of training.
 SavedCheckpoint = Annotated[

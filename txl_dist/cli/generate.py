@@ -100,7 +100,13 @@ def generate(
         raise ConfigError("--out needs --prompts FILE; for one prompt, redirect the output: > FILE")
     if out:
         require_writable(out.parent)
-    options = _options(prompt, temperature, top_k, top_p, max_tokens, stop)
+    try:
+        # Bytes that are not UTF-8 reach Python as lone surrogates, which cannot be encoded.
+        "".join((prompt, *(stop or ()))).encode("utf-8")
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        limits = TextLimits(max_tokens=max_tokens, stop=tuple(stop or ()))
+    except ValueError as error:
+        raise ConfigError(f"txl generate: {error}") from None
     lines = read_prompts(prompts) if prompts else []
     with running(f"loading {checkpoint}"):
         from torch import cuda
@@ -112,9 +118,15 @@ def generate(
         model, tokenizer = stored.load_with_tokenizer()
         model = model.to("cuda" if cuda.is_available() else "cpu")
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
-    options["limits"] = replace(options["limits"], stop_tokens=stop_tokens)
+    limits = replace(limits, stop_tokens=stop_tokens)
     _require_prompts(prompt, prompts, lines, tokenizer)
-    options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "limits": limits,
+        "tgt_len": stored.tgt_len,
+        "seed": seed,
+        "precision": precision,
+    }
     texts = generate_texts(
         model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
     )
@@ -125,31 +137,6 @@ def generate(
         print(json.dumps(result))
     else:
         _stream(model, tokenizer, prompt, **options)
-
-
-def _options(
-    prompt: str,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    max_tokens: int,
-    stop: list[str] | None,
-) -> dict[str, Any]:
-    """The sampling and the limits. Raises ConfigError."""
-
-    try:
-        # Bytes that are not UTF-8 reach Python as lone surrogates.
-        "".join((prompt, *(stop or ()))).encode("utf-8")
-        return {
-            "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-            "limits": TextLimits(max_tokens=max_tokens, stop=tuple(stop or ())),
-        }
-    except UnicodeEncodeError:
-        raise ConfigError(
-            "--prompt or --stop is not valid text in this terminal's encoding"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"txl generate: {error}") from None
 
 
 def _token_of(token: str, tokenizer: "Tokenizer") -> int:

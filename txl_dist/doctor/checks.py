@@ -22,6 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import psutil
+
 import txl_dist
 from data_pipeline.errors import TxlError
 from data_pipeline.shards.manifest import load_manifest
@@ -36,12 +38,6 @@ from txl_dist.doctor.services import (
     existing_parent,
 )
 from txl_dist.runtime.process import source_digest
-
-CHECKS = (
-    "versions", "devices", "storage", "dataset", "tracking", "exposure",
-    "clock", "network",
-)  # fmt: skip
-"""Names of all checks; the last two compare the nodes of a cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +285,7 @@ def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
     name = f"{directory}" if directory == Path(run) else f"{directory} (for {run})"
     findings = list(_use(directory, name))
     findings += _space(directory, name, min_free_bytes=min_free_bytes)
-    findings += _nfs(directory, name, Path("/proc/self/mounts"))
+    findings += _nfs(directory, name)
     free = _gib(shutil.disk_usage(directory).free)
     return findings or [ok(f"{name}: write, sync, rename and lock work; {free} free")]
 
@@ -341,9 +337,9 @@ def _space(directory: Path, name: str, *, min_free_bytes: int) -> Iterator[Findi
         )
 
 
-def _nfs(directory: Path, name: str, mounts: Path) -> Iterator[Finding]:
+def _nfs(directory: Path, name: str) -> Iterator[Finding]:
     """NFS clients remember for up to a minute that a file does not exist (nfs(5), lookupcache)."""
-    kind, options = mount_of(directory, mounts)
+    kind, options = mount_of(directory)
     if kind.startswith("nfs") and not {"lookupcache=positive", "lookupcache=pos"} & options:
         yield note(
             f"{name}: NFS, mounted without lookupcache=positive",
@@ -352,20 +348,17 @@ def _nfs(directory: Path, name: str, mounts: Path) -> Iterator[Finding]:
         )
 
 
-def mount_of(directory: Path, mounts: Path) -> tuple[str, set[str]]:
-    """Type and options of the file system of a directory, by a file like /proc/self/mounts."""
-    found: tuple[int, str, set[str]] = (-1, "", set())
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, place, kind, options, *_ = line.split()
-        point = Path(place.replace(r"\040", " "))
-        # The last one, if several are mounted at one place.
-        if directory.resolve().is_relative_to(point) and len(point.parts) >= found[0]:
-            found = len(point.parts), kind, set(options.split(","))
-    return found[1], found[2]
+def mount_of(directory: Path) -> tuple[str, set[str]]:
+    """Type and options of the file system of a directory."""
+    resolved = directory.resolve()
+    mounts = [
+        mount
+        for mount in psutil.disk_partitions(all=True)
+        if resolved.is_relative_to(mount.mountpoint)
+    ]
+    # The last one, if several are mounted at one place.
+    mounts.sort(key=lambda mount: len(Path(mount.mountpoint).parts))
+    return mounts[-1].fstype, set(mounts[-1].opts.split(","))
 
 
 def _gib(num_bytes: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -146,9 +147,10 @@ def estimate(
 
 # --- txl doctor -----------------------------------------------------------------------------------
 
-CheckName = Literal[
-    "versions", "devices", "storage", "dataset", "tracking", "exposure", "clock", "network"
-]
+CheckName = StrEnum(
+    "CheckName",
+    ["versions", "devices", "storage", "dataset", "tracking", "exposure", "clock", "network"],
+)
 """The checks; the last two compare the nodes of a cluster."""
 
 
@@ -195,7 +197,7 @@ def doctor(
         run=None if run is None else _absolute(run),
         data=None if data is None else _absolute(data),
         min_free_bytes=int(min_free_gib * 2**30),
-        skip=frozenset(skip or ()),
+        skip=frozenset(map(str, skip or ())),
     )
     with running(f"checking {on or 'this machine'}", quiet=as_json):
         findings = _findings(request, on)

@@ -69,15 +69,6 @@ def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Pa
     assert f"{one['nats'] / one['tokens_scored']:.4f}" in valid
 
 
-def test_the_cost_of_chunks_is_not_explained_by_workers_that_do_not_exist(
-    dataset: Path, run: Path
-) -> None:
-    code, output = run_txl("eval", run, dataset, "--mem-len", 320, "--tgt-len", 64)
-    assert code == 0, output
-    assert "is cut into chunks, the same for any --workers" in output
-    assert "several workers" not in output
-
-
 @pytest.mark.parametrize("option", [("--mem-len", 0), ("--tgt-len", 11), ("--clamp-len", 2)])
 def test_memory_options_of_an_evaluation_change_the_score(
     dataset: Path, run: Path, option: tuple[str, int]

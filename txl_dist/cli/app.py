@@ -1,6 +1,5 @@
 """`txl`: registers the commands, and turns errors into a message and an exit code."""
 
-import sys
 from importlib import metadata
 from typing import Annotated
 
@@ -74,4 +73,4 @@ def main() -> None:
         app(prog_name="txl")
     except TxlError as error:
         print_error(error)
-        sys.exit(error.exit_code)
+        raise SystemExit(error.exit_code) from None

@@ -50,6 +50,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 REFERENCE = "paper-adamw"
 SAME_DATA = ("data.num_lanes=32", "data.tgt_len=64")
 """As in the modern quickstart."""
+TWO_SEGMENTS = ("training.backprop_segments=2", "model.memory_tokens=4")
+"""The gradient passes through the memory once."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     REFERENCE: ("quickstart", *SAME_DATA),
     "paper-muon": (
@@ -65,6 +67,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "modern/quickstart", "model.memory=compressive", "model.mem_len=64",
         "model.compressed_len=64",
     ),
+    "two-segments": ("modern/quickstart", *TWO_SEGMENTS),
+    "tokens": ("modern/quickstart", "model.memory=tokens", *TWO_SEGMENTS),
+    "recurrent+tokens": ("modern/quickstart", "model.memory=recurrent+tokens", *TWO_SEGMENTS),
+    "associative": ("modern/quickstart", "model.memory=associative", *TWO_SEGMENTS),
     "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
     "no-embedding-norm": ("modern/quickstart", "model.embedding_norm=false"),
@@ -168,9 +174,9 @@ def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> St
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
         target_BT = torch.from_numpy(segment.target)
-        nats_BT, memory[0] = model(
-            torch.from_numpy(segment.input), target_BT, torch.from_numpy(segment.age), memory[0]
-        )
+        input_BT, age_BT = torch.from_numpy(segment.input), torch.from_numpy(segment.age)
+        num_segments = config.training.backprop_segments
+        nats_BT, memory[0] = model(input_BT, target_BT, age_BT, memory[0], None, num_segments)
         update(model, optimizer, nats_BT.sum() / (target_BT >= 0).sum(), clipping)
         return time.thread_time() - start
 
@@ -179,7 +185,8 @@ def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> St
     def score() -> float:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "model"
-            write_exported(out, model, tokenizer, Reading(tgt_len=tgt_len, reset="document"))
+            reading = Reading(tgt_len=config.segment_len, reset="document")
+            write_exported(out, model, tokenizer, reading)
             job = evaluation_job(out, data, max_tokens=SCORED_TOKENS)
             return evaluate(job).sums.nats_per_token
 

@@ -15,7 +15,8 @@ from tests.txl_dist.model.test_golden import FILES, WITHOUT_EXTENSION, load
 from tests.txl_dist.training.test_fake_cuda import ENCODINGS, SOFTMAXES, build
 from txl_dist.model import vocabulary
 from txl_dist.model.attention import choose_implementation
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.memory.kv_cache import KVCache
 from txl_dist.model.memory.recurrent import RecurrentMemory

@@ -151,3 +151,18 @@ def test_a_split_without_a_target_is_rejected_with_a_next_step() -> None:
         replace(LONG_DOCUMENT, lengths=[[1]]).plan()
     with pytest.raises(ValueError, match="max_tokens=1 must be a whole number of at least 2"):
         replace(LONG_DOCUMENT, max_tokens=1).plan()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_are_read_from_their_start_if_the_memory_has_no_limit(kind: str) -> None:
+    """Short and long documents, of which no length is a multiple of the segment."""
+    options = {"memory": kind, "mem_len": 2, "compression_rate": 2, "compressed_len": 3}
+    if kind != "compressive":
+        del options["compressed_len"]
+    case = SplitCase([[7, 25, 1, 4], [41, 2, 31]], 3, options, "document", target_num_chunks=9)
+    with small_chunks(case):
+        chunks, nats = case.plan(), sequential_nats(case)
+        for chunk, sums in zip(chunks, case.scorer.scores(chunks), strict=True):
+            assert sums.nats == pytest.approx(sum(nats[chunk.start : chunk.stop]), rel=1e-10)
+    # The blocks of a compressive memory go on across documents, with segments that are uneven.
+    assert len(chunks) == 1 if kind == "compressive" else len(chunks) > 3

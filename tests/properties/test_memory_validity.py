@@ -8,6 +8,7 @@ token of another document, because an invisible token has a weight of exactly 0.
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +22,7 @@ from tests.support.hypothesis_examples import examples
 from tests.support.running_mean import KINDS
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import OPENER, TextSource, random_corpus
-from txl_dist.model.config import DISTANCE_ENCODINGS
+from txl_dist.model.choices import DISTANCE_ENCODINGS
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Case:
     tgt_len: int
     model: dict[str, Any]
     reset: Reset = "document"
+    segments_per_step: int = 1
 
     def segments(self, source: TextSource) -> list[Segment]:
         """More segments than an epoch, so that they include the start of the next one."""
@@ -61,14 +63,25 @@ class Case:
         """Nats of the document's tokens per segment, and the gradients of their sum."""
         model = small_model(**self.model)
         memory, nats = model.empty_memory(self.num_lanes), []
-        for segment, numbers in zip(
-            self.segments(source), self.segments(self.numbered), strict=True
-        ):
-            columns = map(torch.from_numpy, (segment.input, segment.target, segment.age))
-            nats_BT, memory = model(*columns, memory)
-            nats.append(nats_BT[torch.from_numpy(numbers.input == document)])
+        segments = self.segments(source)
+        size = self.segments_per_step
+        for first in range(0, len(segments), size):
+            step = segments[first : first + size]
+            columns = (
+                torch.from_numpy(np.concatenate([getattr(segment, name) for segment in step], 1))
+                for name in ("input", "target", "age")
+            )
+            nats_BT, memory = model(*columns, memory, None, len(step))
+            nats.extend(nats_BT.split(self.tgt_len, dim=1))
+        numbers = self.segments(self.numbered)
+        nats = [
+            nats_BT[torch.from_numpy(number.input == document)]
+            for nats_BT, number in zip(nats, numbers, strict=True)
+        ]
         torch.cat(nats).sum().backward()
-        return nats, [parameter.grad for parameter in model.parameters()]
+        # A step of one segment has no gradient of what is written for the next.
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return nats, [gradient for gradient in gradients if gradient is not None]
 
 
 def rewritten(source: TextSource, unchanged: int) -> TextSource:
@@ -113,6 +126,7 @@ def legal(options: dict) -> dict:
         lengths=document_lengths,
         num_lanes=st.integers(1, 3),
         tgt_len=st.integers(1, 6),
+        segments_per_step=st.integers(1, 4),
         model=st.fixed_dictionaries(
             {
                 "n_layer": st.integers(1, 3),
@@ -148,8 +162,12 @@ SHORT_DOCUMENTS = Case(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("document", range(6))
-def test_no_document_sees_another_in_a_memory_of_several(document: int, kind: str) -> None:
-    case = replace(SHORT_DOCUMENTS, model=SHORT_DOCUMENTS.model | {"memory": kind})
+@pytest.mark.parametrize("segments_per_step", [1, 3])
+def test_no_document_sees_another_in_a_memory_of_several(
+    document: int, kind: str, segments_per_step: int
+) -> None:
+    model = SHORT_DOCUMENTS.model | {"memory": kind}
+    case = replace(SHORT_DOCUMENTS, model=model, segments_per_step=segments_per_step)
     source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
     original = case.read(source, document)
     other = case.read(rewritten(source, document), document)

@@ -161,8 +161,8 @@ def test_document_starts_outside_the_block_are_refused_despite_a_valid_sha256(
 ) -> None:
     def change(arrays: dict[str, np.ndarray]) -> None:
         count = int(arrays["block_documents"].sum())
-        table = unpack_documents(arrays["documents"].tobytes(), num_documents=count)
-        starts, ids = table.starts.copy(), [table.document_id(n) for n in range(count)]
+        starts, table = unpack_documents(arrays["documents"].tobytes(), num_documents=count)
+        ids = [table.id_of(n) for n in range(count)]
         starts[document] = start
         arrays["documents"] = np.frombuffer(pack_documents(starts, [DocumentIds.of(ids)]), np.uint8)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 
 TORCH_IMPLEMENTATIONS = [
     name

@@ -9,17 +9,37 @@ also in the processes of ranks, which import the functions that they run.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from txl_dist.model.attention import SegmentContext
-from txl_dist.model.config import MEMORY_KINDS, ModelConfig
+from txl_dist.model.choices import MEMORY_KINDS, MemoryFacts
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import MemoryKind, SequenceState
 
-MEMORY_KINDS["running_mean"] = "tests.support.running_mean:RunningMean"
+MEMORY_KINDS["running_mean"] = MemoryFacts(
+    implementation="tests.support.running_mean:RunningMean", uses_mem_len=False
+)
 KINDS = list(MEMORY_KINDS)
-OTHER_KINDS = [kind for kind in KINDS if kind != "recurrent"]
+OTHER_KINDS = [
+    # A part of `recurrent+tokens`, so whole runs of it are for `make test-all`.
+    pytest.param(kind, marks=pytest.mark.slow) if kind == "tokens" else kind
+    for kind in KINDS
+    if kind != "recurrent"
+]
 """Those that the tests of whole runs have to name, because the default is the paper's."""
+
+ROUNDING_FACTOR = 10
+"""Times the tolerance of other kinds for an associative memory, whose quotients of small numbers
+enlarge the rounding that depends on ranks and stages."""
+
+
+def overrides_of(kind: str) -> tuple[str, ...]:
+    """Overrides of a run whose steps of three tokens have gradients for the kind."""
+    segments = ("training.backprop_segments=3",) if MEMORY_KINDS[kind].adds_tokens else ()
+    return f"model.memory={kind}", *segments
+
 
 # Shapes: B lanes, T segment tokens, L layers, D d_model
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.model.config import RECIPES, ModelConfig
+from txl_dist.model.choices import RECIPES
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -31,6 +32,14 @@ SHORT_AND_LONG: dict[str, Any] = {"mem_shares": (0.4, 1.0)}
 """Layers with memories of another length."""
 
 
+CONSTANT_AT_START = (
+    "attention.gate.weight",
+    "residual_scalars",
+    "update_bias",
+    "memory_writer.value.weight",
+)
+
+
 def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
     """A model with different sizes for all dimensions; `options` are fields of its config."""
     sizes = {
@@ -42,14 +51,16 @@ def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
         "d_inner": 7,
         "mem_len": 5,
         "compression_rate": 2,
+        "memory_tokens": 3,
+        "d_memory_key": 2,
         "init_std": 0.4,
         "proj_init_std": 0.4,
     }
     model = TransformerXL(ModelConfig(**(sizes | options)), seed=seed).double()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith(("attention.gate.weight", "residual_scalars", "update_bias")):
-            with torch.no_grad():  # they start at constants
+        if name.endswith(CONSTANT_AT_START):
+            with torch.no_grad():
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
     return model
 

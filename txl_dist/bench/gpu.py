@@ -33,7 +33,8 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_attention
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.config import ModelConfig
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
 

@@ -311,7 +311,7 @@ def gpu(
     import torch
 
     from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops, load_model
-    from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
+    from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 
     chosen_models = _chosen("models", models, [*MODELS])
     implementations = ["auto", *ATTENTION_IMPLEMENTATIONS]

@@ -110,17 +110,28 @@ class RunConfig(Section):
                     f"data.tgt_len={tgt_len} cannot be read as training.backprop_segments="
                     f"{self.training.backprop_segments} segments of equal length; use a multiple"
                 )
-        if self.training.backprop_segments > 1 and self.model.mem_len == 0:
-            problems.append(
-                "training.backprop_segments needs a memory, through which gradients pass: set "
-                "model.mem_len to at least 1, or backprop_segments=1"
-            )
+        problems += self._problems_of_backprop_segments()
         problems += self._problems_of_cuda_graphs()
         if self.model.memory == "compressive":
             problems += self._problems_of_compression()
         if problems:
             raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
         return self
+
+    def _problems_of_backprop_segments(self) -> list[str]:
+        num_segments, model = self.training.backprop_segments, self.model
+        adds_tokens = model.memory_facts.adds_tokens
+        if adds_tokens and num_segments == 1:
+            return [
+                f"model.memory={model.memory} needs training.backprop_segments of at least 2: only "
+                "the losses of later segments of a step train what a segment writes"
+            ]
+        if num_segments > 1 and not adds_tokens and model.mem_len == 0:
+            return [
+                "training.backprop_segments needs a memory, through which gradients pass: set "
+                "model.mem_len to at least 1, or backprop_segments=1"
+            ]
+        return []
 
     def _problems_of_compression(self) -> list[str]:
         """A change lets the lanes read their text again, which is exact with whole blocks only."""

@@ -27,7 +27,8 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.rank_bytes import ActivationPeaks, ModelNeeds, Parameter, ZeroSettings
 from txl_dist.model import attention, devices, vocabulary
 from txl_dist.model.attention import choose_implementation, sdpa
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import KeepBits
 from txl_dist.model.encodings import encode_distances, pad_channels
 from txl_dist.model.transformer_xl import TransformerXL

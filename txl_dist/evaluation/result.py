@@ -249,11 +249,14 @@ def plan_evaluation(
         mem_len=settings.mem_len,
         same_length=settings.same_length,
     )
+    kind = memory_kind(reaching)
+    context_tokens = kind.receptive_tokens(settings.tgt_len)
+    knows_start = context_tokens is not None or kind.documents_are_independent
     return plan_chunks(
         num_targets=num_targets,
         tgt_len=settings.tgt_len,
-        context_tokens=memory_kind(reaching).receptive_tokens(settings.tgt_len),
-        document_start=document_start if settings.reset == "document" else None,
+        context_tokens=context_tokens,
+        document_start=document_start if settings.reset == "document" and knows_start else None,
     )
 
 

@@ -1,9 +1,9 @@
 """Cuts a split into chunks and scores them in batches, with the sums of one sequential pass.
 
 The receptive field of a token is finite (`MemoryKind.receptive_tokens`): some whole segments before
-its own. They are the context of a chunk, which is read but not scored. If chunk and context use the
-same segment boundaries as the sequential pass, the chunk starts with exactly the memory of that
-pass.
+its own, or those of its document. They are the context of a chunk, which is read but not scored. If
+chunk and context use the same segment boundaries as the sequential pass, the chunk starts with
+exactly the memory of that pass.
 
 Cost: the context is read twice, at most 5 % more tokens in a long split and half in a short one,
 which is cut nevertheless, so that several workers can score it. `txl eval` prints the cost. The cut
@@ -16,8 +16,8 @@ the order of additions inside matrix products. Sums are accumulated per chunk, i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -68,13 +68,14 @@ def plan_chunks(
     """Chunks that score the targets of input positions [0, num_targets) exactly once, in order.
 
     `context_tokens` are read before a chunk, a multiple of `tgt_len`. None: a token may depend on
-    any earlier one, so the whole split is one chunk. With `reset: document`,
-    `document_start(position)` returns the position where the document of `position` starts.
+    any earlier one of its document, so a chunk begins with a document; without documents the whole
+    split is one chunk. With `reset: document`, `document_start(position)` returns the position
+    where the document of `position` starts.
     """
     if num_targets < 1:
         raise ValueError(f"num_targets={num_targets}: a split needs two tokens to have a target")
     if context_tokens is None:
-        return [EvaluationChunk(0, 0, num_targets)]
+        return _whole_documents(num_targets, tgt_len, document_start or (lambda position: 0))
     context_segments = context_tokens // tgt_len
     num_segments = -(-num_targets // tgt_len)
     chunk_segments = _chunk_segments(num_segments, context_segments)
@@ -89,6 +90,24 @@ def plan_chunks(
         stop = min(num_targets, start + chunk_segments * tgt_len)
         chunks.append(EvaluationChunk(context_start, start, stop))
     return chunks
+
+
+def _whole_documents(
+    num_targets: int, tgt_len: int, document_start: Callable[[int], int]
+) -> list[EvaluationChunk]:
+    """Chunks that begin with the first segment after the start of a document."""
+    num_segments = -(-num_targets // tgt_len)
+    chunk_segments = _chunk_segments(num_segments, 0)
+    starts = [EvaluationChunk(0, 0, num_targets)]
+    for segment in range(chunk_segments, num_segments, chunk_segments):
+        # The segment in which the document begins is read before the chunk.
+        first = document_start(segment * tgt_len)
+        context_start, start = first // tgt_len * tgt_len, -(-first // tgt_len) * tgt_len
+        if start > starts[-1].start:
+            starts.append(EvaluationChunk(context_start, start, num_targets))
+    return [replace(chunk, stop=following.start) for chunk, following in pairwise(starts)] + starts[
+        -1:
+    ]
 
 
 def _chunk_segments(num_segments: int, context_segments: int) -> int:

@@ -7,7 +7,8 @@ Each prompt is a lane. Its segments begin at its first token, whatever the other
 - A prompt with fewer segments than the longest begins later. Until then its lane reads padding,
   which its first token, of age 0, does not see.
 - Last segments have different lengths. They are padded at the end, and the padding is removed from
-  the cache before the next token.
+  the cache before the next token. A kind of memory that is written at the end of a segment cannot
+  remove it: its segments that are not complete are read again for every token.
 
 Lanes do not influence each other, so a lane computes what it would compute alone, except that
 matrix products of another batch size may round differently in the last bit.
@@ -21,7 +22,7 @@ from torch import Tensor
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import TxlError
 from txl_dist.generation.text import Sampling
-from txl_dist.model.memory import memory_kind
+from txl_dist.model.memory import SequenceState, memory_kind
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sequence import SequenceReader
@@ -51,6 +52,7 @@ class BatchDecoder:
         token_lists = [_checked_ids(prompt, model.config.num_ids) for prompt in prompts]
         self._model, self._tgt_len, self._sampling = model, tgt_len, sampling
         self._has_memory = memory_kind(model.config).receptive_tokens(tgt_len) != 0
+        self._reads_segments_again = model.config.memory_facts.adds_tokens
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._pending = [
             tokens if self._has_memory else tokens[-tgt_len:] for tokens in token_lists
@@ -98,9 +100,13 @@ class BatchDecoder:
         for row, length, tokens in zip(input_BT, lengths, self._pending, strict=True):
             row[:length] = torch.tensor(tokens[:length])
         age_BT = torch.tensor(self._num_read)[:, None] + torch.arange(num_tokens)
+        before = self._reader.state
         with torch.inference_mode():
             hidden_BTD = self._reader.read(input_BT, age_BT)
-        self._advance(lengths, num_tokens)
+            if self._reads_segments_again:
+                self._keep_incomplete(lengths, before)
+            else:
+                self._advance(lengths, num_tokens)
         last_B = torch.tensor([max(length - 1, 0) for length in lengths])
         return hidden_BTD[torch.arange(len(lengths)), last_B]
 
@@ -113,6 +119,14 @@ class BatchDecoder:
             hidden_BD = self._token_step(token_B, self._num_read)
         self._advance([1] * len(self._pending), 1)
         return hidden_BD
+
+    def _keep_incomplete(self, lengths: Sequence[int], before: SequenceState) -> None:
+        """Record complete segments only. Lanes that read a part of one keep their state."""
+        is_complete = [length == self._tgt_len for length in lengths]
+        self._advance([self._tgt_len * complete for complete in is_complete], self._tgt_len)
+        for lane, complete in enumerate(is_complete):
+            if not complete:
+                self._reader.state.load_row(lane, before.row(lane))
 
     def _advance(self, lengths: Sequence[int], num_tokens: int) -> None:
         """Record that the lanes have read `lengths` tokens of a segment of `num_tokens`."""

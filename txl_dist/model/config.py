@@ -1,10 +1,7 @@
 """The architecture of one Transformer-XL, as frozen data that is checked when it is created.
 
-It also lists the distance encodings, norms, kinds of memory and implementations of attention that a
-config can name, and the recipes. To add one, write its class or function and add one entry here.
-
-Names follow the paper's code (arXiv:1901.02860) where it has the same option. Imports no torch, so
-a run's config can be loaded and checked without it.
+choices.py lists what it can name. Names follow the paper's code (arXiv:1901.02860) where it has the
+same option. Imports no torch, so a run's config can be loaded and checked without it.
 """
 
 from collections.abc import Iterable
@@ -13,136 +10,19 @@ from inspect import formatannotation
 from itertools import pairwise
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Self, get_args, get_origin
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodingFacts:
-    """One distance encoding: its class, and which options of `ModelConfig` it can have."""
-
-    implementation: str
-    """The class, a `DistanceEncoding` (encodings.py)."""
-    allows_memory: bool = True
-    """False if it encodes positions in the segment, so that memory tokens have no position.
-
-    Such positions count from the segment's end, so inference must pad a segment to its full length.
-    """
-    needs_clamp_len: bool = False
-    """It learns a vector per distance up to `clamp_len`, which is therefore fixed by training."""
-    allows_clamp_len: bool = True
-    even_size: Literal["d_model", "d_head"] | None = None
-    """The size that must be even, because sines and cosines fill it in pairs."""
-    has_position_biases: bool = False
-    """It has the biases u and v, which all layers share unless `untie_r` is set."""
-    multiplies_distances: bool = False
-    """The query is multiplied by a vector per distance: one more matrix product per layer."""
-    projects_distances: bool = False
-    """Every layer projects the encoded distances: another matrix product per layer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionImplementation:
-    """One implementation of attention; all compute the same numbers (attention/__init__.py).
-
-    Its name is also that of its module in `txl_dist/model/attention` and of the function there.
-    """
-
-    name: str
-    supports_dropout: bool = True
-    """Whether it can multiply the attention weights by a dropout mask."""
-    reads_keep_bits: bool = False
-    """It takes that mask as `KeepBits` (dropout.py), not as a tensor of factors."""
-    has_fast_cpu_gradient: bool = True
-    needs_triton: bool = False
-    """It runs on GPUs, and elsewhere in triton's interpreter only, which is slow."""
-    masks_by_reach: bool = False
-    """It needs no mask [B, T, S] (visibility.py)."""
-    max_d_head: int | None = None
-    can_be_compiled: bool = True
-    """Whether torch.compile accepts it (training/compilation.py)."""
-
-    @property
-    def function(self) -> str:
-        """Where its `AttentionFunction` is, as "module:name"."""
-        return f"txl_dist.model.attention.{self.name}:{self.name}"
-
-
-DISTANCE_ENCODINGS = {
-    "sinusoidal": EncodingFacts(
-        implementation="txl_dist.model.encodings:Sinusoidal",
-        even_size="d_model",
-        has_position_biases=True,
-        multiplies_distances=True,
-        projects_distances=True,
-    ),
-    "shaw": EncodingFacts(
-        implementation="txl_dist.model.encodings:Shaw",
-        needs_clamp_len=True,
-        multiplies_distances=True,
-    ),
-    "rotary": EncodingFacts(
-        implementation="txl_dist.model.encodings:Rotary", even_size="d_head", allows_clamp_len=False
-    ),
-    "alibi": EncodingFacts(implementation="txl_dist.model.encodings:Alibi"),
-    "absolute": EncodingFacts(
-        implementation="txl_dist.model.encodings:Absolute", even_size="d_model", allows_memory=False
-    ),
-}
-"""By the value of `ModelConfig.distance_encoding`."""
-
-NORMS = {
-    "layernorm": "torch.nn:LayerNorm",
-    "rmsnorm": "txl_dist.model.norms:RmsNorm",
-}
-"""By the value of `ModelConfig.norm`: a module that is created with the width."""
-
-FEED_FORWARDS, RESIDUAL_GATES = ("relu", "relu2", "swiglu"), ("none", "gru")
-"""The values of `feed_forward` and `residual_gate` (layer.py has the equations)."""
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "modern": {
-        "norm": "rmsnorm",
-        "pre_lnorm": True,
-        "embedding_norm": True,
-        "final_norm": True,
-        "qk_norm": True,
-        "attention_scale": 15.4,
-        "output_gate": True,
-        "feed_forward": "swiglu",
-        "biases": False,
-        "zero_init": True,
-        "residual_scalars": True,
-        "softcap": 15.0,
-        "distance_encoding": "rotary",
-        "tie_weight": False,
-        "init_std": 0.03,
-    },
-}
-"""By the value of `ModelConfig.recipe`: defaults of settings that differ from the paper's. Those of
-the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-today.md)."""
-
-MEMORY_KINDS = {
-    "recurrent": "txl_dist.model.memory.recurrent:Recurrent",
-    "compressive": "txl_dist.model.memory.compressive:Compressive",
-}
-"""By the value of `ModelConfig.memory`: a `MemoryKind` (memory/__init__.py), as "module:class"."""
-
-# In order of preference: `auto` takes the first that supports the call and the device.
-_ATTENTION = (
-    AttentionImplementation(
-        name="triton",
-        reads_keep_bits=True,
-        needs_triton=True,
-        masks_by_reach=True,
-        max_d_head=256,
-    ),
-    AttentionImplementation(name="sdpa", supports_dropout=False, has_fast_cpu_gradient=False),
-    AttentionImplementation(name="cpu", can_be_compiled=False),
-    AttentionImplementation(name="reference"),
+from txl_dist.model.choices import (
+    ATTENTION_IMPLEMENTATIONS,
+    DISTANCE_ENCODINGS,
+    FEED_FORWARDS,
+    MEMORY_KINDS,
+    NORMS,
+    RECIPES,
+    RESIDUAL_GATES,
+    EncodingFacts,
+    MemoryFacts,
 )
-ATTENTION_IMPLEMENTATIONS = {each.name: each for each in _ATTENTION}
-"""By the value of `ModelConfig.attention`, which can also be `auto`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,10 +50,12 @@ class ModelConfig:
     d_embed: int | None = None
     """Width of the token embedding; None is `d_model`. Another width adds projections."""
     memory: str = "recurrent"
-    """What a lane carries from segment to segment: `recurrent`, the paper's memory, or
-    `compressive`, which also keeps older tokens, averaged in groups."""
+    """What a lane carries from segment to segment: `recurrent`, the paper's memory; `compressive`,
+    which also keeps older tokens, averaged in groups; `tokens`, a few vectors that the model reads
+    and writes as tokens; `recurrent+tokens`, both; or `associative`, a matrix per layer."""
     mem_len: int = 128
-    """Tokens of memory per lane and layer; 0 disables recurrence."""
+    """Tokens of memory per lane and layer; 0 disables recurrence. Without effect for `tokens` and
+    `associative`."""
     mem_shares: tuple[float, ...] = ()
     """Memory length of each layer as a share of `mem_len`, repeated over the layers: `[0.25, 1]`
     alternates short and long memories. () is `mem_len` in every layer."""
@@ -182,6 +64,11 @@ class ModelConfig:
     `mem_len`. None is `mem_len // compression_rate`, which doubles the reach."""
     compression_rate: int = 4
     """Tokens of which one slot of a compressive memory is the mean."""
+    memory_tokens: int = 8
+    """Tokens that `tokens`, `recurrent+tokens` and `associative` add to a segment to write the
+    memory."""
+    d_memory_key: int = 32
+    """Width of the keys of an associative memory, before they are expanded to 6 times that."""
     distance_encoding: str = "sinusoidal"
     """How attention depends on distances: `sinusoidal` (the paper's), or another encoding."""
     clamp_len: int | None = None
@@ -245,7 +132,10 @@ class ModelConfig:
         _require_known("feed_forward", self.feed_forward, FEED_FORWARDS)
         _require_known("residual_gate", self.residual_gate, RESIDUAL_GATES)
         _require_known("attention", self.attention, ("auto", *ATTENTION_IMPLEMENTATIONS))
-        for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"):
+        for name in (
+            *("n_layer", "d_model", "n_head", "d_head", "d_inner"),
+            *("memory_tokens", "d_memory_key"),
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("vocab_size", "mem_len"):
@@ -271,6 +161,7 @@ class ModelConfig:
                 "residual_gate=gru with zero_init=true would never train its sublayers: the gate "
                 "takes the ReLU of their output, which has no gradient at 0; use zero_init=false"
             )
+        self._check_memory_kind()
         self._check_memory_shares()
         self._check_compression()
         self._check_vectors()
@@ -308,6 +199,18 @@ class ModelConfig:
                 f"untie_r=true is not supported by distance_encoding={name}; use false"
             )
 
+    def _check_memory_kind(self) -> None:
+        if self.same_length and not self.memory_facts.keys_are_tokens:
+            raise ValueError(
+                f"same_length=true is not supported by memory={self.memory}, which attention does "
+                "not see as one key per token; use false"
+            )
+        if self.memory_facts.adds_tokens and not self.encoding.allows_memory:
+            raise ValueError(
+                f"memory={self.memory} adds tokens to segments, to which distance_encoding="
+                f"{self.distance_encoding} gives no position; use another distance_encoding"
+            )
+
     def _check_compression(self) -> None:
         if self.compression_rate < 2:
             raise ValueError(f"compression_rate={self.compression_rate} must be at least 2")
@@ -320,11 +223,6 @@ class ModelConfig:
                     f"{self.memory} compresses nothing"
                 )
             return
-        if self.same_length:
-            raise ValueError(
-                "same_length=true is not supported by memory=compressive, whose slots are several "
-                "tokens; use false"
-            )
         if self.mem_shares:
             raise ValueError(
                 "mem_shares is not supported by memory=compressive, whose layers have one length; "
@@ -391,6 +289,11 @@ class ModelConfig:
     def encoding(self) -> EncodingFacts:
         """Facts about the distance encoding."""
         return DISTANCE_ENCODINGS[self.distance_encoding]
+
+    @property
+    def memory_facts(self) -> MemoryFacts:
+        """Facts about the kind of memory."""
+        return MEMORY_KINDS[self.memory]
 
     @property
     def shares_biases(self) -> bool:

@@ -22,9 +22,10 @@ def forward_flops(
     depends on the text. Without it the count is a lower bound: every token's head, and no tail.
     """
     kind = memory_kind(config)
+    num_tokens = tgt_len + kind.num_added_tokens
     return (
         _memory(config, num_lanes)
-        + sum(_distances(config, past + tgt_len) for past in _pasts(kind))
+        + sum(_distances(config, past + num_tokens) for past in _pasts(kind))
         + inference_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
     )
 
@@ -33,13 +34,14 @@ def inference_flops(
     config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int] = ()
 ) -> int:
     """As `forward_flops`, with a KVCache: the memory and the distances are already projected."""
-    tokens = num_lanes * tgt_len
-    layer = _queries_and_feed_forward(config, tokens) + _keys_and_values(config, tokens)
-    scores = sum(
-        _scores_and_mixing(config, tokens * (past + tgt_len))
-        for past in _pasts(memory_kind(config))
-    )
-    return config.n_layer * layer + scores + _ends(config, tokens) + _tails(config, tail_rows)
+    kind = memory_kind(config)
+    num_tokens = tgt_len + kind.num_added_tokens
+    rows = num_lanes * num_tokens
+    layer = _queries_and_feed_forward(config, rows) + _keys_and_values(config, rows)
+    scores = sum(_scores_and_mixing(config, rows * (past + num_tokens)) for past in _pasts(kind))
+    memory = kind.flops(num_lanes=num_lanes, tgt_len=num_tokens)
+    ends = _ends(config, num_lanes * tgt_len) + _tails(config, tail_rows)
+    return config.n_layer * layer + scores + memory + ends
 
 
 def window_flops(config: ModelConfig, *, window_len: int) -> int:
@@ -77,7 +79,8 @@ def training_flops(
         for rows in (tail_rows, ())
     )
     forward += (num_segments - 1) * without_tails
-    distances = sum(_distances(config, past + segment_len) for past in _pasts(kind))
+    num_tokens = segment_len + kind.num_added_tokens
+    distances = sum(_distances(config, past + num_tokens) for past in _pasts(kind))
     has_gains = config.pre_lnorm and config.norm == "layernorm"
     memory = 0 if has_gains else _memory(config, num_lanes)
     return 3 * forward - memory - num_segments * distances

@@ -6,7 +6,6 @@
 With `residual_gate: gru` a gated unit takes the place of each sum. Sources: those of each class.
 """
 
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -16,18 +15,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from txl_dist.model.attention import Attention, SegmentContext
-from txl_dist.model.config import NORMS, ModelConfig
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.linear import StackedLinear
 from txl_dist.model.memory import memory_kind
+from txl_dist.model.norms import new_norm
 
 # Shapes: B lanes, T segment tokens, N = B T, D d_model, I d_inner
-
-
-def new_norm(config: ModelConfig) -> nn.Module:
-    """A norm of the config's kind over D."""
-    norm: nn.Module = resolve_name(NORMS[config.norm])(config.d_model)
-    return norm
 
 
 class FeedForward(nn.Module):
@@ -107,6 +101,7 @@ class Layer(nn.Module):
         super().__init__()
         self.pre_lnorm = config.pre_lnorm
         self.memory_reader = memory_kind(config).reader(layer)
+        self.memory_writer = memory_kind(config).writer(layer)
         self.attention = Attention(config, layer)
         self.attention_norm = new_norm(config)
         self.attention_dropout = Dropout(config.dropout, layer=layer, place="attention")

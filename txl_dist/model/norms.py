@@ -6,6 +6,7 @@ Source: Zhang & Sennrich 2019, arXiv:1910.07467, equation 4, without gains. Quer
 et al. 2020, arXiv:2010.04245.
 """
 
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -13,10 +14,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from txl_dist.model.choices import NORMS
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.encodings import rotated
 
 EPSILON = 1e-6
 """Keeps the norm of a vector of zeros finite."""
+
+
+def new_norm(config: ModelConfig) -> nn.Module:
+    """A norm of the config's kind over D."""
+    norm: nn.Module = resolve_name(NORMS[config.norm])(config.d_model)
+    return norm
 
 
 class RmsNorm(nn.Module):

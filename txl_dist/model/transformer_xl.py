@@ -27,8 +27,9 @@ from txl_dist.model.attention import (
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks
 from txl_dist.model.encodings import encoding_class
-from txl_dist.model.layer import GruGate, Layer, new_norm
+from txl_dist.model.layer import GruGate, Layer
 from txl_dist.model.memory import SequenceState, memory_kind
+from txl_dist.model.norms import new_norm
 from txl_dist.model.visibility import Visibility, check_segment, check_targets
 from txl_dist.model.vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 
@@ -71,6 +72,7 @@ class TransformerXL(nn.Module):
             heads = (config.n_head, config.d_head)
             self.content_bias_HK = nn.Parameter(torch.empty(heads))  # u of all layers
             self.distance_bias_HK = nn.Parameter(torch.empty(heads))  # v of all layers
+        self.added_tokens = memory_kind(config).added_tokens()
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
         if config.final_norm:
             self.final_norm = new_norm(config)
@@ -137,7 +139,11 @@ class TransformerXL(nn.Module):
             dropout_masks = DeviceDropoutMasks.random()
         if dropout_masks is not None:
             dropout_masks = dropout_masks.on(self.weight.device)
-        first_BTD = x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
+        x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
+        read_age_BT = age_BT
+        if self.added_tokens is not None:
+            x_BTD, read_age_BT = self.added_tokens(x_BTD, age_BT, memory)
+        first_BTD = x_BTD
         # Built once for all layers of a memory length, including the mask that follows from the
         # ages.
         contexts: dict[int, SegmentContext] = {}
@@ -148,14 +154,24 @@ class TransformerXL(nn.Module):
             num_past = memory.num_past_in(number)
             if num_past not in contexts:
                 contexts[num_past] = self._segment_context(
-                    x_BTD, memory.reach(age_BT), num_past, dropout_masks, on_attention_weights
+                    x_BTD, memory.reach(read_age_BT), num_past, dropout_masks, on_attention_weights
                 )
             x_BTD = self._run_layer(layer, x_BTD, memory.past(number, x_BTD), contexts[num_past])
         hidden.append(x_BTD)
         # Gradients stop at the memory (section 3.2 of the paper), unless the caller continues.
         with torch.set_grad_enabled(keeps_graph and torch.is_grad_enabled()):
-            memory = memory.after(hidden, age_BT)
+            memory = memory.after(self._written(hidden), age_BT)
+        if self.added_tokens is not None:
+            x_BTD = self.added_tokens.removed(x_BTD)
         return self.output_dropout(self.output(x_BTD), dropout_masks), memory
+
+    def _written(self, hidden: list[Tensor]) -> list[Tensor]:
+        """What the layers' writers compute, or `hidden` for a kind of memory without writers."""
+        writers = [getattr(layer, "memory_writer", None) for layer in self.layers]
+        written = [
+            writer(x_BTD) for writer, x_BTD in zip(writers, hidden[1:], strict=True) if writer
+        ]
+        return written or hidden
 
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""
@@ -290,6 +306,7 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
         gains of LayerNorm                         normal(1, init_std)
         biases                                     0
         `zero_init`: output projections, softmax   0
+        values of an associative memory            0
         gates of heads                             0, so that each gate is 1
         residual scalars a and b                   1 and 0
 
@@ -315,7 +332,7 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
 
 
 def _starts_at_zero(name: str, config: ModelConfig) -> bool:
-    if name.endswith("attention.gate.weight"):
+    if name.endswith(("attention.gate.weight", "memory_writer.value.weight")):
         return True
     outputs = ("attention.out.weight", "feed_forward.down.weight")
     return config.zero_init and (name.endswith(outputs) or name.startswith("softmax.weights."))

@@ -9,7 +9,8 @@ from txl_dist.errors import ConfigError
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.result import evaluate_on_ranks, plan_evaluation
 from txl_dist.evaluation.scoring import Scorer
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE

@@ -120,11 +120,11 @@ def join_documents(arrays: Arrays, metadata: dict[str, Any]) -> None:
 
 def drop_a_block(arrays: Arrays, metadata: dict[str, Any]) -> None:
     num_documents = int(arrays["block_documents"].sum())
-    table = unpack_documents(arrays["documents"].tobytes(), num_documents=num_documents)
+    starts, table = unpack_documents(arrays["documents"].tobytes(), num_documents=num_documents)
     for name in ("block_tokens", "block_offset", "block_documents"):
         arrays[name] = arrays[name][:-1]
-    ids = [table.document_id(n) for n in range(int(arrays["block_documents"].sum()))]
-    packed = pack_documents(table.starts[: len(ids)], [DocumentIds.of(ids)])
+    ids = [table.id_of(n) for n in range(int(arrays["block_documents"].sum()))]
+    packed = pack_documents(starts[: len(ids)], [DocumentIds.of(ids)])
     arrays["documents"] = np.frombuffer(packed, np.uint8)
 
 
@@ -135,9 +135,9 @@ def count_more_text(arrays: Arrays, metadata: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (move_blocks, "not where the index says"),
+        (move_blocks, "documents do not start where the index says"),
         (join_documents, "documents do not start where the index says"),
-        (drop_a_block, "one more member"),
+        (drop_a_block, "bytes of text, the index has"),
         (count_more_text, "bytes of text, the index has"),
     ],
 )

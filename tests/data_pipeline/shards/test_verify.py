@@ -52,7 +52,8 @@ def test_verify_lists_every_problem(dataset: Dataset, txl: Callable[..., Any]) -
     assert ended.code == 3
     for problem in (
         "train-000000.tar.zst: missing",
-        "spare.tar.zst: is train-000001.tar.zst under another name",
+        "spare.tar.zst: extra",
+        "train-000001.tar.zst: missing",
         "valid-000007.tar.zst: extra",
         "train-000002.index.safetensors: is",
         "tokenizer.json is not a tokenizer",

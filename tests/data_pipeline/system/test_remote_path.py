@@ -129,7 +129,7 @@ def test_requests_to_a_dead_store_are_retried_then_reported(
     _fail_fast(monkeypatch)
     s3_server.stop()
     with pytest.raises(
-        DataError, match=r"s3://bucket/data/train-\d+\.tar\.zst bytes .*cannot be read \(after"
+        DataError, match=r"s3://bucket/data/train-\d+\.tar\.zst frame .*cannot be read \(after"
     ):
         segments_of(source)
     assert {(0.01,), (0.02,)} <= {*waits}
@@ -234,7 +234,7 @@ def web(tmp_path: Path) -> Iterator[tuple[str, type[_Files]]]:
     thread.join()
 
 
-def test_only_the_needed_frames_are_fetched_and_neighbours_in_one_request(
+def test_only_the_needed_frames_are_fetched_and_only_once(
     tmp_path: Path, web: tuple[str, type[_Files]]
 ) -> None:
     url, handler = web
@@ -251,11 +251,9 @@ def test_only_the_needed_frames_are_fetched_and_neighbours_in_one_request(
     expected = open_split(tmp_path / "data", "train").read(0, 6000, 12000)
     np.testing.assert_array_equal(source.read(0, 6000, 12000), expected)
     of_shard = [(first, size) for name, first, size in handler.sent if name == shard.name]
-    assert len(of_shard) == 1
-    (first, size) = of_shard[0]
     needed = (frames[:, 2] + frames[:, 3] > 12000) & (frames[:, 2] < 24000 + 700)
-    assert frames[needed, 1].sum() >= size > frames[needed, 1].sum() / 2
-    assert first in frames[:, 0]
+    assert 1 < len(of_shard) <= needed.sum()
+    assert {*of_shard} <= {(first, size) for first, size in frames[needed, :2].tolist()}
 
     # A second reader finds them on this machine's disk; what lies on both sides is fetched.
     handler.sent.clear()
@@ -264,7 +262,9 @@ def test_only_the_needed_frames_are_fetched_and_neighbours_in_one_request(
     assert not any(name == shard.name for name, _, _ in handler.sent)
     assert [name for name, _, _ in handler.sent].count(shard.index_name) == 1  # its block sizes
     again.read(0, 0, 18000)
-    assert len([name for name, _, _ in handler.sent if name == shard.name]) == 2
+    others = [(first, size) for name, first, size in handler.sent if name == shard.name]
+    assert others
+    assert not {*others} & {*of_shard}
 
 
 def test_a_request_on_a_broken_connection_is_retried(

@@ -21,7 +21,8 @@ from txl_dist.bench.gpu import (
     load_model,
 )
 from txl_dist.cli import bench as command
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import training_flops
 
 SMALL = BenchModel(

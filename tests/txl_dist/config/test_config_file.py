@@ -18,7 +18,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import TrackingConfig, TrainingConfig
 from txl_dist.config.yaml_file import dump_yaml, read_yaml
 from txl_dist.errors import ConfigError
-from txl_dist.model.config import RECIPES as MODEL_RECIPES
+from txl_dist.model.choices import RECIPES as MODEL_RECIPES
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import txl
 from txl_dist.config.config_file import load_run_config
-from txl_dist.model.config import RECIPES
+from txl_dist.model.choices import RECIPES
 
 LARGE = ("125m", "350m")
 CONFIGS = sorted((Path(__file__).parents[3] / "configs/modern").glob("*.yaml"))

@@ -9,7 +9,8 @@ from tests.txl_dist.estimate.models import run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import Device, LiveBytes, dry_run, tail_rows
 from txl_dist.model import vocabulary
-from txl_dist.model.config import RECIPES, ModelConfig
+from txl_dist.model.choices import RECIPES
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.engine.optimizers import create_optimizer
 

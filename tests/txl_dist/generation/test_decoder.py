@@ -29,6 +29,8 @@ OPTIONS = [
     {"mem_len": 0, "distance_encoding": "absolute"},
     {"mem_len": 6, "memory": "compressive", "compression_rate": 2},
     {"mem_len": 5, "memory": "compressive", "compression_rate": 3, "compressed_len": 2},
+    {"mem_len": 5, "memory": "recurrent+tokens"},
+    {"memory": "associative"},
 ]
 FREELY, GREEDILY = Sampling(), Sampling(temperature=0)
 
@@ -118,6 +120,20 @@ def test_past_the_memory_it_equals_a_memory_that_reads_the_same_segments(
             logits.append(model.logits(hidden_BTD)[0, -1])
         first += num_tokens
     assert_close(torch.stack(seen), torch.stack(logits[2:]))
+
+
+@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens", "associative"])
+def test_a_memory_written_by_segments_gets_those_of_training(kind: str, seen: list[Tensor]) -> None:
+    """Drawn tokens have the logits that they have when the text is read in whole segments."""
+    model, (prompt,) = small_model(memory=kind), prompts_of([6])
+    (new_tokens,) = drawn(decoder_of(model, [prompt], [0]), 15)
+    text_BN, memory, logits = torch.tensor([prompt + new_tokens]), model.empty_memory(1), []
+    for here in (slice(start, start + TGT_LEN) for start in range(0, 20, TGT_LEN)):
+        with torch.no_grad():
+            age_BT = torch.arange(20)[None, here]
+            hidden_BTD, memory = model.hidden(text_BN[:, here], age_BT, memory)
+            logits.append(model.logits(hidden_BTD)[0])
+    assert_close(torch.stack(seen), torch.cat(logits)[len(prompt) - 1 :])
 
 
 def test_single_precision_gives_the_same_greedy_tokens() -> None:

@@ -12,7 +12,8 @@ from torch.testing import assert_close
 
 from tests.support.attention_implementations import SLOW_IN_TRITON
 from tests.support.small_models import random_text, read_stream, small_model
-from txl_dist.model.config import DISTANCE_ENCODINGS, EncodingFacts, ModelConfig
+from txl_dist.model.choices import DISTANCE_ENCODINGS, EncodingFacts
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import training_flops
 
 PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "add_an_encoding.md"

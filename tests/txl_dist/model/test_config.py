@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from txl_dist.model.config import DISTANCE_ENCODINGS, ModelConfig
+from txl_dist.model.choices import DISTANCE_ENCODINGS
+from txl_dist.model.config import ModelConfig
 
 INVALID = [
     ({"residual_gate": "gru", "zero_init": True}, "use zero_init=false"),

@@ -52,6 +52,21 @@ def test_gradients_through_the_memory_are_counted(options: dict) -> None:
     assert counted.get_total_flops() == expected
 
 
+@pytest.mark.parametrize("kind", ["compressive", "tokens", "recurrent+tokens", "associative"])
+def test_so_are_the_products_of_other_kinds_of_memory(kind: str) -> None:
+    """In training up to those whose gradient a first or a last segment does not need."""
+    model = small_model(attention="reference", memory=kind)
+    text_BT = random_text(2, 12)
+    arguments = text_BT, text_BT, torch.full_like(text_BT, 100), model.empty_memory(2)
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        model(*arguments)
+    assert forward.get_total_flops() == forward_flops(model.config, num_lanes=2, tgt_len=12)
+    with FlopCounterMode(display=False) as training:
+        model(*arguments, None, 3)[0].sum().backward()
+    expected = training_flops(model.config, num_lanes=2, tgt_len=12, num_segments=3)
+    assert training.get_total_flops() == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_inference_does_not_count_projections_of_memory_and_distances(options: dict) -> None:
     model = small_model(attention="reference", **options)

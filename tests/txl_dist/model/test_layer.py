@@ -8,7 +8,8 @@ from torch import Tensor, einsum
 from torch.testing import assert_close
 
 from tests.support.small_models import MODERN, random_text, read_stream, small_model
-from txl_dist.model.config import RECIPES, ModelConfig
+from txl_dist.model.choices import RECIPES
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.layer import GruGate, Layer
 from txl_dist.model.norms import normalise
 from txl_dist.model.transformer_xl import TransformerXL

@@ -21,7 +21,7 @@ from data_pipeline.streams.segments import Segment
 from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
 from tests.support.small_models import VOCAB_SIZE, small_model
 from txl_dist.model import token_step
-from txl_dist.model.config import RECIPES
+from txl_dist.model.choices import RECIPES
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from txl_dist.model.attention.reference import reference_weights
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, AttentionImplementation, ModelConfig
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, AttentionImplementation
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import has_triton
 from txl_dist.model.dropout import Dropout, DropoutMasks, KeepBits
 from txl_dist.model.encodings import Biases, DistanceTerms, apply_rotary, encoding_class

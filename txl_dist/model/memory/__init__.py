@@ -2,10 +2,12 @@
 
     recurrent.py     the inputs of each layer for the last tokens (the paper's)
     compressive.py   the same, and averages of older tokens
+    tokens.py        vectors that the model reads and writes as tokens of a segment
+    associative.py   a matrix per layer, written with the delta rule
     kv_cache.py      keys and values of a recurrent memory, for inference
 
 `MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A kind is a
-module with both, and an entry in `MEMORY_KINDS` (model/config.py). Nothing else knows what a state
+module with both, and an entry in `MEMORY_KINDS` (model/choices.py). Nothing else knows what a state
 holds: it is tensors with names, whose first dimension is the lanes. So training, checkpoints, a
 resume on other ranks and evaluation work for every kind
 (docs/decisions/0045-a-kind-of-memory.md).
@@ -19,7 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from txl_dist.model.config import MEMORY_KINDS, ModelConfig
+from txl_dist.model.choices import MEMORY_KINDS
+from txl_dist.model.config import ModelConfig
 
 # Shapes: B lanes, T segment tokens, M keys before the segment, D d_model
 
@@ -67,9 +70,10 @@ class SequenceState(ABC):
     def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "SequenceState":
         """The state after a segment with these ages, for the same lanes; this one is not changed.
 
-        `hidden_BTD`: the input of each layer, then the output of the last one. A cache may change
-        in place and return itself. Gradients stop here, because the model calls this without, but
-        between the segments of one step (`training.backprop_segments`).
+        `hidden_BTD`: the input of each layer, then the output of the last one, with the tokens that
+        `MemoryKind.added_tokens` added; or what the kind's writers returned for each layer. A cache
+        may change in place and return itself. Gradients stop here, because the model calls this
+        without, but between the segments of one step (`training.backprop_segments`).
         """
 
     @abstractmethod
@@ -125,6 +129,10 @@ class SequenceState(ABC):
 class MemoryKind(ABC):
     """One kind of memory, for one config."""
 
+    documents_are_independent: ClassVar[bool] = True
+    """Whether the losses of a document depend on nothing but it and the places where its segments
+    end. It is read from its start then, even if `receptive_tokens` has no limit."""
+
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
@@ -177,12 +185,56 @@ class MemoryKind(ABC):
         """
         return None
 
+    def writer(self, layer: int) -> nn.Module | None:
+        """The part of layer `layer` that computes what `SequenceState.after` stores, if any.
+
+        writer(x_BTD) -> a tensor with lanes first, from the layer's output.
+        """
+        return None
+
+    def added_tokens(self) -> "AddedTokens | None":
+        """The module that adds tokens to segments, if any."""
+        return None
+
+    @property
+    def num_added_tokens(self) -> int:
+        """Tokens that it adds to a segment of each lane."""
+        return 0
+
+    def flops(self, *, num_lanes: int, tgt_len: int) -> int:
+        """Of the readers and writers of all layers, for a segment of `tgt_len` tokens in all."""
+        return 0
+
     def fits(self, saved: ModelConfig) -> bool:
         """Whether the rows of a model `saved` can be loaded (`SequenceState.load_row`)."""
         return saved.memory == self.config.memory
 
 
+class AddedTokens(nn.Module, ABC):
+    """Tokens that the model computes like those of a segment, to read and write the state."""
+
+    @abstractmethod
+    def forward(self, x_BTD: Tensor, age_BT: Tensor, state: SequenceState) -> tuple[Tensor, Tensor]:
+        """The segment with them: the input of the first layer and the ages [B, T].
+
+        The ages say which keys a token sees (`SequenceState.reach`), also for added tokens.
+        """
+
+    @abstractmethod
+    def removed(self, x_BTD: Tensor) -> Tensor:
+        """The segment without them."""
+
+
 def memory_kind(config: ModelConfig) -> MemoryKind:
     """The kind that the config names."""
-    kind: type[MemoryKind] = resolve_name(MEMORY_KINDS[config.memory])
+    kind: type[MemoryKind] = resolve_name(MEMORY_KINDS[config.memory].implementation)
     return kind(config)
+
+
+def stored_like(old: Tensor, new: Tensor) -> Tensor:
+    """A copy of `new` with the dtype and device of `old`, in page-locked memory if `old` is.
+
+    Always a copy: a view would keep the activations of the whole segment.
+    """
+    copy = torch.empty(new.shape, dtype=old.dtype, device=old.device, pin_memory=old.is_pinned())
+    return copy.copy_(new)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import MemoryKind, SequenceState
+from txl_dist.model.memory import MemoryKind, SequenceState, stored_like
 
 # Shapes: B lanes, T segment tokens, D d_model, C compressed slots, c tokens of a slot,
 # R = M + c - 1 recent tokens
@@ -37,6 +37,9 @@ from txl_dist.model.memory import MemoryKind, SequenceState
 
 class Compressive(MemoryKind):
     """Every layer has the same sizes."""
+
+    documents_are_independent = False
+    """The tokens before a document decide which of its tokens share a slot."""
 
     @property
     def num_past(self) -> int:
@@ -151,8 +154,7 @@ class CompressiveState(SequenceState):
             self.compressed, self.recent, hidden_BTD[:-1], strict=True
         ):
             rows_BND = torch.cat([old_BRD, new_BTD.to(old_BRD)], dim=1)
-            # A copy: a view would keep the activations of the whole segment.
-            recent.append(_stored(rows_BND[:, tgt_len:].clone(), old_BRD))
+            recent.append(stored_like(old_BRD, rows_BND[:, tgt_len:]))
             if not num_slots:
                 compressed.append(old_BCD)
                 continue
@@ -160,11 +162,11 @@ class CompressiveState(SequenceState):
             block_BXD = _rows(rows_BND, row_BX.clamp(max=rows_BND.shape[1] - 1))
             mean_BKD = block_BXD.unflatten(1, (num_blocks, rate)).mean(2)
             slots_BND = torch.cat([old_BCD, mean_BKD], dim=1)
-            compressed.append(_stored(_rows(slots_BND, slot_BC), old_BCD))
+            compressed.append(stored_like(old_BCD, _rows(slots_BND, slot_BC)))
         return CompressiveState(
             tuple(compressed),
             tuple(recent),
-            _stored(((pending_B + tgt_len) % rate).float(), self.num_pending_B),
+            stored_like(self.num_pending_B, (pending_B + tgt_len) % rate),
             rate,
             self.keeps_last,
             _LastSegment(replace(self, last=None), tuple(hidden_BTD), age_BT)
@@ -242,8 +244,3 @@ class _LastSegment(NamedTuple):
 def _rows(x_BND: Tensor, row_BX: Tensor) -> Tensor:
     """Rows [B, X, D] of each lane."""
     return x_BND.gather(1, row_BX[..., None].expand(-1, -1, x_BND.shape[2]))
-
-
-def _stored(new: Tensor, old: Tensor) -> Tensor:
-    """`new` in page-locked memory if `old` is."""
-    return new.pin_memory() if old.is_pinned() else new

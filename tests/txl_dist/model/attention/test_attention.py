@@ -17,7 +17,7 @@ from txl_dist.model import devices
 from txl_dist.model.attention import choose_attention, choose_implementation
 from txl_dist.model.attention.reference import reference, reference_scores
 from txl_dist.model.attention.sdpa import _efficient_attention
-from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, DISTANCE_ENCODINGS
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, DISTANCE_ENCODINGS
 from txl_dist.model.devices import triton_unavailable_reason
 
 DIFFERENT_SIZES = st.lists(st.integers(1, 7), min_size=5, max_size=5, unique=True)

@@ -1,0 +1,142 @@
+"""`model.memory: associative`: the equations, row by row, and an exact reset within a segment."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.support.small_models import random_text, small_model
+from tests.support.training_runs import TINY
+from txl_dist.config.config_file import load_run_config
+from txl_dist.errors import ConfigError
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
+from txl_dist.model.memory.associative import EPSILON, Reader, Writer, features
+
+B, L, D, K, NUM_WRITTEN = 2, 3, 6, 5, 4
+CONFIG = ModelConfig(
+    memory="associative", n_layer=L, d_model=D, d_memory_key=K, memory_tokens=NUM_WRITTEN
+)
+
+
+def features_by_index(y: list[float]) -> Tensor:
+    r = [max(value, 0.0) for value in y] + [max(-value, 0.0) for value in y]
+    products = [r[n] * r[n - shift] for shift in (1, 2, 3) for n in range(len(r))]
+    return torch.tensor(products).double() / sum(x * x for x in products) ** 0.5
+
+
+def test_features_are_those_of_the_equations() -> None:
+    y = torch.randn(4, K).double()
+    for row in range(4):
+        assert_close(features(y)[row], features_by_index(y[row].tolist()))
+
+
+def test_reading_and_writing_follow_the_equations() -> None:
+    """Two lanes read five segments; a document begins in the third segment of lane 1."""
+    torch.manual_seed(0)
+    kind = memory_kind(CONFIG)
+    state = kind.empty(B, dtype=torch.float64)
+    value = [[torch.zeros(6 * K, D).double() for _ in range(L)] for _ in range(B)]
+    weight = [[torch.zeros(6 * K).double() for _ in range(L)] for _ in range(B)]
+    age_B = torch.tensor([7, 3])
+    for segment in range(5):
+        age_BT = age_B[:, None] + torch.arange(2)
+        if segment == 2:
+            age_BT[1, 1] = 0
+        written = []
+        for layer in range(L):
+            writer = Writer(CONFIG).double()
+            x_BTD = torch.randn(B, 2 + NUM_WRITTEN, D).double()
+            written.append(writer(x_BTD).detach())
+            for lane in range(B):
+                if age_BT[lane, -1] <= 1:
+                    value[lane][layer].zero_()
+                    weight[lane][layer].zero_()
+                new_value, new_weight = value[lane][layer].clone(), weight[lane][layer].clone()
+                for x_D in x_BTD[lane, -NUM_WRITTEN:]:
+                    key = features_by_index(writer.key(x_D).tolist())
+                    known = weight[lane][layer] @ key
+                    old = value[lane][layer].T @ key / (known + EPSILON)
+                    strength = torch.sigmoid(writer.strength(x_D))
+                    new_value += strength * torch.outer(key, writer.value(x_D) - old)
+                    new_weight += min(max(1 - float(known), 0), 1) * key
+                value[lane][layer], weight[lane][layer] = new_value.detach(), new_weight.detach()
+        state = state.after(written, age_BT)
+        age_B = age_BT[:, -1] + 1
+        for layer in range(L):
+            value_BFD, weight_BF = state.past(layer, torch.zeros(B, 1, D).double())
+            for lane in range(B):
+                assert_close(value_BFD[lane], value[lane][layer])
+                assert_close(weight_BF[lane], weight[lane][layer])
+
+
+class _Context:
+    def __init__(self, reach_BT: Tensor) -> None:
+        self.visibility = self
+        self.reach_BT = reach_BT
+
+
+def test_only_tokens_of_a_document_that_began_before_the_segment_read() -> None:
+    torch.manual_seed(1)
+    reader, x_BTD = Reader(CONFIG).double(), torch.randn(1, 4, D).double()
+    value_FD, weight_F = torch.randn(6 * K, D).double(), torch.rand(6 * K).double()
+    context = _Context(torch.tensor([[9, 10, 0, 1]]))
+    read_BTD, keys_BMD = reader(x_BTD, (value_FD[None], weight_F[None]), context)
+    for token in range(2):
+        query = features_by_index(reader.query(x_BTD[0, token]).tolist())
+        expected = x_BTD[0, token] + value_FD.T @ query / (weight_F @ query + EPSILON)
+        assert_close(read_BTD[0, token], expected)
+    assert torch.equal(read_BTD[0, 2:], x_BTD[0, 2:])
+    assert keys_BMD.shape == (1, 0, D), "attention sees nothing of it"
+
+
+def test_what_was_written_is_read_with_its_key() -> None:
+    """One key in an empty matrix gives beta v back, whatever the length of the query."""
+    state = memory_kind(CONFIG).empty(1, dtype=torch.float64)
+    key, value = features(torch.randn(K).double()), torch.randn(D).double()
+    row = torch.cat([key, value, torch.tensor([0.7]).double()])[None, None]
+    state = state.after([row] * L, torch.tensor([[4, 5]]))
+    value_BFD, weight_BF = state.past(0, torch.zeros(1, 1, D).double())
+    for factor in (0.1, 1.0, 30.0):
+        query = factor * key
+        read = value_BFD[0].T @ query / (weight_BF[0] @ query)
+        assert_close(read, 0.7 * value)
+
+
+@torch.no_grad()
+def test_the_state_is_fp32_in_a_run_with_bf16() -> None:
+    model = small_model(memory="associative").float()
+    text_BN = random_text(2, 9)
+    age_BT = torch.arange(8).expand(2, -1)
+    states = []
+    for is_bf16 in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            columns = text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(2)
+            _, state = model(*columns, None, 2)
+        states.append(state.tensors()["values"])
+    assert states[1].dtype == torch.float32
+    assert_close(states[1], states[0], rtol=0.1, atol=0.02)
+    assert (
+        memory_kind(CONFIG).empty(1, dtype=torch.bfloat16).past(0, text_BN)[0].dtype
+        == torch.float32
+    )
+
+
+@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens", "associative"])
+def test_a_run_that_would_not_train_what_is_written_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"needs training\.backprop_segments of at least 2"):
+        load_run_config(TINY, [f"model.memory={kind}"])
+    load_run_config(TINY, [f"model.memory={kind}", "training.backprop_segments=3"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"same_length": True}, "same_length=true is not supported by memory=associative"),
+        ({"distance_encoding": "absolute", "mem_len": 0}, "use another distance_encoding"),
+        ({"memory_tokens": 0}, "memory_tokens=0 must be at least 1"),
+    ],
+)
+def test_other_settings_that_do_not_fit_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(memory="associative", **options)

@@ -1,0 +1,112 @@
+"""`model.memory: tokens` and `recurrent+tokens`, against attention that is written out."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.support.small_models import random_text, small_model
+from txl_dist.model.transformer_xl import TransformerXL
+
+M, TGT_LEN, NUM_SEGMENTS = 3, 4, 4  # M: memory_tokens of small_model
+BEGINNINGS = [(0,), (0, 6), (0, 5, 8, 11)]
+"""Where the documents of each lane begin."""
+
+
+def ages(beginnings: tuple[int, ...]) -> list[int]:
+    num_tokens = TGT_LEN * NUM_SEGMENTS
+    return [
+        position - max(b for b in beginnings if b <= position) for position in range(num_tokens)
+    ]
+
+
+def visible(
+    key: tuple[str, int], query: tuple[str, int], start: int, mem_len: int, age: list[int]
+) -> bool:
+    """The rules of the docstring, for ("past" | "read" | "text" | "write", position or slot)."""
+    order = ["past", "read", "text", "write"]
+    last = start + TGT_LEN - 1
+    rank = [(order.index(kind), number) for kind, number in (key, query)]
+    if rank[0] > rank[1]:
+        return False
+    # The position whose document the query belongs to.
+    position = {"read": start, "text": query[1], "write": last}[query[0]]
+    document_start = position - age[position]
+    if key[0] in ("past", "text"):
+        return key[1] >= document_start
+    return query[0] == "read" or key[0] == "write" or document_start < start
+
+
+def by_hand(model: TransformerXL, text_N: Tensor, age: list[int], mem_len: int) -> Tensor:
+    """Nats of one lane, with the attention of every token computed by itself."""
+    state, past = torch.zeros(M, model.config.d_model).double(), [[] for _ in model.layers]
+    nats = []
+    for start in range(0, TGT_LEN * NUM_SEGMENTS, TGT_LEN):
+        positions = range(start, start + TGT_LEN)
+        last = positions[-1]
+        read = model.added_tokens.norm(state)
+        is_new = last - age[last] >= start
+        write = model.added_tokens.initial_mD if is_new else read
+        tokens = [("read", n) for n in range(M)] + [("text", n) for n in positions]
+        tokens += [("write", n) for n in range(M)]
+        first = x = torch.cat([read, model.embed(text_N[None, start : last + 1])[0], write])
+        for number, layer in enumerate(model.layers):
+            x = model.layer_input(number, x, first)
+            before = past[number][-mem_len:] if mem_len else []
+            keys = [("past", n) for n, _ in before] + tokens
+            rows = torch.stack([*(row for _, row in before), *x])
+            past[number] += list(zip(positions, x[M : M + TGT_LEN].detach(), strict=True))
+            outputs = []
+            for index, query in enumerate(tokens):
+                # A segment that ends with the query: keys that it does not see are left out.
+                stop = len(before) + index + 1
+                seen = [visible(keys[n], query, start, mem_len, age) for n in range(stop)]
+                oldest = seen.index(True)
+                assert all(seen[oldest:]), "what a token sees is one range of keys"
+                outputs.append(attend(model, layer, rows[oldest:stop]))
+            x = torch.stack(outputs)
+        own = model.output(x)[M : M + TGT_LEN][None]
+        nats.append(model.softmax(own, text_N[None, start + 1 : last + 2], model.table)[0])
+        state = x[-M:]
+    return torch.cat(nats)
+
+
+def attend(model: TransformerXL, layer: Any, rows_SD: Tensor) -> Tensor:
+    """The layer's output for the last of the rows, which sees all of them."""
+    age_BT = torch.tensor([[len(rows_SD) - 1]])
+    context = model._segment_context(rows_SD[None, -1:], age_BT, len(rows_SD) - 1, None, None)
+    return layer(rows_SD[None, -1:], rows_SD[None, :-1], context)[0, 0]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens"])
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True, "residual_scalars": True}], ids=str)
+@torch.no_grad()
+def test_losses_are_those_of_attention_written_out(kind: str, options: dict[str, Any]) -> None:
+    model = small_model(memory=kind, **options)
+    text_BN = random_text(len(BEGINNINGS), TGT_LEN * NUM_SEGMENTS + 1)
+    age_BN = torch.tensor([ages(beginnings) for beginnings in BEGINNINGS])
+    nats_BN, _ = model(
+        text_BN[:, :-1], text_BN[:, 1:], age_BN, model.empty_memory(3), None, NUM_SEGMENTS
+    )
+    mem_len = model.config.mem_len if kind == "recurrent+tokens" else 0
+    for text_N, nats_N, age_N in zip(text_BN, nats_BN, age_BN, strict=True):
+        assert_close(nats_N, by_hand(model, text_N, age_N.tolist(), mem_len))
+
+
+@torch.no_grad()
+def test_a_document_has_the_same_losses_wherever_in_a_segment_it_begins() -> None:
+    """Until its second segment; from there on it depends on where segments end."""
+    model, text_BN = small_model(memory="tokens"), random_text(1, 2 * TGT_LEN + 1)
+    results = []
+    for shift in range(TGT_LEN):
+        padded_BN = torch.cat([random_text(1, shift, seed=shift + 1), text_BN], dim=1)
+        age_BN = torch.tensor([[*range(5, 5 + shift), *range(2 * TGT_LEN)]])
+        nats_BN, _ = model(
+            padded_BN[:, :TGT_LEN], padded_BN[:, 1 : TGT_LEN + 1], age_BN[:, :TGT_LEN],
+            model.empty_memory(1),
+        )  # fmt: skip
+        results.append(nats_BN[0, shift:])
+    for shift, nats_N in enumerate(results):
+        assert_close(nats_N, results[0][: TGT_LEN - shift])

@@ -1,0 +1,152 @@
+"""`model.memory: tokens` and `recurrent+tokens`: vectors that are read and written as tokens.
+
+    segment'  = [read, m tokens | segment, T tokens | write, m tokens]
+    read      = norm(state)        of the segment before; norm only in pre-norm models
+    write     = read               or a parameter, if the document of the last token is new
+    state'    = the last layer's output at the write tokens
+
+The layers compute the added tokens like any others; there is no loss at them. They are computed at
+distances as if they were text. Documents are kept apart by ages, at any place of a segment:
+
+    a token sees the read tokens if its document began before the segment,
+    a write token sees the last document only, and the read tokens by the same rule.
+
+`recurrent+tokens` also keeps the layers' inputs of the last `mem_len` tokens (recurrent.py), but
+not those of added tokens: they come before the read tokens.
+
+A gradient reaches what is written only from the losses of later segments of the same step, so this
+needs `training.backprop_segments`. Source: Bulatov et al. 2022, arXiv:2207.06881, section 3.
+Deviation: a document does not read the parameter at its start. It is the input of its first write
+tokens, so a document computes the same wherever in a segment it begins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import AddedTokens, MemoryKind, SequenceState, stored_like
+from txl_dist.model.memory.recurrent import Recurrent, RecurrentMemory
+from txl_dist.model.norms import new_norm
+
+# Shapes: B lanes, T segment tokens, m memory tokens, D d_model
+
+
+class RecurrentAndTokens(MemoryKind):
+    """`model.memory: recurrent+tokens`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.recurrent = Recurrent(config)
+
+    @property
+    def num_past(self) -> int:
+        return self.recurrent.num_past
+
+    def num_past_in(self, number: int) -> int:
+        return self.recurrent.num_past_in(number)
+
+    def receptive_tokens(self, tgt_len: int) -> None:
+        return None
+
+    def empty(
+        self,
+        num_lanes: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        pin: bool = False,
+    ) -> "TokensState":
+        """The tokens are never narrower than fp32."""
+        shape = num_lanes, self.config.memory_tokens, self.config.d_model
+        wide = torch.promote_types(dtype, torch.float32)
+        return TokensState(
+            torch.zeros(shape, dtype=wide, device=device, pin_memory=pin),
+            self.recurrent.empty(num_lanes, dtype=dtype, device=device, pin=pin),
+        )
+
+    def added_tokens(self) -> "ReadAndWriteTokens":
+        return ReadAndWriteTokens(self.config)
+
+    @property
+    def num_added_tokens(self) -> int:
+        return 2 * self.config.memory_tokens
+
+    def fits(self, saved: ModelConfig) -> bool:
+        return self.recurrent.fits(saved) and saved.memory_tokens == self.config.memory_tokens
+
+
+class MemoryTokens(RecurrentAndTokens):
+    """`model.memory: tokens`: no layer has a recurrent memory."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(replace(config, mem_len=0, mem_shares=()))
+
+
+@dataclass(frozen=True)
+class TokensState(SequenceState):
+    tokens_BmD: Tensor
+    """The last layer's output at the write tokens."""
+    recurrent: RecurrentMemory
+
+    @property
+    def num_past(self) -> int:
+        return self.recurrent.num_past
+
+    def num_past_in(self, number: int) -> int:
+        return self.recurrent.num_past_in(number)
+
+    def past(self, number: int, x_BTD: Tensor) -> Tensor:
+        return self.recurrent.past(number, x_BTD)
+
+    def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "TokensState":
+        m, tgt_len = self.tokens_BmD.shape[1], age_BT.shape[1]
+        own = [x_BTD[:, m : m + tgt_len] for x_BTD in hidden_BTD]
+        written_BmD = stored_like(self.tokens_BmD, hidden_BTD[-1][:, -m:])
+        return TokensState(written_BmD, self.recurrent.after(own, age_BT))
+
+    def tensors(self) -> dict[str, Tensor]:
+        recurrent = self.recurrent.tensors().items()
+        return {"tokens": self.tokens_BmD} | {name: x for name, x in recurrent if x.shape[1]}
+
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "TokensState":
+        recurrent = self.recurrent.select(lanes, num_removed)
+        return TokensState(self.tokens_BmD[list(lanes)], recurrent)
+
+
+class ReadAndWriteTokens(AddedTokens):
+    """m tokens before and m after a segment. Their first value is a parameter."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.initial_mD = nn.Parameter(torch.empty(config.memory_tokens, config.d_model))
+        # The output of a pre-norm model is not normalised, and would grow from segment to segment.
+        self.norm = new_norm(config) if config.pre_lnorm else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, age_BT: Tensor, state: SequenceState) -> tuple[Tensor, Tensor]:
+        assert isinstance(state, TokensState)
+        read_BmD = self.norm(state.tokens_BmD.to(x_BTD.device, non_blocking=True)).to(x_BTD.dtype)
+        num_lanes, m, _ = read_BmD.shape
+        age_BT = age_BT.expand(num_lanes, -1)
+        is_old_BT = begins_before(age_BT)
+        write_BmD = torch.where(is_old_BT[:, -1:, None], read_BmD, self.initial_mD.to(x_BTD.dtype))
+        slot_m = torch.arange(m, device=age_BT.device, dtype=age_BT.dtype)
+        read_age_Bm = age_BT[:, :1] + slot_m
+        # Tokens of the same document before each token, with the read tokens if it sees them.
+        age_BT = age_BT + m * is_old_BT
+        write_age_Bm = age_BT[:, -1:] + 1 + slot_m
+        return (
+            torch.cat([read_BmD, x_BTD, write_BmD], dim=1),
+            torch.cat([read_age_Bm, age_BT, write_age_Bm], dim=1),
+        )
+
+    def removed(self, x_BTD: Tensor) -> Tensor:
+        m = len(self.initial_mD)
+        return x_BTD[:, m:-m]
+
+
+def begins_before(age_BT: Tensor) -> Tensor:
+    """Whether the document of each token began before the segment, [B, T]."""
+    return age_BT > torch.arange(age_BT.shape[1], device=age_BT.device)

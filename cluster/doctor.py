@@ -14,18 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.connection import ray_connection
-from cluster.nodes import use_interface_of
 from txl_dist.doctor.checks import DoctorRequest, check_this_machine, installed_versions
-from txl_dist.doctor.finding import Finding, failed_check, no_result, ok
+from txl_dist.doctor.finding import Finding, failed_check, no_result
 from txl_dist.doctor.nodes import (
     ALL_NODES,
-    NETWORK_SECONDS,
     compare_probes,
     compare_values,
     judge_connections,
     listen,
-    measure_network,
-    open_store,
     place_probe,
     read_probes,
     remove_probes,
@@ -226,56 +222,14 @@ def _existing_parent(run: str) -> str:
     return str(existing_parent(Path(run)))
 
 
-# --- connections, and the speed of the network ----------------------------------------------------
+# --- connections ----------------------------------------------------------------------------------
 
 
 def _check_links(nodes: _Nodes, request: DoctorRequest) -> None:
-    """Connections between all nodes; if all work, bandwidth and latency."""
+    """Connections between all nodes."""
     if len(nodes.nodes) < 2:
         return
     limit = request.limit_seconds
     addresses = nodes.call("network", listen, lambda node: (node.host,), limit_seconds=limit)
     failures = nodes.call("network", unreachable, lambda _: (addresses,), limit_seconds=limit)
     nodes.add("network", judge_connections(failures))
-    if any(failures.values()):
-        return
-    gpus = nodes.call("network", _has_gpu, limit_seconds=limit)
-    if (num_nodes := len(nodes.nodes)) < 2:
-        return
-    backend = "nccl" if all(gpus.values()) else "gloo"
-    first = nodes.nodes[0]
-    opened = _Nodes([first])
-    ports = opened.call(
-        "network", open_store, lambda node: (node.host, 0, num_nodes), limit_seconds=limit
-    )
-    nodes.findings += opened.findings
-    if not ports:
-        return
-    ranks = {node.name: rank for rank, node in enumerate(nodes.nodes)}
-    store = (first.host, ports[first.name])
-    speeds = nodes.call(
-        "network",
-        _measure_network,
-        lambda node: (ranks[node.name], num_nodes, store, backend, node.host),
-        limit_seconds=2 * NETWORK_SECONDS,
-    )
-    if len(speeds) == num_nodes:
-        latency, bandwidth = speeds[first.name]
-        fine = ok(
-            f"{num_nodes} nodes, {backend}: all-reduce {bandwidth / 1e6:,.0f} MB/s, "
-            f"{latency * 1e3:.2f} ms"
-        )
-        nodes.add("network", [fine], ALL_NODES)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _measure_network(
-    rank: int, num_nodes: int, store: tuple[str, int], backend: str, host: str
-) -> tuple[float, float]:
-    use_interface_of(host)
-    return measure_network(rank, num_nodes, store, backend)

@@ -79,8 +79,6 @@ def test_every_difference_of_a_host_is_named_and_two_equal_hosts_are_fine(
         reported = {(one["check"], one["node"]) for one in fine}
         assert {("storage", first.address), ("storage", second.address)} <= reported
         assert ("network", "all nodes") in reported
-        (speed,) = (one["found"] for one in fine if one["check"] == "network")
-        assert "2 nodes, gloo: all-reduce " in speed
         assert list(shared.iterdir()) == [], "the probe files were removed"
 
         exit_code, findings = doctor(

@@ -1,14 +1,11 @@
-"""`txl bench data`: preparation, size, reading, resume and data wait, each with its limit.
+"""`txl bench data`: preparation, size, reading and resume, each with its limit.
 
 The text is available on every machine: source code and documentation of this Python's standard
 library and installed packages, one document per file. Rates are per CPU second of this process,
-which works without workers, so other load on the machine has little effect. Reading is compared
-with the same tokens in a plain array on disk, which has no documents, shuffling, checksums or
-compression; the difference is their cost.
+which works without workers, so other load on the machine has little effect.
 """
 
 import gc
-import json
 import statistics
 import sysconfig
 import tempfile
@@ -26,14 +23,7 @@ from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import GROUP_TOKENS
 from data_pipeline.streams.segments import SegmentReader
-from data_pipeline.tokenizers import load_tokenizer
 from txl_dist.bench import Figure, time_rounds
-from txl_dist.config.data_config import DataConfig
-from txl_dist.config.run_config import RunConfig
-from txl_dist.config.training_config import EvaluationConfig, TrackingConfig, TrainingConfig
-from txl_dist.launch.processes import ProcessLauncher
-from txl_dist.model.config import ModelConfig
-from txl_dist.training.job import TrainJob
 
 VOCAB_SIZE = 32_768
 LANES = 8
@@ -50,16 +40,6 @@ class BenchText:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingRates:
-    """Tokens per CPU second; medians."""
-
-    dataset: float
-    """Lanes of a shuffled epoch with ages, in the groups of segments that training reads."""
-    memmap: float
-    """The same batches, one at a time, sliced per lane from a memory-mapped array."""
-
-
 def bench_data(*, megabytes: float) -> Iterator[Figure]:
     """Yield each figure as soon as it is measured. All files go to a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="txl-bench-") as folder:
@@ -67,7 +47,6 @@ def bench_data(*, megabytes: float) -> Iterator[Figure]:
         text = gather_text(work, megabytes=megabytes)
         yield from _preparation_figures(text, work)
         yield from _reading_figures(work / "prepared")
-        yield _wait_figure(work)
 
 
 # --- preparation ----------------------------------------------------------------------------------
@@ -86,7 +65,7 @@ def gather_text(work: Path, *, megabytes: float) -> BenchText:
             target.write_bytes(text)
             size += len(text)
     # Training the tokenizer is not part of the rates: every figure reads its file.
-    settings = PrepareSettings(tokenizer="bpe", vocab_size=VOCAB_SIZE)
+    settings = PrepareSettings(tokenizer="bpe", vocab_size=VOCAB_SIZE, format="text")
     prepare_dataset([folder], work / "trained", settings)
     return BenchText(folder, work / "trained" / TOKENIZER_NAME, size)
 
@@ -108,32 +87,20 @@ def _is_text(content: bytes) -> bool:
 
 
 def _preparation_figures(text: BenchText, work: Path) -> Iterator[Figure]:
-    """The rate of BPE preparation from files to shards, also relative to the tokenizer alone."""
-    settings = PrepareSettings(tokenizer="file")
+    """The rate of BPE preparation from files to shards, and the size of the shards."""
+    settings = PrepareSettings(tokenizer="file", format="text")
     spent = cpu_seconds(
         lambda: prepare_dataset(
             [text.folder], work / "prepared", settings, tokenizer_file=text.tokenizer
         )
     )
-    rate, alone = text.num_bytes / 1e6 / spent, _encoder_rate(text)
-    note = f"{text.num_bytes / 1e6:.0f} MB; the encoder alone: {alone:.1f}"
+    rate, note = text.num_bytes / 1e6 / spent, f"{text.num_bytes / 1e6:.0f} MB"
     yield Figure("BPE preparation, files to shards", rate, "MB per CPU-s", 15.0, note=note)
-    yield Figure("the same, relative to the encoder alone", rate / alone, "", 0.4)
     entry = load_manifest(work / "prepared").splits["train"]
     ratio = shard_bytes(entry) / entry.text_bytes
     note = f"with indexes {with_indexes(entry) / entry.text_bytes:.3f}"
     name = "size, zstd level 3, relative to the raw text"
     yield Figure(name, ratio, "", 0.20, at_most=True, note=note)
-
-
-def _encoder_rate(text: BenchText) -> float:
-    """MB per CPU second of the encoder alone, document by document."""
-    tokenizer = load_tokenizer(text.tokenizer)
-    paths = [path for path in sorted(text.folder.rglob("*")) if path.is_file()]
-    documents = [path.read_bytes().decode("utf-8") for path in paths]
-    tokenizer.encode("")  # loads the library
-    spent = cpu_seconds(lambda: [tokenizer.encode(document) for document in documents])
-    return text.num_bytes / 1e6 / spent
 
 
 def shard_bytes(entry: SplitEntry) -> int:
@@ -160,11 +127,8 @@ def cpu_seconds(run: Callable[[], object]) -> float:
 
 
 def _reading_figures(dataset: Path) -> Iterator[Figure]:
-    rates = measure_reading(dataset)
-    mtok, plain = rates.dataset / 1e6, rates.memmap / 1e6
-    note = f"a plain memmap: {plain:.0f}"
-    yield Figure("loading lanes with ages", mtok, "Mtok per CPU-s", 100.0, note=note)
-    yield Figure("the same, of the plain memmap's rate", mtok / plain, "", 0.5)
+    rate = measure_reading(dataset) / 1e6
+    yield Figure("loading lanes with ages", rate, "Mtok per CPU-s", 100.0)
     for lanes in (4, 8):
         median, best = measure_seek(dataset, num_lanes=lanes)
         note = f"best {best * 1e3:.1f}"
@@ -172,11 +136,12 @@ def _reading_figures(dataset: Path) -> Iterator[Figure]:
         yield Figure(name, median * 1e3, "ms", 10.0, at_most=True, note=note)
 
 
-def measure_reading(
-    dataset: Path, *, split: str = "train", rounds: int = 5, max_tokens: int = 2**25
-) -> ReadingRates:
-    """Rates of reading `max_tokens`, at most an epoch, in 8 lanes and segments of 512 tokens."""
-    source = open_split(dataset, split)
+def measure_reading(dataset: Path, *, rounds: int = 5, max_tokens: int = 2**25) -> float:
+    """Tokens per CPU second of reading lanes of a shuffled epoch, in groups as training reads them.
+
+    Reads `max_tokens`, at most an epoch, in 8 lanes and segments of 512 tokens.
+    """
+    source = open_split(dataset, "train")
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=LANES, tgt_len=TGT_LEN)
     group = GROUP_TOKENS // (LANES * TGT_LEN)
     lane_tokens = min(plan.lane_tokens - 1, max_tokens // LANES)
@@ -184,29 +149,27 @@ def measure_reading(
     num_tokens = num_groups * group * TGT_LEN * LANES
     if plan.lane_tokens <= group * TGT_LEN:
         raise ValueError(f"{source.num_tokens:,} tokens are too few; at least {2 * GROUP_TOKENS:,}")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = _as_array(source, Path(folder) / "tokens")
-        candidates: dict[str, Callable[[], object]] = {
-            "dataset": lambda: _read_segments(source, plan, num_groups, group),
-            "memmap": lambda: _read_lanes(rows, num_groups * group),
-        }
-        times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=time.process_time)
-    return ReadingRates(**{name: num_tokens / times[name].median for name in candidates})
+
+    def read() -> None:
+        reader = _reader(source, plan)
+        for number in range(num_groups):
+            reader.read(number * group * TGT_LEN, group)
+
+    times = time_rounds({"read": read}, rounds=rounds, warm_up_rounds=1, clock=time.process_time)
+    return num_tokens / times["read"].median
 
 
-def measure_seek(
-    dataset: Path, *, num_lanes: int, split: str = "train", seeks: int = 40
-) -> tuple[float, float]:
+def measure_seek(dataset: Path, *, num_lanes: int, seeks: int = 40) -> tuple[float, float]:
     """(median, best) seconds from an open source to the first batch at random lane positions.
 
     Each seek opens the split again, so every lane has to read and decode its block.
     """
-    first = open_split(dataset, split)
+    first = open_split(dataset, "train")
     plan = LanePlan(num_tokens=first.num_tokens, num_lanes=num_lanes, tgt_len=TGT_LEN)
     random = np.random.default_rng(0)
     seconds = []
     for position in random.integers(0, 10 * plan.lane_tokens, seeks).tolist():
-        source = open_split(dataset, split, manifest=first.manifest)
+        source = open_split(dataset, "train", manifest=first.manifest)
         source.document_starts(0)  # loads the index of the first shard
         began = time.perf_counter()
         _reader(source, plan).read(position, 1)
@@ -225,45 +188,3 @@ def _reader(source: SplitReader, plan: LanePlan) -> SegmentReader:
         shuffle="blocks",
         seed=0,
     )
-
-
-def _as_array(source: SplitReader, path: Path) -> np.ndarray:
-    """All tokens as [LANES, lane_tokens], memory-mapped, in the source's dtype."""
-    with path.open("wb") as file:
-        for block, size in enumerate(source.block_tokens.tolist()):
-            source.read(block, 0, size).tofile(file)
-    tokens = np.memmap(path, source.dtype, "r")
-    lane_tokens = len(tokens) // LANES
-    return tokens[: LANES * lane_tokens].reshape(LANES, lane_tokens)
-
-
-def _read_segments(source: SplitReader, plan: LanePlan, num_groups: int, group: int) -> None:
-    reader = _reader(source, plan)
-    for number in range(num_groups):
-        reader.read(number * group * TGT_LEN, group)
-
-
-def _read_lanes(rows: np.ndarray, num_batches: int) -> None:
-    for first in range(0, num_batches * TGT_LEN, TGT_LEN):
-        text = np.stack([row[first : first + TGT_LEN + 1] for row in rows]).astype(np.int64)
-        np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
-
-
-def _wait_figure(work: Path) -> Figure:
-    """The share of a training step spent waiting for data, from the run's `metrics.jsonl`."""
-    run = work / "run"
-    config = RunConfig(
-        directory=str(run),
-        data=DataConfig(path=str(work / "prepared"), num_lanes=4, tgt_len=128),
-        model=ModelConfig(n_layer=2, d_model=128, n_head=4, d_head=32, d_inner=256, mem_len=128),
-        training=TrainingConfig(num_steps=30, log_interval_steps=5),
-        evaluation=EvaluationConfig(split=None),
-        tracking=TrackingConfig(enabled=False),
-    )
-    # One rank, started as `txl train` starts it.
-    job = TrainJob(config=config, resume="never")
-    ProcessLauncher().train(job, num_ranks=1, on_line=lambda _: None)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    waits = [line["data_wait"] for line in lines if "data_wait" in line]
-    share = statistics.median(waits) * 100
-    return Figure("data wait in training, small model", share, "% of a step", 1.0, at_most=True)

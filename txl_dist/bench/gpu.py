@@ -28,18 +28,14 @@ from typing import NamedTuple
 
 import torch
 
+from txl_dist.bench.model import TrainingStep
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.devices import to_device
-from txl_dist.model.dropout import LaneDropoutMasks
-from txl_dist.model.flops import training_flops
-from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import TORCH_DTYPE, autocast
-from txl_dist.training.compilation import compile_model
+from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
 
 # Shapes: B lanes, T segment tokens, M memory tokens
@@ -49,8 +45,8 @@ WARM_UP_STEPS = 5
 """Kernels are compiled, and the allocator takes its GPU memory."""
 
 HEADER = (
-    "| model | attention | lanes x tokens | ms per step | tokens/s | MFU, data sheet | goal "
-    "| MFU, measured peak | peak GiB |\n|---|---|---|---|---|---|---|---|---|"
+    "| model | attention | lanes x tokens | ms per step | tokens/s | MFU, data sheet "
+    "| MFU, measured peak | peak GiB |\n|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -61,8 +57,6 @@ class BenchModel:
     config: ModelConfig
     tgt_len: int
     num_lanes: int
-    mfu_goal: float | None = None
-    """Goal of this project on one H100, against its data sheet."""
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -74,15 +68,14 @@ class PublishedModel(NamedTuple):
     config: str
     vocab_size: int
     num_lanes: int
-    mfu_goal: float | None = None
 
 
 MODELS = {
-    "nvidia-base": PublishedModel("nvidia/wt103-base", 267_735, 32, 0.25),
-    "wt103-base": PublishedModel("paper/wt103-base", 267_735, 60, 0.25),
-    "wt103-large": PublishedModel("paper/wt103-large", 267_735, 32, 0.40),
-    "enwik8-base": PublishedModel("paper/enwik8-base", 204, 22, 0.30),
-    "enwik8-large": PublishedModel("paper/enwik8-large", 204, 16, 0.40),
+    "nvidia-base": PublishedModel("nvidia/wt103-base", 267_735, 32),
+    "wt103-base": PublishedModel("paper/wt103-base", 267_735, 60),
+    "wt103-large": PublishedModel("paper/wt103-large", 267_735, 32),
+    "enwik8-base": PublishedModel("paper/enwik8-base", 204, 22),
+    "enwik8-large": PublishedModel("paper/enwik8-large", 204, 16),
     "modern-125m": PublishedModel("modern/125m", 32_768, 16),
     "modern-350m": PublishedModel("modern/350m", 32_768, 16),
 }
@@ -103,7 +96,6 @@ def load_model(name: str) -> BenchModel:
         config=replace(config.model, vocab_size=published.vocab_size),
         tgt_len=config.data.tgt_len,
         num_lanes=published.num_lanes,
-        mfu_goal=published.mfu_goal,
     )
 
 
@@ -154,7 +146,6 @@ class GpuRow:
     mfu_data_sheet: float | None = None
     """None if the data sheet of the device is not known."""
     mfu_measured: float | None = None
-    mfu_goal: float | None = None
     peak_gib: float | None = None
     """Most GPU memory that tensors took."""
     note: str = ""
@@ -220,7 +211,7 @@ def _row(
     ).__name__
     row = GpuRow(
         model=name, attention=attention, kernel=kernel, num_lanes=model.num_lanes,
-        tgt_len=model.tgt_len, mfu_goal=model.mfu_goal,
+        tgt_len=model.tgt_len,
     )  # fmt: skip
     while True:
         try:
@@ -240,7 +231,15 @@ def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: fl
         gc.collect()  # compiled models are in reference cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(settings.device)
-    step = TrainingStep(replace(model, num_lanes=row.num_lanes), row.attention, settings)
+    step = TrainingStep(
+        replace(model.config, attention=row.attention),
+        num_lanes=row.num_lanes,
+        tgt_len=row.tgt_len,
+        device=settings.device,
+        precision=settings.precision,
+        compiled=settings.compile,
+        cuda_graphs=settings.cuda_graphs,
+    )
     for _ in range(WARM_UP_STEPS):
         step()
     seconds = statistics.median(_round_seconds(step, settings) for _ in range(settings.rounds))
@@ -271,58 +270,6 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class TrainingStep:
-    """A training step that can be called repeatedly; `flops` are those of its products."""
-
-    def __init__(self, model: BenchModel, attention: str, settings: Settings) -> None:
-        config = replace(model.config, attention=attention)
-        self._settings, self._lanes = settings, range(model.num_lanes)
-        self._model = TransformerXL(config).to(settings.device)
-        if settings.compile:
-            # All rows share one function, of which torch compiles 8 variants and no more.
-            torch.compiler.reset()
-            compile_model(
-                self._model,
-                settings.device,
-                draws_by_kernel=True,
-                cuda_graphs=settings.cuda_graphs,
-            )
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
-        self._memory = self._model.empty_memory(model.num_lanes)
-        shape = (model.num_lanes, model.tgt_len)
-        text = zipf_tokens(config.num_ids, (shape[0], shape[1] + 1))
-        self._input_BT = to_device(text[:, :-1].contiguous(), settings.device)
-        self._target_BT = text[:, 1:].contiguous()  # on the host, as in training
-        self._age_BT = torch.full(shape, 10**6, dtype=torch.int32, device=settings.device)
-        self._number = 0
-        tail_rows = [
-            int(((self._target_BT >= low) & (self._target_BT < high)).sum())
-            for low, high in config.cluster_bounds[1:]
-        ]
-        self.flops = training_flops(
-            config, num_lanes=shape[0], tgt_len=shape[1], tail_rows=tail_rows
-        )
-
-    def __call__(self) -> None:
-        self._number += 1
-        masks = LaneDropoutMasks(seed=0, step=self._number, lanes=self._lanes)
-        with autocast(self._settings.precision, self._settings.device):
-            nats_BT, memory = self._model(
-                self._input_BT, self._target_BT, self._age_BT, self._memory, masks
-            )
-        self._memory = memory
-        nats_BT.mean().backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.25, foreach=True)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
-def zipf_tokens(vocab_size: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Token ids whose probability is about proportional to 1 / (id + 1), on the host."""
-    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (vocab_size**uniform - 1).long().clamp(max=vocab_size - 1)
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -350,7 +297,6 @@ def table_row(row: GpuRow) -> str:
         _number(row.step_ms, ".1f"),
         _number(row.tokens_per_second, ",.0f"),
         _number(row.mfu_data_sheet, ".3f"),
-        _number(row.mfu_goal, ".2f"),
         _number(row.mfu_measured, ".3f"),
         _number(row.peak_gib, ".1f"),
     ]

@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 
 from txl_dist.bench import Figure, peak_mib, time_rounds
+from txl_dist.config.run_config import Precision
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.devices import to_device
+from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.runtime.process import keep_freed_memory
+from txl_dist.training.compilation import compile_model
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
 
+CPU = torch.device("cpu")
 LANES = 4
 PLAIN = ModelConfig(
     vocab_size=204, n_layer=4, d_model=512, n_head=8, d_head=64, d_inner=2048, mem_len=128
@@ -54,9 +60,9 @@ class Work:
 def bench_model(*, rounds: int) -> Iterator[Figure]:
     """Yield each figure as soon as it is measured."""
     keep_freed_memory()
-    yield from _training_figures(rounds, torch.float32)
+    yield from _training_figures(rounds, "fp32")
     if has_bf16():
-        yield from _training_figures(rounds, torch.bfloat16)
+        yield from _training_figures(rounds, "bf16")
     yield from _evaluation_figures(rounds)
     yield _generation_figure(rounds)
     yield from _peak_ram_figure()
@@ -69,15 +75,18 @@ def has_bf16() -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
-def _training_figures(rounds: int, dtype: torch.dtype) -> Iterator[Figure]:
-    short = "bf16" if dtype == torch.bfloat16 else "fp32"
-    works = {"(a)": training_step(PLAIN, tgt_len=128, dtype=dtype)}
+def _training_figures(rounds: int, precision: Precision) -> Iterator[Figure]:
+    def step(config: ModelConfig, tgt_len: int) -> Work:
+        run = TrainingStep(config, num_lanes=LANES, tgt_len=tgt_len, precision=precision)
+        return Work(run, run.flops)
+
     # In bf16 the peak is six times that of fp32, but other operations take the same time.
-    limits = {"(a)": 0.52 if dtype == torch.bfloat16 else 0.80, "(b)": 0.70}
-    if dtype == torch.float32:
-        works["(b)"] = training_step(ADAPTIVE, tgt_len=150, dtype=dtype)
-    named = {f"{name} training step, {short}": work for name, work in works.items()}
-    yield from _utilisations(named, [limits[name] for name in works], dtype, rounds)
+    works = {f"(a) training step, {precision}": step(PLAIN, 128)}
+    limits = [0.52 if precision == "bf16" else 0.80]
+    if precision == "fp32":
+        works[f"(b) training step, {precision}"] = step(ADAPTIVE, 150)
+        limits.append(0.70)
+    yield from _utilisations(works, limits, TORCH_DTYPE[precision], rounds)
 
 
 def _evaluation_figures(rounds: int) -> Iterator[Figure]:
@@ -105,33 +114,71 @@ def _utilisations(
         yield Figure(name, work.flops / seconds / peak, "MFU", limit, note=note)
 
 
-def training_step(config: ModelConfig, *, tgt_len: int, dtype: torch.dtype) -> Work:
-    """Forward, backward, clipping and AdamW on one segment, with a full memory."""
-    model = TransformerXL(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
-    input_BT, target_BT, age_BT = _segment(config, tgt_len)
-    memory = model.empty_memory(LANES)
+class TrainingStep:
+    """Forward, backward, clipping and AdamW on one segment, with a full memory. Call it repeatedly.
 
-    def step() -> None:
-        nonlocal memory
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            nats_BT, memory = model(input_BT, target_BT, age_BT, memory)
+    `flops` are those of the matrix products of one call.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_lanes: int,
+        tgt_len: int,
+        device: torch.device = CPU,
+        precision: Precision = "fp32",
+        compiled: bool = False,
+        cuda_graphs: bool = False,
+    ) -> None:
+        self._device, self._precision, self._lanes = device, precision, range(num_lanes)
+        self._model = TransformerXL(config).to(device)
+        if compiled:
+            # All models share one function, of which torch compiles 8 variants and no more.
+            torch.compiler.reset()
+            compile_model(self._model, device, draws_by_kernel=True, cuda_graphs=cuda_graphs)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._memory = self._model.empty_memory(num_lanes)
+        self._number = 0
+        input_BT, self._target_BT = zipf_segment(config.num_ids, (num_lanes, tgt_len))
+        self._input_BT = to_device(input_BT.contiguous(), device)
+        self._age_BT = torch.full(input_BT.shape, OLD, dtype=torch.int32, device=device)
+        tail_rows = [
+            int(((self._target_BT >= low) & (self._target_BT < high)).sum())
+            for low, high in config.cluster_bounds[1:]
+        ]
+        self.flops = training_flops(
+            config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows
+        )
+
+    def __call__(self) -> None:
+        self._number += 1
+        masks = LaneDropoutMasks(seed=0, step=self._number, lanes=self._lanes)
+        with autocast(self._precision, self._device):
+            nats_BT, self._memory = self._model(
+                self._input_BT, self._target_BT, self._age_BT, self._memory, masks
+            )
         nats_BT.mean().backward()
-        # On CPUs `foreach` takes 9 instead of 6 ms per step of (a), see docs/experiments.md.
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25, foreach=False)
-        optimizer.step()
-        optimizer.zero_grad()
+        # On CPUs `foreach` takes 9 instead of 6 ms per step of (a), so torch decides by device.
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.25)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
-    flops = training_flops(
-        config, num_lanes=LANES, tgt_len=tgt_len, tail_rows=_tail_rows(config, target_BT)
-    )
-    return Work(step, flops)
+
+def zipf_segment(num_ids: int, shape_BT: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """(input, target) on the host; an id has a probability proportional to about 1 / (id + 1)."""
+    num_lanes, tgt_len = shape_BT
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(num_lanes, tgt_len + 1, generator=generator, dtype=torch.float64)
+    text = (num_ids**uniform - 1).long().clamp(max=num_ids - 1)
+    return text[:, :-1], text[:, 1:].contiguous()
 
 
 def evaluation_segment(config: ModelConfig, *, tgt_len: int) -> Work:
     """Score one segment with a KV cache, with a full memory."""
-    model, (input_BT, target_BT, age_BT) = TransformerXL(config), _segment(config, tgt_len)
-    cache = model.inference_state(LANES)
+    model = TransformerXL(config)
+    input_BT, target_BT = zipf_segment(config.num_ids, (LANES, tgt_len))
+    age_BT, cache = torch.full_like(input_BT, OLD), model.inference_state(LANES)
 
     @torch.no_grad()
     def score() -> None:
@@ -143,7 +190,8 @@ def evaluation_segment(config: ModelConfig, *, tgt_len: int) -> Work:
 def _generation_figure(rounds: int, *, mem_len: int = 1600, tokens: int = 4) -> Figure:
     """One token at a time: a KVCache against a memory that is projected for every token."""
     config = replace(PLAIN, mem_len=mem_len)
-    model, (input_BT, _, age_BT) = TransformerXL(config), _segment(config, 1, lanes=1)
+    model, (input_BT, _) = TransformerXL(config), zipf_segment(config.num_ids, (1, 1))
+    age_BT = torch.full_like(input_BT, OLD)
     cache, memory = model.inference_state(1), model.empty_memory(1)
 
     @torch.no_grad()
@@ -169,24 +217,4 @@ def _peak_ram_figure() -> Iterator[Figure]:
 
 
 def _step_of_twelve_layers() -> Callable[[], object]:
-    return training_step(replace(PLAIN, n_layer=12), tgt_len=128, dtype=torch.float32).run
-
-
-def _segment(
-    config: ModelConfig, tgt_len: int, *, lanes: int = LANES
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(input, target, age): higher ids are rarer, as in a sorted vocabulary; ages are OLD."""
-    generator = torch.Generator().manual_seed(0)
-    # vocab_size ** uniform: the probability of an id is proportional to about 1 / (id + 1).
-    uniform = torch.rand(lanes, tgt_len + 1, generator=generator)
-    text = (config.num_ids**uniform - 1).long().clamp(max=config.num_ids - 1)
-    age_BT = torch.full((lanes, tgt_len), OLD)
-    return text[:, :-1], text[:, 1:], age_BT
-
-
-def _tail_rows(config: ModelConfig, target_BT: Tensor) -> list[int]:
-    """The number of targets in each cluster after the shortlist."""
-    return [
-        int(((target_BT >= low) & (target_BT < high)).sum())
-        for low, high in config.cluster_bounds[1:]
-    ]
+    return TrainingStep(replace(PLAIN, n_layer=12), num_lanes=LANES, tgt_len=128)

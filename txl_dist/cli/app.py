@@ -1,12 +1,10 @@
 """`txl`: registers the commands, and turns errors into a message and an exit code."""
 
-import sys
 from importlib import metadata
 from typing import Annotated
 
 import typer
 
-from data_pipeline.errors import TxlError
 from txl_dist.cli import (
     bench,
     context,
@@ -20,7 +18,7 @@ from txl_dist.cli import (
     runs,
     train,
 )
-from txl_dist.errors import print_error
+from txl_dist.errors import TxlError, print_error
 
 app = typer.Typer(
     name="txl",
@@ -75,4 +73,4 @@ def main() -> None:
         app(prog_name="txl")
     except TxlError as error:
         print_error(error)
-        sys.exit(error.exit_code)
+        raise SystemExit(error.exit_code) from None

@@ -15,7 +15,7 @@ from txl_dist.cli.options import (
     MemLen,
     Seed,
     TgtLen,
-    local_path_parser,
+    path_argument,
     whole_numbers,
 )
 from txl_dist.cli.progress import WorkUnit, work_progress
@@ -62,7 +62,7 @@ def data(
     ] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Speed of preparation, loading and resume; size of shards; data wait in training.
+    """Speed of preparation, loading and resume; size of shards.
 
     Example: txl bench data --megabytes 200
     """
@@ -83,14 +83,9 @@ def eval_speed(
         Path | None,
         typer.Option(
             help="Measure this model instead of one with random weights.",
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ] = None,
-    n_layer: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
-    d_model: Annotated[
-        int,
-        typer.Option(min=64, help="Width of the random model, a multiple of 64; heads have 64."),
-    ] = 512,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -98,9 +93,8 @@ def eval_speed(
 
     Both paths run with the same weights, alternately, on a GPU or on one CPU thread, where CPU time
     counts. The ratio of times is compared with the ratio of their floating-point operations, and
-    shown next to the paper's (arXiv:1901.02860, table 9: another model on a GPU, against a window
-    path without the savings of this one). The share says how well reuse turns fewer operations into
-    less time.
+    shown next to the paper's (arXiv:1901.02860, table 9: another model on a GPU). The share says
+    how well reuse turns fewer operations into less time.
 
     Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """
@@ -109,8 +103,7 @@ def eval_speed(
     from txl_dist.bench.eval_speed import bench_eval_speed
 
     lengths = whole_numbers("--attention-length", attention_length)
-    model = _stored(checkpoint) if checkpoint else _random(n_layer, d_model, seed)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = _model_to_time(checkpoint, seed).to("cuda" if torch.cuda.is_available() else "cpu")
     device = next(model.parameters()).device.type
     name = checkpoint or f"random weights, seed {seed}"
     if not as_json:
@@ -135,31 +128,16 @@ def eval_speed(
         print(json.dumps(content, allow_nan=False))
 
 
-def _stored(checkpoint: Path) -> "TransformerXL":
+def _model_to_time(checkpoint: Path | None, seed: int) -> "TransformerXL":
+    """The model of a checkpoint or a random one; the benchmark chooses the memory."""
+    from txl_dist.bench.model import PLAIN
     from txl_dist.convert.stored_model import find_model
-
-    stored = find_model(checkpoint)
-    # The benchmark chooses the memory.
-    return stored.load(replace(stored.config, mem_len=0, same_length=False))[0]
-
-
-def _random(n_layer: int, d_model: int, seed: int) -> "TransformerXL":
-    """A model over 204 characters, as of enwik8, with the proportions of the paper's models."""
-    from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
 
-    if d_model % 64:
-        raise ConfigError(f"--d-model {d_model} must be a multiple of 64, the width of a head")
-    config = ModelConfig(
-        vocab_size=204,
-        n_layer=n_layer,
-        d_model=d_model,
-        n_head=d_model // 64,
-        d_head=64,
-        d_inner=4 * d_model,
-        mem_len=0,
-    )
-    return TransformerXL(config, seed=seed)
+    if checkpoint is None:
+        return TransformerXL(replace(PLAIN, mem_len=0), seed=seed)
+    stored = find_model(checkpoint)
+    return stored.load(replace(stored.config, mem_len=0, same_length=False))[0]
 
 
 def _print_header(config: "ModelConfig", name: str, device: str) -> None:
@@ -202,11 +180,6 @@ def recall(
     distances: Annotated[
         str, typer.Option(metavar="N,N,...", help="Distances between the occurrences, in tokens.")
     ] = "16,32,64,128,256,512",
-    span: Annotated[int, typer.Option(min=1, help="Tokens that are repeated.")] = 16,
-    cue: Annotated[
-        int, typer.Option(min=0, help="Tokens at the start of the repetition without a score.")
-    ] = 4,
-    sequences: Annotated[int, typer.Option(min=2, help="Sequences per distance.")] = 32,
     seed: Seed = 0,
     batch: Batch = 16,
     tgt_len: TgtLen = None,
@@ -232,13 +205,7 @@ def recall(
     stored = find_model(checkpoint)
     lengths = whole_numbers("--distances", distances)
     try:
-        probe = RecallProbe(
-            distances=tuple(lengths),
-            span=span,
-            cue=cue,
-            num_sequences=sequences,
-            seed=seed,
-        )
+        probe = RecallProbe(distances=tuple(lengths), seed=seed)
         new_mem_len = stored.config.mem_len if mem_len is None else mem_len
         config = replace(
             stored.config,

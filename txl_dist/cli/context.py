@@ -1,9 +1,7 @@
 """`txl recl` and `txl attention`: how much context models use, and what they attend to."""
 
 import json
-import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +13,6 @@ from data_pipeline.system.files import (
     write_synced,
 )
 from txl_dist.cli.options import (
-    COPY_TO_URL,
     AsJson,
     Batch,
     Checkpoint,
@@ -26,16 +23,14 @@ from txl_dist.cli.options import (
     PrecisionOption,
     Seed,
     TgtLen,
-    local_path_parser,
+    path_argument,
     staged_output,
-    whole_numbers,
 )
 from txl_dist.cli.progress import TOKENS, WorkUnit, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.recl import ReclRequest
     from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
 
@@ -48,13 +43,6 @@ def recl(
     delta: Annotated[
         int, typer.Option(min=1, help="Step between contexts; the first context is one step.")
     ] = 32,
-    contexts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            help="These contexts instead of --max-context and --delta. RECL needs equal steps.",
-        ),
-    ] = None,
     r: Annotated[
         str, typer.Option("--r", metavar="R,...", help="Fractions of hardest targets, for RECL.")
     ] = "0.1,0.5,1.0",
@@ -83,7 +71,7 @@ def recl(
         Path | None,
         typer.Option(
             help="Write recl.json, recl.png and recl.svg to this directory.",
-            parser=local_path_parser(COPY_TO_URL),
+            parser=path_argument,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -96,8 +84,8 @@ def recl(
     apply to models trained with a memory. Intervals: 95 %, bootstrap over documents, or over
     targets if there are fewer than 10 documents.
 
-    A target is read again for every context, which takes a while: the tokens to read are printed
-    first, and the time left every few seconds. Fewer --positions or a larger --delta take less.
+    A target is read again for every context, which takes a while: fewer --positions or a larger
+    --delta take less.
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
@@ -129,7 +117,7 @@ def recl(
         group=group or ", ".join(model_names),
         names=model_names,
         jobs=tuple(jobs),
-        contexts=_contexts(contexts, max_context, delta),
+        contexts=_contexts(max_context, delta),
         r_values=_fractions(r),
         threshold=threshold,
         num_positions=positions,
@@ -138,13 +126,9 @@ def recl(
     )
     check_group(request)
     with staged_output(out, JSON_NAME) as staged, work_progress(TOKENS) as show:
-
-        def on_progress(done: int, total: int) -> None:
-            if done == 0:
-                print(_describe_work(request, total), file=sys.stderr, flush=True)
-            show("reading", done, total)
-
-        report = measure_group(request, on_progress=on_progress)
+        report = measure_group(
+            request, on_progress=lambda done, total: show("reading", done, total)
+        )
         if staged:
             write_report(staged, report)
     if as_json:
@@ -153,15 +137,6 @@ def recl(
         print_report(report)
         if out:
             print(f"recl.json, recl.png and recl.svg are in {out}")
-
-
-def _describe_work(request: "ReclRequest", num_tokens: int) -> str:
-    contexts, num_models = request.contexts, len(request.jobs)
-    return (
-        f"{num_tokens:,} tokens to read: {num_models} model{'s' if num_models > 1 else ''}, up to "
-        f"{request.num_positions:,} targets each (--positions), {len(contexts)} contexts of "
-        f"{contexts[0]:,} to {contexts[-1]:,} tokens for each target"
-    )
 
 
 def _has_memory(checkpoint: Path) -> bool:
@@ -179,20 +154,14 @@ def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
     return listed
 
 
-def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, ...]:
-    """Raises ConfigError for contexts that do not increase, or fewer than two."""
-    if contexts is None:
-        chosen = tuple(range(delta, max_context + 1, delta))
-        if len(chosen) < 2:
-            raise ConfigError(
-                f"--max-context {max_context} has room for {len(chosen)} steps of --delta {delta}; "
-                "RECL compares contexts one step apart, so take a smaller --delta"
-            )
-        return chosen
-    chosen = tuple(whole_numbers("--contexts", contexts))
-    if any(a >= b for a, b in pairwise(chosen)):
-        raise ConfigError(f"--contexts {contexts}: expected rising numbers")
-    return chosen
+def _contexts(max_context: int, delta: int) -> tuple[int, ...]:
+    contexts = tuple(range(delta, max_context + 1, delta))
+    if len(contexts) < 2:
+        raise ConfigError(
+            f"--max-context {max_context} has room for {len(contexts)} steps of --delta {delta}; "
+            "RECL compares contexts one step apart, so take a smaller --delta"
+        )
+    return contexts
 
 
 def _fractions(text: str) -> tuple[float, ...]:
@@ -219,7 +188,7 @@ def attention(
         Path | None,
         typer.Option(
             help="Write attention.json, attention.png and attention.svg to this directory.",
-            parser=local_path_parser(COPY_TO_URL),
+            parser=path_argument,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -1,7 +1,6 @@
 """`txl data`: verify, inspect, rebuild, push and mix prepared datasets."""
 
 import json
-from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +14,8 @@ from txl_dist.cli.options import (
     On,
     Overrides,
     dataset_address,
-    local_path_parser,
     open_workers,
+    path_argument,
 )
 from txl_dist.cli.progress import MIB, work_progress
 
@@ -37,9 +36,7 @@ Dataset = Annotated[
 ]
 Directory = Annotated[
     Path,
-    typer.Argument(
-        metavar="DIR", help="Directory that `txl prepare` wrote.", parser=local_path_parser()
-    ),
+    typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.", parser=path_argument),
 ]
 
 
@@ -121,11 +118,8 @@ def rebuild(directory: Directory, *, as_json: AsJson = False) -> None:
     with work_progress(MIB) as progress:
         result = rebuild_manifest(directory, progress=progress)
     status = "already complete" if result.was_complete else "rebuilt"
-    if as_json:
-        print(json.dumps({"status": status, **totals(directory, result.manifest)}))
-        return
-    print(f"{printable(str(directory))}: the manifest is {status}, digest {result.manifest.digest}")
-    print_totals(result.manifest)
+    text = f"the manifest is {status}, digest {result.manifest.digest}"
+    _print_dataset(directory, result.manifest, status, text, as_json=as_json)
 
 
 @app.command()
@@ -139,35 +133,22 @@ def inspect(
 ) -> None:
     """Show totals per split, the tokenizer, and documents decoded back to text.
 
-    The unigram entropy is the loss of a model that knows how frequent each token is, and no more.
-    Of a large split it is computed from a sample.
-
     Example: txl data inspect data/books --documents 5
     """
     from dataclasses import asdict
 
     from data_pipeline.shards.manifest import load_manifest
-    from data_pipeline.shards.shard_reader import open_split
     from data_pipeline.shards.verify import excerpts
-    from data_pipeline.streams.cursor import unigram_entropy
     from data_pipeline.system.remote_path import dataset_path
 
     directory = dataset_path(dataset)
     manifest = load_manifest(directory)
     shown = excerpts(directory, documents=documents)
-    entropies = {
-        name: unigram_entropy(
-            [open_split(directory, name, manifest=manifest)], [1.0], vocab_size=manifest.vocab_size
-        )
-        for name, entry in manifest.splits.items()
-        if entry.tokens
-    }
     if as_json:
         content = totals(directory, manifest)
         for name, entry in manifest.splits.items():
             ratio = entry.text_bytes_per_compressed_byte
             content["splits"][name]["text_bytes_per_compressed_byte"] = ratio
-            content["splits"][name]["unigram_entropy_nats"] = entropies.get(name)
         print(json.dumps({**content, "documents": [asdict(excerpt) for excerpt in shown]}))
         return
     print(f"{printable(str(directory))}: digest {manifest.digest}")
@@ -176,8 +157,6 @@ def inspect(
         f"end of document {manifest.end_of_document}, digest {manifest.tokenizer_digest}"
     )
     print_totals(manifest)
-    for name, nats in entropies.items():
-        print(f"  unigram entropy of {name}: {nats:.3f} nats ({nats / log(2):.3f} bits) per token")
     for excerpt in shown:
         print(f"\n[{excerpt.split}] {excerpt.document_id} ({excerpt.tokens:,} tokens)")
         print(f"  {excerpt.text}")
@@ -199,11 +178,7 @@ def push(
 
     with work_progress(MIB) as progress:
         manifest = push_dataset(directory, url, progress=progress)
-    if as_json:
-        print(json.dumps({"status": "complete", **totals(dataset_path(url), manifest)}))
-        return
-    print(f"{printable(str(dataset_path(url)))}: complete")
-    print_totals(manifest)
+    _print_dataset(dataset_path(url), manifest, "complete", "complete", as_json=as_json)
 
 
 @app.command()
@@ -228,6 +203,16 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
     print(f"one epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
     for share in shares:
         print(f"  {share.line}")
+
+
+def _print_dataset(
+    directory: "DatasetPath", manifest: "ShardManifest", status: str, text: str, *, as_json: bool
+) -> None:
+    if as_json:
+        print(json.dumps({"status": status, **totals(directory, manifest)}))
+    else:
+        print(f"{printable(str(directory))}: {text}")
+        print_totals(manifest)
 
 
 def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from data_pipeline.system.files import (
 )
 from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
 from txl_dist.cli.options import (
-    COPY_TO_URL,
+    CHECKPOINT_HELP,
     AsJson,
     Batch,
     ClampLen,
@@ -24,8 +24,8 @@ from txl_dist.cli.options import (
     PrecisionOption,
     TgtLen,
     checkpoint_path,
-    local_path_parser,
     open_workers,
+    path_argument,
     staged_output,
     stoppable,
 )
@@ -42,8 +42,7 @@ def evaluate(
         list[Path] | None,
         typer.Argument(
             metavar="CHECKPOINT...",
-            help="Checkpoints, run directories (their newest checkpoint), or directories that "
-            "txl export or txl import wrote.",
+            help=CHECKPOINT_HELP,
             parser=checkpoint_path,
             show_default=False,
         ),
@@ -119,7 +118,7 @@ def evaluate(
             metavar="DIR",
             help="Where the sums of finished chunks are kept. Default: RUN/evaluations for the "
             "checkpoints of a run; for other models they are not kept.",
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ] = None,
     details: Annotated[
@@ -136,7 +135,7 @@ def evaluate(
             metavar="FILE",
             help="Write the id, tokens, bytes and nats of each document to this file, one JSON "
             "object per line.",
-            parser=local_path_parser(COPY_TO_URL),
+            parser=path_argument,
         ),
     ] = None,
     sweep: Annotated[
@@ -151,9 +150,8 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write result.json, scores.csv, and the tables and plots of --details to this "
-            "directory.",
-            parser=local_path_parser(COPY_TO_URL),
+            help="Write result.json, and the plots of --details, to this directory.",
+            parser=path_argument,
         ),
     ] = None,
     as_json: AsJson = False,

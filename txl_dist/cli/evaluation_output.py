@@ -3,9 +3,8 @@
 The files of --out DIR are made from the objects that --json prints:
 
 result.json                 that object, or the list of them
-scores.csv                  one line per checkpoint, split and setting
-by_document_position.csv    with --details: one line per bucket of each of these; also
-by_document_position.png    by_segment_position and by_token_frequency
+by_document_position.png    with --details: a plot of each table; also by_segment_position and
+                            by_token_frequency
 
 --per-document FILE has one line of JSON for each document of the scored splits:
 
@@ -16,8 +15,6 @@ up to the rounding of float64. The workers send the sums of each batch (breakdow
 `--resume` continues. Here they take 32 bytes per document; ids are read shard by shard.
 """
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,19 +30,6 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.result import EvaluationResult
 
 RESULT_NAME = "result.json"
-SCORES_NAME = "scores.csv"
-SETTINGS = ("checkpoint", "split", "weights", "tgt_len", "mem_len", "clamp_len", "same_length")
-COLUMNS = (
-    *SETTINGS,
-    "selected",
-    "data",
-    "mode",
-    "reset",
-    "precision",
-    "tokens_scored",
-    "nats",
-)
-BUCKETS = ("from", "to", "tokens", "nats", "nats_per_token")
 
 Scored = Mapping[str, Any]
 """The JSON object of one result."""
@@ -61,35 +45,17 @@ def write_evaluation(staged: StagedDirectory, content: Any, scored: Sequence[Sco
 
     with explain_disk_errors("writing the files of an evaluation", staged.directory):
         staging = staged.stage()
-        write_synced(staging / SCORES_NAME, _csv((*COLUMNS, *SCORES, "protocol"), scored))
         for name in TABLES if any("details" in each for each in scored) else ():
-            rows = [
-                {**each, **bucket} for each in scored for bucket in each["details"][f"by_{name}"]
-            ]
-            write_synced(staging / f"by_{name}.csv", _csv((*SETTINGS, *BUCKETS), rows))
             write_png(plot_table(name, scored), staging / f"by_{name}.png")
         write_synced(
             staging / RESULT_NAME, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
         )
         names = sorted(path.name for path in staging.iterdir())
-        for name in set(_all_names()) - set(names):
-            (staged.directory / name).unlink(missing_ok=True)
+        for name in (f"by_{table}.png" for table in TABLES):
+            if name not in names:
+                (staged.directory / name).unlink(missing_ok=True)
         staged.publish(names)
     return names
-
-
-def _all_names() -> list[str]:
-    tables = [f"by_{name}.{suffix}" for name in TABLES for suffix in ("csv", "png")]
-    return [RESULT_NAME, SCORES_NAME, *tables]
-
-
-def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Columns that a row does not have are empty, and so are null values."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode("utf-8", "backslashreplace")
 
 
 def document_lines(
@@ -218,8 +184,6 @@ def print_table(scored: Sequence[Scored], swept: Sequence[str]) -> None:
 
 
 def print_score(scored: Scored) -> None:
-    from txl_dist.evaluation.scoring import MAX_OVERHEAD
-
     print(f"{scored['checkpoint']} on {scored['data']}, split {scored['split']} ({scored['mode']})")
     if scored["weights"] == "averaged":
         print("  weights          averaged over steps; those of the last one: --weights last")
@@ -230,15 +194,10 @@ def print_score(scored: Scored) -> None:
             print(f"  {score.label:15}  {_show(scored[name])}")
     if details := scored.get("details"):
         _print_interval(details)
-    overhead = scored["context_overhead"]
-    if scored["num_chunks"] == 1:
-        print("  1 chunk, read in one pass")
-    else:
-        print(f"  {scored['num_chunks']} chunks, {overhead:.1%} more tokens read as context")
-    if overhead > MAX_OVERHEAD:
-        print("  so many because a short split too is cut into chunks, the same for any --workers")
-    if scored["mode"] == "fast":
-        print("  fast: one memory length of context per chunk; the exact loss is usually lower")
+    print(
+        f"  {scored['num_chunks']:,} chunks, {scored['context_overhead']:.1%} more tokens read as "
+        "context"
+    )
     print(f"  protocol: {scored['protocol']}")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.system.files import explain_disk_errors, require_writable, write_file
-from txl_dist.cli.options import COPY_TO_URL, AsJson, Checkpoint, PrecisionOption, local_path_parser
+from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption, path_argument
 from txl_dist.cli.progress import WorkUnit, running, work_progress
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.generation.text import DEFAULT_BATCH_SIZE, Sampling, TextLimits
@@ -36,7 +36,7 @@ def generate(
             metavar="FILE",
             help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
             'key "prompt", "text" or "ids" (token ids). The results are lines of JSON.',
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ] = None,
     out: Annotated[
@@ -44,7 +44,7 @@ def generate(
         typer.Option(
             metavar="FILE",
             help="With --prompts: write the results to this file when all are there.",
-            parser=local_path_parser(COPY_TO_URL),
+            parser=path_argument,
         ),
     ] = None,
     batch: Annotated[
@@ -83,14 +83,6 @@ def generate(
             help="The same seed gives the same text. Prompt i of a file: seed + i.",
         ),
     ] = 0,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Refuse prompts and stop strings with symbols that are not in the vocabulary, "
-            "instead of a warning.",
-        ),
-    ] = False,
     precision: PrecisionOption = "fp32",
     as_json: AsJson = False,
 ) -> None:
@@ -108,7 +100,13 @@ def generate(
         raise ConfigError("--out needs --prompts FILE; for one prompt, redirect the output: > FILE")
     if out:
         require_writable(out.parent)
-    options = _options(prompt, temperature, top_k, top_p, max_tokens, stop)
+    try:
+        # Bytes that are not UTF-8 reach Python as lone surrogates, which cannot be encoded.
+        "".join((prompt, *(stop or ()))).encode("utf-8")
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        limits = TextLimits(max_tokens=max_tokens, stop=tuple(stop or ()))
+    except ValueError as error:
+        raise ConfigError(f"txl generate: {error}") from None
     lines = read_prompts(prompts) if prompts else []
     with running(f"loading {checkpoint}"):
         from torch import cuda
@@ -120,9 +118,15 @@ def generate(
         model, tokenizer = stored.load_with_tokenizer()
         model = model.to("cuda" if cuda.is_available() else "cpu")
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
-    options["limits"] = replace(options["limits"], stop_tokens=stop_tokens)
-    _check_texts(prompt, prompts, lines, stop or (), tokenizer, strict=strict)
-    options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
+    limits = replace(limits, stop_tokens=stop_tokens)
+    _require_prompts(prompt, prompts, lines, tokenizer)
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "limits": limits,
+        "tgt_len": stored.tgt_len,
+        "seed": seed,
+        "precision": precision,
+    }
     texts = generate_texts(
         model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
     )
@@ -133,31 +137,6 @@ def generate(
         print(json.dumps(result))
     else:
         _stream(model, tokenizer, prompt, **options)
-
-
-def _options(
-    prompt: str,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    max_tokens: int,
-    stop: list[str] | None,
-) -> dict[str, Any]:
-    """The sampling and the limits. Raises ConfigError."""
-
-    try:
-        # Bytes that are not UTF-8 reach Python as lone surrogates.
-        "".join((prompt, *(stop or ()))).encode("utf-8")
-        return {
-            "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-            "limits": TextLimits(max_tokens=max_tokens, stop=tuple(stop or ())),
-        }
-    except UnicodeEncodeError:
-        raise ConfigError(
-            "--prompt or --stop is not valid text in this terminal's encoding"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"txl generate: {error}") from None
 
 
 def _token_of(token: str, tokenizer: "Tokenizer") -> int:
@@ -178,30 +157,20 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     return int(ids[0])
 
 
-def _check_texts(
-    prompt: str,
-    prompts: Path | None,
-    lines: "Sequence[PromptLine]",
-    stop: "Sequence[str]",
-    tokenizer: "Tokenizer",
-    *,
-    strict: bool,
+def _require_prompts(
+    prompt: str, prompts: Path | None, lines: "Sequence[PromptLine]", tokenizer: "Tokenizer"
 ) -> None:
-    """Refuse prompts without tokens. `strict`: also symbols that are not in the vocabulary."""
+    """Refuse prompts without tokens."""
     from txl_dist.generation.generate import require_prompt
-    from txl_dist.generation.text import describe_unknown
 
     named: list[tuple[str, str | list[int], type[TxlError]]] = [
         (f"{prompts}, line {line.line}", line.prompt, DataError) for line in lines
     ]
     for name, text, error_class in named or [("--prompt", prompt, ConfigError)]:
         try:
-            require_prompt(tokenizer, text, strict=strict)
+            require_prompt(tokenizer, text)
         except ValueError as error:
             raise error_class(f"{name}: {error}") from None
-    for string in stop if strict else ():
-        if unknown := tokenizer.unknown_symbols(string):
-            raise ConfigError(f"--stop {string!r}: {describe_unknown(unknown)}")
 
 
 def _stream(

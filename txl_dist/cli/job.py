@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -264,14 +265,10 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
 
 def _find(client: "JobClient", name: str) -> "Job":
     """The newest attempt of a run, or one attempt by its id."""
-    from txl_dist.cli.job_request import attempts_of, runs_named
+    from txl_dist.cli.job_request import attempts_of
 
-    jobs = client.jobs()
-    runs = runs_named(name, jobs)
-    if attempts := attempts_of(runs[0] if len(runs) == 1 else name, jobs):
+    if attempts := attempts_of(name, client.jobs()):
         return attempts[-1]
-    if runs:
-        raise ConfigError(f"{name} are several runs: {', '.join(runs)}. Name one of them")
     raise ConfigError(
         f"{client.url} knows no job {name}: txl job list {_address_option(client)} shows those "
         "that it knows. After a restart of the head its jobs are unknown; submit the same command: "
@@ -314,11 +311,8 @@ def _summary(job: "Job", client: "JobClient") -> str:
 
 
 def _duration(job: "Job") -> str:
-    if job.start_seconds is None:
-        return "0 s"
-    seconds = int((job.end_seconds or time.time()) - job.start_seconds)
-    hours, minutes = seconds // 3600, seconds // 60 % 60
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds % 60:02} s"
+    now = time.time()
+    return str(timedelta(seconds=int((job.end_seconds or now) - (job.start_seconds or now))))
 
 
 def _next_commands(client: "JobClient", job_id: str) -> str:

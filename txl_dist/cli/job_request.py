@@ -158,18 +158,18 @@ def job_client() -> type[JobClient]:
 # --- attempts of a run ----------------------------------------------------------------------------
 
 
-def attempts_of(name: str, jobs: Iterable[Job]) -> list[Job]:
-    """The attempts of a run, oldest first; also if `name` is the id of one attempt."""
-    attempts = [job for job in jobs if job.id == name] or [
-        job for job in jobs if re.fullmatch(rf"{re.escape(name)}-\d+", job.id)
-    ]
+def attempts_of(name: str, jobs: Sequence[Job]) -> list[Job]:
+    """The attempts of a run, oldest first; also if `name` is the id of one attempt, or the name
+    without the digest. Raises ConfigError if several runs have that name.
+    """
+    attempts: list[Job] = []
+    for end in ("", r"-\d+", r"-[0-9a-f]{8}-\d+"):
+        form = re.compile(re.escape(name) + end)
+        attempts = attempts or [job for job in jobs if form.fullmatch(job.id)]
+    runs = sorted({job.id.rpartition("-")[0] for job in attempts})
+    if len(runs) > 1:
+        raise ConfigError(f"{name} are several runs: {', '.join(runs)}. Name one of them")
     return sorted(attempts, key=_attempt_number)
-
-
-def runs_named(name: str, jobs: Iterable[Job]) -> list[str]:
-    """The names of all runs that are `name` and a digest of what they write."""
-    form = re.compile(rf"({re.escape(name)}-[0-9a-f]{{8}})-\d+")
-    return sorted({match[1] for job in jobs if (match := form.fullmatch(job.id))})
 
 
 def next_attempt_id(name: str, attempts: Iterable[Job]) -> str:

@@ -6,7 +6,8 @@ Most paths must be local, and some must exist: pathlib reads `s3://bucket/x` as 
 successful, and its output would be lost with the machine.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -21,32 +22,25 @@ if TYPE_CHECKING:
     from data_pipeline.system.files import StagedDirectory
     from data_pipeline.system.workers import Workers
 
-COPY_FROM_URL = "Copy it to this machine with the store's own tools, and give the path of the copy."
-COPY_TO_URL = "Give a local directory, and copy it there with the store's own tools."
 _are_elsewhere = ContextVar("paths_are_elsewhere", default=False)
 
 
-def require_local(path: str, advice: str = COPY_FROM_URL) -> str:
-    """Return `path`. Raises ConfigError if it is a URL; `{url}` in `advice` is replaced by it."""
+def require_local(path: str) -> str:
+    """Return `path`. Raises ConfigError if it is a URL."""
     from data_pipeline.system.sources import is_url, shown
 
     if is_url(path):
-        if path.lower().startswith("file:///"):
-            advice = f"Write {shown(path)[len('file://') :]}."
         raise ConfigError(
-            f"{shown(path)}: expected a path on this machine, not a URL. "
-            + advice.replace("{url}", shown(path))
+            f"{shown(path)}: expected a path on this machine, not a URL. Give a local path, and "
+            "copy the files with the store's own tools; a dataset also with txl data push DIR "
+            f"{shown(path)}"
         )
     return path
 
 
-def local_path_parser(advice: str = COPY_FROM_URL) -> Callable[[str], Path]:
-    """A `parser=` for typer that turns the text of an option into a local path."""
-
-    def path(text: str) -> Path:  # Typer shows this function's name in --help, as PATH.
-        return Path(require_local(text, advice))
-
-    return path
+def path_argument(text: str) -> Path:
+    """A `parser=` for typer: a path on this machine."""
+    return Path(require_local(text))
 
 
 @contextmanager
@@ -106,35 +100,33 @@ def staged_output(out: Path | None, last: str) -> "Iterator[StagedDirectory | No
         yield staged
 
 
+def print_result(content: Mapping[str, object], text: str, *, as_json: bool) -> None:
+    """Print the object of `--json`, or the text for people."""
+    print(json.dumps(content) if as_json else text)
+
+
 # --- options and arguments ------------------------------------------------------------------------
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file of one run.", parser=local_path_parser())
+    Path, typer.Argument(metavar="CONFIG", help="YAML file of one run.", parser=path_argument)
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[k.e.y=value ...]", help="Settings that replace those of the file."),
 ]
 
+CHECKPOINT_HELP = (
+    "A checkpoint, a run directory (its newest checkpoint), or a directory that txl export or txl "
+    "import wrote."
+)
 Checkpoint = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help="A checkpoint, a run directory (its newest checkpoint), or a directory that "
-        "txl export or txl import wrote.",
-        parser=checkpoint_path,
-    ),
+    Path, typer.Argument(metavar="CHECKPOINT", help=CHECKPOINT_HELP, parser=checkpoint_path)
 ]
 Checkpoints = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="CHECKPOINT...",
-        help="Checkpoints, run directories (their newest checkpoint), or directories that "
-        "txl export or txl import wrote.",
-        parser=checkpoint_path,
-    ),
+    typer.Argument(metavar="CHECKPOINT...", help=CHECKPOINT_HELP, parser=checkpoint_path),
 ]
 # For commands that need what exported models lack: the manifest, hashes, the state of training.
 SavedCheckpoint = Annotated[

@@ -17,8 +17,8 @@ from txl_dist.cli.options import (
     AsJson,
     NumWorkers,
     On,
-    local_path_parser,
     open_workers,
+    path_argument,
     require_local,
     stoppable,
 )
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from data_pipeline.tokenizers.ids import IdTokenizer
 
 _MIB = 2**20
-_PUSH = (
-    "Write to a local directory and copy it when it is complete: txl prepare INPUT --out DIR, "
-    "then txl data push DIR {url}"
-)
 
 
 def prepare(
@@ -50,7 +46,7 @@ def prepare(
         typer.Option(
             metavar="DIR",
             help="Output directory: new, empty, or that of an interrupted run.",
-            parser=local_path_parser(_PUSH),
+            parser=path_argument,
         ),
     ],
     *,
@@ -111,7 +107,7 @@ def prepare(
             metavar="FILE",
             help="--format ids: JSON with the names of the ids, for text that people read, or a "
             "trained tokenizer of MidiTok.",
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ] = None,
     dtype: Annotated[

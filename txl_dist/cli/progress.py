@@ -1,7 +1,7 @@
 """Progress of long commands on standard error: rich on a terminal, plain lines elsewhere.
 
     run_progress     training: the log lines of rank 0, on standard output
-    work_progress    work in bytes, tokens or other units: amount, rate, and what each worker does
+    work_progress    work in bytes, tokens or other units: amount, rate, time left
     running          work without steps: a spinner, or its name
 
 rich is imported only where a display is drawn: `txl --help` imports this module.
@@ -26,22 +26,16 @@ Show: TypeAlias = Callable[[str, int, int], None]
 FIRST_LINE_SECONDS = 1.5
 """Work without steps that takes less is not named where output is plain lines."""
 SILENT_SECONDS = 4.0
-"""Longest time without a plain line after that, and shortest time between two."""
-WORKERS_SECONDS = 30.0
-"""Between two plain lists of the workers."""
-MAX_WORKERS = 12
-"""Lines of such a list. The workers that have been busy for longest are in it."""
+"""Between two plain lines."""
 BAR_COLUMNS = 20
-COLUMNS_WITH_BAR = 100
-"""The step bar is left out on terminals with fewer columns: the step line needs the space."""
 
 
 @contextmanager
 def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield `on_line(line)`, to be called with every line of a run's log.
 
-    On a terminal each step line replaces the previous one, cut to the width of the terminal, with a
-    bar if there is room. Other lines scroll as usual.
+    On a terminal each step line replaces the previous one, without the time of day and cut to the
+    width of the terminal. Other lines scroll as usual.
     """
     if quiet:
         yield lambda line: None
@@ -49,36 +43,22 @@ def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], Non
     if not sys.stdout.isatty():
         yield lambda line: print(line, flush=True)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import Progress, TextColumn
 
     from txl_dist.training.follow import step_of
 
     # 75 of 80 columns are left for the step line: loss, perplexity, speed and time left fit.
-    console = Console()
-    bar = [BarColumn(BAR_COLUMNS)] if console.width >= COLUMNS_WITH_BAR else []
-    columns = (TextColumn("{task.percentage:>3.0f}%"), *bar, TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as progress:
+    line_column = TextColumn("{task.percentage:>3.0f}% {task.description}", markup=False)
+    with Progress(line_column) as progress:
         task = progress.add_task("starting the ranks", total=num_steps)
 
         def on_line(line: str) -> None:
             if (step := step_of(line)) is not None:
-                room = console.width - len("100% ") - (BAR_COLUMNS + 1 if bar else 0)
-                progress.update(task, completed=step, description=fit_step_line(line, room))
+                progress.update(task, completed=step, description=line.partition(" ")[2])
             else:
                 progress.console.print(line, markup=False, highlight=False)
 
         yield on_line
-
-
-def fit_step_line(line: str, num_columns: int) -> str:
-    """A step line without its time of day, cut after the last field that fits."""
-    text, *fields = line.partition(" ")[2].split(" | ")
-    for field in fields:
-        if len(text) + len(field) + 3 > num_columns:
-            break
-        text += f" | {field}"
-    return text
 
 
 @contextmanager
@@ -128,21 +108,11 @@ TOKENS = WorkUnit("tokens")
 def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> Iterator[Show]:
     """Yield `show(phase, done, total)`, both in bytes or in units.
 
-    On a terminal a bar and a line for each busy worker, elsewhere a line every few seconds, and the
-    list of workers twice a minute.
+    On a terminal a bar, elsewhere a line every few seconds.
     """
     work = _Work(unit, workers)
-    if sys.stderr.isatty():
-        with _live_display(work):
-            yield work.update
-        return
-    lines = _Lines(work)
-    if workers is None:
-        yield lines.update
-        return
-    # While all workers are busy with long units, or none has started, `update` is not called.
-    with _in_thread(lines.print_silence()):
-        yield lines.update
+    with _live_display(work) if sys.stderr.isatty() else _in_thread(_print_work(work)):
+        yield work.update
 
 
 class _Work:
@@ -177,89 +147,45 @@ class _Work:
         amounts = f"{unit.show(done)} of {unit.show(total)} {unit.name} ({done / total:.0%})"
         return f"{self.phase}: {amounts}"
 
-    @property
-    def speed(self) -> str:
-        """`, 10.0 MiB/s, 3 s left` in this phase; empty if it is not known."""
-        done, seconds = self.done - self._first_done, self._updated - self._phase_start
-        if done <= 0 or seconds <= 0:
-            return ""
-        rate, unit = done / seconds, self.unit
-        return f", {unit.show(rate)} {unit.name}/s, {(self.total - self.done) / rate:,.0f} s left"
+    def line(self) -> str:
+        """`reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left`.
 
-    def worker_lines(self) -> list[str]:
-        """What each busy worker is doing, and what the missing ones wait for."""
-        if self.workers is None:
-            return []
-        busy = sorted(self.workers.status(), key=lambda status: -status.busy_seconds)
-        lines = [str(status) for status in busy[:MAX_WORKERS]]
-        if len(busy) > MAX_WORKERS:
-            lines.append(f"and {len(busy) - MAX_WORKERS} more workers, busy for less time")
-        if missing := self.workers.missing():
-            lines.append(f"waiting for {missing}")
-        return lines
+        Without a rate in this phase: what the work waits for, and the time since it began.
+        """
+        amount, unit = self.amount(self.current), self.unit
+        done, seconds = self.done - self._first_done, self._updated - self._phase_start
+        if done > 0 and seconds > 0:
+            rate = done / seconds
+            left = (self.total - self.done) / rate
+            return f"{amount}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
+        seconds = time.monotonic() - self.start
+        if self.workers and not self.workers.status() and (missing := self.workers.missing()):
+            return f"waiting {seconds:,.0f} s for {missing}"
+        return f"{amount}, {seconds:,.0f} s"
 
 
 @contextmanager
 def _live_display(work: _Work) -> Iterator[None]:
-    from rich.console import Console, RenderableType
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task
     from rich.text import Text
 
-    class Display(Progress):
-        """The bar, and a line for each busy worker below it."""
+    class WorkColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            task.completed, task.total = work.current, work.total or None
+            return Text(work.line())
 
-        def get_renderables(self) -> Iterator[RenderableType]:
-            for task in self.tasks:
-                current = work.current
-                text = work.amount(current) + work.speed
-                self.update(task.id, description=text, completed=current, total=work.total or None)
-            yield self.make_tasks_table(self.tasks)
-            lines = (f"  {line}" for line in work.worker_lines())
-            yield Text("\n".join(lines), no_wrap=True)
-
-    columns = (BarColumn(BAR_COLUMNS), TextColumn("{task.description}", markup=False))
-    with Display(*columns, console=Console(stderr=True), transient=True) as display:
-        display.add_task("starting", total=None)
+    columns = WorkColumn(), BarColumn(BAR_COLUMNS)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        display.add_task("", total=None)
         yield
 
 
-class _Lines:
-    """Prints a line every few seconds. Two threads use it."""
-
-    def __init__(self, work: _Work) -> None:
-        self._work = work
-        self._last_update = self._last_line = self._last_workers = work.start
-
-    def update(self, phase: str, done: int, total: int) -> None:
-        self._work.update(phase, done, total)
-        if total and time.monotonic() - self._last_update >= SILENT_SECONDS:
-            self._last_update = time.monotonic()
-            self._print(self._work.amount(done) + self._work.speed)
-
-    def print_silence(self) -> Iterator[float]:
-        """Yields the seconds to wait."""
-        while True:
-            yield 1.0
-            self.print_workers_or_amount()
-
-    def print_workers_or_amount(self) -> None:
-        """Print the workers if the last list is old enough, and the amount after a silence."""
-        work, now = self._work, time.monotonic()
-        seconds = now - work.start
-        if work.workers is not None:
-            missing = "" if work.workers.status() else work.workers.missing()
-            if now - self._last_workers >= (2 * SILENT_SECONDS if missing else WORKERS_SECONDS):
-                self._last_workers = now
-                waiting = [f"waiting {seconds:,.0f} s for {missing}"]
-                lines = [f"  {line}" for line in work.worker_lines()]
-                for line in waiting if missing else lines:
-                    self._print(line)
-        if now - self._last_line >= SILENT_SECONDS:
-            self._print(f"{work.amount(work.current)}, {seconds:.0f} s")
-
-    def _print(self, line: str) -> None:
-        self._last_line = time.monotonic()
-        _print_line(line)
+def _print_work(work: _Work) -> Iterator[float]:
+    """Print a line every few seconds; yields the seconds to wait."""
+    while True:
+        yield SILENT_SECONDS
+        _print_line(work.line())
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from txl_dist.cli.options import AsJson, Overrides, local_path_parser
+from txl_dist.cli.options import AsJson, Overrides, path_argument
 
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import ShardManifest
@@ -36,16 +36,14 @@ def reproduce(
     overrides: Overrides = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory of the published files.", parser=local_path_parser()
-        ),
+        typer.Option(metavar="DIR", help="Directory of the published files.", parser=path_argument),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help="For dataset, run and result. Default: runs/NAME.",
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ] = None,
     on: Annotated[str, typer.Option(help="As for txl train and txl eval.")] = "ray",
@@ -102,10 +100,7 @@ def reproduce(
     result = json.loads((out / "test" / RESULT_NAME).read_text())
     comparison = _comparison(name, experiment, result, overrides or [], differences)
     (out / RESULT).write_text(json.dumps(comparison, indent=1) + "\n")
-    if as_json:
-        print(json.dumps(comparison))
-    else:
-        _print_comparison(comparison)
+    print(json.dumps(comparison) if as_json else _text_of(comparison))
 
 
 def _run_command(*words: object) -> None:
@@ -127,11 +122,11 @@ def _comparison(
     differences: list[str],
 ) -> dict[str, Any]:
     """The content of the result file. A token of enwik8 and text8 is a character of the paper."""
-    is_perplexity = experiment.metric == "perplexity"
+    key = "perplexity" if experiment.metric == "perplexity" else "bits_per_token"
     return {
         "experiment": name,
         "metric": experiment.metric,
-        "score": result["perplexity" if is_perplexity else "bits_per_token"],
+        "score": result[key],
         "published": experiment.published,
         "source": f"arXiv:1901.02860, {experiment.table}" if experiment.table else None,
         "overrides": overrides,
@@ -140,17 +135,18 @@ def _comparison(
     }
 
 
-def _print_comparison(comparison: dict[str, Any]) -> None:
-    published, score = comparison["published"], comparison["score"]
-    print(f"{comparison['experiment']}, test, {comparison['metric'].replace('_', ' ')}")
-    print(f"  this run   {'out of range' if score is None else f'{score:.4f}'}")
-    print(f"  the paper  {published if published is not None else 'no result'}"
-          f"{' (' + comparison['source'] + ')' if comparison['source'] else ''}")  # fmt: skip
-    for difference in comparison["not_the_papers_data"]:
-        print(f"  not the paper's data: {difference}")
-    if comparison["overrides"]:
-        print(f"  not the paper's settings: {' '.join(comparison['overrides'])}")
-    print(f"  protocol: {comparison['evaluation']['protocol']}")
+def _text_of(comparison: dict[str, Any]) -> str:
+    published, score, source = (comparison[key] for key in ("published", "score", "source"))
+    overrides = [" ".join(comparison["overrides"])] if comparison["overrides"] else []
+    lines = [
+        f"{comparison['experiment']}, test, {comparison['metric'].replace('_', ' ')}",
+        f"  this run   {'out of range' if score is None else f'{score:.4f}'}",
+        f"  the paper  {'no result' if published is None else f'{published} ({source})'}",
+        *(f"  not the paper's data: {each}" for each in comparison["not_the_papers_data"]),
+        *(f"  not the paper's settings: {each}" for each in overrides),
+        f"  protocol: {comparison['evaluation']['protocol']}",
+    ]
+    return "\n".join(lines)
 
 
 # --- the paper's experiments, and the files of their corpora --------------------------------------
@@ -162,9 +158,8 @@ class Layout:
 
     inputs: dict[str, str]
     """Path or pattern by split, below the directory that the user gives."""
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name, or names in braces -> `size` in bytes and `digest` (ALGORITHM:HEX, of hashlib), as
-    published. What is not known is left out, and not compared."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Name, or names in braces -> published digest (ALGORITHM:HEX, of hashlib); "": not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +221,6 @@ class FoundFiles:
     def files(self, split: str) -> list[Path]:
         return sorted(self.directory.glob(self.layout.inputs[split]))
 
-    @property
-    def is_complete(self) -> bool:
-        return all(self.files(split) for split in self.layout.inputs)
-
     def inputs(self) -> list[str]:
         """The inputs of `txl prepare`: SPLIT=PATH, or one path if the recipe has fixed splits."""
         inputs = []
@@ -241,27 +232,27 @@ class FoundFiles:
         return inputs
 
     def differences(self) -> Iterator[str]:
-        """What is not as published: files that are missing, their sizes and digests."""
+        """What is not as published: files that are missing, and their digests."""
         from braceexpand import braceexpand
 
         found = {path.name: path for split in self.layout.inputs for path in self.files(split)}
-        files = {
-            name: file for names, file in self.layout.files.items() for name in braceexpand(names)
+        digests = {
+            name: digest
+            for names, digest in self.layout.files.items()
+            for name in braceexpand(names)
         }
-        if missing := [name for name in files if name not in found]:
+        if missing := [name for name in digests if name not in found]:
             listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            yield f"{len(missing)} of {len(files)} files are missing: {listed}"
-        for name in filter(found.get, files):
-            size, published = found[name].stat().st_size, files[name]
-            if size != published.get("size", size):
-                yield f"{name} has {size:,} bytes, the published file has {published['size']:,}"
-            elif "digest" in published:
-                algorithm, _, expected = published["digest"].partition(":")
-                with found[name].open("rb") as file:
-                    digest = hashlib.file_digest(file, algorithm).hexdigest()
-                if digest != expected:
-                    digests = f"{digest[:12]}..., the published file has {expected[:12]}..."
-                    yield f"{name} has {algorithm} {digests}"
+            yield f"{len(missing)} of {len(digests)} files are missing: {listed}"
+        for name in filter(found.get, filter(digests.get, digests)):
+            algorithm, _, expected = digests[name].partition(":")
+            with found[name].open("rb") as file:
+                digest = hashlib.file_digest(file, algorithm).hexdigest()
+            if digest != expected:
+                yield (
+                    f"{name} has {algorithm} {digest[:12]}..., the published file has "
+                    f"{expected[:12]}..."
+                )
 
 
 def find_published(corpus: Corpus, directory: Path) -> FoundFiles:
@@ -270,20 +261,19 @@ def find_published(corpus: Corpus, directory: Path) -> FoundFiles:
     Raises DataError if there is none, or if several folders have one.
     """
     # Archives may have a folder above their files.
-    folders = sorted(path for path in directory.glob("*/") if path.is_dir())
+    places = [directory, *sorted(path for path in directory.glob("*/") if path.is_dir())]
     shown = printable(str(directory))
     for layout in corpus.layouts:
-        for places in ([directory], folders):
-            found = [FoundFiles(place, layout) for place in places]
-            complete = [each for each in found if each.is_complete]
-            if len(complete) > 1:
-                names = [printable(str(each.directory)) for each in complete]
-                raise DataError(
-                    f"{shown} has files of {corpus.source} in several folders: "
-                    f"{', '.join(names)}. Give one of them: --data {names[0]}"
-                )
-            if complete:
-                return complete[0]
+        found = [FoundFiles(place, layout) for place in places]
+        complete = [each for each in found if all(map(each.files, layout.inputs))]
+        if len(complete) > 1 and complete[0].directory != directory:
+            names = [printable(str(each.directory)) for each in complete]
+            raise DataError(
+                f"{shown} has files of {corpus.source} in several folders: {', '.join(names)}. "
+                f"Give one of them: --data {names[0]}"
+            )
+        if complete:
+            return complete[0]
     expected = "; or ".join(", ".join(layout.inputs.values()) for layout in corpus.layouts)
     raise DataError(
         f"{shown} must hold the published files of {corpus.source}, unpacked: {expected}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.system.files import write_file
-from txl_dist.cli.options import COPY_TO_URL, AsJson, SavedCheckpoint, local_path_parser
+from txl_dist.cli.options import AsJson, SavedCheckpoint, path_argument, print_result
 from txl_dist.cli.progress import running
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 
@@ -20,16 +20,14 @@ if TYPE_CHECKING:
 checkpoint_app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 track_app = typer.Typer(help="Tracking of runs in MLflow.", no_args_is_help=True)
 
-Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run directory.", parser=local_path_parser())
-]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", parser=path_argument)]
 
 
 def report(
     run: Run,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Default: RUN/report.html.", parser=local_path_parser()),
+        typer.Option(metavar="FILE", help="Default: RUN/report.html.", parser=path_argument),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,10 +47,8 @@ def report(
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Give another place: --out FILE"
         ) from None
-    if as_json:
-        print(json.dumps({"run": str(run), "report": str(path), "step": record.last["step"]}))
-    else:
-        print(f"wrote {path}; open it in a browser")
+    content = {"run": str(run), "report": str(path), "step": record.last["step"]}
+    print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -116,10 +112,9 @@ def verify(checkpoint: SavedCheckpoint, as_json: AsJson = False) -> None:
     path = resolve_checkpoint(checkpoint)
     manifest = verify_checkpoint(path)
     size = sum(entry.bytes for entry in manifest.files.values())
-    if as_json:
-        print(json.dumps({"path": str(path), "step": manifest.step, "bytes": size}))
-    else:
-        print(f"{path}: complete, {len(manifest.files)} files, {size:,} bytes, all hashes match")
+    content = {"path": str(path), "step": manifest.step, "bytes": size}
+    text = f"{path}: complete, {len(manifest.files)} files, {size:,} bytes, all hashes match"
+    print_result(content, text, as_json=as_json)
 
 
 # --- tracking -------------------------------------------------------------------------------------
@@ -176,18 +171,16 @@ def sync(
             f"{run / 'metrics.jsonl'}. If the run is training, it delivers by itself (see "
             f"{run / LOG}); else check the server, and run the command again"
         )
-    if as_json:
-        result = {"run": str(run), "mlflow_run_id": state.run_id, "status": state.status}
-        print(json.dumps({**result, "delivered": True}))
-    else:
-        print(f"MLflow run {state.run_id} has all metrics of {run} (status: {state.status})")
+    content = {"run": str(run), "mlflow_run_id": state.run_id, "status": state.status}
+    text = f"MLflow run {state.run_id} has all metrics of {run} (status: {state.status})"
+    print_result({**content, "delivered": True}, text, as_json=as_json)
 
 
 # --- import and export ----------------------------------------------------------------------------
 
 Out = Annotated[
     Path,
-    typer.Option(help="New or empty directory to write.", parser=local_path_parser(COPY_TO_URL)),
+    typer.Option(help="New or empty directory to write.", parser=path_argument),
 ]
 
 
@@ -198,7 +191,7 @@ def import_(
             metavar="SOURCE",
             help="A TransfoXL directory of transformers, or a state dict of the paper's code as "
             ".npz, with its constructor arguments as config_json.",
-            parser=local_path_parser(),
+            parser=path_argument,
         ),
     ],
     out: Out,
@@ -218,7 +211,7 @@ def import_(
 
     model, kind = read_model(source)
     write_exported(out, model, tokenizer=None)
-    _print_result({"source": str(source), "format": kind}, out, model, as_json=as_json)
+    _print_model({"source": str(source), "format": kind}, out, model, as_json=as_json)
 
 
 def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> None:
@@ -237,14 +230,13 @@ def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> No
     # How the model read its training text: txl eval and txl generate take it as their default.
     reading = Reading(tgt_len=manifest.segment_len, reset=manifest.run["data.reset"])
     write_exported(out, model, tokenizer, reading)
-    _print_result({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
+    _print_model({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
 
 
-def _print_result(
+def _print_model(
     origin: dict[str, str], out: Path, model: "TransformerXL", *, as_json: bool
 ) -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if as_json:
-        print(json.dumps(origin | {"out": str(out), "parameters": num_parameters}))
-    else:
-        print(f"{out}: {num_parameters:,} parameters, from {origin['source']} ({origin['format']})")
+    text = f"{out}: {num_parameters:,} parameters, from {origin['source']} ({origin['format']})"
+    content = {**origin, "out": str(out), "parameters": num_parameters}
+    print_result(content, text, as_json=as_json)

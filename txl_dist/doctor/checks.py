@@ -22,6 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import psutil
+
 import txl_dist
 from data_pipeline.errors import TxlError
 from data_pipeline.shards.manifest import load_manifest
@@ -37,12 +39,6 @@ from txl_dist.doctor.services import (
 )
 from txl_dist.runtime.process import source_digest
 
-CHECKS = (
-    "versions", "devices", "storage", "dataset", "tracking", "exposure",
-    "network",
-)  # fmt: skip
-"""Names of all checks; the last one compares the nodes of a cluster."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorRequest:
@@ -52,8 +48,6 @@ class DoctorRequest:
     """Absolute path of a run directory, which exists or will be created; None: not checked."""
     data: str | None = None
     """Absolute path or URL of a dataset; None: not checked."""
-    tracking_uri: str | None = None
-    """MLflow server or database; None: MLFLOW_TRACKING_URI."""
     min_free_bytes: int = 0
     """Free space that the run directory needs."""
     limit_seconds: float = 30.0
@@ -82,7 +76,7 @@ def node_checks(request: DoctorRequest) -> dict[str, Check]:
     checks: dict[str, Check] = {
         "versions": partial(check_versions, expected, source=request.versions_of),
         "devices": check_devices,
-        "tracking": partial(check_tracking, request.tracking_uri),
+        "tracking": partial(check_tracking, os.environ.get("MLFLOW_TRACKING_URI")),
         "exposure": partial(check_exposure, request.dashboard_ports),
     }
     if request.run is not None:
@@ -140,11 +134,8 @@ def check_versions(expected: Mapping[str, str], *, source: str) -> list[Finding]
         problem(
             f"{name} {installed[name]}",
             expected=f"{name} {expected.get(name, 'installed')}" + f" ({source})" * bool(expected),
-            advice="install the same sources of txl-dist on every node, and start its Ray again"
-            if name == CODE
-            else "use the Python that created the other environments (make PYTHON=... setup)"
-            if name == "python"
-            else "make setup, or pip install --constraint constraints.txt in this environment",
+            advice="install the same sources of txl-dist and its libraries on every node (make "
+            "setup), and start its Ray again",
         )
         for name in (*missing, *different)
     ]
@@ -172,10 +163,8 @@ def _public(text: str) -> str:
 
 # --- devices --------------------------------------------------------------------------------------
 
-_GIB = 2**30
 _NVIDIA_SMI_SECONDS = 10.0
-_SHARED_MEMORY = Path("/dev/shm")
-MIN_SHARED_MEMORY_BYTES = _GIB
+MIN_SHARED_MEMORY_BYTES = 2**30
 """NCCL exchanges data of GPUs on one node through /dev/shm; Docker's default is 64 MiB."""
 
 
@@ -231,22 +220,6 @@ def check_gpus(listed: list[str]) -> list[Finding]:
             )
         ]
     findings = []
-    capability = min(
-        torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())
-    )
-    built_for = sorted(
-        int(name.removeprefix("sm_").rstrip("af"))
-        for name in torch.cuda.get_arch_list()
-        if name.startswith("sm_")
-    )
-    if built_for and capability[0] * 10 + capability[1] < built_for[0]:
-        findings.append(
-            problem(
-                f"{summary}: compute capability {capability[0]}.{capability[1]}",
-                expected=f"at least {built_for[0] / 10:.1f} for this build of torch",
-                advice="install a build of torch for this GPU, or exclude the node",
-            )
-        )
     if reason := triton_unavailable_reason(torch.device("cuda")):
         findings.append(
             note(
@@ -255,42 +228,23 @@ def check_gpus(listed: list[str]) -> list[Finding]:
                 advice="training works, with slower attention and dropout",
             )
         )
-    shared = shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.exists() else 0
+    shared = shutil.disk_usage("/dev/shm").total
     if shared < MIN_SHARED_MEMORY_BYTES:
         findings.append(
             note(
-                f"/dev/shm has {shared / _GIB:.2f} GiB",
-                expected=f"{MIN_SHARED_MEMORY_BYTES / _GIB:g} GiB or more for NCCL",
+                f"/dev/shm has {_gib(shared)}",
+                expected=f"{_gib(MIN_SHARED_MEMORY_BYTES)} or more for NCCL",
                 advice="docker run --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory",
             )
         )
-    visible = torch.cuda.device_count()
-    described = f"{summary}, capability {capability[0]}.{capability[1]}, {visible} visible"
-    return findings or [ok(described)]
+    return findings or [ok(f"{summary}, {torch.cuda.device_count()} visible")]
 
 
 def check_cpus() -> Finding:
-    """The CPUs that this process may use; a note if that is less than the machine has."""
-    total, usable = os.cpu_count() or 1, usable_cpus()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
-    summary = f"no GPU; {total} CPUs, {memory:.1f} GiB host memory"
-    if usable < total:
-        return note(
-            f"{summary}; this process may use {usable:g} CPUs",
-            expected=f"{total} CPUs",
-            advice="give ray start --num-cpus, so that ranks start no more threads than that",
-        )
-    return ok(summary)
-
-
-def usable_cpus() -> float:
-    """CPUs by affinity (taskset, Slurm) and by the quota of the control group (containers)."""
-    usable = float(len(os.sched_getaffinity(0)))
-    # Control groups v2: `MICROSECONDS PERIOD`, or `max 100000`.
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        usable = min(usable, int(quota) / int(period))
-    return usable
+    """The CPUs that this process may use (by taskset or Slurm), and the memory of the machine."""
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ok(f"no GPU; {usable} of {total} CPUs, {_gib(memory)} host memory")
 
 
 def check_dataset(data: str) -> list[Finding]:
@@ -323,8 +277,6 @@ def check_dataset(data: str) -> list[Finding]:
 
 PROBE_PREFIX = ".txl-doctor-"
 PROBE_BYTES = 2**20
-MIN_FREE_INODES = 10_000
-"""A run with several checkpoints of many ranks has some thousand files."""
 
 
 def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
@@ -333,7 +285,7 @@ def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
     name = f"{directory}" if directory == Path(run) else f"{directory} (for {run})"
     findings = list(_use(directory, name))
     findings += _space(directory, name, min_free_bytes=min_free_bytes)
-    findings += _nfs(directory, name, Path("/proc/self/mounts"))
+    findings += _nfs(directory, name)
     free = _gib(shutil.disk_usage(directory).free)
     return findings or [ok(f"{name}: write, sync, rename and lock work; {free} free")]
 
@@ -376,25 +328,18 @@ def _use(directory: Path, name: str) -> Iterator[Finding]:
 
 
 def _space(directory: Path, name: str, *, min_free_bytes: int) -> Iterator[Finding]:
-    free, inodes = shutil.disk_usage(directory).free, os.statvfs(directory)
+    free = shutil.disk_usage(directory).free
     if free < min_free_bytes:
         yield problem(
             f"{name}: {_gib(free)} free",
             expected=f"at least {_gib(min_free_bytes)} (--min-free-gib)",
             advice="free some space, or choose another run directory",
         )
-    # Some file systems (btrfs) have no fixed number of inodes and report 0.
-    if inodes.f_files > 0 and inodes.f_favail < MIN_FREE_INODES:
-        yield problem(
-            f"{name}: {inodes.f_favail:,} inodes free",
-            expected=f"at least {MIN_FREE_INODES:,}",
-            advice="remove files there, or choose another run directory",
-        )
 
 
-def _nfs(directory: Path, name: str, mounts: Path) -> Iterator[Finding]:
+def _nfs(directory: Path, name: str) -> Iterator[Finding]:
     """NFS clients remember for up to a minute that a file does not exist (nfs(5), lookupcache)."""
-    kind, options = mount_of(directory, mounts)
+    kind, options = mount_of(directory)
     if kind.startswith("nfs") and not {"lookupcache=positive", "lookupcache=pos"} & options:
         yield note(
             f"{name}: NFS, mounted without lookupcache=positive",
@@ -403,20 +348,17 @@ def _nfs(directory: Path, name: str, mounts: Path) -> Iterator[Finding]:
         )
 
 
-def mount_of(directory: Path, mounts: Path) -> tuple[str, set[str]]:
-    """Type and options of the file system of a directory, by a file like /proc/self/mounts."""
-    found: tuple[int, str, set[str]] = (-1, "", set())
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, place, kind, options, *_ = line.split()
-        point = Path(place.replace(r"\040", " "))
-        # The last one, if several are mounted at one place.
-        if directory.resolve().is_relative_to(point) and len(point.parts) >= found[0]:
-            found = len(point.parts), kind, set(options.split(","))
-    return found[1], found[2]
+def mount_of(directory: Path) -> tuple[str, set[str]]:
+    """Type and options of the file system of a directory."""
+    resolved = directory.resolve()
+    mounts = [
+        mount
+        for mount in psutil.disk_partitions(all=True)
+        if resolved.is_relative_to(mount.mountpoint)
+    ]
+    # The last one, if several are mounted at one place.
+    mounts.sort(key=lambda mount: len(Path(mount.mountpoint).parts))
+    return mounts[-1].fstype, set(mounts[-1].opts.split(","))
 
 
 def _gib(num_bytes: int) -> str:

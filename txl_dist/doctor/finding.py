@@ -95,8 +95,7 @@ def no_result(limit_seconds: float) -> Finding:
     return problem(
         f"no result after {limit_seconds:g} s",
         expected="a result in that time",
-        advice="a file system or a server does not respond: check mounts (df, ls) and the network; "
-        "for slow systems raise --time-limit",
+        advice="a file system or a server does not respond: check mounts (df, ls) and the network",
     )
 
 

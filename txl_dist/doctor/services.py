@@ -3,27 +3,17 @@
 The dashboard's port also serves the Jobs API, which runs any command as the user of Ray. So it must
 require a token, and listen on the loopback interface only: tokens travel unencrypted. The head node
 must require the token too.
-
-MLflow is not checked through mlflow itself, which opens databases for writing and whose calls have
-no short limit.
 """
 
-import base64
 import http.client
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote, urlsplit
 
 import psutil
 
@@ -85,14 +75,7 @@ def judge_exposure(port: int, answers: Mapping[str, Answer]) -> list[Finding]:
         return []
     shown = f"port {port} on {', '.join(answers)}"
     if set(answers.values()) == {"other"}:
-        return [
-            note(
-                f"{shown}: a program other than Ray, or one that did not answer within "
-                f"{RESPONSE_SECONDS:g} s",
-                expected="nothing, or Ray's dashboard",
-                advice="Ray takes the next free port for its dashboard; see ray status",
-            )
-        ]
+        return [note(f"{shown}: another program than Ray, or no answer", advice="see ray status")]
     findings = []
     if "open" in answers.values():
         findings.append(
@@ -168,13 +151,9 @@ def check_token(address: str) -> Finding:
             check=False,
             env={**environment, "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled"},
         )
+        last_line = next(reversed(ended.stderr.strip().splitlines()), "no output")
     except subprocess.TimeoutExpired:
-        return note(
-            f"the head at {address} did not answer within {CONNECT_SECONDS:g} s to a "
-            "connection without a token",
-            expected="a refusal",
-            advice="check again when the head is less busy",
-        )
+        return _unknown_token(f"no answer within {CONNECT_SECONDS:g} s")
     if ended.returncode == 0:
         return problem(
             f"the head at {address} accepts connections without a token, so everyone who "
@@ -185,139 +164,42 @@ def check_token(address: str) -> Finding:
         )
     if "Authentication" in ended.stderr:
         return ok("Ray requires a token")
-    last_line = next(reversed(ended.stderr.strip().splitlines()), "no output")
+    return _unknown_token(last_line)
+
+
+def _unknown_token(reason: str) -> Finding:
     return note(
-        f"whether Ray requires a token is unknown: {last_line}",
+        f"whether Ray requires a token is unknown: {reason}",
         expected="a refusal without a token",
-        advice="check that the head is reachable from this machine",
+        advice="check that the head is reachable from this machine, and not too busy",
     )
 
 
-MLFLOW_SECONDS = 5.0
-"""Time limit of a connection and of each response."""
-_DRIVERS = {"postgresql": ("psycopg2", 5432), "mysql": ("pymysql", 3306)}
-"""Scheme -> module that SQLAlchemy needs, and the default port."""
-
-
 def check_tracking(uri: str | None) -> list[Finding]:
-    """Check the server or database at `uri`; None: MLFLOW_TRACKING_URI of this process."""
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    """Whether an MLflow server answers at `uri`, the value of MLFLOW_TRACKING_URI."""
     if not uri:
         return [ok("no server is set: runs are tracked in mlflow.db next to their directory")]
-    scheme = uri.partition("://")[0].partition("+")[0]
-    if scheme in ("http", "https"):
-        return [_check_server(uri)]
-    if scheme == "sqlite":
-        return [_check_sqlite(uri)]
-    if scheme in _DRIVERS:
-        return [_check_database(uri, *_DRIVERS[scheme])]
-    if entry_points(group="txl.trackers", name=scheme):
-        return [ok(f"{shown(uri)}: a tracker of another package (not checked)")]
-    return [
-        problem(
-            f"{shown(uri)}: unknown kind of tracking server",
-            expected="http(s)://HOST:PORT, sqlite:///PATH, postgresql://... or mysql://...",
-            advice="correct tracking.uri or MLFLOW_TRACKING_URI",
-        )
-    ]
-
-
-def _check_server(uri: str) -> Finding:
     name = shown(uri)
+    if not uri.startswith(("http://", "https://")):  # mlflow opens databases for writing
+        return [note(f"{name}: not checked", advice="txl doctor checks servers (http, https)")]
+    from txl_dist.tracking.mlflow_tracker import require_server
+    from txl_dist.tracking.tracker import UnavailableError
+
     try:
-        server_version = _get(uri, "/version").strip()
-        _get(uri, "/api/2.0/mlflow/experiments/search?max_results=1")
-    except urllib.error.HTTPError as error:
-        refused = error.code in (401, 403)
-        return problem(
-            f"{name} answers {error.code} {error.reason}",
-            expected="the answers of an MLflow server",
-            advice="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN); for "
-            "'Invalid Host header' start the server with --allowed-hosts"
-            if refused
-            else "see the log of the server; check that the address is MLflow's",
-        )
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        return problem(
-            f"{name} does not respond: {reason}",
-            expected=f"a response within {MLFLOW_SECONDS:g} s",
-            advice="check that the server runs, its host and port, and the firewall between. "
-            "Training goes on without it and sends the metrics later",
-        )
-    return _compare_versions(name, server_version)
-
-
-def _compare_versions(name: str, server: str) -> Finding:
-    client = version("mlflow")
-    summary = f"{name}: MLflow {server[:40]}"
-    if server.split(".")[:1] != client.split(".")[:1]:
-        return problem(
-            summary,
-            expected=f"MLflow {client.split('.')[0]}, as the client ({client})",
-            advice="upgrade the server, or check that the address is MLflow's",
-        )
-    if server.split(".")[:2] != client.split(".")[:2]:
-        return note(summary, expected=f"MLflow {client}", advice="use one version in production")
-    return ok(summary)
-
-
-def _get(uri: str, path: str) -> str:
-    """The response to a GET request with the credentials of the URI or of MLflow's variables."""
-    parts = urlsplit(uri)
-    host = parts.hostname or ""
-    host = f"[{host}]" if ":" in host else host
-    port = f":{parts.port}" if parts.port else ""
-    address = f"{parts.scheme}://{host}{port}{parts.path.rstrip('/')}{path}"
-    request = urllib.request.Request(address, headers=_credentials(parts.username, parts.password))
-    with urllib.request.urlopen(request, timeout=MLFLOW_SECONDS) as response:
-        content: bytes = response.read(_MAX_RESPONSE_BYTES)
-    return content.decode("utf-8", errors="replace")
-
-
-def _credentials(user: str | None, password: str | None) -> dict[str, str]:
-    user = unquote(user) if user else os.environ.get("MLFLOW_TRACKING_USERNAME")
-    password = unquote(password) if password else os.environ.get("MLFLOW_TRACKING_PASSWORD")
-    if user and password:
-        encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
-        return {"Authorization": f"Basic {encoded}"}
-    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-        return {"Authorization": f"Bearer {token}"}
-    return {}
-
-
-def _check_sqlite(uri: str) -> Finding:
-    path = Path(uri.removeprefix("sqlite:///").partition("?")[0])
-    directory = existing_parent(path.parent)
-    if not os.access(path if path.exists() else directory, os.W_OK):
-        return problem(
-            f"{path}: this user may not write it",
-            expected="a database that the ranks can write",
-            advice="check its permissions and its mount, or choose another tracking.uri",
-        )
-    return ok(f"{path}, a SQLite database")
+        require_server(uri)
+    except UnavailableError as error:
+        return [
+            problem(
+                f"{name} does not work: {error}",
+                expected="the answers of an MLflow server",
+                advice="check its address, that it runs, and the firewall between; for 401 and 403 "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN), and its "
+                "option --allowed-hosts. Training goes on without it and sends the metrics later",
+            )
+        ]
+    return [ok(f"{name}: an MLflow server")]
 
 
 def existing_parent(path: Path) -> Path:
     """`path`, or the nearest parent that exists."""
     return next(parent for parent in (path, *path.parents) if parent.exists())
-
-
-def _check_database(uri: str, module: str, default_port: int) -> Finding:
-    parts = urlsplit(uri)
-    name, host, port = shown(uri), parts.hostname or "127.0.0.1", parts.port or default_port
-    if find_spec(module) is None:
-        return problem(
-            f"{name}: {module} is not installed",
-            expected=f"{module} on every node that runs a rank",
-            advice=f"pip install {module}, or use a tracking server (http://HOST:PORT)",
-        )
-    try:
-        socket.create_connection((host, port), MLFLOW_SECONDS).close()
-    except OSError as error:
-        return problem(
-            f"{name}: nothing answers at {host}:{port} ({error})",
-            expected=f"a connection within {MLFLOW_SECONDS:g} s",
-            advice="check that the database runs, its address, and the firewall between",
-        )
-    return ok(f"{name}: accepts connections (credentials not checked)")

@@ -130,11 +130,11 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
         token_BT = torch.zeros(shape_BT, dtype=torch.int64)
         age_BT = torch.zeros(shape_BT, dtype=torch.int32)
         bucket_size = _bucket_size(config, device)
-        peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
+        phases = _PeaksByPhase(model, live, bucket_size=bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             nats_BT, next_memory = model(token_BT, token_BT, age_BT, memory, _Masks(), segments)
         # Outside: the weights that autocast has cast are released before backward.
-        peaks.note_end_of_forward()
+        phases.note_end_of_forward()
         nats_BT.sum().backward()
         del next_memory
     return ModelNeeds(
@@ -144,13 +144,7 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
             for group in parameter_groups(model, config.optimizer)
         ),
         has_muon=config.optimizer.name == "muon",
-        activations=ActivationPeaks(
-            after_forward=peaks.after_forward,
-            before_gradients=peaks.before_gradients,
-            with_gradients=peaks.with_gradients,
-            without_gradients=peaks.without_gradients,
-            after_first_bucket=peaks.after_first_bucket,
-        ),
+        activations=phases.peaks,
     )
 
 
@@ -171,8 +165,7 @@ class _PeaksByPhase:
     """Follows the live bytes from now on, through forward and backward of `model`."""
 
     def __init__(self, model: TransformerXL, live: LiveBytes, *, bucket_size: int) -> None:
-        self.after_forward = self.before_gradients = self.with_gradients = 0
-        self.without_gradients = self.after_first_bucket = 0
+        self.peaks = ActivationPeaks()
         self._live, self._start_bytes, self._gradient_bytes = live, live.live_bytes, 0
         self._num_complete, self._bucket_size = 0, bucket_size
         live.on_change = self._update
@@ -180,18 +173,18 @@ class _PeaksByPhase:
             parameter.register_post_accumulate_grad_hook(self._gradient_is_complete)
 
     def note_end_of_forward(self) -> None:
-        self.after_forward = self._live.live_bytes - self._start_bytes
+        self.peaks.after_forward = self._live.live_bytes - self._start_bytes
 
     def _update(self) -> None:
-        live_bytes = self._live.live_bytes - self._start_bytes
+        live_bytes, peaks = self._live.live_bytes - self._start_bytes, self.peaks
         if self._gradient_bytes == 0:
-            self.before_gradients = max(self.before_gradients, live_bytes)
+            peaks.before_gradients = max(peaks.before_gradients, live_bytes)
             return
-        self.with_gradients = max(self.with_gradients, live_bytes)
+        peaks.with_gradients = max(peaks.with_gradients, live_bytes)
         without = live_bytes - self._gradient_bytes
-        self.without_gradients = max(self.without_gradients, without)
+        peaks.without_gradients = max(peaks.without_gradients, without)
         if self._num_complete > self._bucket_size:
-            self.after_first_bucket = max(self.after_first_bucket, without)
+            peaks.after_first_bucket = max(peaks.after_first_bucket, without)
 
     def _gradient_is_complete(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

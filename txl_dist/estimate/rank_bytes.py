@@ -102,22 +102,22 @@ class Parameter:
     """Optimizer states of the same size: 2 for Adam, 1 for Muon; 1 more for an average."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ActivationPeaks:
     """Largest bytes of tensors during forward and backward of one micro-batch.
 
     Weights and the memory that enters are not in it; the next memory is.
     """
 
-    after_forward: int
+    after_forward: int = 0
     """Bytes stored for backward; not a peak."""
-    before_gradients: int
+    before_gradients: int = 0
     """Peak until the first gradient of a parameter is complete."""
-    with_gradients: int
+    with_gradients: int = 0
     """After that, if the gradients of all parameters are kept."""
-    without_gradients: int
+    without_gradients: int = 0
     """After that, if every gradient of a parameter is removed when it is complete."""
-    after_first_bucket: int
+    after_first_bucket: int = 0
     """As `without_gradients`, once the first bucket is full of gradients; 0 if none gets full."""
 
 

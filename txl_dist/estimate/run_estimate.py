@@ -114,14 +114,6 @@ class ScaleEstimate:
     days: float | None
     """Duration of the whole run."""
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields, and the sum of each stage."""
-        uses = {
-            number: {"memory": {**asdict(use), "device": use.device}}
-            for number, use in self.stages.items()
-        }
-        return {**asdict(self), "stages": uses}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEstimate:
@@ -136,13 +128,14 @@ class RunEstimate:
     scales: list[ScaleEstimate]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "num_parameters": self.num_parameters,
-            "flops_per_token": self.flops_per_token,
-            "zero_stage": self.zero_stage,
-            "legal_world_sizes": {"minimum": 1, "maximum": self.max_ranks},
-            "scales": [scale.to_json() for scale in self.scales],
-        }
+        content = asdict(self)
+        content["legal_world_sizes"] = {"minimum": 1, "maximum": content.pop("max_ranks")}
+        for scale, uses in zip(content["scales"], self.scales, strict=True):
+            scale["stages"] = {
+                stage: {"memory": {**asdict(use), "device": use.device}}
+                for stage, use in uses.stages.items()
+            }
+        return content
 
 
 def estimate_run(
@@ -150,7 +143,12 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate `config` on each number of GPUs. Raises ConfigError for more GPUs than lanes."""
     estimator = _Estimator(config, facts, assumptions)
-    estimator.require_legal(max(gpus))
+    if max(gpus) > (lanes := estimator.num_lanes(max(gpus))):
+        raise ConfigError(
+            f"{max(gpus)} GPUs for data.num_lanes={lanes}: every rank needs a lane, so this config "
+            f"runs on 1 to {lanes} GPUs. To estimate a larger batch, add data.num_lanes="
+            f"{max(gpus)}, or --lanes-per-gpu 1 for a batch that grows with the GPUs"
+        )
     scales = [estimator.scale(num_gpus) for num_gpus in gpus]
     return RunEstimate(
         num_parameters=estimator.num_parameters,
@@ -183,16 +181,7 @@ class _Estimator:
         )
         self.flops_per_token = flops / (lanes * tgt_len)
 
-    def require_legal(self, gpus: int) -> None:
-        lanes = self._num_lanes(gpus)
-        if gpus > lanes:
-            raise ConfigError(
-                f"{gpus} GPUs for data.num_lanes={lanes}: every rank needs a lane, so this config "
-                f"runs on 1 to {lanes} GPUs. To estimate a larger batch, add data.num_lanes="
-                f"{gpus}, or --lanes-per-gpu 1 for a batch that grows with the GPUs"
-            )
-
-    def _num_lanes(self, gpus: int) -> int:
+    def num_lanes(self, gpus: int) -> int:
         per_gpu = self._assumptions.lanes_per_gpu
         return self._config.data.num_lanes if per_gpu is None else per_gpu * gpus
 
@@ -202,7 +191,7 @@ class _Estimator:
         return next(iter(self._models.values())).num_parameters
 
     def scale(self, gpus: int) -> ScaleEstimate:
-        config, lanes = self._config, self._num_lanes(gpus)
+        config, lanes = self._config, self.num_lanes(gpus)
         lanes_per_rank = math.ceil(lanes / gpus)
         rows = min(lanes_per_rank, config.training.micro_batch_lanes or lanes_per_rank)
         micro_batches = math.ceil(lanes_per_rank / rows)

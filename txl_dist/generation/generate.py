@@ -22,7 +22,6 @@ from txl_dist.generation.text import (
     StopStrings,
     TextDecoder,
     TextLimits,
-    describe_unknown,
     unknown_in_prompt,
     warn_of_unknown,
 )
@@ -149,10 +148,8 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int
     return tokens
 
 
-def require_prompt(
-    tokenizer: Tokenizer, prompt: str | Sequence[int], *, strict: bool = False
-) -> list[int]:
-    """As `prompt_tokens`, without a warning; `strict`: raises ValueError for unknown symbols."""
+def require_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    """As `prompt_tokens`, without a warning."""
     # Training texts of some tokenizers start each document with the end-of-document id.
     start_of_document = [tokenizer.end_of_document] if tokenizer.opens_documents else []
     if isinstance(prompt, str):
@@ -166,8 +163,6 @@ def require_prompt(
             f"the prompt {prompt!r} has no tokens, and the tokenizer of this model has no token "
             "that starts a document; give some text"
         )
-    if strict and (unknown := unknown_in_prompt(tokenizer, prompt)):
-        raise ValueError(f"{describe_unknown(unknown)}. Without strict it is a warning")
     return tokens
 
 

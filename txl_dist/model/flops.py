@@ -44,23 +44,15 @@ def inference_flops(
     return config.n_layer * layer + scores + memory + ends
 
 
-def window_flops(config: ModelConfig, *, window_len: int, block_len: int) -> int:
-    """As `bench/eval_speed.py` scores one target: it reads a whole window of `window_len` tokens.
+def window_flops(config: ModelConfig, *, window_len: int) -> int:
+    """To score one target after `window_len` tokens, which are read as one segment without memory.
 
-    Queries are computed in blocks of `block_len`, each with the keys up to the end of its block. In
-    the last layer only the last token has a query. The distances are already projected. Without the
-    tails of an adaptive softmax.
+    Without the tails of an adaptive softmax.
     """
-    starts = range(0, window_len, block_len)
-    stops = [min(start + block_len, window_len) for start in starts]
-    num_pairs = sum((stop - start) * stop for start, stop in zip(starts, stops, strict=True))
-    layer = _queries_and_feed_forward(config, window_len) + _scores_and_mixing(config, num_pairs)
-    last_layer = _queries_and_feed_forward(config, 1) + _scores_and_mixing(config, window_len)
-    keys_and_values = config.n_layer * _keys_and_values(config, window_len)
+    layer = _queries_and_feed_forward(config, window_len) + _keys_and_values(config, window_len)
+    layer += _scores_and_mixing(config, window_len**2) + _distances(config, window_len)
     # `_ends` counts the embedding of one token.
-    embedding = _one_projection(config, window_len - 1)
-    ends = embedding + _ends(config, 1)
-    return (config.n_layer - 1) * layer + last_layer + keys_and_values + ends
+    return config.n_layer * layer + _one_projection(config, window_len - 1) + _ends(config, 1)
 
 
 def training_flops(

@@ -78,6 +78,12 @@ def _translated() -> Iterator[None]:
         raise UnavailableError(text if code else f"{type(error).__name__}: {text}") from None
 
 
+@_translated()
+def require_server(uri: str) -> None:
+    """Raises UnavailableError if no MLflow server answers at `uri` with our credentials."""
+    MlflowClient(tracking_uri=uri).search_experiments(max_results=1)
+
+
 class MlflowTracker:
     """One tracking server or database: a `Tracker`."""
 

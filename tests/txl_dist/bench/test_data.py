@@ -1,6 +1,5 @@
 """`txl bench data` at a small size: figures are valid numbers. Limits are not checked."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +40,6 @@ def write_dataset(directory: Path) -> None:
 
 def test_rates_and_seek_times_are_positive_numbers(tmp_path: Path) -> None:
     write_dataset(tmp_path)
-    rates = measure_reading(tmp_path, rounds=1)
-    assert all(type(rate) is float and rate > 0 for rate in asdict(rates).values())
+    assert measure_reading(tmp_path, rounds=1) > 0
     median, best = measure_seek(tmp_path, num_lanes=3, seeks=5)
     assert 0 < best <= median < 5

@@ -1,5 +1,5 @@
 """`txl bench eval-speed` at a small size: its figures belong together. Speed is not checked. The
-window path computes the loss of one segment of L tokens, and the operations it counts.
+window path computes the operations it counts.
 """
 
 import json
@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
+from txl_dist.analysis.windows import WindowScorer
 from txl_dist.bench import eval_speed
-from txl_dist.bench.eval_speed import WindowReader, bench_eval_speed
+from txl_dist.bench.eval_speed import bench_eval_speed
 from txl_dist.model.flops import inference_flops, window_flops
 
 CONTRACT = {
@@ -25,22 +24,19 @@ CONTRACT = {
     "ms_per_token_reuse",
     "ratio",
 }
-SMALL = ("--n-layer", 1, "--d-model", 64, "--rounds", 1, "--tgt-len", 32)
 
 
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval_speed, "REUSE_TOKENS", 32)
-    monkeypatch.setattr(eval_speed, "SETTING_ROUNDS", 1)
-    monkeypatch.setattr(eval_speed, "LANES", {"cpu": (2,)})
-    monkeypatch.setattr(eval_speed, "BLOCK_LENS", {"cpu": (6,)})
+    monkeypatch.setattr(eval_speed, "LANES", {"cpu": 2})
 
 
 def test_the_share_follows_from_times_and_operations() -> None:
     model = small_model(mem_len=9).float()
     (row,) = bench_eval_speed(model, attention_lengths=[20], tgt_len=8, rounds=3)
     assert row.ratio == row.ms_per_token_window / row.ms_per_token_reuse
-    window = window_flops(model.config, window_len=20, block_len=6)
+    window = window_flops(model.config, window_len=20)
     with_memory = small_model(mem_len=20).config
     reuse = inference_flops(with_memory, num_lanes=2, tgt_len=8) / 16
     assert row.flops_ratio == window / reuse
@@ -59,14 +55,16 @@ def test_models_that_cannot_be_compared_are_refused(options: dict) -> None:
         next(bench_eval_speed(small_model(**options), attention_lengths=[9], tgt_len=4, rounds=1))
 
 
-def test_json_has_the_keys_of_the_contract() -> None:
-    code, output = run_txl("bench", "eval-speed", "--attention-length", "48,800", *SMALL, "--json")
+def test_json_has_the_keys_of_the_contract(dataset: Path, tmp_path: Path) -> None:
+    model = export_small_model(tmp_path / "model", dataset)
+    words = "--attention-length", "48,800", "--rounds", 1, "--tgt-len", 32, "--checkpoint", model
+    code, output = run_txl("bench", "eval-speed", *words, "--json")
     assert code == 0, output
     content = json.loads(output)
     assert all(set(row) >= CONTRACT for row in content["rows"])
     assert [row["attention_length"] for row in content["rows"]] == [48, 800]
     assert [row["paper_ratio"] for row in content["rows"]] == [None, 363]
-    assert (content["model"]["n_layer"], content["threads"]) == (1, 1)
+    assert (content["model"]["name"], content["threads"]) == (str(model), 1)
 
 
 def test_the_table_names_a_checkpoint_and_the_limit(dataset: Path, tmp_path: Path) -> None:
@@ -96,31 +94,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("block_len", [1, 4, 20])
-def test_the_window_path_equals_one_segment(options: dict[str, Any], block_len: int) -> None:
-    model = small_model(seed=1, **({"mem_len": 0} | options))
-    reader = WindowReader(model, window_len=9, num_windows=2, block_len=block_len)
-    for seed in (1, 2):  # the second window must not see the first
-        text_BN = random_text(2, 10, seed=seed)
-        age_BT = torch.arange(9).expand(2, 9)
-        nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(2))
-        assert_close(reader.last_nats(text_BN[:, :-1], text_BN[:, -1]), nats_BT[:, -1])
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("block_len", [4, 9])
-def test_the_formula_equals_torchs_counter(options: dict[str, Any], block_len: int) -> None:
+def test_the_formula_equals_torchs_counter(options: dict[str, Any]) -> None:
     model = small_model(attention="reference", **({"mem_len": 0} | options))
-    reader = WindowReader(model, window_len=9, num_windows=1, block_len=block_len)
-    text_BN = random_text(1, 10) % 4
+    scorer = WindowScorer(model=model, tgt_len=9)
     with FlopCounterMode(display=False) as counted:
-        reader.last_nats(text_BN[:, :-1], text_BN[:, -1])
-    flops = window_flops(model.config, window_len=9, block_len=block_len)
-    assert counted.get_total_flops() == flops
-
-
-def test_a_window_of_one_token_costs_as_much_as_a_segment_of_one() -> None:
-    config = small_model(mem_len=0).config
-    assert window_flops(config, window_len=1, block_len=8) == inference_flops(
-        config, num_lanes=1, tgt_len=1
-    )
+        scorer.last_nats(random_text(1, 10) % 4)
+    assert counted.get_total_flops() == window_flops(model.config, window_len=9)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from txl_dist.bench.gpu import (
     BenchModel,
     GpuRow,
     Settings,
+    TrainingStep,
     bench_gpu,
     data_sheet_flops,
     implementations_for,
@@ -30,7 +32,6 @@ SMALL = BenchModel(
     ),
     tgt_len=3,
     num_lanes=2,
-    mfu_goal=0.25,
 )  # fmt: skip
 SETTINGS = Settings(device=torch.device("cpu"), precision="fp32", rounds=2, data_sheet_flops=2e12)
 
@@ -64,7 +65,7 @@ def test_a_row_follows_from_the_time_of_a_step() -> None:
     assert row.step_ms is not None
     assert row.tokens_per_second == pytest.approx(6 / (row.step_ms / 1e3))
     assert row.mfu_measured == pytest.approx(2 * row.mfu_data_sheet)
-    step = gpu.TrainingStep(SMALL, "cpu", SETTINGS)
+    step = gpu.TrainingStep(SMALL.config, num_lanes=2, tgt_len=3)
     assert row.mfu_measured == pytest.approx(step.flops / (row.step_ms / 1e3) / 1e12)
 
 
@@ -85,10 +86,10 @@ class Failing:
         self.error, self.from_lanes = error, from_lanes
         self.original = gpu.TrainingStep
 
-    def __call__(self, model: BenchModel, *arguments: object) -> object:
-        if model.num_lanes >= self.from_lanes:
+    def __call__(self, config: ModelConfig, *, num_lanes: int, **options: Any) -> TrainingStep:
+        if num_lanes >= self.from_lanes:
             raise self.error
-        return self.original(model, *arguments)  # type: ignore[arg-type]
+        return self.original(config, num_lanes=num_lanes, **options)
 
 
 def only_row(monkeypatch: pytest.MonkeyPatch, failing: Failing) -> GpuRow:

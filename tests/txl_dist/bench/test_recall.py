@@ -92,13 +92,13 @@ def test_impossible_sizes_are_refused(sizes: dict[str, object]) -> None:
 
 def test_the_command_prints_a_table_or_one_object(dataset: Path, tmp_path: Path) -> None:
     model = export_small_model(tmp_path / "model", dataset)
-    small = "--sequences", 4, "--distances", "6,30", "--span", 6
+    small = "--distances", "16,30"
     code, output = run_txl("bench", "recall", model, "--data", dataset, *small)
     assert code == 0, output
     assert "at most 36 tokens of context" in output
     code, output = run_txl("bench", "recall", model, *small, "--json", "--mem-len", 3)
     content = json.loads(output)
     assert (code, content["mem_len"], content["text"]) == (0, 3, "random tokens")
-    assert [row["distance"] for row in content["rows"]] == [6, 30]
-    code, output = run_txl("bench", "recall", model, "--distances", "5", "--span", 6)
+    assert [row["distance"] for row in content["rows"]] == [16, 30]
+    code, output = run_txl("bench", "recall", model, "--distances", "5")
     assert (code, "shorter than span" in output) == (2, True)

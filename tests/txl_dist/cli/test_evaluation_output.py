@@ -3,7 +3,6 @@
 `txl eval --per-document`: the sums of each document, against its targets one by one.
 """
 
-import csv
 import json
 import math
 from dataclasses import replace
@@ -71,16 +70,10 @@ def test_the_files_are_the_same_bytes_every_time_and_replace_earlier_ones(tmp_pa
     objects = [scored(), scored(split="test", mem_len=0)]
     files = write(tmp_path / "one", objects)
     assert files == write(tmp_path / "one", objects)
-    rows = list(csv.DictReader(files["by_document_position.csv"].decode().splitlines()))
-    assert [(row["split"], row["mem_len"], row["from"], row["nats"]) for row in rows] == [
-        ("valid", "4", "0", "6.0"),
-        ("valid", "4", "2", "2.0"),
-        ("test", "0", "0", "6.0"),
-        ("test", "0", "2", "2.0"),
-    ]
+    assert {"result.json", "by_document_position.png"} <= set(files)
     plain = scored()
     del plain["details"]
-    assert set(write(tmp_path / "one", [plain])) == {"result.json", "scores.csv"}
+    assert set(write(tmp_path / "one", [plain])) == {"result.json"}
 
 
 def test_the_lines_of_a_plot_are_named_by_what_differs() -> None:
@@ -214,7 +207,6 @@ def test_a_part_of_a_split_has_the_documents_that_begin_in_it(job: EvaluationJob
 @pytest.mark.parametrize("job", ["byte"], indirect=True)
 def test_a_new_score_is_one_function(
     job: EvaluationJob,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -233,7 +225,3 @@ def test_a_new_score_is_one_function(
     assert low < expected < high
     print_scores([content])
     assert f"nats per kilobyte  {expected:.4f}" in capsys.readouterr().out
-    with StagedDirectory(tmp_path / "out", last=RESULT_NAME) as staged:
-        write_evaluation(staged, content, [content])
-    (row,) = csv.DictReader((tmp_path / "out" / "scores.csv").open())
-    assert float(row["nats_per_kilobyte"]) == pytest.approx(expected)

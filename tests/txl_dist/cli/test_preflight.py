@@ -173,10 +173,13 @@ def test_all_is_well_with_exit_code_0(dataset: Path, tmp_path: Path) -> None:
     assert "no problems found" in output
 
 
-def test_a_problem_gives_exit_code_1_and_one_json_object(tmp_path: Path) -> None:
+def test_a_problem_gives_exit_code_1_and_one_json_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    options = ("--tracking-uri", uri, "--data", tmp_path / "none", "--skip", "devices", "--json")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    options = ("--data", tmp_path / "none", "--skip", "devices", "--json")
     code, output = run_txl("doctor", *options)
     assert code == 1
     report = json.loads(output)

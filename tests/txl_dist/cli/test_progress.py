@@ -5,7 +5,7 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +19,7 @@ from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # n
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
 from tests.support.commands import ENVIRONMENT, wait_until
 from txl_dist.cli import progress
-from txl_dist.cli.progress import TOKENS, _Lines, _Work
-
-MIB = 2**20
+from txl_dist.cli.progress import MIB, TOKENS, WorkUnit, _Work
 
 SHOW = """
 from txl_dist.cli.progress import run_progress
@@ -48,48 +46,50 @@ def test_80_columns_show_the_speed_and_the_time_left() -> None:
     assert "50% step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40" in plain
 
 
-@pytest.fixture
-def shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[Iterable[tuple[float, str, int, int]]], list[str]]:
-    """The lines printed for calls (seconds, phase, MiB done, MiB in total)."""
+Lines = Callable[..., list[str]]
 
-    def lines(calls: Iterable[tuple[float, str, int, int]]) -> list[str]:
+
+@pytest.fixture
+def lines_at(monkeypatch: pytest.MonkeyPatch) -> Lines:
+    """The lines for calls (seconds, phase, done, total): what a display shows after each."""
+
+    def lines(
+        unit: WorkUnit, workers: InProcess | None, *calls: tuple[float, str, int, int]
+    ) -> list[str]:
         clock = 100.0
         monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
-        with progress.work_progress(progress.MIB) as show:
-            for seconds, phase, done, total in calls:
-                clock = 100.0 + seconds
-                show(phase, done * MIB, total * MIB)
-        return capsys.readouterr().err.splitlines()
+        work, shown = _Work(unit, workers), []
+        for seconds, phase, done, total in calls:
+            clock = 100.0 + seconds
+            work.update(phase, done * unit.size, total * unit.size)
+            shown.append(work.line())
+        return shown
 
     return lines
 
 
-def test_a_rate_counts_its_own_phase_only(shown: Callable[..., list[str]]) -> None:
+def test_a_rate_counts_its_own_phase_only(lines_at: Lines) -> None:
     calls = [(0, "reading", 0, 90), (6, "reading", 60, 90), (9, "reading", 90, 90)]
-    assert shown([*calls, (13, "writing", 0, 80), (19, "writing", 30, 80)]) == [
+    assert lines_at(MIB, None, *calls, (13, "writing", 0, 80), (19, "writing", 30, 80))[1:] == [
         "reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left",
-        "writing: 0.0 of 80.0 MiB (0%)",
+        "reading: 90.0 of 90.0 MiB (100%), 10.0 MiB/s, 0 s left",
+        "writing: 0.0 of 80.0 MiB (0%), 13 s",
         "writing: 30.0 of 80.0 MiB (38%), 5.0 MiB/s, 10 s left",
     ]
 
 
-def test_bytes_that_were_done_before_a_phase_are_not_in_its_rate(
-    shown: Callable[..., list[str]],
-) -> None:
+def test_bytes_that_were_done_before_a_phase_are_not_in_its_rate(lines_at: Lines) -> None:
     calls = [(7, "sending", 10_000, 10_070), (13, "sending", 10_030, 10_070)]
-    assert shown(calls) == [
-        "sending: 10,000.0 of 10,070.0 MiB (99%)",
+    assert lines_at(MIB, None, *calls) == [
+        "sending: 10,000.0 of 10,070.0 MiB (99%), 7 s",
         "sending: 10,030.0 of 10,070.0 MiB (100%), 5.0 MiB/s, 8 s left",
     ]
 
 
-def test_time_spent_finding_finished_work_is_not_in_the_rate(
-    shown: Callable[..., list[str]],
-) -> None:
+def test_time_spent_finding_finished_work_is_not_in_the_rate(lines_at: Lines) -> None:
     lookups = [(second, "writing", 0, 300 - 40 * second) for second in range(6)]
-    assert shown([*lookups, (11, "writing", 60, 100)])[-1].endswith("10.0 MiB/s, 4 s left")
+    lines = lines_at(MIB, None, *lookups, (11, "writing", 60, 100))
+    assert lines[-1].endswith("10.0 MiB/s, 4 s left")
 
 
 class BusyWorkers(InProcess):
@@ -110,77 +110,39 @@ class BusyWorkers(InProcess):
         return "CPUs" if self.num_busy < self.num_workers else ""
 
 
-def test_the_workers_that_are_busy_for_longest_are_listed() -> None:
-    assert _Work(TOKENS, BusyWorkers(2)).worker_lines() == [
-        "worker 1 (pid 1): unit 1, 1 s",
-        "worker 0 (pid 0): unit 0, 0 s",
-        "waiting for CPUs",
-    ]
-    lines = _Work(TOKENS, BusyWorkers(20)).worker_lines()
-    assert lines[0].startswith("worker 19 ")
-    assert lines[-1] == "and 8 more workers, busy for less time"
+def test_work_that_waits_for_workers_says_so(lines_at: Lines) -> None:
+    calls = [(0, "", 0, 0), (5, "scoring", 100, 400)]
+    waiting = ["waiting 0 s for CPUs", "waiting 5 s for CPUs"]
+    assert lines_at(TOKENS, BusyWorkers(0), *calls) == waiting
+    assert lines_at(TOKENS, None, *calls)[0] == "starting, 0 s"
 
 
-@pytest.fixture
-def lines_at(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., list[str]]:
-    """The lines printed by calls (second, function, arguments) of a `_Lines` and its workers."""
-
-    def lines(unit: progress.WorkUnit, workers: InProcess, *calls: tuple[object, ...]) -> list[str]:
-        clock = 100.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
-        printer = _Lines(_Work(unit, workers))
-        for second, *call in calls:
-            clock = 100.0 + float(str(second))
-            if not call:
-                printer.print_workers_or_amount()
-            elif isinstance(call[0], str):
-                printer.update(*call)  # type: ignore[arg-type]
-            else:
-                workers.num_busy = call[0]  # type: ignore[attr-defined]
-        return capsys.readouterr().err.splitlines()
-
-    return lines
-
-
-def test_work_that_waits_for_workers_says_so_without_a_terminal(
-    lines_at: Callable[..., list[str]],
-) -> None:
-    waiting = [(5.0,), (11.0,), (12.0,), (22.0,)]
-    busy = [(59.0, 1), (60.0,), (60.0, "scoring", 100, 400), (70.0, "scoring", 300, 400)]
-    assert lines_at(TOKENS, BusyWorkers(0), *waiting, *busy) == [
-        "starting, 5 s",
-        "waiting 11 s for CPUs",
-        "waiting 22 s for CPUs",
-        "  worker 0 (pid 0): unit 0, 0 s",
-        "  waiting for CPUs",
-        "scoring: 100 of 400 tokens (25%)",
-        "scoring: 300 of 400 tokens (75%), 20 tokens/s, 5 s left",
-    ]
-
-
-def test_the_last_amount_is_repeated_after_a_silence(lines_at: Callable[..., list[str]]) -> None:
-    calls = [(1.0,), (4.5,), (4.5, "scoring", 100, 400), (6.0,), (9.0,)]
-    assert lines_at(TOKENS, InProcess(), *calls) == [
-        "starting, 4 s",
-        "scoring: 100 of 400 tokens (25%)",
-        "scoring: 100 of 400 tokens (25%), 9 s",
-    ]
-
-
-def test_the_bytes_of_units_that_are_not_finished_are_in_the_amount(
-    lines_at: Callable[..., list[str]],
-) -> None:
-    reading = (0.0, "reading", 10 * MIB, 40 * MIB)
-    assert lines_at(progress.MIB, BusyWorkers(4), reading, (5.0,), (6.0, 11), (10.0,))[-2:] == [
-        "reading: 22.0 of 40.0 MiB (55%), 5 s",
-        "reading: 40.0 of 40.0 MiB (100%), 10 s",  # a file may have grown
-    ]
+def test_the_bytes_of_units_that_are_not_finished_are_in_the_amount(lines_at: Lines) -> None:
+    reading = (5.0, "reading", 10, 40)
+    assert lines_at(MIB, BusyWorkers(4), reading) == ["reading: 22.0 of 40.0 MiB (55%), 5 s"]
+    # A file may have grown.
+    assert lines_at(MIB, BusyWorkers(11), reading) == ["reading: 40.0 of 40.0 MiB (100%), 5 s"]
     with counting_bytes():
-        count_bytes(2 * MIB)
-        lines = lines_at(progress.MIB, InProcess(), reading, (5.0,))
+        count_bytes(2 * 2**20)
+        lines = lines_at(MIB, InProcess(), reading)
     assert lines == ["reading: 12.0 of 40.0 MiB (30%), 5 s"]
+
+
+def test_lines_are_printed_elsewhere_than_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.01)
+    lines = ""
+
+    def are_all_there() -> bool:
+        nonlocal lines
+        lines += capsys.readouterr().err
+        return "scoring" in lines
+
+    with progress.work_progress(TOKENS, BusyWorkers(2)) as show:
+        show("scoring", 100, 400)
+        wait_until(are_all_there)
+    assert lines.startswith("scoring: 100 of 400 tokens (25%)")
 
 
 def test_work_without_steps_is_named_when_output_is_a_file(

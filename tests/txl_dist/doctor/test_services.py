@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from txl_dist.doctor import services
 from txl_dist.doctor.services import (
     check_exposure,
     check_token_file,
@@ -35,6 +33,8 @@ def server(answer: Answer) -> Iterator[int]:
             self.end_headers()
             self.wfile.write(body.encode())
 
+        do_POST = do_GET
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -47,14 +47,13 @@ def server(answer: Answer) -> Iterator[int]:
 def mlflow_with_password(path: str, authorization: str | None) -> tuple[int, str]:
     if authorization != "Basic dXNlcjpjYW5hcnk=":  # user:canary
         return 401, "who are you"
-    return 200, version("mlflow") if path == "/version" else "{}"
+    return 200, "{}"
 
 
 def test_a_server_that_accepts_the_credentials_of_the_uri_is_fine() -> None:
     with server(mlflow_with_password) as port:
         (finding,) = check_tracking(f"http://user:canary@127.0.0.1:{port}")
     assert finding.status == "ok"
-    assert version("mlflow") in finding.found
     assert "canary" not in finding.found
 
 
@@ -67,32 +66,21 @@ def test_refused_credentials_are_a_problem_that_does_not_show_them() -> None:
     assert "wrong" not in finding.found
 
 
-def test_another_version_is_a_problem() -> None:
-    with server(lambda path, _: (200, "1.30.0")) as port:
-        (finding,) = check_tracking(f"http://127.0.0.1:{port}")
-    assert finding.status == "problem"
-    assert "MLflow 1.30.0" in finding.found
-
-
 def test_a_server_that_never_answers_is_a_problem_after_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(services, "MLFLOW_SECONDS", 0.2)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         begin = time.monotonic()
         (finding,) = check_tracking(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 10
     assert finding.status == "problem"
-    assert "does not respond" in finding.found
+    assert "Read timed" in finding.found
 
 
-def test_databases_and_unknown_schemes(tmp_path: Path) -> None:
-    assert check_tracking(f"sqlite:///{tmp_path}/new/mlflow.db")[0].status == "ok"
-    assert check_tracking("ftp://host/x")[0].status == "problem"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    (finding,) = check_tracking(f"mysql://user:canary@127.0.0.1:{port}/db")
-    assert finding.status == "problem"
+def test_a_database_is_not_checked() -> None:
+    (finding,) = check_tracking("mysql://user:canary@127.0.0.1:3306/db")
+    assert finding.status == "note"
     assert "canary" not in finding.found
 
 

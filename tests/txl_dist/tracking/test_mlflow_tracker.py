@@ -3,7 +3,6 @@
 import random
 import sqlite3
 import subprocess
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -231,8 +230,7 @@ def test_the_doctor_accepts_a_real_server_and_reports_its_refusals(server: Mlflo
     server.fault = lambda path, body: "401" if "experiments" in path else ""
     (unauthorized,) = check_tracking(server.uri)
     assert [refused.status, accepted.status, unauthorized.status] == ["problem", "ok", "problem"]
-    assert version("mlflow") in accepted.found
-    assert "401" in unauthorized.found
+    assert "UNAUTHENTICATED" in unauthorized.found
 
 
 @pytest.mark.fault_row(45)

@@ -167,9 +167,6 @@ class TrackingRequest(_JsonFile):
     tags: dict[str, str] = field(default_factory=dict)
     data_manifest: str | None = None
     """Path of a file to record."""
-    new_run_key: str | None = None
-    """Set if training starts without a checkpoint: use the server's run with this key, not the
-    previous one of the run directory. A restarted sender finds the same run by it."""
 
     def without_secrets(self) -> "TrackingRequest":
         """A copy without the credentials in the server URI."""
@@ -190,8 +187,8 @@ class TrackingState(_JsonFile):
     uses this file takes it over (it is from a checkpoint URL)."""
     run_id: str | None = None
     previous: str | None = None
-    """The previous run, if it was deleted, superseded or started over, is on another server, or
-    belongs to the directory that this one is a copy of."""
+    """The previous run, if it was deleted or superseded, is on another server, or belongs to the
+    directory that this one is a copy of."""
     supersedes: str | None = None
     status: str = "running"
     sent_step: int | None = None

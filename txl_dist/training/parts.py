@@ -53,14 +53,12 @@ def build_parts(
     # Before the tracker: the peak is measured without its process.
     observers = build_observers(
         rank,
-        step.engine,
         state,
         kept_step=beginning.kept_step,
         reached_step=reached_steps[0],
         is_new_attempt=beginning.is_new_attempt,
     )
-    step.before_update = observers.update
-    tracker = tracker or start_tracker(rank, run_stack, new_run=point is None)
+    tracker = tracker or start_tracker(rank, run_stack)
     if world.is_rank_zero:
         log_start(rank, beginning, state, shapes=step.engine.shapes)
     if point is not None and (num_tokens := refill_memory(rank, step, point, state)):

@@ -53,7 +53,6 @@ _FREE = (
     "training.compile",
     "training.cuda_graphs",
     "training.deterministic",
-    "training.statistics_interval_steps",
     "training.profile_",
     "evaluation.",
     "tracking.",

@@ -47,8 +47,8 @@ class Trainer:
     """One rank's part of a run.
 
     These calls are collective, so all ranks must make them at the same event: `step`, `evaluate`,
-    `recovery.roll_back_*`, of `saver` save, wait, wait_after and finish, and of `observers` start,
-    update and step. All others are local to the rank.
+    `recovery.roll_back_*`, of `saver` save, wait, wait_after and finish, and of `observers` start
+    and step. All others are local to the rank.
     """
 
     config: RunConfig

@@ -26,7 +26,7 @@ from txl_dist.training.start_state import count_tokens, remaining_work
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
 
-EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT, Span.PEAK)
+EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
 """Spans that do not count in the speed of training."""
 
 log = logging.getLogger(__name__)

@@ -145,13 +145,6 @@ class Engine(ABC):
     def fragments(self) -> Iterator[Fragment]:
         """The slices this rank saves; over all ranks, every element of every parameter once."""
 
-    @abstractmethod
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter, gradient of the elements that `fragments` yields), reduced over ranks.
-
-        Between the backward of the last micro-batch and `step`; not clipped. Not for writing.
-        """
-
     def fragments_to_load(self) -> Iterator[Fragment]:
         """The slices to copy a checkpoint into. Call `finish_loading` after that."""
         return self.fragments()

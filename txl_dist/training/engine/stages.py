@@ -48,14 +48,6 @@ class Stage0Engine(Engine):
             if start < stop:
                 yield self._slice(name, parameter, start, stop)
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Slices of the gradients, which are whole on every rank."""
-        parameters = dict(self.model.named_parameters())
-        for fragment in self.fragments():
-            gradient = parameters[fragment.name].grad
-            assert gradient is not None
-            yield fragment.name, gradient.view(-1)[fragment.start : fragment.stop]
-
     def fragments_to_load(self) -> Iterator[Fragment]:
         """Whole parameters, because every rank needs a full copy."""
         for name, parameter in self.model.named_parameters():
@@ -106,14 +98,6 @@ class Stage12Engine(Engine):
             self._engine.step()
         assert decision is not None
         return decision
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The partitions to which DeepSpeed has reduced the gradients."""
-        parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
-        for name, parameter in parameters:
-            mapping = parameter._hp_mapping
-            if mapping is not None and mapping.get_hp_fragment().numel():
-                yield name, mapping.get_lp_grad_fragment(parameter._index_in_param_group)
 
     def _refresh_weights(self) -> None:
         self._engine.optimizer.update_lp_params()
@@ -218,17 +202,6 @@ class Stage3Engine(Engine):
             self._engine.step()
         assert decision is not None
         return decision
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The rank-th parts of the gradients, without the padding at the end."""
-        from deepspeed.utils import safe_get_local_grad
-
-        parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
-        for name, parameter in parameters:
-            part = safe_get_local_grad(parameter)
-            _, owned = self._range_of(name, part)
-            if part[owned].numel():
-                yield name, part[owned]
 
     def _range_of(self, name: str, part: Tensor) -> tuple[int, slice]:
         """Where this rank's part starts in the flattened parameter, and its range of elements."""

@@ -15,8 +15,7 @@ from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob, require_same_job
-from txl_dist.training.resume import find_resume_point
-from txl_dist.training.resume_point import ResumePoint, run_id_of
+from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
 from txl_dist.training.run_directory import RunDirectory, begin_attempt
 from txl_dist.training.schedule import resolve_duration
 from txl_dist.training.scores import ScoreTable, due_in

@@ -22,8 +22,7 @@ from txl_dist.config.data_config import SINGLE_CORPUS_NAME
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
-from txl_dist.training.phases import PhaseChange
-from txl_dist.training.state import Phase, TrainState, load_state
+from txl_dist.training.state import Phase, PhaseChange, TrainState, load_state
 
 MIXTURE = "data.mixture"
 

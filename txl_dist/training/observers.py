@@ -8,7 +8,7 @@ from txl_dist.model.flops import training_flops
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.process import TrackingProcess
-from txl_dist.training.begin import RankContext
+from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.data import Corpus
 from txl_dist.training.diagnostics import LearningCheck, StepProfiler
 from txl_dist.training.goodput import Goodput
@@ -20,17 +20,11 @@ from txl_dist.training.state import TrainState
 
 
 def build_observers(
-    rank: RankContext,
-    state: TrainState,
-    *,
-    kept_step: int,
-    reached_step: int,
-    is_new_attempt: bool,
+    rank: RankContext, beginning: Beginning, state: TrainState, *, reached_step: int
 ) -> Observers:
     """The observers of this rank, in the order in which they are called. Collective.
 
-    `kept_step`: steps after it that earlier processes have trained are lost. `reached_step`: the
-    last one of these.
+    `reached_step`: the last step that earlier processes have trained (`open_run`).
     """
     world, config = rank.world, rank.config
     data = config.data
@@ -59,9 +53,9 @@ def build_observers(
             rank.directory.goodput,
             world.activity,
             step=state.step,
-            kept_step=kept_step,
+            kept_step=beginning.kept_step,
             reached_step=reached_step,
-            is_restart=is_new_attempt,
+            is_restart=beginning.is_new_attempt,
             is_finished=state.step == config.num_steps,
             may_write=lambda: attempt is None or attempt.is_newest,
         )

@@ -19,11 +19,10 @@ from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.engine.optimizers import describe_average
 from txl_dist.training.observer import Observer, Values
-from txl_dist.training.phases import realised_shares
 from txl_dist.training.schedule import how_to_extend, lr_at
 from txl_dist.training.scores import Score
 from txl_dist.training.start_state import count_tokens, remaining_work
-from txl_dist.training.state import TrainState
+from txl_dist.training.state import TrainState, realised_shares
 from txl_dist.training.step import StepResult
 
 EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)

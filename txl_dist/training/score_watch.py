@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from data_pipeline.system.signals import PARENT_VARIABLE
 from txl_dist.runtime.world import World
-from txl_dist.training.observer import Observer
+from txl_dist.training.begin import Beginning, RankContext
+from txl_dist.training.observer import Observer, Observers
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import FOLDER, Score, ScoreTable
 from txl_dist.training.state import TrainState
@@ -153,6 +155,26 @@ class ScoreWatch(Observer):
             self._process.wait(CLOSE_TIMEOUT_SECONDS)
         self._process.kill()
         self._process.wait()
+
+
+def open_score_watch(
+    rank: RankContext, beginning: Beginning, observers: Observers
+) -> Callable[[object], bool] | None:
+    """Start the process on rank 0; returns the wait for its scores. None: nothing is to be done."""
+    if rank.data.evaluation is None or rank.config.evaluation.on != "workers":
+        return None
+    watch = None
+    if beginning.scores is not None:
+        watch = ScoreWatch(
+            rank.directory,
+            beginning.scores,
+            on=rank.evaluate_on,
+            timeout_seconds=rank.config.training.rank_timeout_seconds,
+            announce=observers.score,
+        )
+        observers.all.append(watch)
+        rank.stack.callback(watch.close)
+    return partial(wait_for_scores, rank.world, watch)
 
 
 def wait_for_scores(world: World, watch: ScoreWatch | None, stop: object) -> bool:

@@ -5,7 +5,6 @@ numbers in their names, never by file times. LATEST and BEST are pointers for pe
 `--resume auto` does not read them.
 
     step-NNNNNNNN              a complete checkpoint
-    step-NNNNNNNN.ID           the same, copied from a URL by other tools; the next start renames it
     superseded-step-NNNNNNNN   of steps that the run has given up; never chosen by a resume
     .*.tmp                     being written or removed; the next start removes what a killed
                                process has left
@@ -36,7 +35,7 @@ from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest, part_name
 from txl_dist.errors import CheckpointError, FencedError
 
-_NAME = re.compile(r"step-(\d{8,})(\.[0-9a-f]{8,64})?")
+_NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(r"superseded-step-\d{8,}(-\d+)?")
 
 log = logging.getLogger(__name__)
@@ -86,35 +85,15 @@ class CheckpointDirectory:
 
     def at(self, step: int) -> Path:
         """Path of the checkpoint of a step."""
-        path = self.path / f"step-{step:08d}"
-        return path if path.exists() else self._copies().get(step, path)
+        return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in ascending order."""
         # Not from LATEST, which a kill may have left one checkpoint behind.
-        names = {int(match[1]) for match in self._names() if not match[2]}
-        return sorted(names | self._copies().keys())
-
-    def rename_copies(self) -> None:
-        """Rename copies from a URL (`step-NNNNNNNN.ID`) to the names of checkpoints."""
-        for step, copy in self._copies().items():
-            if self.at(step) == copy:
-                copy.rename(self.path / f"step-{step:08d}")
-
-    def _copies(self) -> dict[int, Path]:
-        """Copies from a URL by step; if there are two of a step, that which LATEST names."""
-        # An upload that was interrupted has no manifest.
-        names = [match[0] for match in self._names() if match[2]]
-        names = [name for name in names if (self.path / name / MANIFEST_NAME).is_file()]
-        latest = self._pointed_name("LATEST") if names else None
-        names.sort(key=lambda name: (name == latest, name))
-        return {int(name[5:].partition(".")[0]): self.path / name for name in names}
-
-    def _names(self) -> list[re.Match[str]]:
         if not self.path.is_dir():
             return []
         matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
-        return [match for match in matches if match]
+        return sorted(int(match[1]) for match in matches if match)
 
     def superseded(self) -> list[Path]:
         """The checkpoints of steps that the run has given up (`rewind`)."""
@@ -152,14 +131,11 @@ class CheckpointDirectory:
 
     def pointer(self, name: str) -> int | None:
         """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged."""
-        match = _NAME.fullmatch(self._pointed_name(name) or "")
-        return int(match[1]) if match else None
-
-    def _pointed_name(self, pointer: str) -> str | None:
         try:
-            return _pointed_name((self.run / pointer).read_text(errors="replace"))
+            match = _NAME.fullmatch(_pointed_name((self.run / name).read_text(errors="replace")))
         except OSError:
             return None
+        return int(match[1]) if match else None
 
     def begin(self, save_id: str) -> Path:
         """The staging directory of a save; every rank calls this.

@@ -112,7 +112,8 @@ class Beginning:
 def begin_run(inputs: RankContext, stop: StopRequest, run_stack: ExitStack) -> Beginning:
     """Take the lock, find the checkpoint to resume from, and begin an attempt. Collective."""
     job, world, directory, data = inputs.job, inputs.world, inputs.directory, inputs.data
-    world.run_on_rank_zero(lambda: _lock(inputs))
+    lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
+    world.run_on_rank_zero(lambda: inputs.stack.enter_context(lock))
     checkpoints = directory.checkpoints
     # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
     # in the run directory, so the run continues even if its URL cannot be reached.
@@ -157,12 +158,6 @@ def _beginning(
                 )
     unscored = world.broadcast(unscored)
     return Beginning(point, run_id, is_new_attempt, scores, unscored, on_ranks)
-
-
-def _lock(inputs: RankContext) -> None:
-    directory, force = inputs.directory, inputs.job.force_unlock
-    inputs.stack.enter_context(directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=force))
-    directory.checkpoints.rename_copies()
 
 
 def _share_stop(stop: StopRequest, directory: RunDirectory, world: World, stack: ExitStack) -> None:

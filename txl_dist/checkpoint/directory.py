@@ -216,15 +216,17 @@ class CheckpointDirectory:
         *,
         best_step: int | None,
         unscored_steps: Collection[int] = (),
-    ) -> None:
+    ) -> list[int]:
         """Remove the checkpoints that are not kept, except the best, and those being read.
+
+        Returns the steps of those that it has removed.
 
         `unscored_steps`, which wait for their evaluation, stay too. A checkpoint that is being read
         is removed by a later call.
         """
         self.require_newest_attempt()
-        for step in retention.removed(self.steps(), kept={best_step, *unscored_steps}):
-            _remove_unless_read(self.at(step))
+        obsolete = retention.removed(self.steps(), kept={best_step, *unscored_steps})
+        return [step for step in obsolete if _remove_unless_read(self.at(step))]
 
     def _point_or_remove(self, name: str, step: int | None) -> None:
         if step is None:
@@ -258,17 +260,19 @@ def reading(checkpoint: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_unless_read(path: Path) -> None:
+def _remove_unless_read(path: Path) -> bool:
+    """False if another process reads the checkpoint."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:  # removed by someone else, or not readable: `_remove` explains it
         _remove(path)
-        return
+        return True
     try:
-        if try_lock(descriptor):
-            _remove(path)
-        else:
+        if not try_lock(descriptor):
             log.info("%s is being read, so it is removed later", path)
+            return False
+        _remove(path)
+        return True
     finally:
         os.close(descriptor)
 

@@ -145,17 +145,9 @@ def _beginning(
         kept_step = point.kept_step if point else 0
         scores.rewind(kept_step)
         unscored = [step for step in scores.waiting() if step <= kept_step]
-        if on_ranks and unscored:
-            # The ranks can score only the weights with which they begin.
-            earlier = [step for step in unscored if point is None or step < point.state.step]
-            unscored = unscored[len(earlier) :]
-            if earlier:
-                log.warning(
-                    "the checkpoints of steps %s have no score. To compute them after the run: "
-                    "txl eval --watch %s",
-                    ", ".join(map(str, earlier)),
-                    inputs.directory.path,
-                )
+        if on_ranks:
+            # The ranks can score only the weights with which they begin, `txl eval --watch` others.
+            unscored = [step for step in unscored if step == kept_step]
     unscored = world.broadcast(unscored)
     return Beginning(point, run_id, is_new_attempt, scores, unscored, on_ranks)
 

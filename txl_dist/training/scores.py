@@ -239,14 +239,6 @@ class ScoreTable:
         """Steps of checkpoints whose evaluation is due and not done, ascending."""
         return [step for step in self.steps() if step not in self._by_step and self.is_due(step)]
 
-    def kept(self, *, max_waiting: int) -> set[int]:
-        """Steps whose checkpoints have to wait: the oldest, which is being scored, and the newest.
-
-        `max_waiting` 0: no process scores checkpoints.
-        """
-        waiting = self.waiting() if max_waiting else []
-        return {*waiting[:1], *waiting[-max_waiting:]}
-
     def unwritten(self, path: Path, label: str) -> list[Score]:
         """The scores that the metrics in `path` lack, ascending."""
         if not path.exists():

@@ -26,6 +26,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.resume import newest_before
+from txl_dist.training.start_state import resume_at
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -69,9 +70,10 @@ def roll_back_and_die(trainer: Trainer, step: int) -> None:
             yield next(segments)
         trainer.saver.finish(require_copies=True)
         RemotePath.remove = refuse  # type: ignore[method-assign]
-        point = newest_before(step, trainer.recovery.checkpoints, trainer.step.world)
+        rank = trainer.recovery.rank
+        point = newest_before(step, rank.directory.checkpoints, rank.world)
         assert point is not None
-        trainer.saver.rewind(trainer.recovery.resume_at(point))
+        trainer.saver.rewind(resume_at(point, rank, trainer.step))
         raise DataError("the machine is gone")
 
     def refuse(_: RemotePath) -> None:

@@ -353,13 +353,6 @@ class WeightAveraging:
         return 1 / (step - self.start_step + 1) if self.ema_decay is None else 1 - self.ema_decay
 
 
-def describe_average(config: OptimizerConfig) -> str:
-    """`average of the weights (ema, decay 0.999, from step 1)`."""
-    decay = f", decay {config.ema_decay:g}" if config.averaging == "ema" else ""
-    start = config.averaging_start_step
-    return f"average of the weights ({config.averaging}{decay}, from step {start})"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
     """How an optimizer is created, and the names of its states."""

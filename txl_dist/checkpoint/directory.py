@@ -309,14 +309,11 @@ def divergence_advice(run: Path, *, before: int) -> str:
             "There is no good checkpoint: start again in another directory=PATH with a lower "
             "optimizer.lr or more optimizer.warmup_steps"
         )
-    advice = (
+    return (
         f"The last good checkpoint is {good[-1].name}. Fork the run there with a lower learning "
         f"rate: txl train CONFIG directory=NEW --resume {good[-1]} optimizer.lr=... --allow-change "
-        "optimizer.lr"
+        "optimizer.lr. If it diverges there too, use an earlier checkpoint"
     )
-    if len(good) > 1:
-        advice += f". If it diverges there too, use an earlier one: --resume {good[-2]}"
-    return advice
 
 
 def _pointed_name(text: str) -> str:

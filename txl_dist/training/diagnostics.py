@@ -110,7 +110,13 @@ class LearningCheck(Observer):
         return cls(config, entropy, after_tokens, is_done=state.tokens >= after_tokens)
 
     def start(self, state: TrainState) -> None:
-        log.info("learning | %s", self.description)
+        when = "" if self.is_done else f"; checked after {self.after_tokens:,} tokens"
+        log.info(
+            "learning | unigram entropy of the data %.3f nats: a model that learns from context "
+            "has a lower loss%s",
+            self.entropy,
+            when,
+        )
 
     def report(self, state: TrainState, values: Values) -> None:
         if warning := self.warning(state.tokens, LossSums(*state.unreported)):
@@ -125,14 +131,6 @@ class LearningCheck(Observer):
                 loss,
                 self.entropy,
             )
-
-    @property
-    def description(self) -> str:
-        when = "" if self.is_done else f"; checked after {self.after_tokens:,} tokens"
-        return (
-            f"unigram entropy of the data {self.entropy:.3f} nats: a model that learns from the "
-            f"context has a lower loss{when}"
-        )
 
     def is_learned(self, loss: float) -> bool:
         """Whether a loss, in nats per token, needs more than the frequencies of tokens."""

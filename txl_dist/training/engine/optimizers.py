@@ -325,32 +325,17 @@ def states_by_name(
         yield name, states[id(parameter)]
 
 
-@dataclass(frozen=True, slots=True)
-class WeightAveraging:
-    """How much the newest weights count in the average, which every optimizer step updates.
+def averaging_weight(config: OptimizerConfig, step: int) -> float:
+    """How much the weights after step `step` count in their average, which every step updates.
 
     `ema` is an exponential average. `asgd` is the mean of the weights of all steps since the first
     one, as averaged SGD keeps it (Polyak & Juditsky 1992); the paper's Penn Treebank model averages
-    its weights (arXiv:1901.02860).
+    its weights (arXiv:1901.02860). Until `averaging_start_step` the average is a copy.
     """
-
-    start_step: int
-    ema_decay: float | None
-    """None: all steps count the same."""
-
-    @classmethod
-    def of(cls, config: OptimizerConfig) -> Self | None:
-        """None if the config has no averaging."""
-        if config.averaging is None:
-            return None
-        decay = config.ema_decay if config.averaging == "ema" else None
-        return cls(config.averaging_start_step, decay)
-
-    def weight_at(self, step: int) -> float:
-        """Weight of the weights after step `step`; until the start the average is a copy."""
-        if step <= self.start_step:
-            return 1.0
-        return 1 / (step - self.start_step + 1) if self.ema_decay is None else 1 - self.ema_decay
+    num_steps = step - config.averaging_start_step
+    if num_steps <= 0:
+        return 1.0
+    return 1 - config.ema_decay if config.averaging == "ema" else 1 / (num_steps + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,6 @@
 
     rank-0-step-100.json   for chrome://tracing or https://ui.perfetto.dev; one file for each part
                            of a range that a resume or a change of settings divides
-    rank-0-step-100.txt    the operations that took most of the time
 
 A trace covers everything the rank does from the first of these steps to the last one: data, step,
 report and checkpoints. Profiling slows these steps down; other steps are not affected.
@@ -21,16 +20,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from data_pipeline.system.files import write_file
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.data import TrainingData
 from txl_dist.training.observer import Observer, Values
-from txl_dist.training.scores import Score
 from txl_dist.training.state import TrainState
 
-ROWS = 40
-"""Operations in the table."""
 MIN_TOKENS, MIN_STEPS, TOKENS_PER_ID = 250_000, 500, 100
 """No verdict before: healthy runs need some time too, more of it for a large vocabulary."""
 CLEARLY_BELOW = 0.92
@@ -67,14 +62,11 @@ class StepProfiler(Observer):
         if recorded is None:
             return
         recorded.stop()
-        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = recorded.key_averages().table(sort_by=order, row_limit=ROWS)
         try:
             self._path.parent.mkdir(exist_ok=True)
             unfinished = self._path.with_suffix(".unfinished")
             recorded.export_chrome_trace(str(unfinished))
             unfinished.replace(self._path)
-            write_file(self._path.with_suffix(".txt"), table.encode())
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             log.warning("the profile %s could not be written: %s", self._path, error)
         else:
@@ -112,8 +104,8 @@ class LearningCheck(Observer):
     def start(self, state: TrainState) -> None:
         when = "" if self.is_done else f"; checked after {self.after_tokens:,} tokens"
         log.info(
-            "learning | unigram entropy of the data %.3f nats: a model that learns from context "
-            "has a lower loss%s",
+            "learning | unigram entropy of the data %.3f nats: a model that learns from the "
+            "context has a lower loss%s",
             self.entropy,
             when,
         )
@@ -122,20 +114,6 @@ class LearningCheck(Observer):
         if warning := self.warning(state.tokens, LossSums(*state.unreported)):
             log.warning("learning | WARNING: %s", warning)
 
-    def score(self, score: Score, gain: float | None) -> None:
-        if score.nats is not None and not self.is_learned(loss := score.sums.nats_per_token):
-            log.info(
-                "learning | the loss at step %d, %.3f, is not clearly below the unigram entropy "
-                "%.3f",
-                score.step,
-                loss,
-                self.entropy,
-            )
-
-    def is_learned(self, loss: float) -> bool:
-        """Whether a loss, in nats per token, needs more than the frequencies of tokens."""
-        return loss < CLEARLY_BELOW * self.entropy
-
     def warning(self, tokens: int, sums: LossSums) -> str | None:
         """The warning that is due with a line of `sums`, which ends after `tokens` of the run."""
         if self.is_done or tokens - sums.num_tokens < (1 - AVERAGED) * self.after_tokens:
@@ -143,7 +121,7 @@ class LearningCheck(Observer):
         self._sums += sums
         self.is_done = tokens >= self.after_tokens
         loss, optimizer = self._sums.nats_per_token, self.config.optimizer
-        if not self.is_done or self.is_learned(loss):
+        if not self.is_done or loss < CLEARLY_BELOW * self.entropy:
             return None
         return (
             f"after {tokens:,} tokens the loss, {loss:.3f} nats, is not clearly below "

@@ -29,12 +29,11 @@ def test_a_trace_has_the_steps_that_were_asked_for(
         "training.profile_steps=[2, 3]",
     )  # fmt: skip
     assert ranks(1).run(train, job) == [0]
-    files = sorted(path.name for path in (tmp_path / "profile").iterdir())
-    assert files == ["rank-0-step-2.json", "rank-0-step-2.txt"]
-    events = json.loads((tmp_path / "profile" / files[0]).read_text())["traceEvents"]
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "rank-0-step-2.json"
+    events = json.loads(path.read_text())["traceEvents"]
     updates = [event for event in events if event.get("name") == "Optimizer.step#AdamW.step"]
     assert len(updates) == 2
-    assert "aten::" in (tmp_path / "profile" / files[1]).read_text()
 
 
 @pytest.mark.parametrize("steps", ["[0, 3]", "[4, 3]"])
@@ -158,8 +157,6 @@ def test_a_run_says_whether_it_learns_from_the_context(
     scores = [line["valid/loss"] for line in metrics(tmp_path) if "valid/loss" in line]
     evaluations = [line for line in log.splitlines() if "evaluation at step" in line]
     assert len(scores) == len(evaluations) == 3
-    for step in (80, 100):
-        assert (f"learning | the loss at step {step}, " in log) != learns
     assert "best so far" not in evaluations[0]
     if learns:
         assert f"best so far, by {scores[0] - scores[1]:.2g}" in evaluations[1]

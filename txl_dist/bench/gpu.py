@@ -38,7 +38,7 @@ from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE, autocast
-from txl_dist.training.computation import compile_model
+from txl_dist.training.compilation import compile_model
 from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
 
 # Shapes: B lanes, T segment tokens, M memory tokens

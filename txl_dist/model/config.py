@@ -59,7 +59,7 @@ class AttentionImplementation:
     """It needs no mask [B, T, S] (visibility.py)."""
     max_d_head: int | None = None
     can_be_compiled: bool = True
-    """Whether torch.compile accepts it (training/computation.py)."""
+    """Whether torch.compile accepts it (training/compilation.py)."""
 
     @property
     def function(self) -> str:

@@ -57,7 +57,7 @@ class TransformerXL(nn.Module):
         self.config = config
         self.recompute_layers = recompute_layers
         self.compute_layer = _compute_layer
-        """Runs a layer if gradients are enabled. `training/computation.py` compiles it."""
+        """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
         self.before_layers: Callable[[], None] = _nothing
         """Called at the start of `forward`."""
         self.encoding = encoding_class(config)

@@ -4,7 +4,8 @@ job.py            config and options of a run, as a launcher sends them; equal o
 rank.py           the entry of every launcher: one rank from start to exit
 setup.py          builds the Trainer in five stages: inputs, attempt, point, parts, trainer
 begin.py          inputs, attempt and point: what is trained, and from where
-computation.py    the step with model and engine, compiled layers, and evaluation on the ranks
+computation.py    the step with model and engine, and evaluation on the ranks
+compilation.py    layers compiled by torch.compile
 segment_source.py  the segments that a rank reads
 data.py           the corpora of a run, opened and checked before any rank is started
 loop.py           the order of events
@@ -21,6 +22,7 @@ score_watch.py    the part of training in that
 state.py          progress of a run, stored in each checkpoint; changes of corpora and lanes
 saving.py         when checkpoints are written and removed
 resume.py         where a run resumes: one function, whose docstring is a table
+resume_point.py   the chosen checkpoint: verified, then loaded
 start_state.py    the state to begin with; counts the tokens that a resume loses
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and who may write them: lock and attempts

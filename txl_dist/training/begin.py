@@ -7,15 +7,19 @@ begin_run    attempt  the lock, and the attempt that ends older ones
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
+from txl_dist.checkpoint.writer import CheckpointHeader
+from txl_dist.config.config_file import flatten_config
 from txl_dist.config.run_config import RunConfig
+from txl_dist.runtime.process import code_description
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob, require_same_job
-from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
+from txl_dist.training.resume import find_resume_point
+from txl_dist.training.resume_point import ResumePoint, run_id_of
 from txl_dist.training.run_directory import RunDirectory, begin_attempt
 from txl_dist.training.schedule import resolve_duration
 from txl_dist.training.scores import ScoreTable, due_in
@@ -45,6 +49,24 @@ class RankContext:
     """Id of the run, chosen by rank 0; stored in every checkpoint."""
     evaluate_on: str = "processes"
     """`--on` of the process that scores checkpoints (`evaluation.on: workers`)."""
+
+    @property
+    def checkpoint_header(self) -> CheckpointHeader:
+        """What all checkpoints of this attempt have in common."""
+        attempt = self.directory.checkpoints.attempt
+        return CheckpointHeader(
+            written_by=code_description(),
+            model=asdict(self.data.model_config),
+            run=flatten_config(self.config),
+            run_id=self.run_id,
+            attempt=attempt.record.number if attempt else 0,
+            tokenizer_json=self.data.tokenizer.to_json(),
+            tokenizer_digest=self.data.tokenizer.digest,
+            data_digest=self.data.digest,
+            vocab_size=self.data.vocabulary.vocab_size,
+            zero_stage=self.config.deepspeed.zero_stage,
+            num_lanes=self.config.data.num_lanes,
+        )
 
     def after_step(self, step: int, *, run_id: str) -> Self:
         """The context of a run that continues after `step`, with the settings that hold there."""

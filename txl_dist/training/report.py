@@ -180,7 +180,8 @@ def log_start(
     if remaining is None:
         log.info(
             "this run is finished: %d of training.num_steps=%d steps are done. To train it "
-            "further: set a greater length, with --allow-change training.num_steps",
+            "further: training.num_steps=MORE (or num_tokens, num_epochs, as in the config) "
+            "--allow-change training.num_steps",
             state.step,
             config.num_steps,
         )

@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +33,8 @@ from txl_dist.checkpoint.copies import CopyUploader
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
-from txl_dist.config.config_file import flatten_config
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
-from txl_dist.runtime.process import code_description
 from txl_dist.runtime.world import wait_for_queues
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.begin import Beginning, RankContext
@@ -62,23 +59,10 @@ def open_saver(
     rank: RankContext, beginning: Beginning, step: TrainStep, tracker: TrackingProcess | None
 ) -> "RunSaver":
     """The saver of a run. Collective. Records a new attempt at `training.checkpoint_url` too."""
-    config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
-    header = CheckpointHeader(
-        written_by=code_description(),
-        model=asdict(data.model_config),
-        run=flatten_config(config),
-        run_id=rank.run_id,
-        attempt=checkpoints.attempt.record.number if checkpoints.attempt else 0,
-        tokenizer_json=data.tokenizer.to_json(),
-        tokenizer_digest=data.tokenizer.digest,
-        data_digest=data.digest,
-        vocab_size=data.vocabulary.vocab_size,
-        zero_stage=config.deepspeed.zero_stage,
-        num_lanes=config.data.num_lanes,
-    )
+    config, checkpoints = rank.config, rank.directory.checkpoints
     saver = RunSaver(
         checkpoints,
-        header=header,
+        header=rank.checkpoint_header,
         step=step,
         tracker=tracker,
         uploader=_open_uploader(rank, is_new_attempt=beginning.is_new_attempt),

@@ -18,7 +18,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.training.begin import RankContext
-from txl_dist.training.resume import ResumePoint
+from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import DeviceSegments, TrainStep
 

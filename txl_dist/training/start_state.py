@@ -14,7 +14,7 @@ from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
 from txl_dist.training.begin import Beginning, RankContext
-from txl_dist.training.resume import ResumePoint, restore
+from txl_dist.training.resume_point import ResumePoint, restore
 from txl_dist.training.segment_source import context_segments, refill_memory, segments_to_replay
 from txl_dist.training.state import Phase, TrainState, phases_from
 from txl_dist.training.step import TrainStep

@@ -25,7 +25,7 @@ from tests.support.training_runs import (
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
-from txl_dist.training import computation, loop
+from txl_dist.training import compilation, loop
 from txl_dist.training.job import TrainJob
 
 COMPILE = "training.compile=true"
@@ -139,7 +139,7 @@ def test_the_compiler_sees_no_alignment_that_training_does_not_have(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
     config = load_run_config(TINY, ["data.path=none", "directory=none", "data.tgt_len=3"])
-    computation.compile_layers(model, config, World(0, 1), lanes=range(2))
+    compilation.compile_layers(model, config, World(0, 1), lanes=range(2))
     assert offsets == ({0} if is_aligned else {1})
     assert all(p.storage_offset() == 0 and p.grad is None for p in model.parameters())
     assert_close(model.state_dict(), before, rtol=0, atol=0)

@@ -1,0 +1,159 @@
+"""`training.compile`: the layers of the model compiled by torch.compile, before the first step.
+
+Only layers are compiled, and all of them share one function: the tables, the softmax and the memory
+are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary.
+
+On GPUs with masks by lane a layer is one graph. Otherwise two parts run between graphs: the drawing
+of dropout masks, and `attention: cpu` (model/attention/cpu.py), which is one autograd node with
+in-place operations that torch.compile refuses. On CPUs that node is faster than a compiled one, so
+there the feed-forward layers and norms are compiled.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from txl_dist.config.run_config import RunConfig
+from txl_dist.errors import ConfigError
+from txl_dist.model.attention import choose_implementation
+from txl_dist.model.devices import has_triton
+from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks, LaneDropoutMasks
+from txl_dist.model.layer import Layer
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.device import autocast
+from txl_dist.runtime.world import World
+
+VECTOR_BYTES = 16
+"""Size of the largest load instruction of a GPU, whose address must be a multiple of it."""
+
+
+def compile_layers(
+    model: TransformerXL, config: RunConfig, world: World, *, lanes: Sequence[int]
+) -> None:
+    """Compile the layers for micro-batches of `lanes`, which takes a minute or more.
+
+    Call before DeepSpeed takes over the model: until the first step, a stop request ends the
+    process immediately, and no rank waits in a collective. Raises ConfigError without a compiler.
+    """
+    _require_compiler(world.device)
+    model.to(world.device)
+    compile_model(
+        model,
+        world.device,
+        draws_by_kernel=config.training.dropout_rng == "lane",
+        cuda_graphs=config.training.cuda_graphs,
+    )
+    _run_once(model, config, world.device, lanes)
+
+
+def compile_model(
+    model: TransformerXL, device: torch.device, *, draws_by_kernel: bool, cuda_graphs: bool = False
+) -> None:
+    """Let the next forward compile the layers.
+
+    `draws_by_kernel`: dropout masks are by lane, which on GPUs with triton are operators of the
+    compiled graph. `cuda_graphs`: there layers are recorded as CUDA graphs, too.
+    """
+    draws_by_kernel = draws_by_kernel and device.type == "cuda" and has_triton(device)
+    if not _attention_can_be_compiled(model, device):
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.attention.forward = torch.compiler.disable(  # type: ignore[method-assign]
+                layer.attention.forward
+            )
+    for module in model.modules():
+        if isinstance(module, Dropout) and not draws_by_kernel:
+            # numpy or a generator of torch draws; code would be compiled again for every layer.
+            for name in ("draw", "draw_bits"):
+                setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    options: dict[str, Any] = {}
+    if cuda_graphs and draws_by_kernel:
+        options["triton.cudagraphs"] = True
+        _use_cuda_graphs(model)
+    # One graph per memory length, and one more where the memory has a gradient.
+    dynamo_config = torch._dynamo.config
+    dynamo_config.recompile_limit = max(
+        dynamo_config.recompile_limit, 2 * len({*model.config.mem_lens})
+    )
+    # dynamic=False: all segments have one shape.
+    model.compute_layer = torch.compile(model.compute_layer, dynamic=False, options=options or None)
+
+
+def _use_cuda_graphs(model: TransformerXL) -> None:
+    """Keep nothing in the memory of the graphs, which the next micro-batch overwrites.
+
+    The recurrent memory is a copy in any case (memory/recurrent.py).
+    """
+    model.before_layers = torch.compiler.cudagraph_mark_step_begin
+    shared = [model.content_bias_HK, model.distance_bias_HK] if model.config.shares_biases else []
+    for parameter in (*model.layers.parameters(), *shared):
+        parameter.register_hook(torch.clone)  # its gradient, which may be kept for several batches
+
+
+def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:
+    """Whether torch.compile accepts the attention that training takes on `device`."""
+    config = model.config
+    return choose_implementation(
+        config.attention, device=device, with_dropout=config.dropatt > 0, d_head=config.d_head
+    ).can_be_compiled
+
+
+def _run_once(
+    model: TransformerXL, config: RunConfig, device: torch.device, lanes: Sequence[int]
+) -> None:
+    """A forward and backward of zeros, with the shapes and the precision of training."""
+    shape = (len(lanes), config.data.tgt_len)
+    # The types of training, or the first step would compile again.
+    token_BT = torch.zeros(shape, dtype=torch.int64, device=device)
+    age_BT = torch.zeros(shape, dtype=torch.int32, device=device)
+    memory = model.empty_memory(len(lanes))
+    masks: DropoutMasks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
+    if config.training.dropout_rng == "device":
+        masks = DeviceDropoutMasks(seed=config.seed)
+    with _at_any_address(list(model.parameters())):
+        with autocast(config.precision, device):
+            segments = config.training.backprop_segments
+            nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks, segments)
+        nats_BT.sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _at_any_address(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Parameters at odd addresses, if training may have any of them at such an address.
+
+    DeepSpeed replaces the parameters by slices of one tensor. torch's compiler takes for granted
+    that those which are aligned when it compiles remain so: on a GPU, vector loads would end the
+    run with "misaligned address".
+    """
+    aligned = [parameter.data for parameter in parameters]
+    if any(parameter.nbytes % VECTOR_BYTES for parameter in parameters):
+        for parameter in parameters:
+            data = parameter.data
+            parameter.data = torch.cat([data.new_zeros(1), data.flatten()])[1:].view_as(data)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, aligned, strict=True):
+            parameter.data = data
+
+
+def _require_compiler(device: torch.device) -> None:
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        compiler = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        compiler = ""
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            "training.compile=true needs a C++ compiler on machines without a GPU, and none was "
+            "found. Install g++, name one with CXX=PATH, or set training.compile=false"
+        )

@@ -258,28 +258,14 @@ def matrices(model: TransformerXL) -> frozenset[str]:
     return hidden_matrices(model) | frozenset(projections)
 
 
-def _num_stacked(model: TransformerXL) -> dict[str, int]:
-    """How many matrices the weights of stacked linear layers are."""
-    return {
-        f"{name}.weight": module.num_stacked
-        for name, module in model.named_modules()
-        if isinstance(module, StackedLinear)
-    }
-
-
-def _roles(model: TransformerXL) -> dict[str, Role]:
-    """The role of every parameter (config/optimizer_config.py). A shared weight is embedding."""
-    hidden = hidden_matrices(model)
-
-    def role(name: str) -> Role:
-        if name in hidden:
-            return "hidden"
-        if name.startswith("table."):
-            return "embedding"
-        is_head = name.startswith(("softmax.weights.", "softmax.projections."))
-        return "head" if is_head or name == "softmax.cluster_weight" else "other"
-
-    return {name: role(name) for name, _ in model.named_parameters()}
+def _role(name: str, hidden: frozenset[str]) -> Role:
+    """The role of a parameter (config/optimizer_config.py). A shared weight is embedding."""
+    if name in hidden:
+        return "hidden"
+    if name.startswith("table."):
+        return "embedding"
+    is_head = name.startswith(("softmax.weights.", "softmax.projections."))
+    return "head" if is_head or name == "softmax.cluster_weight" else "other"
 
 
 def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -293,9 +279,13 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     states of its parameters, `lr_factor`, of its learning rate, and `num_stacked`, the matrices in
     each of its weights.
     """
-    hidden, decayed, role = hidden_matrices(model), matrices(model), _roles(model)
+    hidden, decayed = hidden_matrices(model), matrices(model)
     average, entry = (AVERAGE,) if config.averaging else (), _OPTIMIZERS[config.name]
-    stacked = _num_stacked(model)
+    stacked = {
+        f"{name}.weight": module.num_stacked
+        for name, module in model.named_modules()
+        if isinstance(module, StackedLinear)
+    }
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         states, rule = entry.states, "adam"
@@ -306,7 +296,7 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
             "params": [],
             "rule": rule,
             "weight_decay": weight_decay,
-            "lr_factor": (lr_factor := config.lr_factors.get(role[name], 1.0)),
+            "lr_factor": (lr_factor := config.lr_factors.get(_role(name, hidden), 1.0)),
             "num_stacked": (num_stacked := stacked.get(name, 1) if rule == "muon" else 1),
             "states": (*states, *average),
         }

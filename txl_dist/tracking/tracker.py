@@ -7,11 +7,8 @@ called with (uri, run_dir), and registered under the scheme of its `tracking.uri
     mine = "my_package.tracker:MyTracker"         # for tracking.uri=mine://HOST/PATH
 
 Trackers are called only in the processes of `sender.py`: they may block for as long as they want.
-
-`TrackingRequest` is what to record. Training sends it to the sender's standard input; a copy
-without secrets, RUN/logs/tracking-request.json, serves `txl track sync`. `TrackingState`,
-RUN/tracking.json, says which run of the server belongs to the run directory. Only the sender writes
-these files.
+Only the sender writes the files `TrackingRequest` (what to record, without secrets) and
+`TrackingState` (which run of the server belongs to the run directory).
 """
 
 import dataclasses

@@ -5,17 +5,14 @@ Productive are the seconds of the steps that are part of the final trajectory. T
     start-up     from the start of a rank to the end of its first step: imports of libraries, data,
                  resume, compilation
     data wait, save wait, evaluation     the time for which the training loop was blocked by them
-    lost steps   steps that were trained again, because the process ended before the next
-                 checkpoint, and a step that never ended, such as one in which a rank hung
+    lost steps   steps that were trained again, and a step that never ended, as when a rank hung
     down         between the end of a process and the start of the next one
     other        the rest of the loop, such as logging
 
 RUN/goodput.json has the sums of all processes until the last update, which is at most
-UPDATE_SECONDS before the end of a killed process; the time after it counts as down. Inside a
-process durations are from the monotonic clock (`Activity`). Only `down` is the difference of two
-wall clocks, because there is no other clock between processes; a negative one counts as 0.
-
-The times are those of rank 0. The ranks advance together, so when any rank waits, rank 0 waits too.
+UPDATE_SECONDS before the end of a killed process; the time after it counts as down. Only `down` is
+the difference of two wall clocks; a negative one counts as 0. The times are those of rank 0: when
+any rank waits, rank 0 waits too.
 """
 
 import contextlib

@@ -9,12 +9,8 @@ uses no checkpoint of update n - 1. After an evaluation or a save that finds NaN
 the last update before it. Steps are skipped by number in `TrainState.divergence`, which is written
 immediately to the checkpoint that the run returns to: they stay skipped after a kill.
 
-Each rank writes what its lanes read in a step that has diverged to one file per event:
-
-    RUN/events/divergence-step-NNNNNNNN-rank-R.json
-
-with the loss of each lane and the documents of its segment, also of lanes with an ordinary loss:
-compare them. Written only at an event, so normal steps cost nothing.
+At an event each rank writes the loss and the documents of all its lanes, also of those with an
+ordinary loss, to compare them: RUN/events/divergence-step-NNNNNNNN-rank-R.json
 """
 
 import json

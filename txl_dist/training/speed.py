@@ -1,15 +1,15 @@
 """Speed: the MFU of a run, and which rank is slower than the others, and with what.
 
-MFU is the FLOP/s of a run divided by the peak FLOP/s of the machine. The peak is measured as the
-fastest product of two square matrices, on all ranks at the same time. Data-sheet figures are not
-used: they assume clock rates and core counts that a rank may not have. The peak is measured at the
-start. Other processes may use the machine then, so a higher rate of the run becomes the peak.
+MFU is the FLOP/s of a run divided by the peak FLOP/s of the machine: the fastest product of two
+square matrices, measured on all ranks at the same time at the start. Data-sheet figures assume
+clock rates and core counts that a rank may not have. If other processes use the machine then, a
+higher rate of the run becomes the peak.
 
 All ranks need the same time per step, because they wait for each other in collectives. So the ranks
 are compared only by the time that each spends before the first collective of a step: the data wait
 and the forward. At ZeRO stage 3 the forward gathers parameters, so only the data wait is compared.
-On GPUs the forward is the time to start its kernels, not to execute them (`activity.py`): a slow
-data pipeline or host is found there, a slow GPU is not.
+On GPUs the forward is the time to start its kernels: a slow data pipeline or host is found there, a
+slow GPU is not.
 """
 
 import logging

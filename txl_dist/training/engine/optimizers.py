@@ -5,10 +5,8 @@ parameter or of this rank's part of it, so that a checkpoint can store them by p
 To add one, write its class here, and an entry in `_OPTIMIZERS`; its name and settings are in
 config/optimizer_config.py.
 
-torch decorates methods of its optimizers for programs that compile them. The first call of a
-decorated method imports the compiler: 1.6 s of CPU time at every start of a rank. An optimizer is
-never compiled here (`training.compile` compiles layers), so the methods of these classes are
-torch's without the decorators.
+The methods of torch's optimizers are used without their decorators for compilation, whose first
+call imports the compiler: 1.6 s of CPU time at every start of a rank.
 """
 
 import inspect

@@ -52,6 +52,7 @@ from txl_dist.tracking.tracker import (
     UnavailableError,
     directory_identity,
     open_tracker,
+    points_of,
 )
 
 POLL_SECONDS = 1.0
@@ -240,15 +241,6 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
             previous=state.run_id if state else None,
         )
     return replace(state, directory=directory, delivered=False, status="running")
-
-
-def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
-    """The metrics of one journal line, including infinities and NaN."""
-    seconds = line.get("time")  # anything, in a journal that was edited
-    milliseconds = int(seconds * 1000) if isinstance(seconds, int | float) else 0
-    for name, value in line.items():
-        if name not in ("step", "time") and type(value) in (int, float):
-            yield Point(name, float(value), line["step"], milliseconds)
 
 
 def journal_metrics(run_dir: Path) -> set[str]:

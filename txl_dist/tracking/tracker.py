@@ -14,7 +14,7 @@ Only the sender writes the files `TrackingRequest` (what to record, without secr
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -51,6 +51,15 @@ class Point:
     step: int
     milliseconds: int
     """Since the epoch, from the journal: the same point sent twice has the same timestamp."""
+
+
+def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
+    """The metrics of one journal line, including infinities and NaN."""
+    seconds = line.get("time")  # anything, in a journal that was edited
+    milliseconds = int(seconds * 1000) if isinstance(seconds, int | float) else 0
+    for name, value in line.items():
+        if name not in ("step", "time") and type(value) in (int, float):
+            yield Point(name, float(value), line["step"], milliseconds)
 
 
 Recorded = set[tuple[int, int]]

@@ -13,8 +13,12 @@ from mlflow.tracking import MlflowClient
 
 from tests.support.commands import run_txl
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.sender import points_of
-from txl_dist.tracking.tracker import TrackingState, UnavailableError, child_environment
+from txl_dist.tracking.tracker import (
+    TrackingState,
+    UnavailableError,
+    child_environment,
+    points_of,
+)
 
 from .conftest import (
     START,

@@ -41,7 +41,6 @@ OPTIONS: dict[str, list[str]] = {
         "deepspeed.zero_stage=3",
         "deepspeed.offload=parameters",
     ],
-    "statistics in every step": ["training.statistics_interval_steps=1"],
     "profiler in every step": ["training.profile_steps=[1,1000000]"],
     "bf16": ["precision=bf16"],
     "bf16, activation checkpointing": ["precision=bf16", "training.activation_checkpointing=true"],

@@ -19,9 +19,8 @@ from data_pipeline.streams.segments import IGNORED, SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource, numbered_sources
 from txl_dist.training.data import mixed_source
-from txl_dist.training.phases import phases_from
 from txl_dist.training.start_state import count_tokens
-from txl_dist.training.state import CorpusEntry, Phase, TrainState
+from txl_dist.training.state import CorpusEntry, Phase, TrainState, phases_from
 
 quickly = examples(60)
 SEED = 5

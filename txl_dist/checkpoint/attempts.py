@@ -107,8 +107,10 @@ class Attempt:
         newest = max(_names(self.folder), key=_order, default=None)
         if newest is None or _order(newest) <= (self.record.number, self.record.id):
             return
+        # If the file cannot be read, its number alone is reason enough.
+        successor = newest_record(self.folder) or f"attempt {_order(newest)[0]} ({newest})"
         raise FencedError(
-            f"this process, {self.record}, was replaced: {_describe(self.folder / newest)} took "
+            f"this process, {self.record}, was replaced: {successor} took "
             f"over this run ({self.folder}). Stopping without touching its checkpoints. Both ran "
             "at the same time: check why the scheduler started a second one, or why this host was "
             "cut off. Nothing has to be repaired"
@@ -155,13 +157,6 @@ def _order(name: str) -> tuple[int, str]:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), match[2]
-
-
-def _describe(path: DatasetPath) -> str:
-    try:
-        return str(AttemptRecord.model_validate_json(path.read_bytes()))
-    except (OSError, ValueError):  # its number alone is reason enough
-        return f"attempt {_order(path.name)[0]} ({path.name})"
 
 
 def _remove(path: DatasetPath) -> None:

@@ -5,7 +5,6 @@ numbers in their names, never by file times. LATEST and BEST are pointers for pe
 `--resume auto` does not read them.
 
     step-NNNNNNNN              a complete checkpoint
-    step-NNNNNNNN.ID           the same, copied from a URL by other tools; the next start renames it
     superseded-step-NNNNNNNN   of steps that the run has given up; never chosen by a resume
     .*.tmp                     being written or removed; the next start removes what a killed
                                process has left
@@ -36,7 +35,7 @@ from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest, part_name
 from txl_dist.errors import CheckpointError, FencedError
 
-_NAME = re.compile(r"step-(\d{8,})(\.[0-9a-f]{8,64})?")
+_NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(r"superseded-step-\d{8,}(-\d+)?")
 
 log = logging.getLogger(__name__)
@@ -86,35 +85,15 @@ class CheckpointDirectory:
 
     def at(self, step: int) -> Path:
         """Path of the checkpoint of a step."""
-        path = self.path / f"step-{step:08d}"
-        return path if path.exists() else self._copies().get(step, path)
+        return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in ascending order."""
         # Not from LATEST, which a kill may have left one checkpoint behind.
-        names = {int(match[1]) for match in self._names() if not match[2]}
-        return sorted(names | self._copies().keys())
-
-    def rename_copies(self) -> None:
-        """Rename copies from a URL (`step-NNNNNNNN.ID`) to the names of checkpoints."""
-        for step, copy in self._copies().items():
-            if self.at(step) == copy:
-                copy.rename(self.path / f"step-{step:08d}")
-
-    def _copies(self) -> dict[int, Path]:
-        """Copies from a URL by step; if there are two of a step, that which LATEST names."""
-        # An upload that was interrupted has no manifest.
-        names = [match[0] for match in self._names() if match[2]]
-        names = [name for name in names if (self.path / name / MANIFEST_NAME).is_file()]
-        latest = self._pointed_name("LATEST") if names else None
-        names.sort(key=lambda name: (name == latest, name))
-        return {int(name[5:].partition(".")[0]): self.path / name for name in names}
-
-    def _names(self) -> list[re.Match[str]]:
         if not self.path.is_dir():
             return []
         matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
-        return [match for match in matches if match]
+        return sorted(int(match[1]) for match in matches if match)
 
     def superseded(self) -> list[Path]:
         """The checkpoints of steps that the run has given up (`rewind`)."""
@@ -152,14 +131,11 @@ class CheckpointDirectory:
 
     def pointer(self, name: str) -> int | None:
         """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged."""
-        match = _NAME.fullmatch(self._pointed_name(name) or "")
-        return int(match[1]) if match else None
-
-    def _pointed_name(self, pointer: str) -> str | None:
         try:
-            return _pointed_name((self.run / pointer).read_text(errors="replace"))
+            match = _NAME.fullmatch(_pointed_name((self.run / name).read_text(errors="replace")))
         except OSError:
             return None
+        return int(match[1]) if match else None
 
     def begin(self, save_id: str) -> Path:
         """The staging directory of a save; every rank calls this.
@@ -240,15 +216,17 @@ class CheckpointDirectory:
         *,
         best_step: int | None,
         unscored_steps: Collection[int] = (),
-    ) -> None:
+    ) -> list[int]:
         """Remove the checkpoints that are not kept, except the best, and those being read.
+
+        Returns the steps of those that it has removed.
 
         `unscored_steps`, which wait for their evaluation, stay too. A checkpoint that is being read
         is removed by a later call.
         """
         self.require_newest_attempt()
-        for step in retention.removed(self.steps(), kept={best_step, *unscored_steps}):
-            _remove_unless_read(self.at(step))
+        obsolete = retention.removed(self.steps(), kept={best_step, *unscored_steps})
+        return [step for step in obsolete if _remove_unless_read(self.at(step))]
 
     def _point_or_remove(self, name: str, step: int | None) -> None:
         if step is None:
@@ -282,17 +260,19 @@ def reading(checkpoint: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_unless_read(path: Path) -> None:
+def _remove_unless_read(path: Path) -> bool:
+    """False if another process reads the checkpoint."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:  # removed by someone else, or not readable: `_remove` explains it
         _remove(path)
-        return
+        return True
     try:
-        if try_lock(descriptor):
-            _remove(path)
-        else:
+        if not try_lock(descriptor):
             log.info("%s is being read, so it is removed later", path)
+            return False
+        _remove(path)
+        return True
     finally:
         os.close(descriptor)
 
@@ -329,14 +309,11 @@ def divergence_advice(run: Path, *, before: int) -> str:
             "There is no good checkpoint: start again in another directory=PATH with a lower "
             "optimizer.lr or more optimizer.warmup_steps"
         )
-    advice = (
+    return (
         f"The last good checkpoint is {good[-1].name}. Fork the run there with a lower learning "
         f"rate: txl train CONFIG directory=NEW --resume {good[-1]} optimizer.lr=... --allow-change "
-        "optimizer.lr"
+        "optimizer.lr. If it diverges there too, use an earlier checkpoint"
     )
-    if len(good) > 1:
-        advice += f". If it diverges there too, use an earlier one: --resume {good[-2]}"
-    return advice
 
 
 def _pointed_name(text: str) -> str:

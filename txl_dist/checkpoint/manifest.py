@@ -111,26 +111,35 @@ class ParameterEntry(StrictModel):
         return self
 
 
-class CheckpointManifest(StrictModel):
-    """One complete checkpoint."""
+class RunEntries(StrictModel):
+    """The entries of a manifest that are the same for every checkpoint of an attempt."""
 
-    format: Literal["txl-checkpoint"] = "txl-checkpoint"
-    version: Literal[1] = 1
     written_by: str
     """Version of txl and digest of its sources."""
-    state: dict[str, Any]
-    """Progress of the run, as defined in `txl_dist/training/state.py`. Only two entries are read
-    here."""
     model: dict[str, Any]
     """Fields of ModelConfig."""
     run: dict[str, Any]
     """The resolved config, by dotted key."""
+    run_id: str
+    """Identifies the run and stays the same when it resumes."""
+    attempt: Count
+    """Number of the attempt that wrote it (`attempts.py`)."""
     tokenizer_digest: Sha256
     data_digest: Sha256
     """Digest of the dataset, or of the digests of all datasets of a mixture."""
     vocab_size: Count
-    num_ranks: Count
     zero_stage: Count
+
+
+class CheckpointManifest(RunEntries):
+    """One complete checkpoint."""
+
+    format: Literal["txl-checkpoint"] = "txl-checkpoint"
+    version: Literal[1] = 1
+    state: dict[str, Any]
+    """Progress of the run, as defined in `txl_dist/training/state.py`. Only two entries are read
+    here."""
+    num_ranks: Count
     mlflow_run_id: str | None
     rank_of_lane: tuple[Count, ...]
     """For each lane, the rank whose file contains its memory."""
@@ -140,10 +149,6 @@ class CheckpointManifest(StrictModel):
     files: dict[FileName, FileEntry]
     save_id: SaveId
     """Identifies this save, also among saves of one step."""
-    run_id: str
-    """Identifies the run and stays the same when it resumes."""
-    attempt: Count
-    """Number of the attempt that wrote it (`attempts.py`)."""
 
     @field_validator("state")
     @classmethod

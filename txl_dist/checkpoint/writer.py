@@ -37,6 +37,7 @@ from txl_dist.checkpoint.manifest import (
     FileEntry,
     ParameterEntry,
     RankPart,
+    RunEntries,
     Slice,
     load_checkpoint_manifest,
     part_name,
@@ -52,20 +53,10 @@ _POLL_SECONDS = 0.02
 """Polling interval while waiting for the parts of the other ranks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointHeader:
-    """The entries of the manifest that are the same for every checkpoint of a run."""
+class CheckpointHeader(RunEntries):
+    """What is the same for every checkpoint of an attempt."""
 
-    written_by: str
-    model: dict[str, Any]
-    run: dict[str, Any]
-    run_id: str
-    attempt: int
     tokenizer_json: str
-    tokenizer_digest: str
-    data_digest: str
-    vocab_size: int
-    zero_stage: int
     num_lanes: int
 
 
@@ -155,23 +146,15 @@ class Save:
         rank_of_lane = {lane: part.rank for part in parts for lane in part.lanes}
         states = {state for part in parts for each in part.slices.values() for state in each.states}
         manifest = CheckpointManifest(
-            written_by=header.written_by,
+            **header.model_dump(include=set(RunEntries.model_fields)),
             state=dict(self.state),
-            model=header.model,
-            run=header.run,
-            tokenizer_digest=header.tokenizer_digest,
-            data_digest=header.data_digest,
-            vocab_size=header.vocab_size,
             num_ranks=self.num_ranks,
-            zero_stage=header.zero_stage,
             mlflow_run_id=mlflow_run_id,
             rank_of_lane=tuple(rank_of_lane[lane] for lane in range(header.num_lanes)),
             optimizer_states=tuple(sorted(states)),
             parameters=_join_slices(parts),
             files=files,
             save_id=self.save_id,
-            run_id=header.run_id,
-            attempt=header.attempt,
         )
         write_synced(staging / MANIFEST_NAME, manifest.to_json())
 

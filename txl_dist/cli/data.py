@@ -191,7 +191,7 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
 
     from txl_dist.config.config_file import load_run_config
     from txl_dist.training.data import first_phase, open_corpora
-    from txl_dist.training.phases import realised_shares
+    from txl_dist.training.state import realised_shares
 
     data = load_run_config(config, overrides or []).data
     phase = first_phase(open_corpora(data), data.train_split, num_lanes=data.num_lanes)

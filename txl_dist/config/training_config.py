@@ -79,8 +79,6 @@ class TrainingConfig(Section):
     """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
     memory_device: Literal["default", "cpu"] = "default"
     """Where the recurrent memory is stored: with the weights, or on the host. Same numbers."""
-    statistics_interval_steps: int | None = Field(default=None, ge=1)
-    """Steps between two lines with norms of weights, gradients and updates by layer; null: none."""
     profile_steps: tuple[int, int] | None = None
     """First and last step of rank 0's trace by torch.profiler in RUN/profile; null: none."""
 

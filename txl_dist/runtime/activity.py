@@ -28,7 +28,6 @@ class Span(StrEnum):
     OPTIMIZER = "optimizer"
     SAVE_WAIT = "save wait"
     EVALUATION = "evaluation"
-    PEAK = "peak measurement"
     OTHER = "other"
     """Everything else in the loop, such as logging."""
 

@@ -98,9 +98,6 @@ class MlflowTracker:
             _create_database(database)
         self._client = MlflowClient(tracking_uri=server)
         self._key = self._run_id = ""
-        self._created = ""
-        """Id of the run that this process has created, while the server has no other points of it
-        than those that it has confirmed: then there is nothing to query."""
         self._to_describe: list[Callable[[], None]] = []
         self._files: Mapping[str, Path] = {}
         self._not_finite: set[str] = set()
@@ -110,8 +107,6 @@ class MlflowTracker:
             self._run_id = self._find_or_create(run)
             self._to_describe = self._description(run, self._run_id)
             self._key, self._files, self._not_finite = run.key, run.files, set()
-        elif not self._to_describe:
-            self._created = ""  # the journal was replaced
         while self._to_describe:  # one call at a time: a failure repeats only that one
             try:
                 with _translated():
@@ -123,8 +118,6 @@ class MlflowTracker:
 
     @_translated()
     def recorded(self, run_id: str, metric: str) -> Recorded:
-        if run_id == self._created:
-            return set()
         history = self._client.get_metric_history(run_id, clean_key(metric))
         return {(point.step, point.timestamp) for point in history}
 
@@ -147,15 +140,11 @@ class MlflowTracker:
             if not self._is_active(run_id):
                 raise RunGoneError(str(error)) from error
             raise
-        except UnavailableError:  # the server may have executed the call
-            self._created = ""
-            raise
         self._set_tags(run_id, {f"txl.not_finite.{name}": text for name, text in tags.items()})
         self._not_finite |= tags.keys()
         self._log_files(run_id)  # after the metrics, which must not wait for them
 
     def end(self, run_id: str, status: str) -> None:
-        self._created = ""  # the sender verifies the points
         self._set_tags(run_id, {"txl.status": status})
         self._set_status(run_id, status)
         self._log_files(run_id)
@@ -174,8 +163,7 @@ class MlflowTracker:
         if run.parent:
             tags["mlflow.parentRunId"] = run.parent
         created = self._client.create_run(experiment_id, tags=tags, run_name=run.name)
-        self._created = str(created.info.run_id)
-        return self._created
+        return str(created.info.run_id)
 
     def _experiment(self, name: str) -> str:
         """The id of the experiment `name`; creates or restores it if necessary."""

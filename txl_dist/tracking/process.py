@@ -1,13 +1,13 @@
-"""The two ends of the pipe between training and the sender, and the processes of tracking.
+"""The processes of tracking: rank 0 starts a sender, the launcher waits for its end.
 
 Rank 0 starts `sender.py` and writes to its standard input: one line with the request as JSON, later
 `end STATUS`. If the pipe closes, or the sender's parent process changes, training has ended, also
-by SIGKILL. On its standard output the sender writes at most one line, for the training log.
+by SIGKILL.
 
 Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and the sender
-sends them. The training log gets one warning for each kind of failure. Once the ranks have ended,
-the launcher waits for the sender (`wait_for_delivery`): in a container the sender ends with the
-launcher. No rank, restart or stop request waits for it.
+sends them. Once the ranks have ended, the launcher waits for the sender (`wait_for_delivery`): in a
+container the sender ends with the launcher. No rank, restart or stop request waits for it. A sender
+that dies is not replaced: the next start of the run, or `txl track sync`, delivers the rest.
 
 `txl eval` calls `log_evaluations`, which starts a short process: a server that does not respond
 costs a bounded time, and `txl eval` does not import mlflow.
@@ -18,12 +18,9 @@ import json
 import logging
 import math
 import os
-import select
 import subprocess
 import sys
-import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -52,17 +49,12 @@ EXIT_UNDELIVERED = 75
 FLUSH_SECONDS = 30.0
 """How long a sender may run after the end of training to deliver the rest, at least; with `--sync`,
 from the end of the import of mlflow."""
-WATCHDOG_SECONDS = 5.0
-"""This long after the deadline, the sender ends even in the middle of a call."""
 CLOSE_SECONDS = 1.5
 """How long rank 0 waits at its end for the sender, which then continues without it. A server that
 has everything but the last lines takes less; a database that does not exist yet takes more."""
 START_SECONDS = 2.0
 """How long the launcher waits for a sender that has not begun."""
-POLL_SECONDS = 1.0
 WAIT_POLL_SECONDS = 0.1
-MAX_STARTS = 4
-"""The sender is started at most this often: the first time, and again whenever it dies."""
 EVALUATION_SECONDS = 30.0
 """For one result; each further result of a table has RESULT_SECONDS more."""
 RESULT_SECONDS = 2.0
@@ -84,21 +76,8 @@ class TrackingProcess:
     removes.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        request: TrackingRequest | None,
-        *,
-        flush_seconds: float = FLUSH_SECONDS,
-    ) -> None:
-        self._run_dir = run_dir
-        self._request = request
-        self._flush_seconds = flush_seconds
-        self._lock = threading.Lock()
-        """Guards `_process` and `_status`: `close` may run while a sender is being restarted."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._status: str | None = None
-        self._thread = threading.Thread(target=self._supervise, name="tracking", daemon=True)
+    def __init__(self, run_dir: Path, sender: subprocess.Popen[bytes] | None) -> None:
+        self._run_dir, self._sender, self._is_closed = run_dir, sender, False
 
     @classmethod
     def start(
@@ -108,30 +87,27 @@ class TrackingProcess:
         *,
         data_manifest: Path | None = None,
         tags: Mapping[str, str] | None = None,
-        new_run: bool = False,
     ) -> Self:
         """Start to send RUN/metrics.jsonl in the background. Returns immediately; never raises.
 
         `tags` are recorded as `txl.<name>`. A run directory that was tracked before continues its
-        run on the server; with `new_run` (training without a checkpoint) it gets a new one.
+        run on the server.
         """
+        sender = None
         try:
-            request = None
             if config.tracking.enabled:
-                request = _request(run_dir, config, data_manifest, tags or {}, new_run=new_run)
-            flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
-            tracker = cls(run_dir, request, flush_seconds=flush_seconds)
-            if request is not None:
-                tracker._thread.start()
+                flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
+                sender = _start_sender(run_dir, flush_seconds)
+                request = _request(run_dir, config, data_manifest, tags or {})
+                _write(sender, request.to_json())
         except Exception as error:
             log.warning("tracking is off: %s: %s", type(error).__name__, error)
-            return cls(run_dir, None)
-        return tracker
+        return cls(run_dir, sender)
 
     @property
     def run_id(self) -> str | None:
         """The id of the run on the server; None until the sender has created it."""
-        state = TrackingState.load(self._run_dir / STATE) if self._request else None
+        state = TrackingState.load(self._run_dir / STATE) if self._sender else None
         return state.run_id if state else None
 
     def close(self, status: str, *, timeout_seconds: float = CLOSE_SECONDS) -> None:
@@ -141,14 +117,27 @@ class TrackingProcess:
         Waits at most `timeout_seconds` for the delivery; after that the sender continues for a
         bounded time. Never raises. Only the first call has an effect.
         """
-        with self._lock:
-            if self._status is not None or self._request is None:
-                return
-            self._status = status
-            self._send_status()
-        self._thread.join(timeout_seconds)
-        if self._thread.is_alive():
+        sender = self._sender
+        if sender is None or self._is_closed:
+            return
+        self._is_closed = True
+        assert sender.stdin is not None
+        with contextlib.suppress(OSError):  # it has died
+            _write(sender, f"end {status}")
+        with contextlib.suppress(OSError):
+            sender.stdin.close()
+        try:
+            code = sender.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
             log.info("tracking: the rest is sent in the background")
+            return
+        if code:
+            log.warning(
+                "tracking: not everything was delivered (see %s); it is in metrics.jsonl. To send "
+                "it later: %s",
+                LOG,
+                sync_command(self._run_dir),
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -156,53 +145,26 @@ class TrackingProcess:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(_status_of(error))
 
-    # --- in the background thread ---------------------------------------------------------------
 
-    def _supervise(self) -> None:
-        try:
-            for _ in range(MAX_STARTS):
-                code = self._run_sender()
-                if code == EXIT_UNDELIVERED:
-                    log.warning(
-                        "tracking: not everything was delivered; it is in metrics.jsonl. "
-                        "To send it later: %s",
-                        sync_command(self._run_dir),
-                    )
-                if code in (0, EXIT_UNDELIVERED):
-                    return
-            log.warning("tracking: the sender failed %d times; see %s", MAX_STARTS, LOG)
-        except Exception as error:
-            log.warning("tracking is off: %s: %s", type(error).__name__, error)
+def _start_sender(run_dir: Path, flush_seconds: float) -> subprocess.Popen[bytes]:
+    log_path = run_dir / LOG
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", SENDER, str(run_dir)]
+    with log_path.open("ab") as log_file:
+        return subprocess.Popen(
+            [*command, "--flush-seconds", str(flush_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=log_file,
+            stderr=log_file,
+            bufsize=0,
+            env=child_environment(),
+            start_new_session=True,  # Ctrl-C and a job's SIGTERM must reach only training
+        )
 
-    def _run_sender(self) -> int:
-        """Start a sender and wait for its end. Its notices go to the training log."""
-        assert self._request is not None
-        # Two threads write to the pipe. `close` writes only after `_process` is set, so the request
-        # is always the first line.
-        with _start_sender(self._run_dir, self._flush_seconds) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(self._request.to_json().encode() + b"\n")
-            except OSError:
-                log.debug("the sender died early")
-            with self._lock:
-                self._process = process
-                if self._status is not None:
-                    self._send_status()
-            for line in process.stdout:
-                log.warning("tracking: %s", line.decode(errors="replace").strip())
-            return process.wait()
 
-    def _send_status(self) -> None:
-        """Called with the lock held."""
-        if self._process is None or self._process.stdin is None:
-            return  # it is being started; _run_sender calls this again
-        try:
-            self._process.stdin.write(f"end {self._status}\n".encode())
-            self._process.stdin.close()
-        except (OSError, ValueError):  # it died; ValueError: and its pipe was closed
-            log.debug("the sender died before the end; the next one gets the status")
+def _write(sender: subprocess.Popen[bytes], line: str) -> None:
+    assert sender.stdin is not None
+    sender.stdin.write(f"{line}\n".encode())
 
 
 def wait_for_delivery(
@@ -257,29 +219,11 @@ def _is_sending(run_dir: Path, waited_seconds: float) -> bool:
     return not has_ended or (not is_delivered and waited_seconds < START_SECONDS)
 
 
-def _start_sender(run_dir: Path, flush_seconds: float) -> subprocess.Popen[bytes]:
-    log_path = run_dir / LOG
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", SENDER, str(run_dir)]
-    with log_path.open("ab") as log_file:
-        return subprocess.Popen(
-            [*command, "--flush-seconds", str(flush_seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            bufsize=0,
-            env=child_environment(),
-            start_new_session=True,  # Ctrl-C and a job's SIGTERM must reach only training
-        )
-
-
 def _request(
     run_dir: Path,
     config: "RunConfig",
     data_manifest: Path | None,
     tags: Mapping[str, str],
-    *,
-    new_run: bool,
 ) -> TrackingRequest:
     from txl_dist.config.config_file import flatten_config
 
@@ -293,7 +237,6 @@ def _request(
             **{f"txl.{name}": value for name, value in tags.items()},
         },
         data_manifest=str(data_manifest.resolve()) if data_manifest else None,
-        new_run_key=uuid.uuid4().hex if new_run else None,
     )
 
 
@@ -307,74 +250,6 @@ def _status_of(error: BaseException | None) -> str:
     if isinstance(error, FencedError):
         return "running"  # the newer attempt continues the same run
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-
-
-class TrainingEnd:
-    """In the sender: the request of the training process, and how and when that has ended."""
-
-    def __init__(self, *, flush_seconds: float) -> None:
-        self._notices = os.dup(1)
-        os.dup2(2, 1)  # what libraries print must not reach the training log
-        self._has_noticed = False
-        self.request: TrackingRequest | None = None
-        self.has_request = threading.Event()
-        """Set when `request` is there or will never come."""
-        self.status = "interrupted"
-        self.has_ended = threading.Event()
-        self.deadline = float("inf")
-        """On the monotonic clock; finite once `has_ended` is set."""
-        self._flush_seconds = flush_seconds
-        self._pid = os.getppid()
-
-    def listen(self) -> None:
-        """Read standard input in a thread: a call to the server can block for minutes."""
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def notice(self, text: str) -> None:
-        """Write one line to the training log; only the first call does."""
-        if not self._has_noticed:
-            self._has_noticed = True
-            with contextlib.suppress(OSError):  # training has ended
-                os.write(self._notices, text.replace("\n", " ").encode() + b"\n")
-
-    def end(self) -> None:
-        """Note that training has ended: the remaining time is now bounded."""
-        if self.has_ended.is_set():
-            return
-        self.deadline = time.monotonic() + self._flush_seconds
-        watchdog_seconds = self._flush_seconds + WATCHDOG_SECONDS
-        watchdog = threading.Timer(watchdog_seconds, os._exit, [EXIT_UNDELIVERED])
-        watchdog.daemon = True
-        watchdog.start()
-        self.has_ended.set()
-        self.has_request.set()
-
-    def _listen(self) -> None:
-        # Not system/signals.py: it ends the process immediately, and this one must deliver first.
-        # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
-        rest = b""
-        try:
-            while True:
-                if select.select([0], [], [], POLL_SECONDS)[0]:
-                    data = os.read(0, 1 << 16)
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        self._receive(line.decode())
-                    if not data:
-                        return
-                elif os.getppid() != self._pid:
-                    return  # killed, while a child that it forked still holds the pipe open
-        finally:
-            self.end()
-
-    def _receive(self, line: str) -> None:
-        word, _, status = line.partition(" ")
-        if word == "end":
-            self.status = status
-            self.end()
-        else:
-            self.request = TrackingRequest.from_json(line)
-            self.has_request.set()
 
 
 def log_evaluations(scored: Sequence[Scored], *, timeout_seconds: float | None = None) -> bool:

@@ -5,8 +5,8 @@
                                                      # that has ended did not deliver
     python -m txl_dist.tracking.sender --evaluations # started by `log_evaluations`
 
-When training has ended, also by SIGKILL (`process.py`), the sender delivers the rest within a
-bounded time and exits.
+When training has ended, also by SIGKILL, the sender delivers the rest within a bounded time and
+exits. A server that fails is one line of RUN/logs/tracking.log and of the log of rank 0.
 
 `Sender` sends each point exactly once: it first queries the points that the server has, and sends
 only the others, with the timestamps of the journal. If a call failed, the server may still have
@@ -22,8 +22,10 @@ import itertools
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,13 +35,7 @@ from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
 from txl_dist.tracking.journal import JOURNAL, SUPERSEDED, JournalTail, read_metrics
-from txl_dist.tracking.process import (
-    EXIT_UNDELIVERED,
-    FLUSH_SECONDS,
-    POLL_SECONDS,
-    TrainingEnd,
-    sync_command,
-)
+from txl_dist.tracking.process import EXIT_UNDELIVERED, FLUSH_SECONDS, sync_command
 from txl_dist.tracking.tracker import (
     LOCK,
     MAX_POINTS,
@@ -56,9 +52,14 @@ from txl_dist.tracking.tracker import (
     UnavailableError,
     directory_identity,
     open_tracker,
+    points_of,
 )
 
+POLL_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 30.0
+WATCHDOG_SECONDS = 5.0
+"""This long after the deadline, the sender ends even in the middle of a call."""
+RANK_LOG = "logs/rank-0.log"
 
 log = logging.getLogger("txl_dist.tracking.sender")
 
@@ -111,7 +112,11 @@ class Sender:
 
     def _pump(self) -> None:
         tracker = self._connect()
-        while self._read_journal():
+        while True:
+            if not self._unsent:
+                self._unsent += itertools.chain.from_iterable(map(points_of, self._tail.lines()))
+            if not self._unsent:
+                return
             while self._unsent:
                 self._send(tracker, self._unsent[:MAX_POINTS])
                 del self._unsent[:MAX_POINTS]
@@ -137,8 +142,8 @@ class Sender:
             if run_id != self._state.run_id:
                 self._update(run_id=run_id, previous=self._state.run_id or self._state.previous)
                 log.info("run %s", run_id)
-            keys = journal_metrics(self._run_dir)
-            self._recorded = {key: self._tracker.recorded(run_id, key) for key in keys}
+            for key in journal_metrics(self._run_dir) - self._recorded.keys():
+                self._recorded[key] = self._tracker.recorded(run_id, key)
             step = first_step_not_in_journal(self._run_dir, self._recorded)
             self._is_compared = step is None
             if step is not None:
@@ -188,12 +193,6 @@ class Sender:
         self._last_step.clear()
         self._tail.rewind()
 
-    def _read_journal(self) -> bool:
-        """Read the next lines into `_unsent`; whether there is anything to send."""
-        if not self._unsent:
-            self._unsent += itertools.chain.from_iterable(map(points_of, self._tail.lines()))
-        return bool(self._unsent)
-
     def _send(self, tracker: Tracker, points: list[Point]) -> None:
         last_step = dict(self._last_step)  # replaced only after the call has succeeded
         new = []
@@ -228,33 +227,20 @@ class Sender:
 
 
 def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
-    server, new_key = request.without_secrets().server, request.new_run_key
+    server, directory = request.without_secrets().server, directory_identity(run_dir)
     state = TrackingState.load(run_dir / STATE)
-    directory = directory_identity(run_dir)
     is_copy = state is not None and state.directory not in (None, directory)
     if state is not None and is_copy:
         log.info("a copy of the directory of run %s: it gets a run for itself", state.run_id)
-    # Another server does not have the old run, and training from step 0 has other values.
-    if state is None or is_copy or state.server != server or new_key not in (None, state.key):
-        # The request of the original is a part of the copy, with the key of its run.
-        is_own_key = state is None or new_key != state.key
+    if state is None or is_copy or state.server != server:  # another server lacks the old run
         return TrackingState(
-            key=(new_key if is_own_key else None) or uuid.uuid4().hex,
+            key=uuid.uuid4().hex,
             server=server,
             experiment=request.experiment,
             directory=directory,
             previous=state.run_id if state else None,
         )
     return replace(state, directory=directory, delivered=False, status="running")
-
-
-def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
-    """The metrics of one journal line, including infinities and NaN."""
-    seconds = line.get("time")  # anything, in a journal that was edited
-    milliseconds = int(seconds * 1000) if isinstance(seconds, int | float) else 0
-    for name, value in line.items():
-        if name not in ("step", "time") and type(value) in (int, float):
-            yield Point(name, float(value), line["step"], milliseconds)
 
 
 def journal_metrics(run_dir: Path) -> set[str]:
@@ -299,11 +285,58 @@ def record_evaluations(results: Sequence[tuple[str, Mapping[str, Any]]]) -> None
         tracker.end(run_id, "finished")
 
 
+class TrainingEnd:
+    """How and when training has ended. `listen` finds out from standard input."""
+
+    def __init__(self, *, flush_seconds: float) -> None:
+        self.status = "interrupted"
+        self.has_ended = threading.Event()
+        self.deadline = float("inf")
+        """On the monotonic clock; finite once `has_ended` is set."""
+        self._flush_seconds, self._parent = flush_seconds, os.getppid()
+
+    def end(self) -> None:
+        """Note that training has ended: the remaining time is now bounded."""
+        self.deadline = time.monotonic() + self._flush_seconds
+        watchdog_seconds = self._flush_seconds + WATCHDOG_SECONDS
+        watchdog = threading.Timer(watchdog_seconds, os._exit, [EXIT_UNDELIVERED])
+        watchdog.daemon = True
+        watchdog.start()
+        self.has_ended.set()
+
+    def listen(self) -> TrackingRequest | None:
+        """The request, which is the first line of standard input; None if it never comes.
+
+        After that a thread waits for `end STATUS`: a call to the server can block for minutes.
+        """
+        lines = self._lines()
+        request = TrackingRequest.from_json(next(lines, ""))
+        threading.Thread(target=self._wait, args=(lines,), daemon=True).start()
+        return request
+
+    def _wait(self, lines: Iterator[str]) -> None:
+        self.status = next(lines, "end interrupted").removeprefix("end ")
+        self.end()
+
+    def _lines(self) -> Iterator[str]:
+        # Not system/signals.py: it ends the process immediately, and this one must deliver first.
+        # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
+        rest = b""
+        while True:
+            if select.select([0], [], [], POLL_SECONDS)[0]:
+                data = os.read(0, 1 << 16)
+                *lines, rest = (rest + data).split(b"\n")
+                yield from (line.decode() for line in lines)
+                if not data:
+                    return
+            elif os.getppid() != self._parent:
+                return  # killed, while a child that it forked still holds the pipe open
+
+
 def deliver(run_dir: Path, request: TrackingRequest, training: TrainingEnd) -> bool:
     """Send until training has ended and the server has everything (True), or until the deadline."""
     sender = Sender(run_dir, request)
-    backoff_seconds = POLL_SECONDS
-    is_failing = is_last = False
+    backoff_seconds, has_failed, is_last = POLL_SECONDS, False, False
     while True:
         # Tested before the journal is read: then that read sees every line.
         if not is_last and training.has_ended.is_set():
@@ -314,24 +347,30 @@ def deliver(run_dir: Path, request: TrackingRequest, training: TrainingEnd) -> b
             if is_last:
                 sender.finish()
                 return True
-            if is_failing:
-                log.info("the server responds again")
-            backoff_seconds, is_failing = POLL_SECONDS, False
+            backoff_seconds = POLL_SECONDS
         except UnavailableError as error:
-            if not is_failing:
-                log.warning("%s", error)
-                training.notice(
-                    f"the tracking server cannot be reached ({error}). Training is not affected: "
-                    "metrics are in metrics.jsonl and are sent when the server responds again"
-                )
-            is_failing = True
+            if not has_failed:
+                has_failed = True
+                _warn_training(run_dir, error)
             backoff_seconds = min(MAX_BACKOFF_SECONDS, backoff_seconds * 2)
+        if time.monotonic() > training.deadline:
+            return False
         if is_last:
-            if time.monotonic() > training.deadline:
-                return False
-            time.sleep(min(backoff_seconds, 1.0))
+            time.sleep(POLL_SECONDS)
         else:
             training.has_ended.wait(backoff_seconds)
+
+
+def _warn_training(run_dir: Path, error: UnavailableError) -> None:
+    """One line in the log of rank 0, which the launcher displays."""
+    warning = (
+        f"the tracking server cannot be reached ({error}). Training is not affected: metrics are "
+        "in metrics.jsonl and are sent when the server responds again"
+    )
+    log.warning("%s", warning)
+    with contextlib.suppress(OSError), (run_dir / RANK_LOG).open("a") as rank_log:
+        line = warning.replace("\n", " ")
+        rank_log.write(f"{time.strftime('%H:%M:%S')} tracking: {line}\n")
 
 
 def wait_for_previous_sender(run_dir: Path, training: TrainingEnd) -> bool:
@@ -362,15 +401,13 @@ def run(run_dir: Path, *, sync: bool, flush_seconds: float) -> int:
     if sync:
         import txl_dist.tracking.mlflow_tracker  # noqa: F401 - takes seconds, before the time counts
 
-        training.end()
-        training.request = TrackingRequest.load(run_dir / REQUEST)
+        request = TrackingRequest.load(run_dir / REQUEST)
         state = TrackingState.load(run_dir / STATE)
         if state is not None and state.status != "running":
             training.status = state.status
+        training.end()
     else:
-        training.listen()
-        training.has_request.wait()
-    request = training.request
+        request = training.listen()
     if request is None:
         log.error("%s has no tracking request; was this run started with tracking?", run_dir)
         return 1
@@ -380,7 +417,6 @@ def run(run_dir: Path, *, sync: bool, flush_seconds: float) -> int:
         request.without_secrets().save(run_dir / REQUEST)
     if wait_for_previous_sender(run_dir, training) and deliver(run_dir, request, training):
         return 0
-    # Into RUN/logs/tracking.log; a tracker that still waits repeats it in the training log.
     log.warning("not everything was delivered. To try again: %s", sync_command(run_dir))
     return EXIT_UNDELIVERED
 

@@ -7,17 +7,14 @@ called with (uri, run_dir), and registered under the scheme of its `tracking.uri
     mine = "my_package.tracker:MyTracker"         # for tracking.uri=mine://HOST/PATH
 
 Trackers are called only in the processes of `sender.py`: they may block for as long as they want.
-
-`TrackingRequest` is what to record. Training sends it to the sender's standard input; a copy
-without secrets, RUN/logs/tracking-request.json, serves `txl track sync`. `TrackingState`,
-RUN/tracking.json, says which run of the server belongs to the run directory. Only the sender writes
-these files.
+Only the sender writes the files `TrackingRequest` (what to record, without secrets) and
+`TrackingState` (which run of the server belongs to the run directory).
 """
 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -54,6 +51,15 @@ class Point:
     step: int
     milliseconds: int
     """Since the epoch, from the journal: the same point sent twice has the same timestamp."""
+
+
+def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
+    """The metrics of one journal line, including infinities and NaN."""
+    seconds = line.get("time")  # anything, in a journal that was edited
+    milliseconds = int(seconds * 1000) if isinstance(seconds, int | float) else 0
+    for name, value in line.items():
+        if name not in ("step", "time") and type(value) in (int, float):
+            yield Point(name, float(value), line["step"], milliseconds)
 
 
 Recorded = set[tuple[int, int]]
@@ -167,9 +173,6 @@ class TrackingRequest(_JsonFile):
     tags: dict[str, str] = field(default_factory=dict)
     data_manifest: str | None = None
     """Path of a file to record."""
-    new_run_key: str | None = None
-    """Set if training starts without a checkpoint: use the server's run with this key, not the
-    previous one of the run directory. A restarted sender finds the same run by it."""
 
     def without_secrets(self) -> "TrackingRequest":
         """A copy without the credentials in the server URI."""
@@ -190,8 +193,8 @@ class TrackingState(_JsonFile):
     uses this file takes it over (it is from a checkpoint URL)."""
     run_id: str | None = None
     previous: str | None = None
-    """The previous run, if it was deleted, superseded or started over, is on another server, or
-    belongs to the directory that this one is a copy of."""
+    """The previous run, if it was deleted or superseded, is on another server, or belongs to the
+    directory that this one is a copy of."""
     supersedes: str | None = None
     status: str = "running"
     sent_step: int | None = None

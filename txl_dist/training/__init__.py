@@ -4,11 +4,10 @@ job.py            config and options of a run, as a launcher sends them; equal o
 rank.py           the entry of every launcher: one rank from start to exit
 setup.py          builds the Trainer in five stages: inputs, attempt, point, parts, trainer
 begin.py          inputs, attempt and point: what is trained, and from where
-parts.py          parts: what computes, saves and observes
 computation.py    the step with model and engine, and evaluation on the ranks
+compilation.py    layers compiled by torch.compile
 segment_source.py  the segments that a rank reads
 data.py           the corpora of a run, opened and checked before any rank is started
-phases.py         changes of corpora and weights during a run
 loop.py           the order of events
 observer.py       what may watch a run, by event
 observers.py      the list: report.py (metrics, step lines), goodput.py, speed.py, diagnostics.py
@@ -20,7 +19,7 @@ schedule.py       the length of a run, and the learning rate of each step
 scores.py         the scores of a run, and what an evaluation is waiting for
 watch.py          evaluation of checkpoints by another process (txl eval --watch)
 score_watch.py    the part of training in that
-state.py          progress of a run, stored in each checkpoint
+state.py          progress of a run, stored in each checkpoint; changes of corpora and lanes
 saving.py         when checkpoints are written and removed
 resume.py         where a run resumes: one function, whose docstring is a table
 resume_point.py   the chosen checkpoint: verified, then loaded

@@ -7,10 +7,13 @@ begin_run    attempt  the lock, and the attempt that ends older ones
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
+from txl_dist.checkpoint.writer import CheckpointHeader
+from txl_dist.config.config_file import flatten_config
 from txl_dist.config.run_config import RunConfig
+from txl_dist.runtime.process import code_description
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
@@ -46,6 +49,24 @@ class RankContext:
     """Id of the run, chosen by rank 0; stored in every checkpoint."""
     evaluate_on: str = "processes"
     """`--on` of the process that scores checkpoints (`evaluation.on: workers`)."""
+
+    @property
+    def checkpoint_header(self) -> CheckpointHeader:
+        """What all checkpoints of this attempt have in common."""
+        attempt = self.directory.checkpoints.attempt
+        return CheckpointHeader(
+            written_by=code_description(),
+            model=asdict(self.data.model_config),
+            run=flatten_config(self.config),
+            run_id=self.run_id,
+            attempt=attempt.record.number if attempt else 0,
+            tokenizer_json=self.data.tokenizer.to_json(),
+            tokenizer_digest=self.data.tokenizer.digest,
+            data_digest=self.data.digest,
+            vocab_size=self.data.vocabulary.vocab_size,
+            zero_stage=self.config.deepspeed.zero_stage,
+            num_lanes=self.config.data.num_lanes,
+        )
 
     def after_step(self, step: int, *, run_id: str) -> Self:
         """The context of a run that continues after `step`, with the settings that hold there."""
@@ -113,7 +134,8 @@ class Beginning:
 def begin_run(inputs: RankContext, stop: StopRequest, run_stack: ExitStack) -> Beginning:
     """Take the lock, find the checkpoint to resume from, and begin an attempt. Collective."""
     job, world, directory, data = inputs.job, inputs.world, inputs.directory, inputs.data
-    world.run_on_rank_zero(lambda: _lock(inputs))
+    lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
+    world.run_on_rank_zero(lambda: inputs.stack.enter_context(lock))
     checkpoints = directory.checkpoints
     # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
     # in the run directory, so the run continues even if its URL cannot be reached.
@@ -145,25 +167,11 @@ def _beginning(
         kept_step = point.kept_step if point else 0
         scores.rewind(kept_step)
         unscored = [step for step in scores.waiting() if step <= kept_step]
-        if on_ranks and unscored:
-            # The ranks can score only the weights with which they begin.
-            earlier = [step for step in unscored if point is None or step < point.state.step]
-            unscored = unscored[len(earlier) :]
-            if earlier:
-                log.warning(
-                    "the checkpoints of steps %s have no score. To compute them after the run: "
-                    "txl eval --watch %s",
-                    ", ".join(map(str, earlier)),
-                    inputs.directory.path,
-                )
+        if on_ranks:
+            # The ranks can score only the weights with which they begin, `txl eval --watch` others.
+            unscored = [step for step in unscored if step == kept_step]
     unscored = world.broadcast(unscored)
     return Beginning(point, run_id, is_new_attempt, scores, unscored, on_ranks)
-
-
-def _lock(inputs: RankContext) -> None:
-    directory, force = inputs.directory, inputs.job.force_unlock
-    inputs.stack.enter_context(directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=force))
-    directory.checkpoints.rename_copies()
 
 
 def _share_stop(stop: StopRequest, directory: RunDirectory, world: World, stack: ExitStack) -> None:

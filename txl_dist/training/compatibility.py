@@ -22,8 +22,7 @@ from txl_dist.config.data_config import SINGLE_CORPUS_NAME
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
-from txl_dist.training.phases import PhaseChange
-from txl_dist.training.state import Phase, TrainState, load_state
+from txl_dist.training.state import Phase, PhaseChange, TrainState, load_state
 
 MIXTURE = "data.mixture"
 
@@ -40,12 +39,8 @@ _FREE = (
     "training.num_epochs",
     "training.micro_batch_lanes",
     "training.log_interval_steps",
-    "training.checkpoint_interval_steps",
-    "training.checkpoint_interval_minutes",
-    "training.checkpoint_upload_timeout_seconds",
-    "training.checkpoint_url",
-    "training.keep_checkpoints",
-    "training.keep_interval_steps",
+    "training.checkpoint_",
+    "training.keep_",
     "training.rank_timeout_seconds",
     "training.grace_seconds",
     "training.activation_checkpointing",
@@ -53,7 +48,6 @@ _FREE = (
     "training.compile",
     "training.cuda_graphs",
     "training.deterministic",
-    "training.statistics_interval_steps",
     "training.profile_",
     "evaluation.",
     "tracking.",

@@ -1,5 +1,6 @@
 """Builds what computes: the step, with model, engine and memory, and evaluation on the ranks."""
 
+import logging
 import math
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.training.begin import RankContext
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.engine import Engine, create_engine
@@ -21,10 +23,13 @@ from txl_dist.training.scores import Evaluate, Score
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
+log = logging.getLogger(__name__)
+
 
 def build_step(rank: RankContext) -> TrainStep:
     """The model, its engine, and the memory of this rank's lanes. Collective."""
     config, data, world = rank.config, rank.data, rank.world
+    fault_point("engine")
     num_rows = data.plan.rows_per_rank(world.num_ranks)
     micro_batch_rows = min(num_rows, config.training.micro_batch_lanes or num_rows)
     # Equal on all ranks: at stage 3 every forward and backward is collective, so a rank with fewer
@@ -42,8 +47,10 @@ def build_step(rank: RankContext) -> TrainStep:
     _require_attention(data.model_config, world.device)
     if config.training.compile:
         compile_layers(model, config, world, lanes=range(micro_batch_rows))
+    engine = create_engine(model, config, world, **shape)
+    log.info("the model is built")
     return TrainStep(
-        create_engine(model, config, world, **shape),
+        engine,
         world,
         lanes=lanes,
         seed=config.seed,

@@ -1,21 +1,9 @@
-"""Observers that explain a run: norms by layer, traces of steps, and whether the run learns.
-
-`training.statistics_interval_steps` writes norms of weights, gradients and updates per layer:
-
-    weights/GROUP/norm            L2 norm of the weights after the update
-    weights/GROUP/gradient_norm   L2 norm of the gradient, summed over ranks, before clipping
-    weights/GROUP/update_ratio    L2 norm of the update / L2 norm of the weights before it
-
-GROUP is `layer_N` for the weights of layer N, otherwise the name of the module: `table`, `softmax`
-or a shared bias. Each rank sums squares over the slices that it owns (`Engine.fragments`), at any
-ZeRO stage, and one all-reduce adds the sums of all ranks. In other steps there is no cost; in these
-the slices are copied once, to compare them with the updated ones.
+"""Observers that explain a run: traces of steps, and whether the run learns.
 
 `training.profile_steps` writes a trace of some steps by torch.profiler to RUN/profile:
 
     rank-0-step-100.json   for chrome://tracing or https://ui.perfetto.dev; one file for each part
                            of a range that a resume or a change of settings divides
-    rank-0-step-100.txt    the operations that took most of the time
 
 A trace covers everything the rank does from the first of these steps to the last one: data, step,
 report and checkpoints. Profiling slows these steps down; other steps are not affected.
@@ -26,28 +14,18 @@ warm-up: the loss stays at the unigram entropy of the data, a little lower at ea
 """
 
 import logging
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from data_pipeline.system.files import write_file
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
-from txl_dist.training.engine import Engine
 from txl_dist.training.observer import Observer, Values
-from txl_dist.training.scores import Score
 from txl_dist.training.state import TrainState
-from txl_dist.training.step import StepResult
 
-ROWS = 40
-"""Operations in the table."""
 MIN_TOKENS, MIN_STEPS, TOKENS_PER_ID = 250_000, 500, 100
 """No verdict before: healthy runs need some time too, more of it for a large vocabulary."""
 CLEARLY_BELOW = 0.92
@@ -57,88 +35,6 @@ AVERAGED = 0.2
 """Part of the tokens before the verdict whose losses are averaged."""
 
 log = logging.getLogger(__name__)
-
-
-class WeightStatistics(Observer):
-    """The norms by layer. On every rank; `write` writes them on rank 0."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        world: World,
-        *,
-        interval_steps: int,
-        write: Callable[[TrainState, Values], None],
-    ) -> None:
-        self._engine, self._world, self._interval_steps = engine, world, interval_steps
-        self._write, self._is_due = write, False
-        self._groups = sorted({group_of(name) for name in engine.shapes})
-        self._before: list[Tensor] = []
-        self._gradient_squares: list[tuple[str, Tensor]] = []
-
-    def update(self, step: int) -> None:
-        self._is_due = step % self._interval_steps == 0
-        if self._is_due:
-            self._before_update()
-
-    def step(self, state: TrainState, result: StepResult) -> None:
-        if self._is_due and result.is_update:
-            values = self._after_update()
-            if self._world.is_rank_zero:
-                self._write(state, values)
-        self._before, self._gradient_squares, self._is_due = [], [], False
-
-    def _before_update(self) -> None:
-        """Copy this rank's slices of the weights, and sum the squares of its gradients."""
-        self._before = [fragment.master.clone() for fragment in self._engine.fragments()]
-        self._gradient_squares = [
-            (name, _square(gradient)) for name, gradient in self._engine.gradients()
-        ]
-
-    def _after_update(self) -> dict[str, float]:
-        """The statistics of this step, equal on all ranks. Collective."""
-        squares: dict[str, list[tuple[str, Tensor]]] = {
-            "gradient": self._gradient_squares,
-            "before": [],
-            "update": [],
-            "weight": [],
-        }
-        for fragment, before in zip(self._engine.fragments(), self._before, strict=True):
-            squares["before"].append((fragment.name, _square(before)))
-            squares["update"].append((fragment.name, _square(fragment.master - before)))
-            squares["weight"].append((fragment.name, _square(fragment.master)))
-        sums = torch.stack([self._sum_by_group(values) for values in squares.values()])
-        norms = self._world.all_reduce_sum(sums).sqrt().tolist()
-        return {
-            f"weights/{group}/{name}": value
-            for group, gradient, before, update, weight in zip(self._groups, *norms, strict=True)
-            for name, value in (
-                ("norm", weight),
-                ("gradient_norm", gradient),
-                # Weights that start at 0, such as biases of a group of their own, have no ratio.
-                ("update_ratio", update / before if before else math.nan),
-            )
-            if math.isfinite(value)
-        }
-
-    def _sum_by_group(self, squares: list[tuple[str, Tensor]]) -> Tensor:
-        """Sums of squares [number of groups], float64 on the processor."""
-        sums = torch.zeros(len(self._groups), dtype=torch.float64)
-        if squares:  # a rank may own no slice
-            index = torch.tensor([self._groups.index(group_of(name)) for name, _ in squares])
-            sums.index_add_(0, index, torch.stack([square for _, square in squares]).cpu())
-        return sums
-
-
-def group_of(parameter: str) -> str:
-    """`layers.3.attention.query.weight` -> `layer_3`; `softmax.bias.0` -> `softmax`."""
-    first, *others = parameter.split(".")
-    return f"layer_{others[0]}" if first == "layers" else first
-
-
-def _square(x: Tensor) -> Tensor:
-    """Sum of squares in float64, so that it hardly depends on how the ranks cut the weights."""
-    return torch.linalg.vector_norm(x, dtype=torch.float64) ** 2
 
 
 class StepProfiler(Observer):
@@ -166,14 +62,11 @@ class StepProfiler(Observer):
         if recorded is None:
             return
         recorded.stop()
-        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = recorded.key_averages().table(sort_by=order, row_limit=ROWS)
         try:
             self._path.parent.mkdir(exist_ok=True)
             unfinished = self._path.with_suffix(".unfinished")
             recorded.export_chrome_trace(str(unfinished))
             unfinished.replace(self._path)
-            write_file(self._path.with_suffix(".txt"), table.encode())
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             log.warning("the profile %s could not be written: %s", self._path, error)
         else:
@@ -209,33 +102,17 @@ class LearningCheck(Observer):
         return cls(config, entropy, after_tokens, is_done=state.tokens >= after_tokens)
 
     def start(self, state: TrainState) -> None:
-        log.info("learning | %s", self.description)
+        when = "" if self.is_done else f"; checked after {self.after_tokens:,} tokens"
+        log.info(
+            "learning | unigram entropy of the data %.3f nats: a model that learns from the "
+            "context has a lower loss%s",
+            self.entropy,
+            when,
+        )
 
     def report(self, state: TrainState, values: Values) -> None:
         if warning := self.warning(state.tokens, LossSums(*state.unreported)):
             log.warning("learning | WARNING: %s", warning)
-
-    def score(self, score: Score, gain: float | None) -> None:
-        if score.nats is not None and not self.is_learned(loss := score.sums.nats_per_token):
-            log.info(
-                "learning | the loss at step %d, %.3f, is not clearly below the unigram entropy "
-                "%.3f",
-                score.step,
-                loss,
-                self.entropy,
-            )
-
-    @property
-    def description(self) -> str:
-        when = "" if self.is_done else f"; checked after {self.after_tokens:,} tokens"
-        return (
-            f"unigram entropy of the data {self.entropy:.3f} nats: a model that learns from the "
-            f"context has a lower loss{when}"
-        )
-
-    def is_learned(self, loss: float) -> bool:
-        """Whether a loss, in nats per token, needs more than the frequencies of tokens."""
-        return loss < CLEARLY_BELOW * self.entropy
 
     def warning(self, tokens: int, sums: LossSums) -> str | None:
         """The warning that is due with a line of `sums`, which ends after `tokens` of the run."""
@@ -244,7 +121,7 @@ class LearningCheck(Observer):
         self._sums += sums
         self.is_done = tokens >= self.after_tokens
         loss, optimizer = self._sums.nats_per_token, self.config.optimizer
-        if not self.is_done or self.is_learned(loss):
+        if not self.is_done or loss < CLEARLY_BELOW * self.entropy:
             return None
         return (
             f"after {tokens:,} tokens the loss, {loss:.3f} nats, is not clearly below "

@@ -5,23 +5,19 @@ Productive are the seconds of the steps that are part of the final trajectory. T
     start-up     from the start of a rank to the end of its first step: imports of libraries, data,
                  resume, compilation
     data wait, save wait, evaluation     the time for which the training loop was blocked by them
-    lost steps   steps that were trained again, because the process ended before the next
-                 checkpoint, and a step that never ended, such as one in which a rank hung
+    lost steps   steps that were trained again, and a step that never ended, as when a rank hung
     down         between the end of a process and the start of the next one
     other        the rest of the loop, such as logging
 
 RUN/goodput.json has the sums of all processes until the last update, which is at most
-UPDATE_SECONDS before the end of a killed process; the time after it counts as down. Inside a
-process durations are from the monotonic clock (`Activity`). Only `down` is the difference of two
-wall clocks, because there is no other clock between processes; a negative one counts as 0.
-
-The times are those of rank 0. The ranks advance together, so when any rank waits, rank 0 waits too.
+UPDATE_SECONDS before the end of a killed process; the time after it counts as down. Only `down` is
+the difference of two wall clocks; a negative one counts as 0. The times are those of rank 0: when
+any rank waits, rank 0 waits too.
 """
 
 import contextlib
 import logging
 import time
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
 
 UPDATE_SECONDS = 2.0
 MAX_CHECKPOINTS = 20
-"""Checkpoints whose productive seconds are stored. Between them the seconds are interpolated."""
+"""Checkpoints whose productive seconds are stored."""
 STEPS = "steps"
 LOST, DOWN = "lost steps", "down"
 LOSSES = (
@@ -76,8 +72,11 @@ class GoodputFile(StrictModel):
         return goodput_of(self.seconds)
 
 
-class Goodput:
-    """The seconds of a run by cause, summed by rank 0. `activity` measures this process."""
+class Goodput(Observer):
+    """The seconds of a run by cause, on rank 0. `activity` measures this process.
+
+    Adds metrics to each line, and logs a summary at the end.
+    """
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Goodput:
             self._seconds[DOWN] += self._seconds_since(earlier)
         elif not is_restart:  # the old parts of the run were closed
             self._seconds[Span.START_UP.value] += self._seconds_since(earlier)
-        self.rewind(step)
+        self._rewind(step)
 
     def _seconds_since(self, earlier: GoodputFile) -> float:
         """From the last update to the start of `activity`."""
@@ -148,16 +147,41 @@ class Goodput:
         seconds[LOST if self._activity.num_steps else Span.START_UP.value] += unfinished
         return seconds
 
-    def values(self) -> dict[str, float]:
-        """Metrics of the step line."""
-        seconds = self.seconds
-        return {
-            "goodput": goodput_of(seconds),
+    def line(self, state: TrainState, values: Values) -> None:
+        values |= {
+            "goodput": goodput_of(self.seconds),
             "restarts": self._restarts,
             "lost_steps": self._lost_steps,
         }
 
-    def rewind(self, step: int) -> None:
+    def step(self, state: TrainState, result: "StepResult") -> None:
+        self._step, self._is_complete = state.step, False
+        if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
+            self._write(sync=False)
+
+    def save(self, state: TrainState) -> None:
+        self._step = state.step
+        self._productive[state.step] = self.seconds[STEPS]
+        first, *later = self._productive.items()
+        self._productive = dict([first, *later[1 - MAX_CHECKPOINTS :]])
+        self._write(sync=True)
+
+    def rollback(self, state: TrainState, abandoned_step: int) -> None:
+        self._step = abandoned_step
+        self._rewind(state.step)
+
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        self._is_stopped = is_stopped
+        has_trained = self._activity.num_steps > 0
+        seconds = self.seconds
+        # A run that was finished already stays as it is; one may end after a last evaluation.
+        if has_trained or (is_complete and not self._is_complete):
+            self._step, self._is_complete = state.step, is_complete
+            self._write(sync=True, seconds=seconds)
+        if has_trained:
+            log.info("%s", self._summary(seconds))
+
+    def _rewind(self, step: int) -> None:
         """The run goes back to `step`: the time of the steps after it was lost."""
         if step < self._step:
             seconds = self.seconds[STEPS] - self._productive_until(step)
@@ -166,31 +190,6 @@ class Goodput:
             self._lost_steps += self._step - step
             self._productive = {s: p for s, p in self._productive.items() if s <= step}
         self._step = step
-
-    def update(self, step: int) -> None:
-        """After each step; writes the file if the last update is old enough."""
-        self._step, self._is_complete = step, False
-        if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
-            self._write(sync=False)
-
-    def checkpoint(self, step: int) -> None:
-        """After each checkpoint, to which the run may go back."""
-        self._step = step
-        self._productive[step] = self.seconds[STEPS]
-        first, *later = self._productive.items()
-        self._productive = dict([first, *later[1 - MAX_CHECKPOINTS :]])
-        self._write(sync=True)
-
-    def end(self, step: int, *, is_complete: bool, is_stopped: bool = False) -> str | None:
-        """The summary of the run. None if this process has done no step."""
-        self._is_stopped = is_stopped
-        has_trained = self._activity.num_steps > 0
-        seconds = self.seconds
-        # A run that was finished already stays as it is; one may end after a last evaluation.
-        if has_trained or (is_complete and not self._is_complete):
-            self._step, self._is_complete = step, is_complete
-            self._write(sync=True, seconds=seconds)
-        return self._summary(seconds) if has_trained else None
 
     def _summary(self, seconds: dict[str, float]) -> str:
         wall_seconds = max(1e-9, sum(seconds.values()))
@@ -205,14 +204,9 @@ class Goodput:
         )
 
     def _productive_until(self, step: int) -> float:
-        """Productive seconds up to a step before the current one."""
-        points = [*self._productive.items(), (self._step, self.seconds[STEPS])]
-        index = bisect_right(points, step, key=lambda point: point[0])
-        if index == 0:  # before the first step of this file
-            return 0.0
-        (before, low), (after, high) = points[index - 1], points[min(index, len(points) - 1)]
-        share = (step - before) / (after - before) if after > before else 0.0
-        return low + share * (high - low)
+        """Productive seconds up to a checkpoint before the current step."""
+        # If it is not stored any more: by the mean time of a step.
+        return self._productive.get(step, self.seconds[STEPS] * step / self._step)
 
     def _write(self, *, sync: bool, seconds: dict[str, float] | None = None) -> None:
         self._updated_at = time.monotonic()
@@ -234,30 +228,6 @@ class Goodput:
                 write_file(self._path, text.encode())
             else:
                 overwrite_page(self._path, text)
-
-
-class GoodputObserver(Observer):
-    """Keeps the goodput of a run on rank 0: metrics of each line, and a summary at the end."""
-
-    def __init__(self, goodput: Goodput) -> None:
-        self._goodput = goodput
-
-    def step(self, state: TrainState, result: "StepResult") -> None:
-        self._goodput.update(state.step)
-
-    def line(self, state: TrainState, values: Values) -> None:
-        values |= self._goodput.values()
-
-    def save(self, state: TrainState) -> None:
-        self._goodput.checkpoint(state.step)
-
-    def rollback(self, state: TrainState, abandoned_step: int) -> None:
-        self._goodput.update(abandoned_step)
-        self._goodput.rewind(state.step)
-
-    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
-        if summary := self._goodput.end(state.step, is_complete=is_complete, is_stopped=is_stopped):
-            log.info("%s", summary)
 
 
 def goodput_of(seconds: Mapping[str, float]) -> float:

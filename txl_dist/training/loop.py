@@ -47,8 +47,8 @@ class Trainer:
     """One rank's part of a run.
 
     These calls are collective, so all ranks must make them at the same event: `step`, `evaluate`,
-    `recovery.roll_back_*`, of `saver` save, wait, wait_after and finish, and of `observers` start,
-    update and step. All others are local to the rank.
+    `recovery.roll_back_*`, of `saver` save, wait, wait_after and finish, and of `observers` start
+    and step. All others are local to the rank.
     """
 
     config: RunConfig
@@ -234,7 +234,8 @@ class Trainer:
         if score is None:
             self._stop()
         if score.nats is None:
-            self._give_up_weights(DivergedError(score.reason), step)
+            error = DivergedError(score.reason)
+            raise RolledBackError(self.recovery.roll_back_weights(self.state, error, step))
         self.evaluation_is_pending = False
         # The file first: if this process is killed now, the next start writes the line.
         gain = self.step.world.broadcast(self.scores and self.scores.add(score))
@@ -244,10 +245,6 @@ class Trainer:
         if gain is not None:
             self.saver.mark_best()
 
-    def _give_up_weights(self, error: DivergedError, step: int) -> NoReturn:
-        """Respond to weights that are of no use. Raises `error`, or RolledBackError."""
-        raise RolledBackError(self.recovery.roll_back_weights(self.state, error, step))
-
     @contextmanager
     def _finite_weights(self) -> Iterator[None]:
         """Around a wait for a save, which finds NaN and Inf in the weights."""
@@ -256,7 +253,8 @@ class Trainer:
             yield
         except DivergedError as error:
             assert saved_step is not None
-            self._give_up_weights(error, saved_step)
+            rollback = self.recovery.roll_back_weights(self.state, error, saved_step)
+            raise RolledBackError(rollback) from error
 
     def _wait_for_scores(self) -> None:
         """Wait for the process that scores checkpoints."""

@@ -1,6 +1,6 @@
 """Observer: something that watches a run without taking part in it, such as a monitor or a tracker.
 
-    start -> (segment -> update -> step -> line -> save) ... -> end
+    start -> (segment -> step -> line -> save) ... -> end
                           score, rollback and event at any time
 
 The loop calls each method of all observers on every rank, in the order of their list. An observer
@@ -44,9 +44,6 @@ class Observer:
 
     def segment(self, step: int) -> None:
         """Step number `step` begins: the loop is about to wait for its segment."""
-
-    def update(self, step: int) -> None:
-        """All gradients of step number `step` are there; the weights are not updated yet."""
 
     def step(self, state: TrainState, result: "StepResult") -> None:
         """A step is done, or was skipped or rejected. `state` is that after it."""
@@ -99,5 +96,5 @@ def _of_all(name: str) -> Callable[..., None]:
     return call
 
 
-for _name in ("start", "segment", "update", "step", "save", "score", "rollback", "event", "end"):
+for _name in ("start", "segment", "step", "save", "score", "rollback", "event", "end"):
     setattr(Observers, _name, _of_all(_name))

@@ -8,11 +8,10 @@ from txl_dist.model.flops import training_flops
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.process import TrackingProcess
-from txl_dist.training.begin import RankContext
+from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.data import Corpus
-from txl_dist.training.diagnostics import LearningCheck, StepProfiler, WeightStatistics
-from txl_dist.training.engine import Engine
-from txl_dist.training.goodput import Goodput, GoodputObserver
+from txl_dist.training.diagnostics import LearningCheck, StepProfiler
+from txl_dist.training.goodput import Goodput
 from txl_dist.training.observer import Observer, Observers
 from txl_dist.training.report import Report
 from txl_dist.training.run_directory import RunDirectory
@@ -21,18 +20,11 @@ from txl_dist.training.state import TrainState
 
 
 def build_observers(
-    rank: RankContext,
-    engine: Engine,
-    state: TrainState,
-    *,
-    kept_step: int,
-    reached_step: int,
-    is_new_attempt: bool,
+    rank: RankContext, beginning: Beginning, state: TrainState, *, reached_step: int
 ) -> Observers:
     """The observers of this rank, in the order in which they are called. Collective.
 
-    `kept_step`: steps after it that earlier processes have trained are lost. `reached_step`: the
-    last one of these.
+    `reached_step`: the last step that earlier processes have trained (`open_run`).
     """
     world, config = rank.world, rank.config
     data = config.data
@@ -55,16 +47,15 @@ def build_observers(
     learning = world.run_on_all(
         lambda: LearningCheck.of(rank.job.config, rank.data, state) if world.is_rank_zero else None
     )[0]
-    report = None
     if world.is_rank_zero:
         attempt = rank.directory.checkpoints.attempt
         goodput = Goodput(
             rank.directory.goodput,
             world.activity,
             step=state.step,
-            kept_step=kept_step,
+            kept_step=beginning.kept_step,
             reached_step=reached_step,
-            is_restart=is_new_attempt,
+            is_restart=beginning.is_new_attempt,
             is_finished=state.step == config.num_steps,
             may_write=lambda: attempt is None or attempt.is_newest,
         )
@@ -72,12 +63,7 @@ def build_observers(
         scored = rank.data.evaluation.label if rank.data.evaluation else None
         report = Report(journal, world.activity, config, scored=scored)
         # First, because others need the speed that it adds to a line.
-        observers = [report, GoodputObserver(goodput), learning, *observers]
-    if (interval_steps := config.training.statistics_interval_steps) is not None:
-        write = report.write if report else lambda state, values: None
-        observers.append(
-            WeightStatistics(engine, world, interval_steps=interval_steps, write=write)
-        )
+        observers = [report, goodput, learning, *observers]
     return Observers(observer for observer in observers if observer is not None)
 
 
@@ -95,7 +81,7 @@ def _profiler(rank: RankContext) -> StepProfiler | None:
     return rank.stack.enter_context(closing(profiler))
 
 
-def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> TrackingProcess | None:
+def start_tracker(rank: RankContext, stack: ExitStack) -> TrackingProcess | None:
     """Start sending metrics to MLflow. The status of the run depends on how `stack` is closed."""
     # Rank 0 only: MLflow would record one copy per rank.
     if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
@@ -106,7 +92,7 @@ def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> Trac
         tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
     manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
     tracker = TrackingProcess.start(
-        rank.directory.path, rank.job.config, data_manifest=manifest, tags=tags, new_run=new_run
+        rank.directory.path, rank.job.config, data_manifest=manifest, tags=tags
     )
     return stack.enter_context(tracker)
 

@@ -9,32 +9,28 @@ uses no checkpoint of update n - 1. After an evaluation or a save that finds NaN
 the last update before it. Steps are skipped by number in `TrainState.divergence`, which is written
 immediately to the checkpoint that the run returns to: they stay skipped after a kill.
 
-Each rank writes what its lanes read in a step that has diverged to one file per event:
-
-    RUN/events/divergence-step-NNNNNNNN-rank-R.json
-
-with the loss of each lane and the documents of its segment, also of lanes with an ordinary loss:
-compare them. Written only at an event, so normal steps cost nothing.
+At an event each rank writes the loss and the documents of all its lanes, also of those with an
+ordinary loss, to compare them: RUN/events/divergence-step-NNNNNNNN-rank-R.json
 """
 
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_pipeline.streams.segments import LaneDocument, Segment, documents_of_lanes
 from data_pipeline.system.files import write_file
-from txl_dist.checkpoint.directory import CheckpointDirectory, divergence_advice
-from txl_dist.config.run_config import RunConfig
+from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.errors import DivergedError, TxlError
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.training.data import TrainingData
+from txl_dist.training.begin import RankContext
 from txl_dist.training.observer import Observers
-from txl_dist.training.resume_point import ResumePoint, newest_before
+from txl_dist.training.resume_point import newest_before
 from txl_dist.training.saving import RunSaver
+from txl_dist.training.start_state import resume_at
 from txl_dist.training.state import Phase, TrainState
 from txl_dist.training.step import StepResult, TrainStep
 
@@ -53,27 +49,28 @@ class Rollback(NamedTuple):
     from the newest checkpoint."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Recovery:
     """Responds to events on one rank. Rollbacks are collective."""
 
-    config: RunConfig
+    rank: RankContext
     step: TrainStep
     observers: Observers
     saver: RunSaver
-    dump: "DivergenceDump"
-    checkpoints: CheckpointDirectory
-    last_step: int
-    """Last step of the trainer: the end of the run, or the next change of settings."""
-    resume_at: Callable[[ResumePoint], TrainState]
-    """Loads weights, optimizer state and memory; returns the state with which the run resumes."""
+    settings_step: int
+    """The settings after this step hold (`training.changes`)."""
+
+    @property
+    def last_step(self) -> int:
+        """Last step of the trainer: the end of the run, or the next change of settings."""
+        return self.rank.config.last_step_with(self.settings_step)
 
     def record(self, state: TrainState, segment: Segment, result: StepResult) -> TrainState:
         """Write the event down; returns the state with it.
 
         Raises DivergedError if the policy is `stop`, or if there were too many events.
         """
-        files = self.dump.write(state, segment, result)
+        files = _Dump(self.rank, self.step.lanes).write(state, segment, result)
         facts = (
             f"{result.event} (segment position {segment.position}, this rank's lanes "
             f"{list(self.step.lanes)}); no rank has changed its weights. Losses and documents of "
@@ -82,7 +79,7 @@ class Recovery:
         return self._with_event(state, facts, step=state.step + 1)
 
     def _with_event(self, state: TrainState, facts: str, *, step: int) -> TrainState:
-        config = self.config.divergence
+        config = self.rank.config.divergence
         if config.policy == "stop":
             raise DivergedError(facts)
         divergence = state.divergence.with_event(config, step=step)
@@ -105,7 +102,7 @@ class Recovery:
         """What to do after a divergence that ends the run."""
         # Not the checkpoint of this step: resuming from it would produce the same numbers.
         last_update = state.divergence.last_update(state.step)
-        return divergence_advice(self.config.run_path, before=last_update)
+        return divergence_advice(self.rank.config.run_path, before=last_update)
 
     def roll_back_step(self, state: TrainState) -> Rollback:
         """Continue from the newest good checkpoint, after the step after `state` has diverged.
@@ -125,7 +122,7 @@ class Recovery:
 
         Raises `error` if the policy is not `rollback`.
         """
-        if self.config.divergence.policy != "rollback":
+        if self.rank.config.divergence.policy != "rollback":
             raise error
         last_update = state.divergence.last_update(step)
         state = self._with_event(state, str(error), step=step)
@@ -134,18 +131,18 @@ class Recovery:
     def _roll_back(
         self, state: TrainState, cause: str, *, last_update: int, excluded: set[int]
     ) -> Rollback:
-        world = self.step.world
+        world, config = self.rank.world, self.rank.config
         world.activity.name = f"rollback after step {state.step}"
         self.saver.settle()  # a checkpoint may be being written
-        point = newest_before(last_update, self.checkpoints, world)
+        point = newest_before(last_update, self.rank.directory.checkpoints, world)
         if point is None:
             raise DivergedError(
                 f"{cause}, and divergence.policy=rollback finds no checkpoint of a step before "
                 f"{last_update}, the last update of the weights. A lower "
                 "training.checkpoint_interval_steps would leave one"
             )
-        has_other_settings = self.config.last_step_with(point.state.step) != self.last_step
-        restored = point.state if has_other_settings else self.resume_at(point)
+        has_other_settings = config.last_step_with(point.state.step) != self.last_step
+        restored = point.state if has_other_settings else resume_at(point, self.rank, self.step)
         divergence = restored.divergence.model_copy(
             update={
                 "event_steps": state.divergence.event_steps,
@@ -172,33 +169,34 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class DivergenceDump:
+class _Dump:
     """Writes the files of one rank. Never raises for a disk or data that cannot be used."""
 
-    directory: Path
-    """RUN/events."""
-    rank: int
+    context: RankContext
     lanes: Sequence[int]
     """Lanes of this rank."""
-    data: TrainingData
-    config: RunConfig
 
     def write(self, state: TrainState, segment: Segment, result: StepResult) -> str:
         """Write the file of the step after `state`; returns the name for all ranks' files."""
         stem = f"divergence-step-{state.step + 1:08d}-rank-"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.context.directory.events.mkdir(parents=True, exist_ok=True)
             content = json.dumps(self._content(state, segment, result), indent=1)
-            write_file(self.directory / f"{stem}{self.rank}.json", content.encode() + b"\n")
+            write_file(
+                self.context.directory.events / f"{stem}{self.context.world.rank}.json",
+                content.encode() + b"\n",
+            )
             for path in self._own_files()[:-MAX_FILES]:
                 path.unlink()
         except OSError as error:
-            log.warning("%s cannot be written: %s", self.directory, error.strerror)
-        return str(self.directory / f"{stem}*.json")
+            log.warning("%s cannot be written: %s", self.context.directory.events, error.strerror)
+        return str(self.context.directory.events / f"{stem}*.json")
 
     def _content(self, state: TrainState, segment: Segment, result: StepResult) -> dict[str, Any]:
         sums, phase = result.sums, state.phases[-1]
-        parts = self.data.plan_of(phase).epoch_ranges(segment.position, segment.next_position)
+        parts = self.context.data.plan_of(phase).epoch_ranges(
+            segment.position, segment.next_position
+        )
         content: dict[str, Any] = {
             "step": state.step + 1,
             "event": result.event,
@@ -237,18 +235,22 @@ class DivergenceDump:
     def _documents(self, phase: Phase, segment: Segment) -> list[LaneDocument]:
         """The documents of this rank's lanes. Raises TxlError or OSError for damaged data."""
         return documents_of_lanes(
-            self.data.source_of(phase, self.config),
-            self.data.plan_of(phase),
+            self.context.data.source_of(phase, self.context.config),
+            self.context.data.plan_of(phase),
             lanes=self.lanes,
             start=segment.position,
             stop=segment.next_position,
-            shuffle=self.config.data.order,
-            seed=self.config.seed,
+            shuffle=self.context.config.data.order,
+            seed=self.context.config.seed,
         )
 
     def _own_files(self) -> list[Path]:
         """This rank's files, oldest step first."""
-        return sorted(self.directory.glob(f"divergence-step-*-rank-{self.rank}.json"))
+        return sorted(
+            self.context.directory.events.glob(
+                f"divergence-step-*-rank-{self.context.world.rank}.json"
+            )
+        )
 
 
 def _mean(sums: LossSums) -> float | str | None:

@@ -17,16 +17,14 @@ from txl_dist.runtime.activity import Activity, Span
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
-from txl_dist.training.engine.optimizers import describe_average
 from txl_dist.training.observer import Observer, Values
-from txl_dist.training.phases import realised_shares
-from txl_dist.training.schedule import how_to_extend, lr_at
+from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import Score
 from txl_dist.training.start_state import count_tokens, remaining_work
-from txl_dist.training.state import TrainState
+from txl_dist.training.state import TrainState, realised_shares
 from txl_dist.training.step import StepResult
 
-EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT, Span.PEAK)
+EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
 """Spans that do not count in the speed of training."""
 
 log = logging.getLogger(__name__)
@@ -126,20 +124,14 @@ class Report(Observer):
         if score.nats is None:
             log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
             return
-        sums, scored = score.sums, self._scored
-        values = {
-            f"{scored}/loss": sums.nats_per_token,
-            f"{scored}/perplexity": sums.perplexity,
-            f"{scored}/tokens_scored": sums.num_tokens,
-            **({f"{scored}/bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
-        }
-        line = {"step": score.step, "tokens": score.tokens, "time": time.time(), **values}
-        self._journal.write(line)
+        assert self._scored is not None
+        sums = score.sums
+        self._journal.write(score.metrics(self._scored))
         per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes else ""
         log.info(
             "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
             score.step,
-            scored,
+            self._scored,
             sums.nats_per_token,
             sums.perplexity,
             per_byte,
@@ -188,10 +180,10 @@ def log_start(
     if remaining is None:
         log.info(
             "this run is finished: %d of training.num_steps=%d steps are done. To train it "
-            "further: %s",
+            "further: training.num_steps=MORE (or num_tokens, num_epochs, as in the config) "
+            "--allow-change training.num_steps",
             state.step,
             config.num_steps,
-            how_to_extend(config, num_steps=state.step),
         )
     else:
         model, num_parameters = config.model, sum(map(math.prod, shapes.values()))
@@ -212,7 +204,7 @@ def log_start(
         log.info("%s", count_tokens(point.state.phases, state).line)
     _log_data(config, rank.data)
     if config.optimizer.averaging and rank.data.evaluation:
-        log.info("evaluation | scores the %s", describe_average(config.optimizer))
+        log.info("evaluation | scores the average of the weights (%s)", config.optimizer.averaging)
 
 
 def _log_data(config: RunConfig, data: TrainingData) -> None:

@@ -85,8 +85,9 @@ def _source(job: TrainJob, data: TrainingData, *, download: bool) -> Source:
     if latest.exists() and job.resume != "never":
         raise CheckpointError(
             f"{latest} says that this run has checkpoints, but {directory.path} has none: they "
-            "were moved or removed, or their storage is not mounted. Bring them back and run the "
-            f"same command again. To lose that run and begin again: rm {latest}"
+            "were moved or removed, or their storage is not mounted. Bring them back (copies from "
+            "a URL have to be renamed from step-N.ID to step-N) and run the same command again. To "
+            f"lose that run and begin again: rm {latest}"
         )
     return "new run" if job.resume in ("auto", "never") else resolve_checkpoint(job.resume)
 
@@ -309,3 +310,6 @@ def _on_rank_zero(work: Callable[[], T], world: World) -> T:
         queue.close(timeout_seconds=0)
     result: T = world.broadcast(results[0] if results else None)
     return result
+
+
+log = logging.getLogger(__name__)

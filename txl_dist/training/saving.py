@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +33,8 @@ from txl_dist.checkpoint.copies import CopyUploader
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
-from txl_dist.config.config_file import flatten_config
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
-from txl_dist.runtime.process import code_description
 from txl_dist.runtime.world import wait_for_queues
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.begin import Beginning, RankContext
@@ -45,8 +42,6 @@ from txl_dist.training.scores import ScoreTable
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
-NOTICEABLE_SECONDS = 0.05
-"""A shorter wait for the previous save is not reported."""
 RETRY_SECONDS = 5.0
 """Delay between two upload attempts at the end of a run, while the store fails."""
 CLOSE_TIMEOUT_SECONDS = 10.0
@@ -64,23 +59,10 @@ def open_saver(
     rank: RankContext, beginning: Beginning, step: TrainStep, tracker: TrackingProcess | None
 ) -> "RunSaver":
     """The saver of a run. Collective. Records a new attempt at `training.checkpoint_url` too."""
-    config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
-    header = CheckpointHeader(
-        written_by=code_description(),
-        model=asdict(data.model_config),
-        run=flatten_config(config),
-        run_id=rank.run_id,
-        attempt=checkpoints.attempt.record.number if checkpoints.attempt else 0,
-        tokenizer_json=data.tokenizer.to_json(),
-        tokenizer_digest=data.tokenizer.digest,
-        data_digest=data.digest,
-        vocab_size=data.vocabulary.vocab_size,
-        zero_stage=config.deepspeed.zero_stage,
-        num_lanes=config.data.num_lanes,
-    )
+    config, checkpoints = rank.config, rank.directory.checkpoints
     saver = RunSaver(
         checkpoints,
-        header=header,
+        header=rank.checkpoint_header,
         step=step,
         tracker=tracker,
         uploader=_open_uploader(rank, is_new_attempt=beginning.is_new_attempt),
@@ -138,9 +120,7 @@ class RunSaver:
         self.saved_step = saved_step
         self._is_confirmed = False
         self._saved_at = time.monotonic()
-        # From rank 0: unique, also if an older process of this run still writes.
-        self._launch = step.world.broadcast(uuid.uuid4().hex)
-        self._num_saves = 0
+        self._save_id = ""
         self._deadline = math.inf
         """When the background thread gives up, in seconds of the monotonic clock."""
         self._queue = BackgroundQueue("checkpoint")
@@ -169,8 +149,9 @@ class RunSaver:
         """
         world = self._step.world
         world.activity.name = f"checkpoint of step {state.step}"
-        self._wait_for_previous(state.step)
-        self._num_saves += 1
+        self.wait()
+        # From rank 0: unique, also if an older process of this run still writes.
+        self._save_id = world.broadcast(uuid.uuid4().hex)
         if self._scores is not None:
             state = state.model_copy(update={"best": self._scores.best})
         save = Save(
@@ -325,24 +306,6 @@ class RunSaver:
             log.info("%s", self._queue.error)
             self._checkpoints.remove_staging(self._save_id)
 
-    @property
-    def _save_id(self) -> str:
-        return f"{self._launch}{self._num_saves:08x}"
-
-    def _wait_for_previous(self, step: int) -> None:
-        start = time.monotonic()
-        is_busy = not self._queue.wait(0)
-        self.wait()
-        seconds = time.monotonic() - start
-        if is_busy and seconds >= NOTICEABLE_SECONDS:
-            log.info(
-                "checkpoint at step %d | waited %.1f s until that of step %s was written; to avoid "
-                "this, save less often (training.checkpoint_interval_steps)",
-                step,
-                seconds,
-                self.saved_step,
-            )
-
     def _submit_on_rank_zero(self, work: Callable[[], None]) -> None:
         if self._step.world.is_rank_zero:
             self._queue.submit(work)
@@ -386,10 +349,19 @@ class RunSaver:
             self._scores.mark_best()
 
     def _prune(self) -> None:
-        scores = self._scores
+        scores, best_step, waiting, kept = self._scores, None, list[int](), set[int]()
+        if scores is not None:
+            best_step = scores.best_step
+            waiting = scores.waiting() if self._max_waiting else []
+            # The oldest, which is being scored, and the newest.
+            kept = {*waiting[:1], *waiting[-self._max_waiting :]} if waiting else set()
         with explain_failed_save(self._checkpoints, rank=0):
-            self._checkpoints.prune(
-                retention_of(self._config),
-                best_step=scores.best_step if scores else None,
-                unscored_steps=scores.kept(max_waiting=self._max_waiting) if scores else (),
+            removed = self._checkpoints.prune(
+                retention_of(self._config), best_step=best_step, unscored_steps=kept
+            )
+        for step in sorted({*waiting} & {*removed}):
+            log.warning(
+                "evaluation at step %d | WARNING: no score: checkpoints come faster than they are "
+                "scored (evaluation.max_waiting_checkpoints)",
+                step,
             )

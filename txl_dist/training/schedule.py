@@ -46,19 +46,6 @@ def resolve_duration(config: RunConfig, plan: LanePlan) -> RunConfig:
     return config.model_copy(update={"training": training})
 
 
-def how_to_extend(config: RunConfig, *, num_steps: int) -> str:
-    """The options of `txl train` with which a finished run of `num_steps` is trained twice as long.
-
-    `config` is the resolved config.
-    """
-    training, setting = config.training, f"training.num_steps={2 * num_steps}"
-    if training.num_tokens is not None:
-        setting = f"training.num_tokens={2 * training.num_tokens}"
-    elif training.num_epochs is not None:
-        setting = f"training.num_epochs={2 * training.num_epochs:g}"
-    return f"{setting} --allow-change training.num_steps"
-
-
 def lr_at(step: int, config: OptimizerConfig, *, num_steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 1."""
     if config.schedule_of_paper_code:

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from data_pipeline.system.signals import PARENT_VARIABLE
 from txl_dist.runtime.world import World
-from txl_dist.training.observer import Observer
+from txl_dist.training.begin import Beginning, RankContext
+from txl_dist.training.observer import Observer, Observers
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import FOLDER, Score, ScoreTable
 from txl_dist.training.state import TrainState
@@ -56,71 +58,56 @@ class ScoreWatch(Observer):
         self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = self._num_bytes = 0
         self._progressed_at = self._polled_at = self._noticed_at = time.monotonic()
-        self.expected: list[int] = []
-        """Steps whose score was neither announced nor given up, ascending."""
+        self._has_given_up = False
 
     def start(self, state: TrainState) -> None:
-        self.expected = self._table.waiting()
         self._start_process()
-
-    def save(self, state: TrainState) -> None:
-        if self._table.is_due(state.step) and state.step not in self.expected:
-            self.expected.append(state.step)
 
     def step(self, state: TrainState, result: StepResult) -> None:
         if time.monotonic() - self._polled_at >= POLL_SECONDS:
             self.poll()
-
-    def rollback(self, state: TrainState, abandoned_step: int) -> None:
-        self.expected = [step for step in self.expected if step <= state.step]
 
     def poll(self) -> None:
         """Announce what is new, and start the process again if it has died."""
         self._polled_at = time.monotonic()
         for score, gain in self._table.refresh():
             self._announce(score, gain)
-        exist = self._table.steps()
-        for step in self.expected[:]:
-            if self._table.get(step) is not None:
-                self.expected.remove(step)
-            elif step not in exist and exist and step < exist[-1]:
-                self._give_up(
-                    [step],
-                    "checkpoints come faster than they are scored, so the oldest that waits is "
-                    "skipped (evaluation.max_waiting_checkpoints)",
-                )
         if self._process is not None and (code := self._process.poll()) is not None:
             self._process = None
             if self._num_starts < MAX_STARTS:
                 self._start_process()
             else:
                 self._give_up(
-                    self.expected[:],
                     f"the process that scores checkpoints has ended {MAX_STARTS} times, at last "
-                    f"with code {code}; its output is in {self._log}. The next start of the run "
-                    "begins it again",
+                    f"with code {code}; its output is in {self._log}"
                 )
 
-    def _give_up(self, steps: list[int], reason: str) -> None:
-        for step in steps:
-            self.expected.remove(step)
-            log.warning("evaluation at step %d | WARNING: no score: %s", step, reason)
+    def _give_up(self, reason: str) -> None:
+        self._has_given_up = True
+        log.warning(
+            "evaluation | WARNING: no more scores, also not of steps %s: %s. The next start of the "
+            "run computes them",
+            ", ".join(map(str, self._table.waiting())),
+            reason,
+        )
 
     def is_over(self) -> bool:
-        """Poll at the end of a run: whether no score is expected any more."""
+        """Poll at the end of a run, whose checkpoints are written: whether none waits any more."""
         self.poll()
-        now, num_bytes = time.monotonic(), 0
+        waiting, now, num_bytes = self._table.waiting(), time.monotonic(), 0
         with suppress(OSError):  # scores and the sums of batches
             paths = (self._directory.path / FOLDER).iterdir()
             num_bytes = sum(path.stat().st_size for path in paths)
         if num_bytes != self._num_bytes:
             self._num_bytes, self._progressed_at = num_bytes, now
-        if self.expected and now - self._progressed_at > self._timeout_seconds:
-            self._give_up(self.expected[:], f"no progress in {self._timeout_seconds:g} s")
-        elif self.expected and now - self._noticed_at > NOTICE_SECONDS:
+        if not waiting or self._has_given_up:
+            return True
+        if now - self._progressed_at > self._timeout_seconds:
+            self._give_up(f"no progress in {self._timeout_seconds:g} s")
+        elif now - self._noticed_at > NOTICE_SECONDS:
             self._noticed_at = now
-            log.info("waiting for the scores of steps %s", ", ".join(map(str, self.expected)))
-        return not self.expected
+            log.info("waiting for the scores of steps %s", ", ".join(map(str, waiting)))
+        return self._has_given_up
 
     def _start_process(self) -> None:
         self._num_starts += 1
@@ -153,6 +140,26 @@ class ScoreWatch(Observer):
             self._process.wait(CLOSE_TIMEOUT_SECONDS)
         self._process.kill()
         self._process.wait()
+
+
+def open_score_watch(
+    rank: RankContext, beginning: Beginning, observers: Observers
+) -> Callable[[object], bool] | None:
+    """Start the process on rank 0; returns the wait for its scores. None: nothing is to be done."""
+    if rank.data.evaluation is None or rank.config.evaluation.on != "workers":
+        return None
+    watch = None
+    if beginning.scores is not None:
+        watch = ScoreWatch(
+            rank.directory,
+            beginning.scores,
+            on=rank.evaluate_on,
+            timeout_seconds=rank.config.training.rank_timeout_seconds,
+            announce=observers.score,
+        )
+        observers.all.append(watch)
+        rank.stack.callback(watch.close)
+    return partial(wait_for_scores, rank.world, watch)
 
 
 def wait_for_scores(world: World, watch: ScoreWatch | None, stop: object) -> bool:

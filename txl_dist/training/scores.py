@@ -238,28 +238,16 @@ class ScoreTable:
         """Steps of checkpoints whose evaluation is due and not done, ascending."""
         return [step for step in self.steps() if step not in self._by_step and self.is_due(step)]
 
-    def kept(self, *, max_waiting: int) -> set[int]:
-        """Steps whose checkpoints have to wait: the oldest, which is being scored, and the newest.
-
-        `max_waiting` 0: no process scores checkpoints.
-        """
-        waiting = self.waiting() if max_waiting else []
-        return {*waiting[:1], *waiting[-max_waiting:]}
-
-    def unwritten(self, path: Path, label: str) -> list[Score]:
-        """The scores that the metrics in `path` lack, ascending."""
+    def write_metrics(self, path: Path, label: str) -> None:
+        """Append the scores that the metrics in `path` lack."""
         if not path.exists():
-            return []
+            return
         metric = f"{label}/loss"
         written = {line["step"] for line in read_metrics(path) if metric in line}
         scores = (self._by_step[step] for step in sorted(self._by_step.keys() - written))
-        return [score for score in scores if score.nats is not None]
-
-    def write_metrics(self, path: Path, label: str) -> None:
-        """Append the scores that the metrics in `path` lack."""
-        if scores := self.unwritten(path, label):
+        if missing := [score for score in scores if score.nats is not None]:
             with MetricsJournal(path) as journal:
-                for score in scores:
+                for score in missing:
                     journal.write(score.metrics(label))
 
     def mark_best(self) -> None:

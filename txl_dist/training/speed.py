@@ -1,16 +1,15 @@
 """Speed: the MFU of a run, and which rank is slower than the others, and with what.
 
-MFU is the FLOP/s of a run divided by the peak FLOP/s of the machine. The peak is measured as the
-fastest product of two square matrices, on all ranks at the same time. Data-sheet figures are not
-used: they assume clock rates and core counts that a rank may not have. The peak is measured at the
-start and again during the run, because other processes may use the machine; the maximum counts.
-Measurements during the run take at most 0.1 % of the time.
+MFU is the FLOP/s of a run divided by the peak FLOP/s of the machine: the fastest product of two
+square matrices, measured on all ranks at the same time at the start. Data-sheet figures assume
+clock rates and core counts that a rank may not have. If other processes use the machine then, a
+higher rate of the run becomes the peak.
 
 All ranks need the same time per step, because they wait for each other in collectives. So the ranks
 are compared only by the time that each spends before the first collective of a step: the data wait
 and the forward. At ZeRO stage 3 the forward gathers parameters, so only the data wait is compared.
-On GPUs the forward is the time to start its kernels, not to execute them (`activity.py`): a slow
-data pipeline or host is found there, a slow GPU is not.
+On GPUs the forward is the time to start its kernels: a slow data pipeline or host is found there, a
+slow GPU is not.
 """
 
 import logging
@@ -35,9 +34,6 @@ SECONDS_PER_SIZE = 0.15
 MAX_PRODUCT_SECONDS = 1.0
 """A product that would take longer is left out: in bf16, a CPU without instructions for it needs
 a minute for 2,048 rows."""
-BURST_SECONDS = 0.05
-"""Duration of a measurement during the run; at least one product is computed."""
-MAX_SHARE_OF_TIME = 1e-3
 INTERVAL_SECONDS = 60.0
 MIN_RATIO = 1.2
 """The slowest rank is reported if its own time is this multiple of the median of all ranks ..."""
@@ -51,19 +47,8 @@ class Utilisation(Observer):
     """Share of the peak FLOP/s that a run reaches. Creating it is collective."""
 
     def __init__(self, world: World, dtype: torch.dtype, *, flops_per_token: float) -> None:
-        self._world, self._dtype, self._flops_per_token = world, dtype, flops_per_token
+        self._flops_per_token = flops_per_token
         self.peak_flops = measure_peak_flops(world, dtype)
-        self._start = time.monotonic()
-        self._next = self._start + BURST_SECONDS / MAX_SHARE_OF_TIME
-
-    def flags(self) -> Mapping[str, bool]:
-        return {"measure_peak": self.is_due}  # clocks differ, so the ranks have to agree
-
-    def step(self, state: TrainState, result: StepResult) -> None:
-        if "measure_peak" in result.raised:
-            previous = self._world.activity.enter(Span.PEAK)
-            self.measure()
-            self._world.activity.enter(previous)
 
     def line(self, state: TrainState, values: Values) -> None:
         if (speed := values.get("tokens_per_second")) is not None:
@@ -76,20 +61,6 @@ class Utilisation(Observer):
         self.peak_flops = max(self.peak_flops, achieved)
         return achieved / self.peak_flops
 
-    @property
-    def is_due(self) -> bool:
-        """Whether this rank would measure now."""
-        return time.monotonic() >= self._next
-
-    def measure(self) -> None:
-        """Measure the peak again. Collective. The intervals grow with the length of the run."""
-        start = time.monotonic()
-        smallest = SIZES[self._world.device.type][:1]
-        burst = _flops_of_all(self._world, smallest, self._dtype, seconds=BURST_SECONDS)
-        self.peak_flops = max(self.peak_flops, burst)
-        end = time.monotonic()
-        self._next = end + max(end - self._start, (end - start) / MAX_SHARE_OF_TIME)
-
 
 @cache
 def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
@@ -97,17 +68,11 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
 
     Collective. Measured once per process.
     """
-    return _flops_of_all(world, SIZES[world.device.type], dtype, seconds=SECONDS_PER_SIZE)
-
-
-def _flops_of_all(
-    world: World, sizes: Sequence[int], dtype: torch.dtype, *, seconds: float
-) -> float:
     world.barrier()
     best = 0.0
-    for size in sizes:
+    for size in SIZES[world.device.type]:
         if best == 0 or 2 * size**3 <= best * MAX_PRODUCT_SECONDS:
-            best = max(best, product_flops(size, dtype, world.device, seconds=seconds))
+            best = max(best, product_flops(size, dtype, world.device, seconds=SECONDS_PER_SIZE))
     return float(world.all_reduce_sum(torch.tensor([best], dtype=torch.float64)))
 
 

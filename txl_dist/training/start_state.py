@@ -1,7 +1,7 @@
 """The state with which a run begins or continues, and a run directory consistent with it.
 
 `count_tokens` verifies that state: it counts the tokens that a resume would lose or read twice,
-without the rules of `phases.py`. It compares what all phases before the resume have read of the
+without the rules of `phases_from`. It compares what all phases before the resume have read of the
 current epoch with what the phase after it is going to read.
 """
 
@@ -14,10 +14,10 @@ from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
 from txl_dist.training.begin import Beginning, RankContext
-from txl_dist.training.phases import phases_from
-from txl_dist.training.resume_point import ResumePoint
-from txl_dist.training.segment_source import context_segments, segments_to_replay
-from txl_dist.training.state import Phase, TrainState
+from txl_dist.training.resume_point import ResumePoint, restore
+from txl_dist.training.segment_source import context_segments, refill_memory, segments_to_replay
+from txl_dist.training.state import Phase, TrainState, phases_from
+from txl_dist.training.step import TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,15 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
     if point is not None and segments_to_replay(rank.config, point, state):
         # The memory is replayed, so it has no gap any more.
         state = state.model_copy(update={"contiguous_from": 0})
+    return state
+
+
+def resume_at(point: ResumePoint, rank: RankContext, step: TrainStep) -> TrainState:
+    """Load weights, optimizer state and memory; returns the state of the run. Collective."""
+    restore(point, rank.config, step.engine, step)
+    state = initial_state(rank, point)
+    if num_tokens := refill_memory(rank, step, point, state):
+        log.info("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
     return state
 
 

@@ -94,8 +94,6 @@ class TrainStep:
         self._byte_counts_V = byte_counts_V
         self.while_computing: Callable[[], None] = lambda: None
         """Called when a GPU has all work of the micro-batches, before the host waits for it."""
-        self.before_update: Callable[[int], None] = lambda step: None
-        """Called with the number of the step when all gradients are there."""
         self.memories = [
             engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host)
             for _ in range(num_micro_batches)
@@ -137,7 +135,6 @@ class TrainStep:
             event = check(sums, gradient_norm)
             return Decision(gradient_norm, is_accepted=event is None)
 
-        self.before_update(step)
         gradient_norm = self.engine.step(lr, accept)
         if event is None:
             self.memories = [batch.memory for batch in batches]

@@ -144,13 +144,13 @@ def test_a_copy_of_a_run_directory_is_a_fork_with_a_run_of_its_own(
 
 def test_syncing_a_copy_does_not_write_to_the_run_of_the_original(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 6), since=START)
-    sender = sender_for(run_dir, new_run_key="of the original")
+    sender = sender_for(run_dir)
     sender.pump()
     sender.finish()
     original, other = run_id_of(run_dir), run_dir.parent / "other"
     subprocess.run(["cp", "-r", run_dir, other], check=True)
     # `txl track sync` reads the request that was copied with the directory.
-    synced = sender_for(other, new_run_key="of the original")
+    synced = sender_for(other)
     synced.pump()
     synced.finish()
     assert run_id_of(other) != original

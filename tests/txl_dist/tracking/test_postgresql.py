@@ -11,8 +11,7 @@ from tests.support.mlflow_server import mlflow_server
 from tests.support.postgresql import PostgresServer, postgres_server
 from tests.support.training_runs import NO_EVALUATION, TINY, metrics
 from tests.txl_dist.tracking.conftest import run_id_of
-from txl_dist.tracking.sender import points_of
-from txl_dist.tracking.tracker import TrackingState
+from txl_dist.tracking.tracker import TrackingState, points_of
 
 LINES_MEANWHILE = 40
 """Lines of metrics that must be written during the outage: training does not wait."""

@@ -13,8 +13,12 @@ from mlflow.tracking import MlflowClient
 
 from tests.support.commands import run_txl
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.sender import points_of
-from txl_dist.tracking.tracker import TrackingState, UnavailableError, child_environment
+from txl_dist.tracking.tracker import (
+    TrackingState,
+    UnavailableError,
+    child_environment,
+    points_of,
+)
 
 from .conftest import (
     START,
@@ -70,7 +74,7 @@ def test_training_from_step_0_in_the_same_directory_is_a_new_run(run_dir: Path) 
     (run_dir / "metrics.jsonl").unlink()
     write_steps(run_dir, range(1, 4), since=START + 1000)
     for _ in range(2):  # a restarted sender continues that run
-        sender_for(run_dir, new_run_key="new").pump()
+        sender_for(run_dir).pump()
     database = run_dir.parent / "mlflow.db"
     assert len(run_ids(database)) == 2
     assert recorded_steps(database, run_id_of(run_dir)) == [1, 2, 3]
@@ -229,17 +233,17 @@ def test_sync_delivers_what_an_ended_run_did_not(
     write_steps(run_dir, range(1, 11))
     request = request_for(server.uri.replace("://", "://user:CANARY@"))
     command = [*SENDER, str(run_dir), "--flush-seconds", "0.2"]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, env=child_environment(), **pipes) as sender:
         assert sender.stdin is not None
-        assert sender.stdout is not None
+        assert sender.stderr is not None
         sender.stdin.write(f"{request.to_json()}\n".encode())
         sender.stdin.flush()
-        warning = sender.stdout.readline()
-        stdout, stderr = sender.communicate(b"end preempted\n")
+        warning = sender.stderr.readline()
+        _, stderr = sender.communicate(b"end preempted\n")
     assert sender.returncode == 75
     assert b"***" in warning
-    assert b"CANARY" not in warning + stdout + stderr
+    assert b"CANARY" not in warning + stderr
     assert all(b"CANARY" not in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow sets it in its server

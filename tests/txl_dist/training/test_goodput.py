@@ -9,12 +9,16 @@ import pytest
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, metrics, tiny_job, train
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.world import World
+from txl_dist.training import goodput
 from txl_dist.training.goodput import MAX_CHECKPOINTS, Goodput
 from txl_dist.training.job import TrainJob
-from txl_dist.training.step import TrainStep
+from txl_dist.training.state import TrainState
+from txl_dist.training.step import StepResult, TrainStep
 
+RESULT = StepResult(LossSums(), gradient_norm=1.0, memory_valid=1.0, raised=frozenset())
 START_UP_SECONDS, STEP_SECONDS, SAVE_SECONDS = 7.0, 2.0, 1.0
 
 
@@ -62,16 +66,29 @@ class Process:
             self.clocks.wait(STEP_SECONDS if self.activity.num_steps else 0)
             self.activity.end_step()
             self.step += 1
-            self.goodput.update(self.step)
+            self.goodput.step(TrainState(step=self.step), RESULT)
             if self.step % self.interval == 0:
                 self.activity.enter(Span.SAVE_WAIT)
                 self.clocks.wait(SAVE_SECONDS)
                 self.activity.enter(Span.OTHER)
-                self.goodput.checkpoint(self.step)
+                self.goodput.save(TrainState(step=self.step))
         return self
 
     def end(self, *, is_complete: bool = False, is_stopped: bool = False) -> str:
-        return self.goodput.end(self.step, is_complete=is_complete, is_stopped=is_stopped) or ""
+        """The line that is logged."""
+        lines: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(goodput.log, "info", lambda _, line: lines.append(line))
+            state = TrainState(step=self.step)
+            self.goodput.end(state, is_complete=is_complete, is_stopped=is_stopped)
+        return "".join(lines)
+
+
+def values_of(goodput: Goodput) -> dict[str, float]:
+    """Its metrics in a line."""
+    values: dict[str, float] = {}
+    goodput.line(TrainState(), values)
+    return values
 
 
 def test_the_causes_of_a_killed_run_add_up_to_its_wall_time(tmp_path: Path, clocks: Clocks) -> None:
@@ -89,7 +106,7 @@ def test_the_causes_of_a_killed_run_add_up_to_its_wall_time(tmp_path: Path, cloc
     assert seconds["down"] == 60 + 30
     assert seconds["start-up"] == 3 * START_UP_SECONDS
     assert seconds["save wait"] == 4 * SAVE_SECONDS
-    values = last.goodput.values()
+    values = values_of(last.goodput)
     assert (values["restarts"], values["lost_steps"]) == (2, 3)
     assert values["goodput"] == pytest.approx(38 / (clocks.wall - began))
     summary = last.end()
@@ -108,12 +125,12 @@ def test_steps_after_the_last_update_are_lost_too(
     activity = Activity()
     activity.reset()
     path = tmp_path / "goodput.json"
-    goodput = Goodput(path, activity, step=resumed_at, reached_step=14)
-    assert goodput.values()["lost_steps"] == 14 - resumed_at
-    assert goodput.seconds["lost steps"] == (12 - resumed_at) * STEP_SECONDS
+    first = Goodput(path, activity, step=resumed_at, reached_step=14)
+    assert values_of(first)["lost_steps"] == 14 - resumed_at
+    assert first.seconds["lost steps"] == (12 - resumed_at) * STEP_SECONDS
     # If that process is killed too, the next one does not count them again.
     again = Goodput(path, activity, step=resumed_at, reached_step=resumed_at)
-    assert again.values()["lost_steps"] == 14 - resumed_at
+    assert values_of(again)["lost_steps"] == 14 - resumed_at
 
 
 def test_a_start_after_a_stop_request_is_no_restart(tmp_path: Path, clocks: Clocks) -> None:
@@ -121,8 +138,8 @@ def test_a_start_after_a_stop_request_is_no_restart(tmp_path: Path, clocks: Cloc
     Process(tmp_path, clocks).train(5).end(is_stopped=True)
     clocks.wait(7)
     resumed = Process(tmp_path, clocks, step=5).train(3).goodput
-    assert (resumed.values()["restarts"], resumed.seconds["down"]) == (0, 7)
-    assert Process(tmp_path, clocks, step=5).goodput.values()["restarts"] == 1
+    assert (values_of(resumed)["restarts"], resumed.seconds["down"]) == (0, 7)
+    assert values_of(Process(tmp_path, clocks, step=5).goodput)["restarts"] == 1
 
 
 def test_a_process_that_ends_before_its_first_line_counts(tmp_path: Path, clocks: Clocks) -> None:
@@ -132,7 +149,7 @@ def test_a_process_that_ends_before_its_first_line_counts(tmp_path: Path, clocks
     seconds = Process(tmp_path, clocks).train(2).goodput.seconds
     assert seconds["down"] == 5
     assert sum(seconds.values()) == pytest.approx(clocks.wall - began)
-    assert Process(tmp_path, clocks).goodput.values()["restarts"] == 2
+    assert values_of(Process(tmp_path, clocks).goodput)["restarts"] == 2
 
 
 def test_a_change_of_settings_is_no_restart_unless_the_process_is_killed(
@@ -145,12 +162,12 @@ def test_a_change_of_settings_is_no_restart_unless_the_process_is_killed(
     process.activity.reset()
     clocks.wait(3)  # and built again
     changed = Goodput(path, process.activity, step=5, is_restart=False)
-    assert changed.values()["restarts"] == 0
+    assert values_of(changed)["restarts"] == 0
     assert changed.seconds["start-up"] == START_UP_SECONDS + 2 + 3
     assert sum(changed.seconds.values()) == pytest.approx(clocks.wall - began)
     clocks.wait(4)
     killed = Process(tmp_path, clocks, step=5).goodput
-    assert (killed.values()["restarts"], killed.seconds["down"]) == (1, 4)
+    assert (values_of(killed)["restarts"], killed.seconds["down"]) == (1, 4)
 
 
 def test_a_step_that_never_ended_is_not_productive(tmp_path: Path, clocks: Clocks) -> None:
@@ -190,7 +207,7 @@ def test_a_finished_run_that_is_extended_was_not_down(tmp_path: Path, clocks: Cl
     assert (tmp_path / "goodput.json").read_bytes() == before, "nothing was trained"
     again = Process(tmp_path, clocks, step=5)
     seconds = again.train(2).goodput.seconds
-    assert (seconds["down"], again.goodput.values()["restarts"]) == (0, 0)
+    assert (seconds["down"], values_of(again.goodput)["restarts"]) == (0, 0)
 
 
 @pytest.mark.parametrize("step", [2, 5])
@@ -202,8 +219,8 @@ def test_a_start_that_continues_a_finished_run_counts_if_it_is_killed_at_once(
     clocks.wait(1e6)
     Process(tmp_path, clocks, step=step)
     clocks.wait(7)
-    goodput = Process(tmp_path, clocks, step=step).goodput
-    assert (goodput.values()["restarts"], goodput.seconds["down"]) == (1, 7)
+    killed = Process(tmp_path, clocks, step=step).goodput
+    assert (values_of(killed)["restarts"], killed.seconds["down"]) == (1, 7)
 
 
 def test_an_old_checkpoint_loses_about_the_time_of_its_steps(
@@ -222,13 +239,13 @@ def test_a_rollback_inside_a_process_counts_its_steps_as_lost(
     tmp_path: Path, clocks: Clocks
 ) -> None:
     process = Process(tmp_path, clocks).train(13)
-    process.goodput.rewind(10)
+    process.goodput.rollback(TrainState(step=10), 13)
     process.step = 10
     process.train(4)
     seconds = process.goodput.seconds
     assert seconds["lost steps"] == 3 * STEP_SECONDS
     assert seconds["steps"] == (9 + 4) * STEP_SECONDS
-    assert process.goodput.values()["lost_steps"] == 3
+    assert values_of(process.goodput)["lost_steps"] == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"updated": 1}', b"\xff"])
@@ -238,7 +255,7 @@ def test_after_a_damaged_file_the_goodput_is_counted_anew(
     (tmp_path / "goodput.json").write_bytes(content)
     process = Process(tmp_path, clocks, step=5).train(5)
     assert process.goodput.seconds["steps"] == 4 * STEP_SECONDS
-    assert Process(tmp_path, clocks, step=10).goodput.values()["restarts"] == 1
+    assert values_of(Process(tmp_path, clocks, step=10).goodput)["restarts"] == 1
 
 
 def train_until(world: World, job: TrainJob, last: int) -> int:

@@ -35,9 +35,6 @@ class Everything(Observer):
     def segment(self, step: int) -> None:
         self.events.append(("segment", step))
 
-    def update(self, step: int) -> None:
-        self.events.append(("update", step))
-
     def step(self, state: TrainState, result: StepResult) -> None:
         self.events.append(("step", state.step))
         if "third" in result.raised:
@@ -77,7 +74,7 @@ def train_observed(world: World, job: TrainJob, *faults: Any) -> list[tuple[str,
 
 
 def of_step(step: int, *more: str) -> list[tuple[str, int]]:
-    return [(name, step) for name in ("segment", "update", "step", *more)]
+    return [(name, step) for name in ("segment", "step", *more)]
 
 
 def test_an_observer_sees_every_event_on_all_ranks_and_adds_a_metric(
@@ -110,5 +107,5 @@ def test_an_observer_is_told_of_a_rollback_before_the_steps_after_it(
     job = tiny_job(dataset, tmp_path, *settings)
     (seen,) = ranks(1).run(train_observed, job, NanHidden(rank=0, steps=(3,)))
     at = seen.index(("rollback", 1))
-    assert seen[at - 2 : at] == [("segment", 3), ("update", 3)]
+    assert seen[at - 2 : at] == [("save", 2), ("segment", 3)]
     assert seen[at + 1 : at + 3] == [("segment", 2), ("step", 2)]  # excluded: no update

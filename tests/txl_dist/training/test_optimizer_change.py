@@ -52,7 +52,7 @@ def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
     job = tiny_job(dataset, tmp_path, *short)
     assert ranks(1).run(train, job) == [0]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert "scores the average of the weights (ema, decay 0.999, from step 1)" in log
+    assert "scores the average of the weights (ema)" in log
 
     path = tmp_path / "checkpoints" / "step-00000004"
     manifest = load_checkpoint_manifest(path)

@@ -19,13 +19,14 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_job, train
 from tests.txl_dist.training.test_saving import train_changed
 from txl_dist.checkpoint.copies import copy_name
-from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
+from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import DataError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.resume_point import newest_before
+from txl_dist.training.start_state import resume_at
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -69,9 +70,10 @@ def roll_back_and_die(trainer: Trainer, step: int) -> None:
             yield next(segments)
         trainer.saver.finish(require_copies=True)
         RemotePath.remove = refuse  # type: ignore[method-assign]
-        point = newest_before(step, trainer.recovery.checkpoints, trainer.step.world)
+        rank = trainer.recovery.rank
+        point = newest_before(step, rank.directory.checkpoints, rank.world)
         assert point is not None
-        trainer.saver.rewind(trainer.recovery.resume_at(point))
+        trainer.saver.rewind(resume_at(point, rank, trainer.step))
         raise DataError("the machine is gone")
 
     def refuse(_: RemotePath) -> None:
@@ -193,29 +195,26 @@ def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
     assert bucket.find("bucket/runs/one/checkpoints") == copies
 
 
-def test_a_run_that_was_copied_from_the_store_by_other_tools_resumes(
+def test_a_damaged_checkpoint_is_replaced_by_its_copy(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
     aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
-    """Or is repaired from the store, if a local file is damaged."""
+    """In a directory that was copied from the store with other tools, once names are corrected."""
     straight, run = tmp_path / "straight", tmp_path / "run"
     assert ranks(1).run(train, tiny_job(dataset, straight, NO_EVALUATION)) == [0]
     job = tiny_job(dataset, run, *SETTINGS)
     assert ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)[0][0] == 3
     shutil.rmtree(run)
     bucket.get("bucket/runs/one", str(run), recursive=True)
-    assert [path.name.count(".") for path in (run / "checkpoints").iterdir()] == [1, 1]
-    assert resolve_checkpoint(run) == CheckpointDirectory(run).at(10)
-    assert resolve_checkpoint(run / "LATEST").name.startswith("step-00000010.")
     local = tiny_job(dataset, run, NO_EVALUATION, *SETTINGS[2:])
+    assert ranks(1).run(train, local) == [4]
+    assert "renamed from step-N.ID" in refusal(run)
+    for path in list((run / "checkpoints").iterdir()):
+        path.rename(path.with_suffix(""))
     assert ranks(1).run(train_changed, local, die_after, 12)[0][0] == 3
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {
-        "step-00000005",
-        "step-00000010",
-    }
 
     spoil(run / "checkpoints" / "step-00000010" / "weights-rank-00000.safetensors")
     assert ranks(1).run(in_cloud, aws, train, job) == [0]

@@ -2,9 +2,8 @@
 
 import pytest
 
-from txl_dist.training.phases import phases_from
 from txl_dist.training.start_state import count_tokens
-from txl_dist.training.state import CorpusEntry, Phase, TrainState
+from txl_dist.training.state import CorpusEntry, Phase, TrainState, phases_from
 
 
 def phase(num_lanes: int, **fields: object) -> Phase:

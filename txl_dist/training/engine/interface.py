@@ -19,7 +19,7 @@ from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.optimizers import WeightAveraging, create_optimizer, states_by_name
+from txl_dist.training.engine.optimizers import averaging_weight, create_optimizer, states_by_name
 from txl_dist.training.engine.settings import deepspeed_settings, initialise_deepspeed
 
 
@@ -63,7 +63,7 @@ class Engine(ABC):
         self._optimizer = create_optimizer(model, config.optimizer)
         self._states = dict(states_by_name(model, self._optimizer.param_groups))
         """Names of the optimizer states of each parameter."""
-        self._averaging = WeightAveraging.of(config.optimizer)
+        self._config = config.optimizer
         self._num_updates = 0
         """The optimizer's step count, for which a GPU need not be read."""
         with world.timeouts(timeout_seconds=config.training.rank_timeout_seconds):
@@ -97,7 +97,7 @@ class Engine(ABC):
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Use the averages in place of the weights, if the run has averages. Collective."""
-        if self._averaging is None:
+        if self._config.averaging is None:
             yield
             return
         self._exchange_averages()
@@ -145,13 +145,6 @@ class Engine(ABC):
     def fragments(self) -> Iterator[Fragment]:
         """The slices this rank saves; over all ranks, every element of every parameter once."""
 
-    @abstractmethod
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter, gradient of the elements that `fragments` yields), reduced over ranks.
-
-        Between the backward of the last micro-batch and `step`; not clipped. Not for writing.
-        """
-
     def fragments_to_load(self) -> Iterator[Fragment]:
         """The slices to copy a checkpoint into. Call `finish_loading` after that."""
         return self.fragments()
@@ -166,6 +159,32 @@ class Engine(ABC):
     @abstractmethod
     def _update(self, accept: Accept) -> Decision:
         """Clip and update if the gradient norm is accepted, else clear gradients."""
+
+    def _step_sharded(
+        self,
+        accept: Accept,
+        method: str,
+        norm_of: Callable[[Any], Tensor],
+        checked: Callable[[Any, Decision], Any],
+    ) -> Decision:
+        """Let DeepSpeed step, whose `method` computes the norm of the gradients.
+
+        DeepSpeed discards a step with an infinite norm. So the method asks `accept`, and `checked`
+        returns infinity in place of a rejected norm (docs/decisions/0018).
+        """
+        zero, decisions = self._engine.optimizer, list[Decision]()
+
+        def judged() -> Any:
+            result = getattr(type(zero), method)(zero)
+            decisions.append(accept(norm_of(result)))
+            return checked(result, decisions[0])
+
+        setattr(zero, method, judged)
+        try:
+            self._engine.step()
+        finally:
+            delattr(zero, method)  # the method of the class becomes visible again
+        return decisions[0]
 
     def _refresh_weights(self) -> None:  # noqa: B027 - stage 0 loads into the weights themselves
         """Copy the fp32 masters into the weights that `forward` uses."""
@@ -192,19 +211,9 @@ class Engine(ABC):
         self._refresh_weights()
 
     def _update_averages(self) -> None:
-        if self._averaging is None:
+        if self._config.averaging is None:
             return
         masters = [tensor for tensor, _ in self._optimized_tensors()]
-        weight = self._averaging.weight_at(self._num_updates)
+        weight = averaging_weight(self._config, self._num_updates)
         averages = [self._optimizer.state[master][AVERAGE] for master in masters]
         torch._foreach_lerp_(averages, [master.detach() for master in masters], weight)
-
-
-@contextmanager
-def replaced_method(target: Any, name: str, replacement: Callable[[], Any]) -> Iterator[None]:
-    """While the context is open, `target.name()` calls `replacement`."""
-    setattr(target, name, replacement)
-    try:
-        yield
-    finally:
-        delattr(target, name)  # the method of the class becomes visible again

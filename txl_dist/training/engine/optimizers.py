@@ -5,10 +5,8 @@ parameter or of this rank's part of it, so that a checkpoint can store them by p
 To add one, write its class here, and an entry in `_OPTIMIZERS`; its name and settings are in
 config/optimizer_config.py.
 
-torch decorates methods of its optimizers for programs that compile them. The first call of a
-decorated method imports the compiler: 1.6 s of CPU time at every start of a rank. An optimizer is
-never compiled here (`training.compile` compiles layers), so the methods of these classes are
-torch's without the decorators.
+The methods of torch's optimizers are used without their decorators for compilation, whose first
+call imports the compiler: 1.6 s of CPU time at every start of a rank.
 """
 
 import inspect
@@ -258,28 +256,14 @@ def matrices(model: TransformerXL) -> frozenset[str]:
     return hidden_matrices(model) | frozenset(projections)
 
 
-def _num_stacked(model: TransformerXL) -> dict[str, int]:
-    """How many matrices the weights of stacked linear layers are."""
-    return {
-        f"{name}.weight": module.num_stacked
-        for name, module in model.named_modules()
-        if isinstance(module, StackedLinear)
-    }
-
-
-def _roles(model: TransformerXL) -> dict[str, Role]:
-    """The role of every parameter (config/optimizer_config.py). A shared weight is embedding."""
-    hidden = hidden_matrices(model)
-
-    def role(name: str) -> Role:
-        if name in hidden:
-            return "hidden"
-        if name.startswith("table."):
-            return "embedding"
-        is_head = name.startswith(("softmax.weights.", "softmax.projections."))
-        return "head" if is_head or name == "softmax.cluster_weight" else "other"
-
-    return {name: role(name) for name, _ in model.named_parameters()}
+def _role(name: str, hidden: frozenset[str]) -> Role:
+    """The role of a parameter (config/optimizer_config.py). A shared weight is embedding."""
+    if name in hidden:
+        return "hidden"
+    if name.startswith("table."):
+        return "embedding"
+    is_head = name.startswith(("softmax.weights.", "softmax.projections."))
+    return "head" if is_head or name == "softmax.cluster_weight" else "other"
 
 
 def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -293,9 +277,13 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     states of its parameters, `lr_factor`, of its learning rate, and `num_stacked`, the matrices in
     each of its weights.
     """
-    hidden, decayed, role = hidden_matrices(model), matrices(model), _roles(model)
+    hidden, decayed = hidden_matrices(model), matrices(model)
     average, entry = (AVERAGE,) if config.averaging else (), _OPTIMIZERS[config.name]
-    stacked = _num_stacked(model)
+    stacked = {
+        f"{name}.weight": module.num_stacked
+        for name, module in model.named_modules()
+        if isinstance(module, StackedLinear)
+    }
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         states, rule = entry.states, "adam"
@@ -306,7 +294,7 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
             "params": [],
             "rule": rule,
             "weight_decay": weight_decay,
-            "lr_factor": (lr_factor := config.lr_factors.get(role[name], 1.0)),
+            "lr_factor": (lr_factor := config.lr_factors.get(_role(name, hidden), 1.0)),
             "num_stacked": (num_stacked := stacked.get(name, 1) if rule == "muon" else 1),
             "states": (*states, *average),
         }
@@ -325,39 +313,17 @@ def states_by_name(
         yield name, states[id(parameter)]
 
 
-@dataclass(frozen=True, slots=True)
-class WeightAveraging:
-    """How much the newest weights count in the average, which every optimizer step updates.
+def averaging_weight(config: OptimizerConfig, step: int) -> float:
+    """How much the weights after step `step` count in their average, which every step updates.
 
     `ema` is an exponential average. `asgd` is the mean of the weights of all steps since the first
     one, as averaged SGD keeps it (Polyak & Juditsky 1992); the paper's Penn Treebank model averages
-    its weights (arXiv:1901.02860).
+    its weights (arXiv:1901.02860). Until `averaging_start_step` the average is a copy.
     """
-
-    start_step: int
-    ema_decay: float | None
-    """None: all steps count the same."""
-
-    @classmethod
-    def of(cls, config: OptimizerConfig) -> Self | None:
-        """None if the config has no averaging."""
-        if config.averaging is None:
-            return None
-        decay = config.ema_decay if config.averaging == "ema" else None
-        return cls(config.averaging_start_step, decay)
-
-    def weight_at(self, step: int) -> float:
-        """Weight of the weights after step `step`; until the start the average is a copy."""
-        if step <= self.start_step:
-            return 1.0
-        return 1 / (step - self.start_step + 1) if self.ema_decay is None else 1 - self.ema_decay
-
-
-def describe_average(config: OptimizerConfig) -> str:
-    """`average of the weights (ema, decay 0.999, from step 1)`."""
-    decay = f", decay {config.ema_decay:g}" if config.averaging == "ema" else ""
-    start = config.averaging_start_step
-    return f"average of the weights ({config.averaging}{decay}, from step {start})"
+    num_steps = step - config.averaging_start_step
+    if num_steps <= 0:
+        return 1.0
+    return 1 - config.ema_decay if config.averaging == "ema" else 1 / (num_steps + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

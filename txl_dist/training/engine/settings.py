@@ -8,12 +8,11 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
@@ -74,20 +73,12 @@ def _offload(offload: str, *, on_gpu: bool) -> dict[str, Any]:
 
 @contextmanager
 def explain_refusals(extra: Mapping[str, Any]) -> Iterator[None]:
-    """Turn DeepSpeed's exceptions about `deepspeed.extra` into a ConfigError that names the key.
+    """Turn DeepSpeed's exceptions about `deepspeed.extra` into a ConfigError.
 
     RuntimeError passes unchanged: torch raises it for memory, devices and the network.
     """
     try:
         yield
-    except ValidationError as error:
-        problems = [
-            f"{_full_name(extra, problem['loc'])} is {problem['input']!r}: {problem['msg']}"
-            for problem in error.errors(include_url=False)
-        ]
-        raise ConfigError(
-            f"DeepSpeed refuses {'; '.join(problems)}. Correct or remove it"
-        ) from None
     except Exception as error:
         if not extra or isinstance(error, RuntimeError):
             raise
@@ -95,19 +86,6 @@ def explain_refusals(extra: Mapping[str, Any]) -> Iterator[None]:
             f"DeepSpeed refuses a setting among deepspeed.extra ({', '.join(extra)}): "
             f"{type(error).__name__}: {error}. Correct or remove it"
         ) from error
-
-
-def _full_name(extra: Mapping[str, Any], location: Sequence[str | int]) -> str:
-    """Dotted name of a setting. `location` is relative to an unknown section inside `extra`."""
-    names = [str(part) for part in location]
-    pending: list[tuple[str, Any]] = [("deepspeed.extra", extra)]
-    while pending:
-        name, section = pending.pop(0)
-        if isinstance(section, Mapping):
-            if names and names[0] in section:
-                return ".".join([name, *names])
-            pending += [(f"{name}.{key}", value) for key, value in section.items()]
-    return ".".join(["deepspeed.extra", "...", *names])
 
 
 def initialise_deepspeed(

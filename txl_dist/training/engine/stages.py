@@ -22,7 +22,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.interface import Accept, Decision, Engine, replaced_method
+from txl_dist.training.engine.interface import Accept, Decision, Engine
 from txl_dist.training.engine.optimizers import FlatMatrices, Muon
 
 
@@ -47,14 +47,6 @@ class Stage0Engine(Engine):
             start, stop = rank * size // num_ranks, (rank + 1) * size // num_ranks
             if start < stop:
                 yield self._slice(name, parameter, start, stop)
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Slices of the gradients, which are whole on every rank."""
-        parameters = dict(self.model.named_parameters())
-        for fragment in self.fragments():
-            gradient = parameters[fragment.name].grad
-            assert gradient is not None
-            yield fragment.name, gradient.view(-1)[fragment.start : fragment.stop]
 
     def fragments_to_load(self) -> Iterator[Fragment]:
         """Whole parameters, because every rank needs a full copy."""
@@ -89,31 +81,12 @@ class Stage12Engine(Engine):
                 yield Fragment(name, tuple(parameter.shape), start, master, states)
 
     def _update(self, accept: Accept) -> Decision:
-        # DeepSpeed discards a step with an infinite norm. So its own function for the norm asks
-        # `accept`, and returns infinity for a norm that is rejected (docs/decisions/0018).
-        zero = self._engine.optimizer
-        decision: Decision | None = None
-
-        def judged_norm() -> Tensor:
-            nonlocal decision
-            norm = type(zero).scaled_global_norm(zero)
-            decision = accept(norm)
+        def checked(norm: Tensor, decision: Decision) -> Tensor:
             # On the host: DeepSpeed reads it several times, and would wait for a GPU each time.
             value = decision.gradient_norm if decision.is_accepted else torch.inf
             return torch.tensor(value, dtype=norm.dtype)
 
-        with replaced_method(zero, "scaled_global_norm", judged_norm):
-            self._engine.step()
-        assert decision is not None
-        return decision
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The partitions to which DeepSpeed has reduced the gradients."""
-        parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
-        for name, parameter in parameters:
-            mapping = parameter._hp_mapping
-            if mapping is not None and mapping.get_hp_fragment().numel():
-                yield name, mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+        return self._step_sharded(accept, "scaled_global_norm", lambda norm: norm, checked)
 
     def _refresh_weights(self) -> None:
         self._engine.optimizer.update_lp_params()
@@ -202,33 +175,13 @@ class Stage3Engine(Engine):
         return Fragment(name, self.shapes[name], start, part[owned], states)
 
     def _update(self, accept: Accept) -> Decision:
-        # As at stages 1 and 2. DeepSpeed combines the norms of its groups after this function.
+        # DeepSpeed combines the norms of its groups after this method.
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        zero = self._engine.optimizer
-        decision: Decision | None = None
-
-        def judged_norms() -> list[Tensor]:
-            nonlocal decision
-            norms = type(zero)._get_norm_groups(zero)
-            decision = accept(combine_grad_norm_groups(norms))
+        def checked(norms: list[Tensor], decision: Decision) -> list[Tensor]:
             return norms if decision.is_accepted else [torch.tensor(torch.inf)]
 
-        with replaced_method(zero, "_get_norm_groups", judged_norms):
-            self._engine.step()
-        assert decision is not None
-        return decision
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The rank-th parts of the gradients, without the padding at the end."""
-        from deepspeed.utils import safe_get_local_grad
-
-        parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
-        for name, parameter in parameters:
-            part = safe_get_local_grad(parameter)
-            _, owned = self._range_of(name, part)
-            if part[owned].numel():
-                yield name, part[owned]
+        return self._step_sharded(accept, "_get_norm_groups", combine_grad_norm_groups, checked)
 
     def _range_of(self, name: str, part: Tensor) -> tuple[int, slice]:
         """Where this rank's part starts in the flattened parameter, and its range of elements."""

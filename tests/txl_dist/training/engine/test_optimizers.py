@@ -22,7 +22,7 @@ from txl_dist.training.engine.optimizers import (
     Adam,
     AdamW,
     FlatMatrices,
-    WeightAveraging,
+    averaging_weight,
     hidden_matrices,
     matrices,
     orthogonalised,
@@ -155,23 +155,16 @@ def test_averages_are_a_copy_until_their_start_then_the_mean_or_exponential() ->
     values = [3.0, 5.0, 1.0, 7.0]  # after steps 1 to 4
     results = {}
     for kind in ("asgd", "ema"):
-        averaging = WeightAveraging.of(
-            OptimizerConfig.model_validate(
-                {"averaging": kind, "averaging_start_step": 2, "ema_decay": 0.9}
-            )
+        config = OptimizerConfig.model_validate(
+            {"averaging": kind, "averaging_start_step": 2, "ema_decay": 0.9}
         )
-        assert averaging is not None
         average, by_step = 0.0, []
         for step, value in enumerate(values, start=1):
-            average += averaging.weight_at(step) * (value - average)
+            average += averaging_weight(config, step) * (value - average)
             by_step.append(average)
         results[kind] = by_step
     assert results["asgd"] == pytest.approx([3, 5, 3, 13 / 3])
     assert results["ema"] == pytest.approx([3, 5, 4.6, 4.84])
-
-
-def test_weight_averaging_is_off_by_default() -> None:
-    assert WeightAveraging.of(OptimizerConfig()) is None
 
 
 CODE = """

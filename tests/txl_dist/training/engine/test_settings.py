@@ -176,15 +176,12 @@ def test_what_deepspeed_would_ignore_or_refuse_is_said_before_a_rank_starts(
     [
         (
             {"zero_optimization": {"reduce_bucket_size": "many", "no_such": 1}},
-            (
-                "deepspeed.extra.zero_optimization.reduce_bucket_size is 'many'",
-                "deepspeed.extra.zero_optimization.no_such is 1",
-            ),
+            ("(zero_optimization)", "reduce_bucket_size", "'many'", "no_such"),
         ),
         ({"communication_data_type": "fp99"}, ("(communication_data_type)", "Got: fp99")),
     ],
 )
-def test_what_deepspeed_itself_refuses_is_a_config_error_that_names_the_field(
+def test_what_deepspeed_itself_refuses_is_a_config_error_with_its_reason(
     ranks: RankGroups, dataset: Path, tmp_path: Path, extra: dict[str, Any], expected: Any
 ) -> None:
     job = tiny_job(dataset, tmp_path, NO_EVALUATION, f"deepspeed.extra={json.dumps(extra)}")

@@ -3,12 +3,17 @@
 One process decides this for the whole input, from arrays without text. The result depends on input
 and settings only, so any number of workers can then write the shards independently.
 
+The split of a document is given with its file, by a hash, or by its place in a long text:
+
 - The input gives splits to its files (`readers/names.py`). `--split none` merges them.
 - `--split valid=0.1` holds out that fraction of train by a hash: of the document, or of the work
-  that it is a part of (`--split-by`). By default a work is the file for JSON files of token ids,
-  and in tar files the documents `STEM_1`, `STEM_2` or `STEM/1` of the same stem.
+  that it is a part of (`--split-by`). Splits that only file names give are then ignored; those of
+  inputs named `train=A test=B` stay.
 - A recipe with fixed splits, or `--split-by position`, replaces the only document by one document
-  per split, each a range of the original.
+  per split, each a range of the original. Later stages treat them like other documents.
+
+A work is by default the file for JSON files of token ids (tracks of a song), and in tar files the
+documents `STEM_1`, `STEM_2` or `STEM/1` of the same stem; otherwise the document.
 """
 
 import hashlib
@@ -166,10 +171,31 @@ def split_of_documents(
         chosen = _choose_splits(hashes[is_train], [settings.split[name] for name in held_out])
         positions = np.array([names.index(name) for name in (TRAIN, *held_out)], np.int8)
         split_of[is_train] = positions[chosen]
+        sizes = index.text_bytes[numbers]
+        _report_shares(settings.split, names, split_of, sizes, note)
     for position, name in enumerate(names):
         if not (split_of == position).any():
             raise DataError(f"split {name}: its files hold no document with text. Give others.")
     return names, split_of
+
+
+def _report_shares(
+    asked: dict[str, float],
+    names: list[str],
+    split_of: np.ndarray,
+    sizes: np.ndarray,
+    note: Callable[[str], None],
+) -> None:
+    """Report splits whose text is less than half or more than twice what was asked for."""
+    total = float(sizes.sum())
+    for name, fraction in asked.items():
+        is_in = split_of == names.index(name)
+        share = float(sizes[is_in].sum()) / total
+        if not fraction / 2 <= share <= fraction * 2:
+            note(
+                f"split {name}: {is_in.sum():,} of {len(split_of):,} documents with {share:.2%} of "
+                f"the text, instead of {fraction:.2%}: documents and works are not cut"
+            )
 
 
 def _hash_works(
@@ -248,29 +274,35 @@ def _cut_only_document(
     """Replace the only document by one document per split. Return the shards like `assign_shards`.
 
     Reads the text once to hash the parts, and with character tokens once more before that to count
-    characters. With byte tokens, a boundary inside a character moves to its first byte. Raises
-    DataError if the input is not one text or is too short.
+    characters. With byte tokens, a boundary inside a character moves to its first byte; with token
+    ids, the boundaries are between ids. Raises DataError if the input is not one document or is too
+    short.
     """
     _require_one_text(index, settings)
     document = DocumentBatch.of(index, np.array([0]))
-    in_characters = settings.tokenizer == "char"
+    file = document.files[0]
+    unit = "ids" if file.ids else "characters" if settings.tokenizer == "char" else "bytes"
     length = document.size
-    if in_characters:
+    if unit == "characters":
         length = sum(map(len, document.read_text(0, staging)))
+    elif unit == "ids":
+        length = 1 + sum(text.count(" ") for text in document.read_text(0, staging))
     try:
         bounds = _bounds(length, settings)
         cuts = [start for start, _ in bounds.values()][1:]
-        parts = _measure_parts(document.read_text(0, staging), cuts, in_characters=in_characters)
+        parts = _measure_parts(document.read_text(0, staging), cuts, unit)
     except ValueError as error:
         name = settings.recipe or "the corpus"
         raise DataError(
             f"{index.document_id(0)}: {error}. Give the whole text of {name}."
         ) from error
-    offset = int(document.location[0, 0])
+    offset, size, _ = document.location[0].tolist()
+    ranges = [(offset + start, stop - start) for start, stop, _ in parts]
+    if file.ids and file.holds_arrays and document.spill_unit[0] < 0:
+        item = size // length
+        ranges = [(offset + a * item, (b - a) * item) for a, b in bounds.values()]
     index.replace_only_document(
-        [(offset + start, stop - start) for start, stop, _ in parts],
-        [stop - start for start, stop, _ in parts],
-        [sha256 for *_, sha256 in parts],
+        ranges, [stop - start for start, stop, _ in parts], [sha256 for *_, sha256 in parts]
     )
     return {name: [np.array([number])] for number, name in enumerate(bounds)}
 
@@ -298,40 +330,52 @@ def _require_one_text(index: InputIndex, settings: PrepareSettings) -> None:
             "file, with --format text if it is read as another format, or omit the option."
         )
     (file,) = {index.files[number] for number in index.file}
-    if file.ids or (file.rereadable and not file.holds_plain_texts):
+    if file.rereadable and not (file.holds_plain_texts or file.holds_arrays):
         raise DataError(
-            f"{shown(file.path)} is read as {file.kind}; {cause} takes a text file, which may be "
-            "compressed. Of another file, write the parts to files and name them: train=A valid=B."
+            f"{shown(file.path)} is read as {file.kind}; {cause} takes a text file or an array of "
+            "ids, which may be compressed."
         )
 
 
 def _measure_parts(
-    texts: Iterable[str], cuts: list[int], *, in_characters: bool
+    texts: Iterable[str], cuts: list[int], unit: str
 ) -> list[tuple[int, int, bytes]]:
-    """(start, stop, sha256) in UTF-8 bytes of every part of a text.
+    """(start, stop, sha256) in UTF-8 bytes of every part of a text; `cuts` are in units.
 
-    `cuts` are in characters or in bytes.
+    `unit` is bytes, characters, or ids, which are separated by one blank that belongs to no part.
     """
-    parts, digest, start, stop, seen = [], hashlib.sha256(), 0, 0, 0
+    parts, digest, start, at, seen = [], hashlib.sha256(), 0, 0, 0
     cuts_left = [*cuts]
     for text in texts:
         rest = text
         while rest:
-            head = rest
-            if cuts_left and in_characters:
-                head = rest[: cuts_left[0] - seen]
-            elif cuts_left:  # errors="ignore" drops half a character
-                head = rest.encode()[: cuts_left[0] - seen].decode(errors="ignore")
+            head = _head(rest, cuts_left[0] - seen, unit) if cuts_left else rest
             raw = head.encode()
             digest.update(raw)
-            stop += len(raw)
-            seen += len(head) if in_characters else len(raw)
+            at += len(raw)
+            seen += {"bytes": len(raw), "characters": len(head), "ids": head.count(" ")}[unit]
             rest = rest[len(head) :]
             if cuts_left and rest:
-                parts.append((start, stop, digest.digest()))
-                digest, start = hashlib.sha256(), stop
+                parts.append((start, at, digest.digest()))
+                if unit == "ids":
+                    rest, at, seen = rest[1:], at + 1, seen + 1
+                digest, start = hashlib.sha256(), at
                 del cuts_left[0]
-    parts.append((start, stop, digest.digest()))
+    parts.append((start, at, digest.digest()))
     if cuts_left or any(start == stop for start, stop, _ in parts):
         raise ValueError(f"it is too short for {len(cuts) + 1} splits")
     return parts
+
+
+def _head(text: str, room: int, unit: str) -> str:
+    """The beginning of a text, with at most `room` units; a text of ids ends before a blank."""
+    if unit == "characters":
+        return text[:room]
+    if unit == "bytes":
+        return text.encode()[:room].decode(errors="ignore")  # drops half a character
+    if text.count(" ") < room:
+        return text
+    at = -1
+    for _ in range(room):
+        at = text.find(" ", at + 1)
+    return text[:at]

@@ -45,8 +45,8 @@ WARM_UP_STEPS = 5
 """Kernels are compiled, and the allocator takes its GPU memory."""
 
 HEADER = (
-    "| model | attention | lanes x tokens | ms per step | tokens/s | MFU, data sheet "
-    "| MFU, measured peak | peak GiB |\n|---|---|---|---|---|---|---|---|"
+    "| model | attention | lanes x tokens | ms per step | tokens/s | MFU, data sheet | goal "
+    "| MFU, measured peak | peak GiB |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -57,6 +57,8 @@ class BenchModel:
     config: ModelConfig
     tgt_len: int
     num_lanes: int
+    mfu_goal: float | None = None
+    """Goal of this project on one H100, against its data sheet."""
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -68,14 +70,15 @@ class PublishedModel(NamedTuple):
     config: str
     vocab_size: int
     num_lanes: int
+    mfu_goal: float | None = None
 
 
 MODELS = {
-    "nvidia-base": PublishedModel("nvidia/wt103-base", 267_735, 32),
-    "wt103-base": PublishedModel("paper/wt103-base", 267_735, 60),
-    "wt103-large": PublishedModel("paper/wt103-large", 267_735, 32),
-    "enwik8-base": PublishedModel("paper/enwik8-base", 204, 22),
-    "enwik8-large": PublishedModel("paper/enwik8-large", 204, 16),
+    "nvidia-base": PublishedModel("nvidia/wt103-base", 267_735, 32, 0.25),
+    "wt103-base": PublishedModel("paper/wt103-base", 267_735, 60, 0.25),
+    "wt103-large": PublishedModel("paper/wt103-large", 267_735, 32, 0.40),
+    "enwik8-base": PublishedModel("paper/enwik8-base", 204, 22, 0.30),
+    "enwik8-large": PublishedModel("paper/enwik8-large", 204, 16, 0.40),
     "modern-125m": PublishedModel("modern/125m", 32_768, 16),
     "modern-350m": PublishedModel("modern/350m", 32_768, 16),
 }
@@ -96,6 +99,7 @@ def load_model(name: str) -> BenchModel:
         config=replace(config.model, vocab_size=published.vocab_size),
         tgt_len=config.data.tgt_len,
         num_lanes=published.num_lanes,
+        mfu_goal=published.mfu_goal,
     )
 
 
@@ -146,6 +150,7 @@ class GpuRow:
     mfu_data_sheet: float | None = None
     """None if the data sheet of the device is not known."""
     mfu_measured: float | None = None
+    mfu_goal: float | None = None
     peak_gib: float | None = None
     """Most GPU memory that tensors took."""
     note: str = ""
@@ -211,7 +216,7 @@ def _row(
     ).__name__
     row = GpuRow(
         model=name, attention=attention, kernel=kernel, num_lanes=model.num_lanes,
-        tgt_len=model.tgt_len,
+        tgt_len=model.tgt_len, mfu_goal=model.mfu_goal,
     )  # fmt: skip
     while True:
         try:
@@ -297,6 +302,7 @@ def table_row(row: GpuRow) -> str:
         _number(row.step_ms, ".1f"),
         _number(row.tokens_per_second, ",.0f"),
         _number(row.mfu_data_sheet, ".3f"),
+        _number(row.mfu_goal, ".2f"),
         _number(row.mfu_measured, ".3f"),
         _number(row.peak_gib, ".1f"),
     ]

@@ -163,12 +163,59 @@ def test_files_stay_together_on_request(tmp_path: Path) -> None:
         prepare_dataset([tmp_path / "in" / "0.txt"], tmp_path / "one", settings)
 
 
-def test_a_sequence_of_ids_is_not_cut_by_position(tmp_path: Path) -> None:
-    source = tmp_path / "genome.npy"
-    np.save(source, np.arange(99, dtype="<u2"))
-    settings = PrepareSettings(split={"valid": 0.1}, split_by="position", **IDS)
-    with pytest.raises(DataError, match="name them: train=A valid=B"):
-        prepare_dataset([source], tmp_path / "out", settings)
+def test_a_split_far_from_its_fraction_is_reported(tmp_path: Path) -> None:
+    lines: list[str] = []
+    for name, giant in (("even", 20), ("uneven", 9000)):
+        sizes = [giant, *[20] * 59]
+        texts = (json.dumps({"text": "x" * size}) for size in sizes)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+        settings = PrepareSettings(split={"valid": 0.2})
+        prepare_dataset([tmp_path / f"{name}.jsonl"], tmp_path / name, settings, note=lines.append)
+    entry = load_manifest(tmp_path / "uneven").splits["valid"]
+    assert entry.text_bytes == 20 * entry.documents, "the giant must not be in valid"
+    (report,) = (line for line in lines if line.startswith("split valid: "))
+    share = f"{entry.text_bytes / (9000 + 59 * 20):.2%} of the text, instead of 20.00%"
+    assert f"{entry.documents} of 60 documents with {share}" in report
+
+
+def write_ids(path: Path, ids: np.ndarray) -> Path:
+    if path.suffix == ".npy":
+        np.save(path, ids)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps({"ids": ids.tolist()}))
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(ids.tobytes()))
+    else:
+        ids.tofile(path)
+    return path
+
+
+@pytest.mark.parametrize("chunk_bytes", [9, 2**20])
+@pytest.mark.parametrize("name", ["genome.bin", "genome.bin.gz", "genome.npy", "genome.json"])
+def test_one_sequence_of_ids_is_cut_by_position(
+    tmp_path: Path, name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from data_pipeline.readers import formats
+
+    reading = formats.read_text_chunks
+    monkeypatch.setattr(
+        "data_pipeline.preparation.document_batch.read_text_chunks",
+        lambda *about, **more: reading(*about, **{**more, "chunk_bytes": chunk_bytes}),
+    )
+    ids = np.random.default_rng(3).integers(0, 99, 1003).astype("<u2")
+    source = write_ids(tmp_path / name, ids)
+    split = {"test": 0.2, "valid": 0.1}
+    settings = PrepareSettings(split=split, split_by="position", dtype="uint16", **IDS)
+    prepare_dataset([source], tmp_path / "out", settings)
+    parts = []
+    for part, size in (("train", 703), ("valid", 100), ("test", 200)):
+        data = open_split(tmp_path / "out", part)
+        tokens = read_range(data, 0, data.num_tokens)[0].tolist()
+        assert tokens[0] == 99
+        assert len(tokens) == size + 1
+        parts += tokens[1:]
+    assert parts == ids.tolist()
+    assert verify_dataset(tmp_path / "out").problems == []
 
 
 def test_a_text_is_cut_by_position_and_several_texts_are_not(tmp_path: Path) -> None:

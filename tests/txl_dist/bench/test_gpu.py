@@ -32,6 +32,7 @@ SMALL = BenchModel(
     ),
     tgt_len=3,
     num_lanes=2,
+    mfu_goal=0.25,
 )  # fmt: skip
 SETTINGS = Settings(device=torch.device("cpu"), precision="fp32", rounds=2, data_sheet_flops=2e12)
 

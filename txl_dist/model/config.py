@@ -296,6 +296,11 @@ class ModelConfig:
         return MEMORY_KINDS[self.memory]
 
     @property
+    def tokens_kept(self) -> int:
+        """`mem_len`, or 0 for a kind of memory without layer inputs of tokens."""
+        return self.mem_len if self.memory_facts.uses_mem_len else 0
+
+    @property
     def shares_biases(self) -> bool:
         """Whether all layers share one pair of position biases u and v."""
         return self.encoding.has_position_biases and not self.untie_r

@@ -92,7 +92,7 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
         split=data.evaluation.name,
         mode="exact",
         tgt_len=config.segment_len,
-        mem_len=model.config.mem_len,
+        mem_len=model.config.tokens_kept,
         clamp_len=model.config.clamp_len,
         same_length=model.config.same_length,
         reset=config.data.reset,

@@ -148,7 +148,7 @@ class _CheckpointScorer:
             split=self.split.name,
             mode="exact",
             tgt_len=manifest.segment_len,
-            mem_len=model.mem_len,
+            mem_len=model.tokens_kept,
             clamp_len=model.clamp_len,
             same_length=model.same_length,
             reset=run["data.reset"],

@@ -3,22 +3,24 @@
 Before layer l every token reads (`Reader`), after it the m write tokens write (`Writer`):
 
     read      x = x + A^T q / (z . q + eps)          q = phi(W_q x)
-    write     A = A + sum over tokens of beta k (v - v')^T       k = phi(W_k x),  v = W_v x
-              z = z + sum over tokens of gamma k                 beta = sigmoid(w_b x)
+    write     A = A + beta k (v - v')^T           k = phi(W_k x),  v = W_v x
+              z = z + gamma k                     beta = sigmoid(w_b x)
               v' = A^T k / (z . k + eps)          what the matrix has for the key so far
               gamma = clip(1 - z . k, 0, 1)       without gradient: the part of k that is new
 
 phi = DPFP-3 of a vector y, divided by its length: with r = [relu(y) ; relu(-y)] the three products
 r * roll(r, i), i = 1, 2, 3, next to each other (Schlag et al. 2021, arXiv:2102.11174), so F = 6
 `d_memory_key`. Without the division eps would hide all keys of small weights. W_v starts at 0. A
-and z are fp32 at least, and computed so under autocast. All m tokens write to the same A.
+and z are fp32 at least, and computed so under autocast. The tokens write one after the other: if
+all wrote to the same A, equal keys would change it m times as much, which diverges.
 
 A document that begins in a segment starts at A = 0, exactly: its tokens in this segment do not
 read, the write tokens see the last document only, and if that is new they write to A = 0.
 
 A gradient reaches what is written only from the losses of later segments of the same step, so this
 needs `training.backprop_segments`. Source: Rodkin et al. 2024, arXiv:2407.04841, section 3.
-Deviations: eps, and the write tokens' input is a parameter in every segment.
+Deviations: eps, writes one after the other, phi divided by its length, and the write tokens' input
+is a parameter in every segment.
 """
 
 from collections.abc import Sequence
@@ -114,12 +116,16 @@ class AssociativeState(SequenceState):
         sizes = [num_features, value_BLFD.shape[-1], 1]
         key_BLmF, new_BLmD, beta_BLm1 = written_BLmX.to(value_BLFD.dtype).split(sizes, dim=-1)
         with torch.autocast(device.type, enabled=False):
-            known_BLm = (key_BLmF @ weight_BLF[..., None])[..., 0]
-            old_BLmD = key_BLmF @ value_BLFD / (known_BLm[..., None] + EPSILON)
-            change_BLmD = beta_BLm1 * (new_BLmD - old_BLmD)
-            value_BLFD = value_BLFD + key_BLmF.transpose(-1, -2) @ change_BLmD
-            novelty_BLm = (1 - known_BLm).clamp(0, 1).detach()
-            weight_BLF = weight_BLF + (novelty_BLm[..., None] * key_BLmF).sum(2)
+            for token in range(key_BLmF.shape[2]):
+                key_BL1F = key_BLmF[:, :, token : token + 1]
+                known_BL1 = (key_BL1F @ weight_BLF[..., None])[..., 0]
+                old_BL1D = key_BL1F @ value_BLFD / (known_BL1[..., None] + EPSILON)
+                change_BL1D = beta_BLm1[:, :, token : token + 1] * (
+                    new_BLmD[:, :, token : token + 1] - old_BL1D
+                )
+                value_BLFD = value_BLFD + key_BL1F.transpose(-1, -2) @ change_BL1D
+                novelty_BL1 = (1 - known_BL1).clamp(0, 1).detach()
+                weight_BLF = weight_BLF + novelty_BL1 * key_BL1F[:, :, 0]
         return AssociativeState(
             stored_like(self.value_BLFD, value_BLFD), stored_like(self.weight_BLF, weight_BLF)
         )

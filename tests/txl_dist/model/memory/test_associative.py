@@ -52,15 +52,13 @@ def test_reading_and_writing_follow_the_equations() -> None:
                 if age_BT[lane, -1] <= 1:
                     value[lane][layer].zero_()
                     weight[lane][layer].zero_()
-                new_value, new_weight = value[lane][layer].clone(), weight[lane][layer].clone()
                 for x_D in x_BTD[lane, -NUM_WRITTEN:]:
                     key = features_by_index(writer.key(x_D).tolist())
                     known = weight[lane][layer] @ key
                     old = value[lane][layer].T @ key / (known + EPSILON)
-                    strength = torch.sigmoid(writer.strength(x_D))
-                    new_value += strength * torch.outer(key, writer.value(x_D) - old)
-                    new_weight += min(max(1 - float(known), 0), 1) * key
-                value[lane][layer], weight[lane][layer] = new_value.detach(), new_weight.detach()
+                    change = torch.sigmoid(writer.strength(x_D)) * (writer.value(x_D) - old)
+                    value[lane][layer] += torch.outer(key, change.detach())
+                    weight[lane][layer] += min(max(1 - float(known), 0), 1) * key
         state = state.after(written, age_BT)
         age_B = age_BT[:, -1] + 1
         for layer in range(L):
@@ -101,6 +99,21 @@ def test_what_was_written_is_read_with_its_key() -> None:
         query = factor * key
         read = value_BFD[0].T @ query / (weight_BF[0] @ query)
         assert_close(read, 0.7 * value)
+
+
+def test_equal_keys_of_one_segment_do_not_overshoot() -> None:
+    """A key that was written once, then by all tokens of a segment with another value."""
+    state = memory_kind(CONFIG).empty(1, dtype=torch.float64)
+    keys = features(torch.randn(NUM_WRITTEN, K).double())
+    for segment in range(9):
+        value_D = torch.randn(D).double()
+        keys_mF = keys if segment == 0 else keys[:1].expand(NUM_WRITTEN, -1)
+        columns = keys_mF, value_D.expand(NUM_WRITTEN, -1), torch.ones(NUM_WRITTEN, 1).double()
+        age_BT = torch.tensor([[4 + segment, 5 + segment]])
+        state = state.after([torch.cat(columns, dim=1)[None]] * L, age_BT)
+    value_BFD, weight_BF = state.past(0, torch.zeros(1, 1, D).double())
+    read_D = value_BFD[0].T @ keys[0] / (weight_BF[0] @ keys[0])
+    assert_close(read_D, value_D, rtol=0, atol=0.1)
 
 
 @torch.no_grad()

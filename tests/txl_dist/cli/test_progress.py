@@ -102,7 +102,7 @@ class BusyWorkers(InProcess):
 
     def status(self) -> list[WorkerStatus]:
         return [
-            WorkerStatus(f"worker {n} (pid {n})", f"unit {n}", float(n), 3 * MIB)
+            WorkerStatus(f"worker {n} (pid {n})", f"unit {n}", float(n), 3 * 2**20)
             for n in range(self.num_busy)
         ]
 

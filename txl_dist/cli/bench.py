@@ -198,7 +198,7 @@ def recall(
     from data_pipeline.shards.manifest import load_manifest
     from data_pipeline.shards.shard_reader import open_split
     from data_pipeline.system.remote_path import dataset_path
-    from txl_dist.analysis.windows import WindowScorer
+    from txl_dist.analysis.windows import UNLIMITED, WindowScorer
     from txl_dist.bench.recall import RecallProbe, measure_recall, random_text, sampled_text
     from txl_dist.convert.stored_model import find_model
 
@@ -206,12 +206,7 @@ def recall(
     lengths = whole_numbers("--distances", distances)
     try:
         probe = RecallProbe(distances=tuple(lengths), seed=seed)
-        new_mem_len = stored.config.mem_len if mem_len is None else mem_len
-        config = replace(
-            stored.config,
-            mem_len=new_mem_len,
-            same_length=stored.config.same_length and new_mem_len > 0,
-        )
+        config = stored.config.with_mem_len(mem_len)
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None
     if data is not None:
@@ -241,8 +236,8 @@ def recall(
         "text": data or "random tokens",
         "split": split if data else None,
         "tgt_len": scorer.tgt_len,
-        "mem_len": config.mem_len,
-        "max_context": scorer.max_context,
+        "mem_len": config.tokens_kept,
+        "max_context": None if scorer.max_context == UNLIMITED else scorer.max_context,
         **asdict(probe),
     }
     if as_json:
@@ -259,7 +254,8 @@ def _print_recall(
     print(
         f"{settings['checkpoint']} on {settings['text']}: span {probe.span}, cue {probe.cue}, "
         f"{probe.num_sequences} sequences, seed {probe.seed}; tgt_len {settings['tgt_len']}, "
-        f"mem_len {settings['mem_len']}, at most {settings['max_context']} tokens of context"
+        f"mem_len {settings['mem_len']}, at most {settings['max_context'] or 'any number of'} "
+        "tokens of context"
     )
     print(f"{'distance':>9}  {'nats/token':>10}  {'gain':>8}  {'95 % interval':>18}  {'share':>6}")
     for row in result.rows:

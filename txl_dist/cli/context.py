@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
     from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
+    from txl_dist.model.config import ModelConfig
 
 
 def recl(
@@ -105,8 +106,8 @@ def recl(
             data,
             split=split,
             tgt_len=tgt_len,
-            mem_len=mem_len if _has_memory(path) else None,
-            clamp_len=clamp_len if _has_memory(path) else None,
+            mem_len=mem_len if _config_of(path).tokens_kept else None,
+            clamp_len=clamp_len if _config_of(path).has_memory else None,
             batch=batch,
             precision=precision,
         )
@@ -139,10 +140,10 @@ def recl(
             print(f"recl.json, recl.png and recl.svg are in {out}")
 
 
-def _has_memory(checkpoint: Path) -> bool:
+def _config_of(checkpoint: Path) -> "ModelConfig":
     from txl_dist.convert.stored_model import find_model
 
-    return find_model(checkpoint).config.mem_len > 0
+    return find_model(checkpoint).config
 
 
 def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:

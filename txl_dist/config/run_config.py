@@ -126,7 +126,14 @@ class RunConfig(Section):
                 f"model.memory={model.memory} needs training.backprop_segments of at least 2: only "
                 "the losses of later segments of a step train what a segment writes"
             ]
-        if num_segments > 1 and not adds_tokens and model.mem_len == 0:
+        for change in self.training.changes if adds_tokens else ():
+            if change.num_lanes is not None or change.mem_len is not None:
+                return [
+                    f"training.changes, step {change.step}: model.memory={model.memory} keeps its "
+                    "lanes and sizes, because no number of tokens would rebuild its state; change "
+                    "num_lanes and mem_len in a new run"
+                ]
+        if num_segments > 1 and not model.has_memory:
             return [
                 "training.backprop_segments needs a memory, through which gradients pass: set "
                 "model.mem_len to at least 1, or backprop_segments=1"

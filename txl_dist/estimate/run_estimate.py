@@ -25,6 +25,7 @@ from txl_dist.estimate.rank_bytes import (
 )
 from txl_dist.model.flops import training_flops
 from txl_dist.model.memory import memory_kind
+from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.data import first_phase, open_corpora
 
 STAGES = (0, 1, 2, 3)
@@ -168,7 +169,9 @@ class _Estimator:
         self._config = config.model_copy(update={"model": model})
         self._facts, self._assumptions = facts, assumptions
         self._models: dict[int, ModelNeeds] = {}
-        state = memory_kind(model).empty(1, device="meta")
+        dtype = TORCH_DTYPE[config.training.memory_dtype]
+        state = memory_kind(model).empty(1, dtype=dtype, device="meta")
+        self._lane_bytes = state.bytes_per_lane
         self._lane_elements = sum(tensor.numel() for tensor in state.row(0).values())
         lanes, tgt_len = config.data.num_lanes, config.data.tgt_len
         tails = tail_rows(model, num_tokens=lanes * tgt_len)
@@ -226,7 +229,6 @@ class _Estimator:
         training, device = self._config.training, self._assumptions.device
         if rows not in self._models:  # A dry run takes seconds.
             self._models[rows] = dry_run(self._config, micro_batch_rows=rows, device=device)
-        element_bytes = 2 if training.memory_dtype == "bf16" else 4
         return RankPeak(
             model=self._models[rows],
             zero=ZeroSettings.of(
@@ -234,7 +236,7 @@ class _Estimator:
             ),
             num_ranks=gpus,
             num_micro_batches=micro_batches,
-            lane_bytes=rows * micro_batches * self._lane_elements * element_bytes,
+            lane_bytes=rows * micro_batches * self._lane_bytes,
             lanes_on_host=training.memory_device == "cpu" and device != "cpu",
             copies_to_reduce=device == "cpu",
         ).peak()

@@ -160,12 +160,12 @@ def evaluation_job(
     """
     stored = find_model(checkpoint, weights=weights)
     trained = stored.config
-    new_mem_len = trained.tokens_kept if mem_len is None else mem_len
     try:  # Here, and not on the workers, so that wrong options start nothing.
-        if mem_len is not None and not trained.memory_facts.uses_mem_len:
+        new_mem_len = trained.with_mem_len(mem_len).tokens_kept
+        if mode == "fast" and trained.has_memory and not trained.memory_facts.uses_mem_len:
             raise ValueError(
-                f"mem_len={mem_len} has no effect on a model with memory={trained.memory}, which "
-                "keeps no tokens; omit the option"
+                f"mode=fast would be exact for a model with memory={trained.memory}, which has no "
+                "shorter context; omit the option"
             )
         settings = EvaluationSettings(
             split=split,

@@ -225,6 +225,7 @@ def plan_evaluation(
         model,
         n_layer=model.n_layer if settings.mode == "exact" else 1,
         mem_len=settings.mem_len,
+        mem_shares=model.mem_shares if settings.mode == "exact" else (),
         same_length=settings.same_length,
     )
     kind = memory_kind(reaching)

@@ -9,7 +9,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,11 +118,15 @@ class TransformerXLModel(TemplateLM):
         self._arguments = chosen = checked_arguments(arguments)
         stored = find_model(Path(str(checkpoint)).resolve(), weights=chosen.weights)
         self.tgt_len = chosen.tgt_len or stored.tgt_len
-        self.mem_len = stored.config.mem_len if chosen.mem_len is None else chosen.mem_len
-        self.mode = chosen.mode or ("memory" if self.mem_len else "windowed")
+        try:
+            config = stored.config.with_mem_len(chosen.mem_len)
+        except ValueError as error:
+            raise ConfigError(f"mem_len={chosen.mem_len}: {error}") from None
+        self.mem_len = config.tokens_kept
+        self.mode = chosen.mode or ("memory" if config.has_memory else "windowed")
         self.max_length = chosen.max_length or self.tgt_len + self.mem_len
         self.batch_size = chosen.batch_size
-        self._check_lengths(stored.config)
+        self._check_lengths(config)
         self._source = ModelSource(
             checkpoint=stored.path,
             weights=stored.weights,
@@ -307,13 +310,9 @@ class TransformerXLModel(TemplateLM):
 
     # --- checks -------------------------------------------------------------------------------
 
-    def _check_lengths(self, trained: ModelConfig) -> None:
-        if self.mode == "memory" and not self.mem_len:
+    def _check_lengths(self, config: ModelConfig) -> None:
+        if self.mode == "memory" and not config.has_memory:
             raise ConfigError("mode=memory: the model has no memory (mem_len=0); use mode=windowed")
-        try:
-            replace(trained, mem_len=self.mem_len)
-        except ValueError as error:
-            raise ConfigError(f"mem_len={self.mem_len}: {error}") from None
         if self.mode == "windowed" and self.mem_len == 0 and self.max_length > self.tgt_len:
             raise ConfigError(
                 f"max_length={self.max_length}: without memory the model sees tgt_len="

@@ -113,7 +113,8 @@ class Score:
 def open_model(source: ModelSource) -> tuple[TransformerXL, Tokenizer]:
     """Load the model and its tokenizer; the last one is kept. Raises CheckpointError."""
     stored = find_model(source.checkpoint, weights=source.weights)
-    config = replace(stored.config, mem_len=source.mem_len)
+    same_length = stored.config.same_length and source.mem_len > 0
+    config = replace(stored.config, mem_len=source.mem_len, same_length=same_length)
     model, tokenizer = replace(stored, config=config).load_with_tokenizer()
     return model.to(_device(source.device)), tokenizer
 

@@ -5,7 +5,7 @@ same option. Imports no torch, so a run's config can be loaded and checked witho
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import formatannotation
 from itertools import pairwise
 from numbers import Integral, Real
@@ -69,6 +69,8 @@ class ModelConfig:
     memory."""
     d_memory_key: int = 32
     """Width of the keys of an associative memory, before they are expanded to 6 times that."""
+    memory_decay: float = 0.9
+    """What an associative memory keeps of its content at every segment; 1 keeps all."""
     distance_encoding: str = "sinusoidal"
     """How attention depends on distances: `sinusoidal` (the paper's), or another encoding."""
     clamp_len: int | None = None
@@ -200,10 +202,17 @@ class ModelConfig:
             )
 
     def _check_memory_kind(self) -> None:
+        if not 0 < self.memory_decay <= 1:
+            raise ValueError(f"memory_decay={self.memory_decay} must be above 0 and at most 1")
         if self.same_length and not self.memory_facts.keys_are_tokens:
             raise ValueError(
                 f"same_length=true is not supported by memory={self.memory}, which attention does "
                 "not see as one key per token; use false"
+            )
+        if self.mem_shares and (self.memory == "compressive" or not self.memory_facts.uses_mem_len):
+            raise ValueError(
+                f"mem_shares is not supported by memory={self.memory}, whose layers have one "
+                "length; use []"
             )
         if self.memory_facts.adds_tokens and not self.encoding.allows_memory:
             raise ValueError(
@@ -223,11 +232,6 @@ class ModelConfig:
                     f"{self.memory} compresses nothing"
                 )
             return
-        if self.mem_shares:
-            raise ValueError(
-                "mem_shares is not supported by memory=compressive, whose layers have one length; "
-                "use []"
-            )
 
     def _check_memory_shares(self) -> None:
         shares = self.mem_shares
@@ -299,6 +303,23 @@ class ModelConfig:
     def tokens_kept(self) -> int:
         """`mem_len`, or 0 for a kind of memory without layer inputs of tokens."""
         return self.mem_len if self.memory_facts.uses_mem_len else 0
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether a lane carries anything from segment to segment."""
+        facts = self.memory_facts
+        return facts.adds_tokens or not facts.uses_mem_len or self.mem_len > 0
+
+    def with_mem_len(self, mem_len: int | None) -> Self:
+        """With another `mem_len`, if it is not None. Raises ValueError if it has no effect."""
+        if mem_len is None:
+            return self
+        if not self.memory_facts.uses_mem_len:
+            raise ValueError(
+                f"mem_len={mem_len} has no effect on a model with memory={self.memory}, which "
+                "keeps no tokens; omit the option"
+            )
+        return replace(self, mem_len=mem_len, same_length=self.same_length and mem_len > 0)
 
     @property
     def shares_biases(self) -> bool:

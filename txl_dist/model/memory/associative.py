@@ -2,29 +2,29 @@
 
 Before layer l every token reads (`Reader`), after it the m write tokens write (`Writer`):
 
-    read      x = x + A^T q / (z . q + eps)          q = phi(W_q x)
+    read      x = x + A^T q / max(z . q, 1)       q = phi(W_q x)
+    segment   A = d A,  z = d z                   d = `memory_decay`
     write     A = A + beta k (v - v')^T           k = phi(W_k x),  v = W_v x
               z = z + gamma k                     beta = sigmoid(w_b x)
-              v' = A^T k / (z . k + eps)          what the matrix has for the key so far
+              v' = A^T k / max(z . k, 1)          what the matrix has for the key so far
               gamma = clip(1 - z . k, 0, 1)       without gradient: the part of k that is new
 
 phi = DPFP-3 of a vector y, divided by its length: with r = [relu(y) ; relu(-y)] the three products
 r * roll(r, i), i = 1, 2, 3, next to each other (Schlag et al. 2021, arXiv:2102.11174), so F = 6
-`d_memory_key`. Without the division eps would hide all keys of small weights. W_v starts at 0. A
-and z are fp32 at least, and computed so under autocast. The tokens write one after the other: if
-all wrote to the same A, equal keys would change it m times as much, which diverges.
+`d_memory_key`. W_v starts at 0. A and z are fp32 at least, and computed so under autocast.
 
 A document that begins in a segment starts at A = 0, exactly: its tokens in this segment do not
 read, the write tokens see the last document only, and if that is new they write to A = 0.
 
 A gradient reaches what is written only from the losses of later segments of the same step, so this
 needs `training.backprop_segments`. Source: Rodkin et al. 2024, arXiv:2407.04841, section 3.
-Deviations: eps, writes one after the other, phi divided by its length, and the write tokens' input
-is a parameter in every segment.
+Deviations (docs/decisions/0084-memory-that-is-written.md has what was measured): the decay, the
+maximum with 1 instead of z . k + 1e-5, writes one after the other instead of all to the same A, phi
+divided by its length, and write tokens whose input is a parameter in every segment.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from txl_dist.model.memory.tokens import begins_before
 # D d_model, K d_memory_key, F = 6 K
 
 NUM_ROLLS = 3
-EPSILON = 1e-2
 
 
 class Associative(MemoryKind):
@@ -64,6 +63,7 @@ class Associative(MemoryKind):
         return AssociativeState(
             torch.zeros(shape, dtype=wide, device=device, pin_memory=pin),
             torch.zeros(shape[:-1], dtype=wide, device=device, pin_memory=pin),
+            self.config.memory_decay,
         )
 
     def reader(self, layer: int) -> nn.Module:
@@ -98,6 +98,7 @@ class AssociativeState(SequenceState):
     """A of each layer."""
     weight_BLF: Tensor
     """z of each layer: how much was written with each feature."""
+    decay: float
     num_past = 0
 
     def past(self, number: int, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,15 +112,16 @@ class AssociativeState(SequenceState):
         written_BLmX = torch.stack([*written], dim=1)
         device, num_features = written_BLmX.device, self.weight_BLF.shape[-1]
         is_old_B1 = begins_before(age_BT)[:, -1:].to(device)
-        value_BLFD = self.value_BLFD.to(device) * is_old_B1[..., None, None]
-        weight_BLF = self.weight_BLF.to(device) * is_old_B1[..., None]
+        kept_B1 = self.decay * is_old_B1
+        value_BLFD = self.value_BLFD.to(device) * kept_B1[..., None, None]
+        weight_BLF = self.weight_BLF.to(device) * kept_B1[..., None]
         sizes = [num_features, value_BLFD.shape[-1], 1]
         key_BLmF, new_BLmD, beta_BLm1 = written_BLmX.to(value_BLFD.dtype).split(sizes, dim=-1)
         with torch.autocast(device.type, enabled=False):
             for token in range(key_BLmF.shape[2]):
                 key_BL1F = key_BLmF[:, :, token : token + 1]
                 known_BL1 = (key_BL1F @ weight_BLF[..., None])[..., 0]
-                old_BL1D = key_BL1F @ value_BLFD / (known_BL1[..., None] + EPSILON)
+                old_BL1D = key_BL1F @ value_BLFD / known_BL1[..., None].clamp(min=1)
                 change_BL1D = beta_BLm1[:, :, token : token + 1] * (
                     new_BLmD[:, :, token : token + 1] - old_BL1D
                 )
@@ -127,7 +129,9 @@ class AssociativeState(SequenceState):
                 novelty_BL1 = (1 - known_BL1).clamp(0, 1).detach()
                 weight_BLF = weight_BLF + novelty_BL1 * key_BL1F[:, :, 0]
         return AssociativeState(
-            stored_like(self.value_BLFD, value_BLFD), stored_like(self.weight_BLF, weight_BLF)
+            stored_like(self.value_BLFD, value_BLFD),
+            stored_like(self.weight_BLF, weight_BLF),
+            self.decay,
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -136,7 +140,8 @@ class AssociativeState(SequenceState):
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "AssociativeState":
         if any(num_removed):
             raise ValueError("an associative memory does not know the tokens that it consists of")
-        return AssociativeState(self.value_BLFD[list(lanes)], self.weight_BLF[list(lanes)])
+        rows = list(lanes)
+        return replace(self, value_BLFD=self.value_BLFD[rows], weight_BLF=self.weight_BLF[rows])
 
 
 def features(y: Tensor) -> Tensor:
@@ -161,7 +166,7 @@ class Reader(nn.Module):
         with torch.autocast(x_BTD.device.type, enabled=False):
             query_BTF = features(self.query(x_BTD.to(self.query.weight.dtype))).to(value_BFD.dtype)
             known_BT1 = query_BTF @ weight_BF[..., None]
-            read_BTD = query_BTF @ value_BFD / (known_BT1 + EPSILON)
+            read_BTD = query_BTF @ value_BFD / known_BT1.clamp(min=1)
         return x_BTD + (read_BTD * is_old_BT[..., None]).to(x_BTD.dtype), x_BTD[:, :0]
 
 

@@ -20,7 +20,7 @@ Deviation: a document does not read the parameter at its start. It is the input 
 tokens, so a document computes the same wherever in a segment it begins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,6 +111,13 @@ class TokensState(SequenceState):
         recurrent = self.recurrent.tensors().items()
         return {"tokens": self.tokens_BmD} | {name: x for name, x in recurrent if x.shape[1]}
 
+    def load_row(self, lane: int, saved: Mapping[str, Tensor]) -> None:
+        """If `saved` has more tokens of a recurrent memory, the newest ones."""
+        self.tokens_BmD[lane].copy_(saved["tokens"])
+        layers = self.recurrent.row(lane)
+        kept = {name: saved.get(name, row) for name, row in layers.items()}
+        self.recurrent.load_row(lane, kept)
+
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "TokensState":
         recurrent = self.recurrent.select(lanes, num_removed)
         return TokensState(self.tokens_BmD[list(lanes)], recurrent)
@@ -127,7 +134,9 @@ class ReadAndWriteTokens(AddedTokens):
 
     def forward(self, x_BTD: Tensor, age_BT: Tensor, state: SequenceState) -> tuple[Tensor, Tensor]:
         assert isinstance(state, TokensState)
-        read_BmD = self.norm(state.tokens_BmD.to(x_BTD.device, non_blocking=True)).to(x_BTD.dtype)
+        # In this dtype, because the norm of a model in bf16 has gains in bf16.
+        state_BmD = state.tokens_BmD.to(x_BTD.device, self.initial_mD.dtype, non_blocking=True)
+        read_BmD = self.norm(state_BmD).to(x_BTD.dtype)
         num_lanes, m, _ = read_BmD.shape
         age_BT = age_BT.expand(num_lanes, -1)
         is_old_BT = begins_before(age_BT)

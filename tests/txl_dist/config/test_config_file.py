@@ -168,6 +168,9 @@ def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) ->
         ("a: !!python/object/apply:os.system [ls]", "run.yaml:1:4: not valid YAML: a YAML tag is"),
         ("a: !new 3", "a YAML tag is not supported; write the value out"),
         ("a: !!binary 3", "a YAML tag is not supported; write the value out"),
+        ("seed: 1\na: !!bool maybe", "run.yaml:2:4: not valid YAML: a YAML tag is not supported"),
+        ("a: !!int 1.5", "run.yaml:1:4: not valid YAML: a YAML tag is not supported"),
+        ("a: =", "run.yaml:1:4: not valid YAML"),
         ("a: &x [*x]", "not valid YAML"),
         ("seed: 1\nseed: 2", "run.yaml:2:1: not valid YAML: seed is given twice, first on line"),
         ("1: 2", "run.yaml:1:1: not valid YAML: a key must be text, found 1"),
@@ -237,6 +240,7 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("a..b=1", "write it as section.key=value"),
         ("seed=[1", "override seed: not valid YAML"),
         ("seed=*x", "override seed: not valid YAML: found undefined alias"),
+        ("tracking.enabled=!!bool maybe", "not valid YAML: a YAML tag is not supported"),
     ],
 )
 def test_the_error_for_a_wrong_override_names_what_is_legal(

@@ -53,13 +53,13 @@ def push_dataset(
         # Without a manifest, a remote file may be from an interrupted push of other data.
         if MANIFEST_NAME in remote_sizes:
             names = [name for name in names if remote_sizes.get(name) != sizes[name]]
-        done, total = 0, sum(sizes[name] for name in names)
+    done, total = 0, sum(sizes[name] for name in names)
+    progress("sending", done, total)
+    for name in names:
+        _, sha256 = shard_files.get(name, (None, None))
+        _send(directory / name, target / name, sizes[name], sha256)
+        done += sizes[name]
         progress("sending", done, total)
-        for name in names:
-            _, sha256 = shard_files.get(name, (None, None))
-            _send(directory / name, target / name, sizes[name], sha256)
-            done += sizes[name]
-            progress("sending", done, total)
     return manifest
 
 
@@ -92,8 +92,9 @@ def _send(source: Path, target: RemotePath, size: int, sha256: str | None) -> No
             f"{source} does not have the manifest's sha256. List all problems: txl data verify "
             f"{source.parent}"
         )
-    target.write_from(source)
-    remote_size = target.stat().st_size
+    with _explain_store_errors(target):
+        target.write_from(source)
+        remote_size = target.stat().st_size
     if remote_size != size:
         raise DataError(f"{target} is {remote_size:,} bytes after sending, expected {size:,}.")
 

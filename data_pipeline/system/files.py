@@ -11,6 +11,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -31,8 +32,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 POLL_SECONDS = 0.1
 STAGING = ".staging.tmp"
 """The staging folder inside the target directory."""
-_PUBLISHING = ".publishing.tmp"
-"""Its name while its files are moved: the next process moves the rest if this one is killed."""
+_MOVES = "moves.json"
+"""In the staging folder: the files that may already be in the target, written before any move."""
 
 
 def fsync_directory(directory: Path) -> None:
@@ -214,11 +215,13 @@ class StagedDirectory:
 
     Files are written to a hidden staging folder inside the directory and synced. `publish` moves
     them to the directory, the manifest last. A process killed at any time leaves either no manifest
-    or a complete set. The next process reuses or discards the staged files.
+    or a complete set. The next process reuses or discards the staged files. `publish` records size
+    and modification time of the files before it moves them: if the process is killed between two
+    moves, the next process moves those files back, and no others.
 
-    Entering creates and locks the directory, and completes a publication in which a process was
-    killed. Raises ConfigError for a path that cannot be a directory, DataError if another process
-    holds the lock.
+    Entering creates and locks the directory, and moves the files of an interrupted publication back
+    to the staging folder. Raises ConfigError for a path that cannot be a directory, DataError if
+    another process holds the lock.
 
     Leaving removes the staging folder, and the directory if it was created here and is empty. The
     staging folder stays for the next process if `keep_staging` is true and the block was
@@ -245,7 +248,7 @@ class StagedDirectory:
                         f"{self.directory}: another process is writing here. Wait for it, or "
                         "choose another --out."
                     )
-                self._move_published()
+                self._undo_interrupted_publication()
                 self.keep_staging = self.path.is_dir()
             except BaseException:
                 os.close(self._descriptor)
@@ -285,33 +288,36 @@ class StagedDirectory:
     def publish(self, names: Collection[str]) -> None:
         """Move the staged files `names` into the directory, `last` after all others.
 
-        The files must be synced. Other staged files are removed.
+        The files must be synced. Other staged files are removed on exit.
         """
         if self.last not in names:
             raise ValueError(f"publish needs {self.last} among the staged files {sorted(names)}")
-        for path in self.path.iterdir():
-            if path.is_file() and path.name not in names:
-                path.unlink()
+        moves = {name: _stamp(self.path / name) for name in sorted(names) if name != self.last}
+        write_synced(self.path / _MOVES, json.dumps(moves).encode())
         fsync_directory(self.path)
-        self.path.rename(self.directory / _PUBLISHING)
-        self._move_published()
+        # Of an earlier set, which this one replaces: it must not appear next to new files.
+        (self.directory / self.last).unlink(missing_ok=True)
+        fsync_directory(self.directory)
+        for name in moves:
+            (self.path / name).replace(self.directory / name)
+        fsync_directory(self.directory)  # the other moves must be on disk before that of `last`
+        (self.path / self.last).replace(self.directory / self.last)
+        fsync_directory(self.directory)
 
-    def _move_published(self) -> None:
-        publishing = self.directory / _PUBLISHING
-        if publishing.is_symlink() or not publishing.is_dir():
+    def _undo_interrupted_publication(self) -> None:
+        if self.path.is_symlink() or not self.path.is_dir():
             return
-        names = sorted(path.name for path in publishing.iterdir() if path.is_file())
-        if self.last in names:
-            # Of an earlier set, which this one replaces: it must not appear next to new files.
-            (self.directory / self.last).unlink(missing_ok=True)
-            fsync_directory(self.directory)
-            for name in names:
-                if name != self.last:
-                    (publishing / name).replace(self.directory / name)
-            fsync_directory(self.directory)  # the other moves must be on disk before that of `last`
-            (publishing / self.last).replace(self.directory / self.last)
-            fsync_directory(self.directory)
-        shutil.rmtree(publishing)
+        if (self.directory / self.last).exists():
+            shutil.rmtree(self.path)  # everything was published, or somebody put another set here
+            return
+        try:
+            moves = json.loads((self.path / _MOVES).read_bytes())
+        except (FileNotFoundError, ValueError):  # missing or cut: killed before the first move
+            return
+        for name, stamp in moves.items():
+            path = self.directory / name
+            if path.exists() and _stamp(path) == stamp:  # else somebody put another file here
+                path.replace(self.path / name)
 
     def _create(self) -> None:
         try:
@@ -329,3 +335,9 @@ class StagedDirectory:
             return os.path.samestat(os.fstat(self._descriptor), self.directory.stat())
         except FileNotFoundError:
             return False
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size and modification time, which a move does not change."""
+    status = path.lstat()
+    return [status.st_size, status.st_mtime_ns]

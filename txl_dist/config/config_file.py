@@ -183,7 +183,10 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
         yield f"unknown key {name}; {_nearest_key(path)}"
     elif path[-1:] == ("[key]",):  # of a mapping with given keys
-        yield f"unknown key {dotted(path[:-1])}; {_rule(error)}"
+        choices = re.findall(r"'(.*?)'", error.get("ctx", {}).get("expected", ""))
+        nearest = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        yield f"unknown key {dotted(path[:-1])}; {_rule(error)}{hint}"
     elif kind == "missing":
         yield f"{name} is missing; give it a value (see configs/quickstart.yaml)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):

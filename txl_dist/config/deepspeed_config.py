@@ -5,9 +5,9 @@ decide the value of most keys, and some change the numbers: `extra` takes only t
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from txl_dist.config.data_config import Section
 
@@ -24,12 +24,13 @@ REFUSED_ZERO_KEYS = {
 }
 """Keys of `zero_optimization` that are refused, and why."""
 
-ExtraKey = Annotated[
-    str,
-    StringConstraints(
-        pattern=r"^(zero_optimization|communication_data_type|comms_logger|flops_profiler|"
-        r"memory_breakdown|wall_clock_breakdown)\Z"
-    ),
+ExtraKey = Literal[
+    "zero_optimization",
+    "communication_data_type",
+    "comms_logger",
+    "flops_profiler",
+    "memory_breakdown",
+    "wall_clock_breakdown",
 ]
 
 

@@ -17,6 +17,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.tokens import TagToken
 
 from txl_dist.errors import ConfigError
 
@@ -26,9 +27,7 @@ KeyPath = tuple[str | int, ...]
 MAX_DEPTH = 32
 MAX_BYTES = 256 * 1024
 """A longer file is not a run config, and is not read."""
-_TAG = "tag:yaml.org,2002:"
-_TEXT = f"{_TAG}str"
-_KINDS = {"map", "seq", "str", "int", "float", "bool", "null", "timestamp"}
+_TEXT = "tag:yaml.org,2002:str"
 
 
 class YamlTextError(Exception):
@@ -54,7 +53,7 @@ class _Constructor(SafeConstructor):
     """Dates stay text."""
 
 
-_Constructor.add_constructor(f"{_TAG}timestamp", SafeConstructor.construct_yaml_str)
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 class _Representer(SafeRepresenter):
@@ -80,6 +79,11 @@ def read_yaml(text: str) -> YamlDocument:
     """Read one YAML document. Raises YamlTextError."""
     yaml = _yaml()
     try:
+        for token in yaml.scan(text):
+            if isinstance(token, TagToken):
+                raise YamlTextError(
+                    "a YAML tag is not supported; write the value out", token.start_mark
+                )
         node = yaml.compose(text)
         if node is None:
             return YamlDocument()
@@ -114,8 +118,6 @@ class _Index:
         if id(node) in self._nodes:  # ruamel.yaml resolves an alias to the node of its anchor
             raise YamlTextError("an anchor with an alias is not supported; write it out", mark)
         self._nodes.add(id(node))
-        if str(node.tag).removeprefix(_TAG) not in _KINDS:
-            raise YamlTextError("a YAML tag is not supported; write the value out", mark)
         if len(path) > MAX_DEPTH:
             raise YamlTextError(f"nested deeper than {MAX_DEPTH} levels", mark)
         # For a mapping's value the line of its key is already there: the better one to show.

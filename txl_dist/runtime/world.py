@@ -72,7 +72,7 @@ class World:
             self._create_group(timeout_seconds)
         if self.device.type == "cuda" and self.num_ranks > 1:
             gpu = torch.cuda.get_device_properties(self.device).uuid
-            _claim(self, f"GPU {gpu} of host {socket.gethostname()}")
+            _require_own_gpu(self, f"GPU {gpu} of host {socket.gethostname()}")
 
     def _create_group(self, timeout_seconds: float) -> None:
         try:
@@ -183,19 +183,22 @@ class World:
         return box[0]
 
 
-def _claim(world: World, gpu: str) -> None:
-    """Raise ConfigError if another rank has claimed the same GPU.
+def _require_own_gpu(world: World, gpu: str) -> None:
+    """Raise ConfigError, on every rank, if two ranks have the same GPU.
 
     Through the store where the ranks have met: NCCL's collectives need one GPU per rank.
     """
-    own, store = str(world.rank), dist.distributed_c10d._get_default_store()
-    first = store.compare_set(f"txl_dist/{gpu}", "", own).decode()
-    if first != own:
-        raise ConfigError(
-            f"ranks {first} and {own} would both use {gpu}, but each needs a GPU for itself. "
-            "Start at most as many ranks per host as it has GPUs (torchrun: "
-            "--nproc-per-node), or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
-        )
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"txl_dist/gpu/{world.rank}", gpu)
+    gpus = [store.get(f"txl_dist/gpu/{rank}").decode() for rank in range(world.num_ranks)]
+    for rank, name in enumerate(gpus):
+        first = gpus.index(name)
+        if first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} would both use {name}, but each needs a GPU for itself. "
+                "Start at most as many ranks per host as it has GPUs (torchrun: "
+                "--nproc-per-node), or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
+            )
 
 
 POLL_SECONDS = 1.0

@@ -105,9 +105,11 @@ def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
 
 @pytest.mark.fault
 @pytest.mark.fault_row(48)
+@pytest.mark.parametrize("is_emptied", [False, True])
 def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
-    corpus: Path, tmp_path: Path
+    corpus: Path, tmp_path: Path, is_emptied: bool
 ) -> None:
+    """`is_emptied`: with `rm OUT/*`, which leaves hidden files."""
     prepare_dataset([corpus], tmp_path / "whole", TWO_SHARDS)
     whole = files_of(tmp_path / "whole")
     out = tmp_path / "out"
@@ -116,6 +118,8 @@ def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
         if (out / "manifest.json").exists():
             assert verify_dataset(out).problems == []
             published += 1
+        for path in out.glob("[!.]*") if is_emptied else ():
+            path.unlink()
         reused += prepare_dataset([corpus], out, TWO_SHARDS).reused_units > 0
         assert files_of(out) == whole
         shutil.rmtree(out)

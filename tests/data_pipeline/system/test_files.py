@@ -246,42 +246,68 @@ def test_an_error_before_publishing_leaves_nothing_not_even_the_directory(tmp_pa
     assert not out.exists()
 
 
+NAMES = ["a", "b", "last"]
+
+
+def publish(directory: Path, text: str, *, killed_at_move: int | None = None) -> None:
+    """Publish files of this text, or end before a move as if the process was killed there."""
+    replace, moves = Path.replace, iter(range(9))
+
+    def move(path: Path, target: Path) -> Path:
+        if next(moves) == killed_at_move:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    with StagedDirectory(directory, last="last") as staged, pytest.MonkeyPatch.context() as patch:
+        folder = staged.stage()
+        staged.keep_staging = True
+        for name in NAMES:
+            write_synced(folder / name, text.encode())
+        patch.setattr(Path, "replace", move)
+        staged.publish(NAMES)
+
+
+@pytest.mark.parametrize("num_moves", range(3))
 def test_a_kill_while_an_earlier_set_is_replaced_leaves_no_mixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, num_moves: int
 ) -> None:
-    names = ["a", "b", "last"]
-
-    def publish(text: str) -> None:
-        with StagedDirectory(tmp_path, last="last") as staged:
-            folder = staged.stage()
-            staged.keep_staging = True
-            for name in names:
-                write_synced(folder / name, text.encode())
-            staged.publish(names)
-
-    replace = Path.replace
-    for num_moves in range(3):
-        publish("first")
-        moves = []
-
-        def move(
-            path: Path, target: Path, moves: list[Path] = moves, limit: int = num_moves
-        ) -> Path:
-            if len(moves) == limit:
-                raise KeyboardInterrupt
-            moves.append(target)
-            return replace(path, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", move)
-            with pytest.raises(KeyboardInterrupt):
-                publish("second")
-        assert not (tmp_path / "last").exists()
-        with StagedDirectory(tmp_path, last="last") as staged:
-            assert not staged.keep_staging
-        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
-            names, "second"
+    publish(tmp_path, "first")
+    with pytest.raises(KeyboardInterrupt):
+        publish(tmp_path, "second", killed_at_move=num_moves)
+    assert not (tmp_path / "last").exists()
+    with StagedDirectory(tmp_path, last="last") as staged:
+        assert staged.keep_staging
+        assert {name: (staged.path / name).read_text() for name in NAMES} == dict.fromkeys(
+            NAMES, "second"
         )
+        staged.publish(NAMES)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        NAMES, "second"
+    )
+
+
+@pytest.mark.parametrize("num_moves", range(3))
+@pytest.mark.parametrize("names", [["last", "b", "a"], ["a", "b"], []])
+def test_after_a_kill_what_somebody_else_puts_into_the_directory_stays(
+    tmp_path: Path, num_moves: int, names: list[str]
+) -> None:
+    """A set that is complete, one that is still being copied, and nothing (`rm *`)."""
+    with pytest.raises(KeyboardInterrupt):
+        publish(tmp_path, "killed", killed_at_move=num_moves)
+    for name in NAMES:
+        (tmp_path / name).unlink(missing_ok=True)
+    for name in names:
+        (tmp_path / name).write_text("another set")
+
+    def be_refused() -> None:
+        with StagedDirectory(tmp_path, last="last"):
+            raise DataError
+
+    with pytest.raises(DataError):
+        be_refused()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        names, "another set"
+    )
 
 
 def test_the_lock_of_a_directory_that_was_removed_meanwhile_does_not_count(
@@ -332,7 +358,7 @@ def test_staged_work_outlives_all_that_says_nothing_against_it_but_no_bad_input(
 
 def test_what_is_published_is_never_removed(tmp_path: Path) -> None:
     """Killed after the last file was moved."""
-    (tmp_path / ".publishing.tmp" / "units").mkdir(parents=True)
+    (tmp_path / STAGING / "units").mkdir(parents=True)
     for name in ("a", "last"):
         (tmp_path / name).write_text(name)
     with StagedDirectory(tmp_path, last="last"):

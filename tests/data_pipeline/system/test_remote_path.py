@@ -3,6 +3,7 @@
 All servers listen on 127.0.0.1: moto's S3, and the standard library's HTTP with byte ranges.
 """
 
+import errno
 import itertools
 import json
 import pickle
@@ -22,6 +23,7 @@ from moto.server import ThreadedMotoServer
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards import push
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.push import push_dataset
@@ -113,6 +115,17 @@ def test_push_sends_no_damaged_dataset(dataset: Dataset, bucket: Any) -> None:
     assert not bucket.exists("bucket/data/manifest.json")
     with pytest.raises(ConfigError, match="give a URL of scheme s3 or gs"):
         push_dataset(directory, "https://host/data")
+
+
+def test_push_does_not_blame_the_store_for_a_failing_local_disk(
+    dataset: Dataset, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(push, "sha256_file", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        push_dataset(dataset[0], URL)
 
 
 @pytest.mark.fault_row(19)

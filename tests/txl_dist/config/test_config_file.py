@@ -168,6 +168,9 @@ def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) ->
         ("a: !!python/object/apply:os.system [ls]", "run.yaml:1:4: not valid YAML: a YAML tag is"),
         ("a: !new 3", "a YAML tag is not supported; write the value out"),
         ("a: !!binary 3", "a YAML tag is not supported; write the value out"),
+        ("seed: 1\na: !!bool maybe", "run.yaml:2:4: not valid YAML: a YAML tag is not supported"),
+        ("a: !!int 1.5", "run.yaml:1:4: not valid YAML: a YAML tag is not supported"),
+        ("a: =", "run.yaml:1:4: not valid YAML"),
         ("a: &x [*x]", "not valid YAML"),
         ("seed: 1\nseed: 2", "run.yaml:2:1: not valid YAML: seed is given twice, first on line"),
         ("1: 2", "run.yaml:1:1: not valid YAML: a key must be text, found 1"),
@@ -213,6 +216,9 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("model.vocab_size=null", "a model of vectors, for a loop of your own"),
         ("model.recipe=modrn", "recipe='modrn' must be one of paper, modern"),
         ("optimizer.lr_factors.hid=2", "unknown key optimizer.lr_factors.hid; it should be 'hid"),
+        ("optimizer.lr_factors.hid=2", "; did you mean hidden?"),
+        ("deepspeed.extra.zero_optimisation={}", "; did you mean zero_optimization?"),
+        ("deepspeed.extra.fp16=1", "; it should be 'zero_optimization', 'communication_data_type'"),
         ("optimizer.lr_factors.head=0", "optimizer.lr_factors.head is 0; it should be greater"),
         ("data.reset=documnt", "it should be 'document' or 'stream'"),
         ("tracking.enabled=yes", 'tracking.enabled is "yes"; it should be a valid boolean'),
@@ -237,6 +243,7 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("a..b=1", "write it as section.key=value"),
         ("seed=[1", "override seed: not valid YAML"),
         ("seed=*x", "override seed: not valid YAML: found undefined alias"),
+        ("tracking.enabled=!!bool maybe", "not valid YAML: a YAML tag is not supported"),
     ],
 )
 def test_the_error_for_a_wrong_override_names_what_is_legal(
@@ -309,8 +316,8 @@ model:
                 "seed=-1",
             ),
             (
-                "override deepspeed.extra: unknown key deepspeed.extra.fp16; string should",
-                "override deepspeed.extra: unknown key deepspeed.extra.optimizer; string",
+                "override deepspeed.extra: unknown key deepspeed.extra.fp16; it should be 'zero_",
+                "override deepspeed.extra: unknown key deepspeed.extra.optimizer; it should",
                 "override seed: seed is -1",
             ),
         ),

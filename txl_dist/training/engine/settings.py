@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,8 +29,10 @@ def deepspeed_settings(
 ) -> dict[str, Any]:
     """The dict for `deepspeed.initialize`."""
     stage = config.deepspeed.zero_stage
-    extra = dict(config.deepspeed.extra)  # validated in config/deepspeed_config.py
-    extra.pop("zero_optimization", None)  # in `reduction`
+    # Validated in config/deepspeed_config.py. `reduction` has `zero_optimization`.
+    extra: dict[str, Any] = {
+        name: value for name, value in config.deepspeed.extra.items() if name != "zero_optimization"
+    }
     return {
         "train_micro_batch_size_per_gpu": micro_batch_rows,
         "gradient_accumulation_steps": num_micro_batches,
@@ -72,8 +74,8 @@ def _offload(offload: str, *, on_gpu: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def explain_refusals(extra: Mapping[str, Any]) -> Iterator[None]:
-    """Turn DeepSpeed's exceptions about `deepspeed.extra` into a ConfigError.
+def explain_refusals(extra: Collection[str]) -> Iterator[None]:
+    """Turn DeepSpeed's exceptions about `deepspeed.extra` into a ConfigError. `extra`: its keys.
 
     RuntimeError passes unchanged: torch raises it for memory, devices and the network.
     """
@@ -93,10 +95,10 @@ def initialise_deepspeed(
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
     *,
-    extra: Mapping[str, Any],
+    extra: Collection[str],
     device: torch.device,
 ) -> Any:
-    """A DeepSpeed engine. Raises ConfigError if DeepSpeed refuses a key of `extra`."""
+    """A DeepSpeed engine. Raises ConfigError if DeepSpeed refuses a key of `deepspeed.extra`."""
     # For DeepSpeed the number of the GPU, also where a launcher makes only one visible to a rank.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     if device.type == "cpu":

@@ -155,11 +155,7 @@ def test_an_offload_that_deepspeed_would_ignore_is_refused(
     ("stage", "extra", "expected"),
     [
         (1, {"zero_optimisation": {}}, "extra.zero_optimisation"),
-        (
-            1,
-            {"xyz": 1},
-            "String should match pattern '^(zero_optimization|communication_data_type|",
-        ),
+        (1, {"xyz": 1}, "Input should be 'zero_optimization', 'communication_data_type'"),
         (1, {"fp16": {}}, "extra.fp16"),
         (1, {"zero_optimization": {"offload_optimizer": {}}}, "deepspeed.offload decides it"),
     ],

@@ -228,19 +228,18 @@ SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
 
 
 def test_sync_delivers_what_an_ended_run_did_not(
-    run_dir: Path, server: MlflowServer, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_steps(run_dir, range(1, 11))
     request = request_for(server.uri.replace("://", "://user:CANARY@"))
-    command = [*SENDER, str(run_dir), "--flush-seconds", "0.2"]
+    request.save(tmp_path / "request.json")
+    command = [*SENDER, str(run_dir), "--request", str(tmp_path / "request.json")]
+    command += ["--flush-seconds", "0.2"]
     pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, env=child_environment(), **pipes) as sender:
-        assert sender.stdin is not None
         assert sender.stderr is not None
-        sender.stdin.write(f"{request.to_json()}\n".encode())
-        sender.stdin.flush()
         warning = sender.stderr.readline()
-        _, stderr = sender.communicate(b"end preempted\n")
+        _, stderr = sender.communicate(b"preempted\n")
     assert sender.returncode == 75
     assert b"***" in warning
     assert b"CANARY" not in warning + stderr

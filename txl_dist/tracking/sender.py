@@ -341,9 +341,9 @@ def deliver(run_dir: Path, request: TrackingRequest, training: TrainingEnd) -> b
                 has_failed = True
                 _warn_training(run_dir, error)
             backoff_seconds = min(MAX_BACKOFF_SECONDS, backoff_seconds * 2)
-        if time.monotonic() > training.deadline:
-            return False
-        if is_last:
+        if is_last:  # not before: the state must tell a later `--sync` how the run ended
+            if time.monotonic() > training.deadline:
+                return False
             time.sleep(POLL_SECONDS)
         else:
             training.has_ended.wait(backoff_seconds)

@@ -6,6 +6,8 @@ import random
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.support.commands import run_txl
 from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.sender import Sender, TrainingEnd, deliver
 from txl_dist.tracking.tracker import (
     TrackingState,
     UnavailableError,
@@ -260,6 +263,26 @@ def test_sync_delivers_what_an_ended_run_did_not(
     assert tags_of(server.database, state.run_id or "")["txl.status"] == "preempted"
     expected = {"run": str(run_dir), "mlflow_run_id": state.run_id, "status": "preempted"}
     assert json.loads(output) == {**expected, "delivered": True}
+
+
+def test_the_end_is_stored_if_a_call_returns_only_after_the_deadline(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = TrainingEnd(flush_seconds=0)
+
+    def fail_after_the_deadline(_: Sender) -> None:
+        if not training.has_ended.is_set():
+            training.status = "finished"
+            training.end()
+        time.sleep(0.01)
+        raise UnavailableError("no response")
+
+    monkeypatch.setattr(Sender, "pump", fail_after_the_deadline)
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: None)  # the watchdog
+    assert not deliver(run_dir, request_for(), training)
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    assert state.status == "finished"
 
 
 def test_sync_of_a_directory_without_tracking_is_refused_by_name(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def step_of(name: str) -> int:
     return int(match[1])
 
 
+def newest_local_copy(directory: CheckpointDirectory) -> Path | None:
+    """The newest complete copy that another tool has downloaded with its name at the URL."""
+    paths = [path.parent for path in directory.path.glob(f"*/{MANIFEST_NAME}")]
+    copies = [path for path in paths if _NAME.fullmatch(path.name)]
+    return max(copies, key=lambda path: step_of(path.name), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointCopies:
     """The copies below `url`. Methods raise OSError if the storage fails, after retries."""

@@ -8,10 +8,10 @@ launcher or one rank, and a rank that died cannot report anything.
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data_pipeline.system.files import write_file
+from data_pipeline.system.files import try_lock, wait_for_lock, write_file
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.launch.launcher import OnLine
@@ -33,18 +33,25 @@ class LaunchFiles:
         """Created by the launcher, or a rank that received a signal: the ranks save and stop."""
         self.saved = self._base.with_suffix(".saved")
         """Created by rank 0 when this launch has saved its first checkpoint."""
+        self._launcher = self._base.with_suffix(".launcher")
+        """Locked by the launcher as long as it runs."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """For the launcher: remove the files of dead launches now, and its own at the end.
 
-        Call it when no other run uses the directory: then every other launch is dead.
+        Another launch may live although no run uses the directory: its ranks start or restart.
         """
-        self._remove(".launch-*")
-        try:
-            yield
-        finally:
-            self._remove(f"{self._base.name}.*")
+        with self._launcher.open("wb") as file:
+            wait_for_lock(file.fileno(), timeout_seconds=1)  # another launcher may be testing it
+            for path in self._base.parent.glob(".launch-*.launcher"):
+                with suppress(FileNotFoundError), path.open("r+b") as other:  # it may just end
+                    if try_lock(other.fileno(), if_unsupported=False):
+                        self._remove(f"{path.stem}.*")
+            try:
+                yield
+            finally:
+                self._remove(f"{self._base.name}.*")
 
     def _remove(self, pattern: str) -> None:
         # ..launch-*: temporary files of killed ranks (system/files.py).

@@ -123,10 +123,15 @@ class Peers:
         self._beats: dict[int, Heartbeat] = {}
         self._changed_at: dict[int, float] = {}
         self._missing: list[int] = []
+        self._first: dict[int, tuple[int, int]] = {}
+        """Identities when they were first read: that heartbeat may be of a killed process."""
+        self.longest_wait_seconds = 0.0
+        """How long the rank that has waited longest has been in its collective, of the ranks that
+        the last `read` has read and that live; 0: none waits."""
 
     def read(self, activity: str, *, is_waiting: bool = True) -> None:
         """Read the heartbeats during this rank's `activity`. Call again at intervals."""
-        now, self._missing = time.monotonic(), []
+        now, self._missing, self.longest_wait_seconds = time.monotonic(), [], 0.0
         self._read_at, self._reader_activity = now, activity
         for rank in self._others if is_waiting else self._others[:NUM_READERS]:
             known = self._beats.get(rank)
@@ -137,10 +142,9 @@ class Peers:
             if known is None or known.identity != beat.identity:
                 self._changed_at[rank] = now
             self._beats[rank] = beat
-
-    def longest_wait_seconds(self) -> float:
-        """How long the one that has waited longest has been in its collective; 0: none waits."""
-        return max((b.seconds for b in self._beats.values() if b.collective), default=0.0)
+            lives = beat.identity != self._first.setdefault(rank, beat.identity)
+            if lives and beat.collective:
+                self.longest_wait_seconds = max(self.longest_wait_seconds, beat.seconds)
 
     def describe(self, activity: str) -> str:
         """The ranks that are not in a collective, and what they do.

@@ -202,7 +202,7 @@ class CollectiveWatch:
                 next_beat = now + self._beat_seconds
                 self._beat(frames, name, seconds=now - since)
                 self._peers.read(self._activity.name, is_waiting=name is not None)
-                waited_seconds = max(waited_seconds, self._peers.longest_wait_seconds())
+                waited_seconds = max(waited_seconds, self._peers.longest_wait_seconds)
             if name and now >= next_notice:
                 next_notice = now + self._notice_seconds
                 self._log_wait(name, seconds=now - since)

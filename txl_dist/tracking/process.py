@@ -1,8 +1,8 @@
 """The processes of tracking: rank 0 starts a sender, the launcher waits for its end.
 
-Rank 0 starts `sender.py` and writes to its standard input: one line with the request as JSON, later
-`end STATUS`. If the pipe closes, or the sender's parent process changes, training has ended, also
-by SIGKILL.
+Rank 0 starts `sender.py` with a file in memory that has the request as JSON, and later writes the
+status to its standard input. If the pipe closes, or the sender's parent process changes, training
+has ended, also by SIGKILL.
 
 Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and the sender
 sends them. Once the ranks have ended, the launcher waits for the sender (`wait_for_delivery`): in a
@@ -97,9 +97,8 @@ class TrackingProcess:
         try:
             if config.tracking.enabled:
                 flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
-                sender = _start_sender(run_dir, flush_seconds)
                 request = _request(run_dir, config, data_manifest, tags or {})
-                _write(sender, request.to_json())
+                sender = _start_sender(run_dir, request, flush_seconds)
         except Exception as error:
             log.warning("tracking is off: %s: %s", type(error).__name__, error)
         return cls(run_dir, sender)
@@ -123,7 +122,7 @@ class TrackingProcess:
         self._is_closed = True
         assert sender.stdin is not None
         with contextlib.suppress(OSError):  # it has died
-            _write(sender, f"end {status}")
+            sender.stdin.write(f"{status}\n".encode())
         with contextlib.suppress(OSError):
             sender.stdin.close()
         try:
@@ -146,13 +145,21 @@ class TrackingProcess:
         self.close(_status_of(error))
 
 
-def _start_sender(run_dir: Path, flush_seconds: float) -> subprocess.Popen[bytes]:
+def _start_sender(
+    run_dir: Path, request: TrackingRequest, flush_seconds: float
+) -> subprocess.Popen[bytes]:
     log_path = run_dir / LOG
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", SENDER, str(run_dir)]
-    with log_path.open("ab") as log_file:
+    # Not through the pipe: a request may be larger than its buffer, and a write would wait until
+    # the sender has imported its libraries. Not on a disk: it contains secrets.
+    memory = os.memfd_create("tracking-request")
+    with os.fdopen(memory, "wb") as request_file, log_path.open("ab") as log_file:
+        request_file.write(request.to_json().encode())
+        request_file.flush()
+        command = [sys.executable, "-m", SENDER, str(run_dir), "--request", f"/dev/fd/{memory}"]
         return subprocess.Popen(
             [*command, "--flush-seconds", str(flush_seconds)],
+            pass_fds=[memory],
             stdin=subprocess.PIPE,
             stdout=log_file,
             stderr=log_file,
@@ -160,11 +167,6 @@ def _start_sender(run_dir: Path, flush_seconds: float) -> subprocess.Popen[bytes
             env=child_environment(),
             start_new_session=True,  # Ctrl-C and a job's SIGTERM must reach only training
         )
-
-
-def _write(sender: subprocess.Popen[bytes], line: str) -> None:
-    assert sender.stdin is not None
-    sender.stdin.write(f"{line}\n".encode())
 
 
 def wait_for_delivery(

@@ -1,6 +1,7 @@
 """The sender: a process that sends a run's journal to its tracker while training runs.
 
-    python -m txl_dist.tracking.sender RUN           # started by `TrackingProcess`, with a pipe
+    python -m txl_dist.tracking.sender RUN --request FILE
+                                                     # started by `TrackingProcess`, with a pipe
     python -m txl_dist.tracking.sender RUN --sync    # started by `txl track sync`: send what a run
                                                      # that has ended did not deliver
     python -m txl_dist.tracking.sender --evaluations # started by `log_evaluations`
@@ -304,33 +305,20 @@ class TrainingEnd:
         watchdog.start()
         self.has_ended.set()
 
-    def listen(self) -> TrackingRequest | None:
-        """The request, which is the first line of standard input; None if it never comes.
+    def listen(self) -> None:
+        """Wait for the status in a thread: a call to the server can block for minutes."""
+        threading.Thread(target=self._wait, daemon=True).start()
 
-        After that a thread waits for `end STATUS`: a call to the server can block for minutes.
-        """
-        lines = self._lines()
-        request = TrackingRequest.from_json(next(lines, ""))
-        threading.Thread(target=self._wait, args=(lines,), daemon=True).start()
-        return request
-
-    def _wait(self, lines: Iterator[str]) -> None:
-        self.status = next(lines, "end interrupted").removeprefix("end ")
-        self.end()
-
-    def _lines(self) -> Iterator[str]:
+    def _wait(self) -> None:
         # Not system/signals.py: it ends the process immediately, and this one must deliver first.
         # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
-        rest = b""
-        while True:
-            if select.select([0], [], [], POLL_SECONDS)[0]:
-                data = os.read(0, 1 << 16)
-                *lines, rest = (rest + data).split(b"\n")
-                yield from (line.decode() for line in lines)
-                if not data:
-                    return
-            elif os.getppid() != self._parent:
-                return  # killed, while a child that it forked still holds the pipe open
+        while not select.select([0], [], [], POLL_SECONDS)[0]:
+            if os.getppid() != self._parent:
+                break  # killed, while a child that it forked still holds the pipe open
+        else:
+            # One short line in one write is never split. Empty: the pipe was closed without it.
+            self.status = os.read(0, 1 << 16).decode().strip() or self.status
+        self.end()
 
 
 def deliver(run_dir: Path, request: TrackingRequest, training: TrainingEnd) -> bool:
@@ -353,9 +341,9 @@ def deliver(run_dir: Path, request: TrackingRequest, training: TrainingEnd) -> b
                 has_failed = True
                 _warn_training(run_dir, error)
             backoff_seconds = min(MAX_BACKOFF_SECONDS, backoff_seconds * 2)
-        if time.monotonic() > training.deadline:
-            return False
-        if is_last:
+        if is_last:  # not before: the state must tell a later `--sync` how the run ended
+            if time.monotonic() > training.deadline:
+                return False
             time.sleep(POLL_SECONDS)
         else:
             training.has_ended.wait(backoff_seconds)
@@ -395,19 +383,19 @@ def git_commit() -> str | None:
     return result.stdout.strip()
 
 
-def run(run_dir: Path, *, sync: bool, flush_seconds: float) -> int:
+def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) -> int:
     """Everything a sender does; returns its exit code."""
     training = TrainingEnd(flush_seconds=flush_seconds)
+    request = TrackingRequest.load(request_path)
     if sync:
         import txl_dist.tracking.mlflow_tracker  # noqa: F401 - takes seconds, before the time counts
 
-        request = TrackingRequest.load(run_dir / REQUEST)
         state = TrackingState.load(run_dir / STATE)
         if state is not None and state.status != "running":
             training.status = state.status
         training.end()
     else:
-        request = training.listen()
+        training.listen()
     if request is None:
         log.error("%s has no tracking request; was this run started with tracking?", run_dir)
         return 1
@@ -426,6 +414,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m txl_dist.tracking.sender")
     parser.add_argument("run_dir", type=Path, nargs="?")
     parser.add_argument("--evaluations", action="store_true", help="record those on standard input")
+    parser.add_argument("--request", type=Path, help="default: that of the last start of the run")
     parser.add_argument("--sync", action="store_true", help="deliver the rest of an ended run")
     parser.add_argument("--flush-seconds", type=float, default=FLUSH_SECONDS)
     options = parser.parse_args()
@@ -437,7 +426,10 @@ def main() -> int:
         level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
     logging.getLogger("txl_dist").setLevel(logging.INFO)
-    return run(options.run_dir, sync=options.sync, flush_seconds=options.flush_seconds)
+    request_path = options.request or options.run_dir / REQUEST
+    return run(
+        options.run_dir, request_path, sync=options.sync, flush_seconds=options.flush_seconds
+    )
 
 
 if __name__ == "__main__":

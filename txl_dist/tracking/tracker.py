@@ -145,11 +145,13 @@ class _JsonFile:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Self | None:
-        """None if the text is not that of such a file."""
+        """None if the text is not that of such a file. Fields of other versions are ignored."""
         try:
-            return cls(**json.loads(text))
-        # Not JSON or too deep; not an object, or other fields.
-        except (ValueError, TypeError, RecursionError):
+            values = json.loads(text)
+            names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            return cls(**{name: values[name] for name in names & values.keys()})
+        # Not JSON or too deep; no object; without a required field.
+        except (ValueError, AttributeError, TypeError, RecursionError):
             return None
 
     def to_json(self) -> str:

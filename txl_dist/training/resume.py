@@ -12,6 +12,7 @@
     auto      the newest is damaged           from its copy, else from the one before it, and the
                                               lost steps are logged; with --strict: refused
     auto      all are damaged                 refused
+    any       newer ones named step-N.ID      refused: copied from a URL, they have to be renamed
     any       of another run, as copies       refused; nothing in the run directory is changed
     any       the URL does not respond        refused; at a restart by the same launch: those in
                                               the run directory are used
@@ -36,7 +37,12 @@ from typing import Literal, TypeVar
 from data_pipeline.system.remote_path import RemotePath
 from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
-from txl_dist.checkpoint.copies import CheckpointCopies, names_of, step_of
+from txl_dist.checkpoint.copies import (
+    CheckpointCopies,
+    names_of,
+    newest_local_copy,
+    step_of,
+)
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import CheckpointError, ConfigError, StoreError
@@ -79,17 +85,29 @@ def _source(job: TrainJob, data: TrainingData, *, download: bool) -> Source:
         _require_resumable(job, directory, steps[-1])
     if download and job.config.training.checkpoint_url:
         download_newest(job, data, directory)
+    _require_renamed_copies(directory)
     if directory.steps():
         return "own checkpoints"
     latest = directory.run / "LATEST"
     if latest.exists() and job.resume != "never":
         raise CheckpointError(
             f"{latest} says that this run has checkpoints, but {directory.path} has none: they "
-            "were moved or removed, or their storage is not mounted. Bring them back (copies from "
-            "a URL have to be renamed from step-N.ID to step-N) and run the same command again. To "
-            f"lose that run and begin again: rm {latest}"
+            "were moved or removed, or their storage is not mounted. Bring them back and run the "
+            f"same command again. To lose that run and begin again: rm {latest}"
         )
     return "new run" if job.resume in ("auto", "never") else resolve_checkpoint(job.resume)
+
+
+def _require_renamed_copies(directory: CheckpointDirectory) -> None:
+    """Raise CheckpointError if a copy from a URL is newer than the checkpoints of the run."""
+    copy = newest_local_copy(directory)
+    if copy is None or step_of(copy.name) <= (directory.newest_step() or 0):
+        return
+    raise CheckpointError(
+        f"{copy} is a copy from a URL, and newer than the checkpoints of this run. To resume from "
+        f"copies, rename them from step-N.ID to step-N (this one to {copy.stem}); to resume "
+        "without them, move them to another place. Then run the same command again"
+    )
 
 
 def _require_resumable(job: TrainJob, directory: CheckpointDirectory, step: int) -> None:

@@ -1,5 +1,7 @@
 """Launcher and ranks communicate through files of the run directory."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,10 +64,29 @@ def test_a_launch_removes_its_own_files_and_those_of_dead_launches(tmp_path: Pat
         files.write_error(0, DataError("text"))
         (tmp_path / f"..launch-{launch_id}.error-0.123.tmp").touch()  # of a killed rank
 
+    (tmp_path / ".launch-dead.launcher").touch()  # without a lock
     write("dead")
     with LaunchFiles(tmp_path, "b").held():
+        write("b")
         running = {path.name for path in tmp_path.iterdir()}
         assert not any("dead" in name for name in running)
-        write("b")
+        with LaunchFiles(tmp_path, "a").held():
+            write("a")
+        assert {path.name for path in tmp_path.iterdir()} == running
     remaining = sorted(path.name for path in tmp_path.iterdir())
     assert remaining == ["metrics.jsonl", "my.launch-notes.txt"]
+
+
+def test_a_launch_of_another_process_leaves_the_files(files: LaunchFiles, tmp_path: Path) -> None:
+    with files.held():
+        files.stop.touch()
+        files.saved.touch()
+        program = (
+            "from pathlib import Path; import sys; "
+            "from txl_dist.launch.launch_files import LaunchFiles\n"
+            "with LaunchFiles(Path(sys.argv[1]), 'other').held(): pass"
+        )
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+        assert files.stop.exists()
+        assert files.saved.exists()
+    assert not files.stop.exists()

@@ -130,12 +130,37 @@ def test_messages_and_reads_are_bounded_for_many_ranks(tmp_path: Path) -> None:
 
 def test_the_longest_wait_is_that_of_a_rank_in_a_collective(tmp_path: Path) -> None:
     peers = peers_of(tmp_path)
-    write(tmp_path, beat(1, 1))
+    for number in (1, 2):
+        write(tmp_path, beat(1, number), beat(2, 1))
+        peers.read("step 12")
+        assert peers.longest_wait_seconds == 0
+    write(tmp_path, beat(2, 2, collective="all_reduce"))
     peers.read("step 12")
-    assert peers.longest_wait_seconds() == 0
-    write(tmp_path, beat(2, 1, collective="all_reduce"))
-    peers.read("step 12")
-    assert peers.longest_wait_seconds() == 6
+    assert peers.longest_wait_seconds == 6
+
+
+def test_a_heartbeat_that_a_killed_process_left_is_no_wait(tmp_path: Path) -> None:
+    peers = peers_of(tmp_path)
+    write(tmp_path, beat(1, 9, collective="all_reduce", pid=50))
+    for _ in range(3):
+        peers.read("step 1")
+        assert peers.longest_wait_seconds == 0
+    write(tmp_path, beat(1, 1, collective="all_reduce"))
+    peers.read("step 1")
+    assert peers.longest_wait_seconds == 6
+
+
+def test_a_rank_that_works_does_not_repeat_the_wait_of_a_rank_that_it_no_longer_reads(
+    tmp_path: Path,
+) -> None:
+    last = NUM_READERS + 1
+    peers = peers_of(tmp_path, num_ranks=last + 1)
+    for number in (1, 2):
+        write(tmp_path, beat(last, number, collective="all_reduce"))
+        peers.read("step 12")
+    assert peers.longest_wait_seconds == 6
+    peers.read("step 13", is_waiting=False)
+    assert peers.longest_wait_seconds == 0
 
 
 def test_every_activity_has_a_label_that_is_a_plain_name() -> None:

@@ -6,6 +6,8 @@ import random
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.support.commands import run_txl
 from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.sender import Sender, TrainingEnd, deliver
 from txl_dist.tracking.tracker import (
     TrackingState,
     UnavailableError,
@@ -228,19 +231,18 @@ SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
 
 
 def test_sync_delivers_what_an_ended_run_did_not(
-    run_dir: Path, server: MlflowServer, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_steps(run_dir, range(1, 11))
     request = request_for(server.uri.replace("://", "://user:CANARY@"))
-    command = [*SENDER, str(run_dir), "--flush-seconds", "0.2"]
+    request.save(tmp_path / "request.json")
+    command = [*SENDER, str(run_dir), "--request", str(tmp_path / "request.json")]
+    command += ["--flush-seconds", "0.2"]
     pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, env=child_environment(), **pipes) as sender:
-        assert sender.stdin is not None
         assert sender.stderr is not None
-        sender.stdin.write(f"{request.to_json()}\n".encode())
-        sender.stdin.flush()
         warning = sender.stderr.readline()
-        _, stderr = sender.communicate(b"end preempted\n")
+        _, stderr = sender.communicate(b"preempted\n")
     assert sender.returncode == 75
     assert b"***" in warning
     assert b"CANARY" not in warning + stderr
@@ -261,6 +263,26 @@ def test_sync_delivers_what_an_ended_run_did_not(
     assert tags_of(server.database, state.run_id or "")["txl.status"] == "preempted"
     expected = {"run": str(run_dir), "mlflow_run_id": state.run_id, "status": "preempted"}
     assert json.loads(output) == {**expected, "delivered": True}
+
+
+def test_the_end_is_stored_if_a_call_returns_only_after_the_deadline(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = TrainingEnd(flush_seconds=0)
+
+    def fail_after_the_deadline(_: Sender) -> None:
+        if not training.has_ended.is_set():
+            training.status = "finished"
+            training.end()
+        time.sleep(0.01)
+        raise UnavailableError("no response")
+
+    monkeypatch.setattr(Sender, "pump", fail_after_the_deadline)
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: None)  # the watchdog
+    assert not deliver(run_dir, request_for(), training)
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    assert state.status == "finished"
 
 
 def test_sync_of_a_directory_without_tracking_is_refused_by_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.txl_dist.tracking.conftest import write_steps
 from tests.txl_dist.tracking.real_senders import tracking_config
 from txl_dist.tracking.process import TrackingProcess
-from txl_dist.tracking.tracker import TrackingState
+from txl_dist.tracking.tracker import TrackingRequest, TrackingState
 
 TRACKER = """
 import json
@@ -66,3 +66,10 @@ def test_a_damaged_file_is_read_as_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tracking.json"
     path.write_text(content)
     assert TrackingState.load(path) is None
+
+
+def test_a_request_of_an_earlier_version_is_read_without_its_unknown_fields(tmp_path: Path) -> None:
+    path = tmp_path / "tracking-request.json"
+    request = TrackingRequest(server=None, experiment="tests", params={"a": "1"})
+    path.write_text(json.dumps({**json.loads(request.to_json()), "new_run_key": "0123"}))
+    assert TrackingRequest.load(path) == request

@@ -28,7 +28,7 @@ from tests.txl_dist.tracking.real_senders import (
 )
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.process import TrackingProcess
-from txl_dist.tracking.tracker import child_environment
+from txl_dist.tracking.tracker import REQUEST, TrackingRequest, child_environment
 
 # Reading the SQLite file blocks the server that writes to it.
 wait_until = partial(commands.wait_until, poll_seconds=0.25)
@@ -158,3 +158,22 @@ def test_a_server_that_never_responds_delays_neither_training_nor_its_end(
     wait_until(lambda: senders_of(run_dir) == [])
     assert recorded_steps(server.database, tracker.run_id or "") == list(range(1, 1001))
     assert status_of(server.database, tracker.run_id or "") == "FINISHED"
+
+
+def test_training_does_not_wait_until_a_sender_reads_a_large_request(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender hangs before its imports; the request is larger than the buffer of a pipe."""
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(5)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    tags = {"large": "x" * 300_000}
+    began = time.monotonic()
+    tracker = TrackingProcess.start(run_dir, tracking_config(run_dir), tags=tags)
+    tracker.close("finished", timeout_seconds=0)
+    assert time.monotonic() - began < 4
+    wait_until((run_dir / REQUEST).exists)
+    request = TrackingRequest.load(run_dir / REQUEST)
+    assert request is not None
+    assert request.tags["txl.large"] == tags["large"]
+    wait_until(lambda: senders_of(run_dir) == [])
+    assert status_of(run_dir.parent / "mlflow.db", tracker.run_id or "") == "FINISHED"

@@ -175,6 +175,24 @@ def test_a_length_in_tokens_is_refused_when_the_lanes_change(key: str) -> None:
         check_config(old, {**old, "data.num_lanes": 10}, allowed=allowed, checkpoint="RUN")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.statistics_interval_steps", None),
+        ("training.statistics_interval_steps", 100),
+        ("ray.cpus_per_rank", 2),
+        ("ray.gpus_per_rank", 2),
+        ("ray.node_labels.zone", "a"),
+        ("ray.ranks_on_head", True),
+        ("ray.ranks_per_node", 4),
+        ("deepspeed.extra.prescale_gradients", True),
+    ],
+)
+def test_a_run_with_a_setting_of_an_earlier_version_resumes(key: str, value: object) -> None:
+    new = default_settings()
+    check_config({**new, key: value}, new, allowed=(), checkpoint="RUN")
+
+
 def test_options_of_deepspeed_are_free_unless_they_change_numbers() -> None:
     old, prefix = default_settings(), "deepspeed.extra."
     changed = {**old, f"{prefix}zero_optimization.reduce_bucket_size": 1000}

@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_replaced_by_its_copy(
     bucket.get("bucket/runs/one", str(run), recursive=True)
     local = tiny_job(dataset, run, NO_EVALUATION, *SETTINGS[2:])
     assert ranks(1).run(train, local) == [4]
-    assert "renamed from step-N.ID" in refusal(run)
+    assert "rename them from step-N.ID to step-N" in refusal(run)
     for path in list((run / "checkpoints").iterdir()):
         path.rename(path.with_suffix(""))
     assert ranks(1).run(train_changed, local, die_after, 12)[0][0] == 3

@@ -117,6 +117,33 @@ def test_a_row_of_the_table(
         assert metrics_of(run) == before, "a refusal changes nothing"
 
 
+@pytest.mark.parametrize(
+    ("resume", "own_step"),
+    [("auto", None), ("auto", 10), ("auto", 20), ("never", None), ("PATH", None)],
+)
+def test_copies_from_a_url_are_refused_until_they_are_renamed(
+    ranks: RankGroups, dataset: Path, run: Path, resume: str, own_step: int | None
+) -> None:
+    """RUN has its checkpoint of one step, or none and no LATEST, and a copy of step 15."""
+    checkpoints = CheckpointDirectory(run)
+    copy = checkpoints.at(15).rename(checkpoints.path / "step-00000015.0123456789abcdef")
+    for step in set(checkpoints.steps()) - {own_step}:
+        shutil.rmtree(checkpoints.at(step))
+    (run / "LATEST").unlink()
+    before = metrics_of(run)
+    job = command(dataset, run, copy if resume == "PATH" else resume)
+    end = begins_at(ranks, job)
+    if own_step == 20:
+        assert end == 20, "an older copy does not matter"
+        return
+    assert f"{copy} is a copy from a URL" in str(end)
+    assert "(this one to step-00000015)" in str(end)
+    assert metrics_of(run) == before, "a refusal changes nothing"
+    copy.rename(checkpoints.at(15))
+    if resume == "auto":
+        assert begins_at(ranks, job) == 15
+
+
 def metrics_of(run: Path) -> bytes | None:
     path = run / "metrics.jsonl"
     return path.read_bytes() if path.exists() else None

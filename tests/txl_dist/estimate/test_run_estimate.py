@@ -1,5 +1,6 @@
 """Bytes of real ranks against the estimate, and the world sizes without padding."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,3 +86,22 @@ def test_the_listed_world_sizes_need_no_padding_rows(num_lanes: int) -> None:
     assert even == [n for n in range(1, num_lanes + 1) if plan.rows_per_rank(n) * n == num_lanes]
     text = "\n".join(lines_of(run, assumptions, precision="fp32"))
     assert f"without padding: {', '.join(map(str, even))}\n" in text
+
+
+@pytest.mark.parametrize(("kind", "share"), [("recurrent", 0.5), ("associative", 1.0)])
+def test_states_that_stay_fp32_are_counted_so(kind: str, share: float) -> None:
+    """With `training.memory_dtype: bf16` a recurrent memory has half the bytes, a matrix all."""
+    lanes = []
+    for dtype in ("fp32", "bf16"):
+        config = run_config(num_lanes=4)
+        training = config.training.model_copy(
+            update={"memory_dtype": dtype, "backprop_segments": 2}
+        )
+        model = replace(config.model, memory=kind)
+        config = config.model_copy(update={"model": model, "training": training})
+        facts = DataFacts(vocab_size=model.vocab_size, num_steps=10)
+        (scale,) = estimate_run(
+            config, facts, gpus=[1], assumptions=Assumptions(device="cpu")
+        ).scales
+        lanes.append(scale.stages[0].lanes)
+    assert lanes[1] == share * lanes[0]

@@ -133,6 +133,14 @@ def test_windows_cut_contexts_at_their_beginning(exported: Path) -> None:
     assert nats == pytest.approx(log_likelihood(exported, ids[-10:-7], ids[-7:]), rel=1e-5)
 
 
+def test_a_memory_without_mem_len_is_used(tmp_path: Path) -> None:
+    directory = export(tmp_path / "model", BYTES, memory="tokens", mem_len=0)
+    model = TransformerXLModel(directory)
+    assert (model.mode, model.max_length) == ("memory", TGT_LEN)
+    with pytest.raises(ConfigError, match="mem_len=64 has no effect"):
+        TransformerXLModel(directory, mem_len=64)
+
+
 @pytest.mark.parametrize("options", [{"distance_encoding": "absolute"}, {}], ids=str)
 def test_models_without_memory_are_scored_in_windows(
     options: dict[str, str], tmp_path: Path

@@ -63,8 +63,8 @@ def read(
 BLOCKS: dict[str, dict[str, Any]] = {"": {}, "pre-norm": {"pre_lnorm": True}, **MODERN}
 CASES = [
     *((kind, name, options) for kind in KINDS for name, options in BLOCKS.items()),
-    # The layers of a compressive memory have one length.
-    *((kind, "short and long", SHORT_AND_LONG) for kind in KINDS if kind != "compressive"),
+    # The layers of other memories have one length.
+    *((kind, "short and long", SHORT_AND_LONG) for kind in ("recurrent", "recurrent+tokens")),
 ]
 
 

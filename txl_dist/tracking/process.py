@@ -7,7 +7,7 @@ has ended, also by SIGKILL.
 Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and the sender
 sends them. Once the ranks have ended, the launcher waits for the sender (`wait_for_delivery`): in a
 container the sender ends with the launcher. No rank, restart or stop request waits for it. A sender
-that dies is not replaced: the next start of the run, or `txl track sync`, delivers the rest.
+that died during the run is replaced at its end, and the new one delivers the rest.
 
 `txl eval` calls `log_evaluations`, which starts a short process: a server that does not respond
 costs a bounded time, and `txl eval` does not import mlflow.
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -76,8 +77,12 @@ class TrackingProcess:
     removes.
     """
 
-    def __init__(self, run_dir: Path, sender: subprocess.Popen[bytes] | None) -> None:
-        self._run_dir, self._sender, self._is_closed = run_dir, sender, False
+    def __init__(
+        self, run_dir: Path, start_sender: Callable[[], subprocess.Popen[bytes]] | None
+    ) -> None:
+        """`start_sender`: None if nothing is tracked."""
+        self._run_dir, self._start_sender, self._is_closed = run_dir, start_sender, False
+        self._sender = start_sender() if start_sender else None
 
     @classmethod
     def start(
@@ -93,15 +98,14 @@ class TrackingProcess:
         `tags` are recorded as `txl.<name>`. A run directory that was tracked before continues its
         run on the server.
         """
-        sender = None
         try:
             if config.tracking.enabled:
                 flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
                 request = _request(run_dir, config, data_manifest, tags or {})
-                sender = _start_sender(run_dir, request, flush_seconds)
+                return cls(run_dir, partial(_start_sender, run_dir, request, flush_seconds))
         except Exception as error:
             log.warning("tracking is off: %s: %s", type(error).__name__, error)
-        return cls(run_dir, sender)
+        return cls(run_dir, None)
 
     @property
     def run_id(self) -> str | None:
@@ -120,6 +124,9 @@ class TrackingProcess:
         if sender is None or self._is_closed:
             return
         self._is_closed = True
+        if sender.poll() and self._start_sender is not None:
+            with contextlib.suppress(OSError):
+                sender = self._start_sender()
         assert sender.stdin is not None
         with contextlib.suppress(OSError):  # it has died
             sender.stdin.write(f"{status}\n".encode())

@@ -99,6 +99,24 @@ def test_the_end_is_delivered_before_the_launcher_ends(
 
 @pytest.mark.fault
 @pytest.mark.fault_row(32)
+def test_a_sender_that_died_during_the_run_is_replaced_at_its_end(
+    dataset: Path, run_dir: Path, server: MlflowServer
+) -> None:
+    server.open()
+    settings = (NO_EVALUATION, "training.num_steps=400", "tracking.end_timeout_seconds=100")
+    with start_txl(*_train(dataset, run_dir, server.uri, *settings)) as training:
+        wait_until(lambda: num_lines(run_dir / "metrics.jsonl") > 5)
+        (sender,) = senders_of(run_dir)
+        os.kill(sender, signal.SIGKILL)
+        output, _ = training.communicate(timeout=300)
+    assert training.returncode == 0, output
+    run_id = run_id_of(run_dir)
+    assert status_of(server.database, run_id) == "FINISHED", output
+    assert recorded_steps(server.database, run_id) == list(range(1, 401))
+
+
+@pytest.mark.fault
+@pytest.mark.fault_row(32)
 def test_the_wait_at_the_end_has_a_limit_and_the_rest_is_delivered_by_the_next_start(
     dataset: Path, run_dir: Path, server: MlflowServer
 ) -> None:

@@ -163,5 +163,5 @@ def test_documents_are_read_from_their_start_if_the_memory_has_no_limit(kind: st
         chunks, nats = case.plan(), sequential_nats(case)
         for chunk, sums in zip(chunks, case.scorer.scores(chunks), strict=True):
             assert sums.nats == pytest.approx(sum(nats[chunk.start : chunk.stop]), rel=1e-10)
-    # The blocks of a compressive memory go on across documents, with segments that are uneven.
+    # If segments are no multiples of the rate, a slot's tokens depend on the document before.
     assert len(chunks) == 1 if kind == "compressive" else len(chunks) > 3

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
     from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
-    from txl_dist.model.config import ModelConfig
 
 
 def recl(
@@ -98,20 +97,22 @@ def recl(
         print_report,
         write_report,
     )
+    from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.job import evaluation_job
 
+    configs = [find_model(path).config for path in checkpoints]
     jobs = [
         evaluation_job(
             path,
             data,
             split=split,
             tgt_len=tgt_len,
-            mem_len=mem_len if _config_of(path).tokens_kept else None,
-            clamp_len=clamp_len if _config_of(path).has_memory else None,
+            mem_len=mem_len if config.tokens_kept else None,
+            clamp_len=clamp_len if config.has_memory else None,
             batch=batch,
             precision=precision,
         )
-        for path in checkpoints
+        for path, config in zip(checkpoints, configs, strict=True)
     ]
     model_names = _names(names, checkpoints)
     request = ReclRequest(
@@ -138,12 +139,6 @@ def recl(
         print_report(report)
         if out:
             print(f"recl.json, recl.png and recl.svg are in {out}")
-
-
-def _config_of(checkpoint: Path) -> "ModelConfig":
-    from txl_dist.convert.stored_model import find_model
-
-    return find_model(checkpoint).config
 
 
 def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:

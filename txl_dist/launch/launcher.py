@@ -140,7 +140,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A node of ranks will be taken back; they can go on elsewhere."""
+    """A node of ranks will be preempted; the ranks can continue on other nodes."""
 
     reason: str
     """`node 10.0.0.2 is preempted in 58 s`."""

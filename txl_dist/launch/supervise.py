@@ -131,7 +131,7 @@ class _Supervisor:
         self._killed: set[int] = set()
         """Ranks that were killed here, because they had not ended in time."""
         self._preempted = ""
-        """A node of ranks that will be taken back, in words."""
+        """A node of ranks that will be preempted, in words."""
         self._not_started = ""
         self._is_stopping = False
         self._change = ""

@@ -167,11 +167,10 @@ class TransformerXL(nn.Module):
 
     def _written(self, hidden: list[Tensor]) -> list[Tensor]:
         """What the layers' writers compute, or `hidden` for a kind of memory without writers."""
-        writers = [getattr(layer, "memory_writer", None) for layer in self.layers]
-        written = [
-            writer(x_BTD) for writer, x_BTD in zip(writers, hidden[1:], strict=True) if writer
-        ]
-        return written or hidden
+        layers: Any = self.layers
+        if layers[0].memory_writer is None:
+            return hidden
+        return [layer.memory_writer(x_BTD) for layer, x_BTD in zip(layers, hidden[1:], strict=True)]
 
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""

@@ -32,7 +32,7 @@ object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
     group, data, split           the name of the group, path or URL, split
     data_sha256                  digest of the dataset's manifest
     protocol                     one line to quote with the numbers
-    contexts, delta, threshold   in tokens; delta is null if the steps differ, then there is no RECL
+    contexts, delta, threshold   contexts and their step in tokens; gain that counts
     positions, documents         number of targets, and of documents that contain them
     within_documents             whether the context of each target is inside its document
     seed                         of the sample and of the intervals
@@ -211,6 +211,7 @@ class ReclRequest:
     jobs: tuple[EvaluationJob, ...]
     """One per model; the batch size counts windows."""
     contexts: tuple[int, ...]
+    """Ascending, all steps equal."""
     r_values: tuple[float, ...]
     threshold: float
     num_positions: int
@@ -276,8 +277,6 @@ def measure_group(
             )
         )
         models.append(model)
-    steps = {later - earlier for earlier, later in pairwise(contexts)}
-    delta = steps.pop() if len(steps) == 1 else None
     resampling = plan_resampling(
         positions.document_N, num_resamples=request.num_resamples, seed=request.seed
     )
@@ -286,7 +285,7 @@ def measure_group(
         contexts,
         positions.document_N,
         resampling,
-        r_values=request.r_values if delta else (),
+        r_values=request.r_values,
         threshold=request.threshold,
         max_contexts=[model["max_context"] for model in models],
     )
@@ -299,7 +298,7 @@ def measure_group(
         "split": split,
         "protocol": "",
         "contexts": list(contexts),
-        "delta": delta,
+        "delta": contexts[1] - contexts[0],
         "threshold": request.threshold,
         "positions": len(positions),
         "documents": positions.num_documents,
@@ -318,8 +317,7 @@ def measure_group(
 
 def _protocol(report: ReclReport) -> str:
     """One line to quote with the numbers."""
-    contexts, delta = report["contexts"], report["delta"]
-    step = f" in steps of {delta}" if delta else ""
+    contexts = report["contexts"]
     place = "document" if report["within_documents"] else "split"
     models = "; ".join(
         f"{Subject(model['name'], model['digest'])}: tgt_len {model['tgt_len']}, mem_len "
@@ -330,7 +328,7 @@ def _protocol(report: ReclReport) -> str:
     return (
         f"RECL (arXiv:1901.02860, appendix C) of group {report['group']!r} on {report['split']} of "
         f"{Subject(report['data'], report['data_sha256'])}: contexts {contexts[0]} to "
-        f"{contexts[-1]} tokens{step}, threshold {report['threshold']:g}, "
+        f"{contexts[-1]} tokens in steps of {report['delta']}, threshold {report['threshold']:g}, "
         f"{report['positions']:,} targets of {report['documents']:,} documents (seed "
         f"{report['seed']}) with {contexts[-1]} tokens before them in their {place}; each loss "
         f"after exactly c tokens, read from an empty memory; {models}"
@@ -392,12 +390,9 @@ def write_report(staged: StagedDirectory, report: ReclReport) -> None:
 def print_report(report: ReclReport) -> None:
     print("mean nats per token after exactly c tokens, with half the width of its interval")
     _print_table(_curve_rows(report))
-    if report["delta"] is None:
-        print("no RECL: the steps between the contexts differ")
-    else:
-        print(f"\nRECL in tokens, with its interval; group: {report['group']}")
-        _print_table(_recl_rows(report))
-        print("last gain ends: the context from which on no step reaches the threshold, per r")
+    print(f"\nRECL in tokens, with its interval; group: {report['group']}")
+    _print_table(_recl_rows(report))
+    print("last gain ends: the context from which on no step reaches the threshold, per r")
     print(f"\n{report['protocol']}")
 
 

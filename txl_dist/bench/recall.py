@@ -32,13 +32,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_pipeline.shards.shard_reader import TokenSource
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.shard_reader import TokenSource, open_split
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.order import hash_ids
 from data_pipeline.streams.segments import Reset
+from data_pipeline.system.remote_path import dataset_path
 from txl_dist.analysis.windows import WindowScorer, sample_positions
+from txl_dist.convert.stored_model import StoredModel
 from txl_dist.errors import DataError
 from txl_dist.evaluation.bootstrap import interval, plan_resampling, resamples
+from txl_dist.model.config import ModelConfig
 
 # Shapes: B sequences, N tokens of a sequence, X tokens of a span, D distances
 
@@ -144,6 +148,33 @@ def random_text(
     tokens = allowed[(hashes % np.uint64(len(allowed))).astype(np.int64)]
     tokens = tokens.reshape(probe.num_sequences, width)
     return tokens[:, : probe.num_tokens], tokens[:, probe.num_tokens :]
+
+
+def open_recall(
+    probe: RecallProbe,
+    stored: StoredModel,
+    config: ModelConfig,
+    *,
+    tgt_len: int,
+    data: str | None,
+    split: str,
+) -> tuple[WindowScorer, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """The model on the GPU if there is one, and texts and spans as `random_text` has them.
+
+    Raises DataError if `data` does not fit the model.
+    """
+    if data is not None:
+        directory = dataset_path(data)
+        manifest = load_manifest(directory)
+        stored.check_data(manifest, directory)
+        source = open_split(directory, split, manifest=manifest)
+        texts = sampled_text(probe, source, stored.reset)
+    model, tokenizer = stored.load(config)
+    if data is None:
+        excluded = [tokenizer.end_of_document] if tokenizer else []
+        texts = random_text(probe, config.num_ids, excluded=excluded)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return WindowScorer(model=model.to(device), tgt_len=tgt_len), texts
 
 
 def sampled_text(

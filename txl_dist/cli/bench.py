@@ -193,13 +193,8 @@ def recall(
 
     Example: txl bench recall runs/quickstart --data data/stdlib --distances 16,64,256
     """
-    import torch
-
-    from data_pipeline.shards.manifest import load_manifest
-    from data_pipeline.shards.shard_reader import open_split
-    from data_pipeline.system.remote_path import dataset_path
-    from txl_dist.analysis.windows import UNLIMITED, WindowScorer
-    from txl_dist.bench.recall import RecallProbe, measure_recall, random_text, sampled_text
+    from txl_dist.analysis.windows import UNLIMITED
+    from txl_dist.bench.recall import RecallProbe, measure_recall, open_recall
     from txl_dist.convert.stored_model import find_model
 
     stored = find_model(checkpoint)
@@ -209,19 +204,8 @@ def recall(
         config = stored.config.with_mem_len(mem_len)
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None
-    if data is not None:
-        manifest = load_manifest(dataset_path(data))
-        stored.check_data(manifest, dataset_path(data))
-    model, tokenizer = stored.load(config)
-    if data is None:
-        excluded = [tokenizer.end_of_document] if tokenizer else []
-        texts = random_text(probe, config.num_ids, excluded=excluded)
-    else:
-        source = open_split(dataset_path(data), split, manifest=manifest)
-        texts = sampled_text(probe, source, stored.reset)
-    scorer = WindowScorer(
-        model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
-        tgt_len=tgt_len or stored.tgt_len,
+    scorer, texts = open_recall(
+        probe, stored, config, tgt_len=tgt_len or stored.tgt_len, data=data, split=split
     )
     with work_progress(WorkUnit("distances")) as show:
         result = measure_recall(

@@ -1,7 +1,7 @@
 """Evaluates any number of jobs on workers, batch by batch; a killed evaluation can be resumed.
 
-    job -> plan_job (chunks) -> ScoringTask (a batch) -> score_batch on any worker -> FinishedScores
-        -> sums in the order of the chunks -> result
+    job -> plan_job (chunks) -> scoring_tasks (batches) -> score_batch on any worker
+        -> FinishedScores -> sums in the order of the chunks -> result
 
 A batch is `batch_chunks` consecutive chunks (with `num_ranks`, of the chunks of one rank). Which
 worker scores it, and in which attempt, does not change its sums, so the result is always the same
@@ -11,32 +11,21 @@ A sweep (`txl eval --sweep`) scores every combination of memory options on one s
 best one on the others, as the paper chose mem_len and clamp_len.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.progress import Progress
-from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.system.workers import InProcess, WorkerDiedError, Workers
 from txl_dist.convert.stored_model import find_model
-from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError
-from txl_dist.evaluation.breakdown import (
-    BreakdownCounter,
-    count_tokens,
-    counted_split,
-    log_bucket,
-    total_breakdown,
-)
-from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores
+from txl_dist.errors import ConfigError, DataError, TxlError
+from txl_dist.evaluation.batches import close_scorer, score_batch, scoring_tasks
+from txl_dist.evaluation.breakdown import counted_split, total_breakdown
+from txl_dist.evaluation.finished_scores import FinishedScores
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.result import (
     EvaluationResult,
@@ -47,79 +36,8 @@ from txl_dist.evaluation.result import (
     scored_text,
 )
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
-from txl_dist.runtime.device import torch_threads
-from txl_dist.runtime.fault_injection import fault_point
+from txl_dist.evaluation.scoring import EvaluationChunk, overhead
 from txl_dist.runtime.process import code_description
-
-# Shapes: V vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringTask:
-    """One batch of chunks of one job."""
-
-    job: EvaluationJob
-    job_number: int
-    batch_number: int
-    chunk_numbers: range
-    chunks: tuple[EvaluationChunk, ...]
-    frequency_bucket_V: NDArray[np.uint8] | None = None
-    """Bucket of the frequency of each token id; None: without details."""
-    per_document: bool = False
-    """Whether the sums of documents are wanted, without the other details."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are read, with the contexts."""
-        return sum(chunk.stop - chunk.context_start for chunk in self.chunks)
-
-    def __str__(self) -> str:
-        first, last = self.chunk_numbers[0], self.chunk_numbers[-1]
-        return (
-            f"chunks {first} to {last} of split {self.job.settings.split}, "
-            f"{self.job.checkpoint.name}"
-        )
-
-
-def score_batch(task: ScoringTask) -> BatchScores:
-    """Score one batch on a worker, which keeps model and split for its next batch.
-
-    Raises CheckpointError if the score of a chunk is NaN or Inf.
-    """
-    fault_point("score")
-    scorer, counter = open_scorer(task.job), None
-    if task.per_document or task.frequency_bucket_V is not None:
-        counter = BreakdownCounter(
-            frequency_bucket_V=task.frequency_bucket_V, byte_counts_V=scorer.byte_counts_V
-        )
-    with torch_threads(task.job.num_threads):
-        sums = list(scorer.scores(task.chunks, counter=counter))
-    _require_finite(task, sums)
-    return BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
-
-
-def _require_finite(task: ScoringTask, sums: Sequence[LossSums]) -> None:
-    for number, chunk in zip(task.chunk_numbers, sums, strict=True):
-        if not math.isfinite(chunk.nats):
-            raise CheckpointError(
-                f"chunk {number} of split {task.job.settings.split}, {task.job.checkpoint}: the "
-                f"sum of its losses is {chunk.nats}, although all weights are finite, so the model "
-                "overflows on this text. Try --precision fp32, or an earlier checkpoint: txl "
-                "checkpoint list RUN"
-            )
-
-
-_opened: dict[EvaluationJob, Scorer] = {}
-"""The model and split of the last job, at most one."""
-
-
-def open_scorer(job: EvaluationJob) -> Scorer:
-    """Load model and split of a job, unless they are those of the last one."""
-    if job not in _opened:
-        _opened.clear()  # free this model before the next one is loaded
-        _opened[job] = job.open()
-    return _opened[job]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,7 +100,7 @@ def evaluate_on_workers(
 
     Raises the first TxlError of any worker.
     """
-    tasks = list(_tasks(planned, progress))
+    tasks = list(scoring_tasks(planned, progress))
     if any(each.finished.is_resumed for each in planned):
         num_batches = sum(1 for each in planned for _ in each.batches())
         note(f"resuming: {num_batches - len(tasks)} of {num_batches} batches are already scored")
@@ -202,7 +120,7 @@ def evaluate_on_workers(
             f"{planned[0].job.batch_chunks}), which starts again"
         ) from None
     finally:
-        _opened.clear()
+        close_scorer()
     return [each.result() for each in planned]
 
 
@@ -284,30 +202,6 @@ def default_scores_directory(checkpoint: Path) -> Path | None:
     if checkpoint.parent.name != "checkpoints":
         return None
     return checkpoint.parent.parent / "evaluations"
-
-
-def _tasks(planned: Sequence[PlannedJob], progress: Progress) -> Iterator[ScoringTask]:
-    """The unfinished batches, job after job, so that workers rarely change their model."""
-
-    @cache
-    def frequency_buckets(data: DatasetPath, split: str) -> NDArray[np.uint8]:
-        return log_bucket(count_tokens(data, split, progress=progress)).astype(np.uint8)
-
-    for job_number, each in enumerate(planned):
-        for batch_number, numbers in enumerate(each.batches()):
-            if batch_number not in each.finished.batches:
-                counted = each.counted_split
-                yield ScoringTask(
-                    job=each.job,
-                    job_number=job_number,
-                    batch_number=batch_number,
-                    chunk_numbers=numbers,
-                    chunks=tuple(each.chunks[number] for number in numbers),
-                    frequency_bucket_V=frequency_buckets(each.job.data, counted)
-                    if counted
-                    else None,
-                    per_document=each.per_document,
-                )
 
 
 Sweep: TypeAlias = Sequence[Sequence[PlannedJob]]

@@ -12,6 +12,9 @@ from shutil import which
 import torch
 from torch import Tensor
 
+from txl_dist.errors import ConfigError
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+
 
 def host_waits_for(device: torch.device) -> bool:
     """Whether the host waits if it reads a value on `device`, such as a number of rows.
@@ -50,6 +53,23 @@ def triton_unavailable_reason(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has a compute capability below 8.0"
     return _missing_for_extension()
+
+
+def require_attention(name: str, device: torch.device) -> None:
+    """Raise ConfigError if a run was asked for an implementation that cannot run on the device.
+
+    Evaluation and generation take another one instead.
+    """
+    facts = ATTENTION_IMPLEMENTATIONS.get(name)
+    reason = triton_unavailable_reason(device)
+    if facts is None or not facts.needs_triton or not reason:
+        return
+    raise ConfigError(
+        f"model.attention={name} needs the package triton and a GPU of compute capability 8.0 "
+        f"(A100) or newer, and {reason}. Set model.attention=auto, which takes it where it can "
+        "run; or, to test the kernels on a CPU with a small model, set the environment variable "
+        "TRITON_INTERPRET=1"
+    )
 
 
 def _missing_for_extension() -> str:

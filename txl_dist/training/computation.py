@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from txl_dist.errors import ConfigError
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.result import plan_evaluation
 from txl_dist.evaluation.scoring import Scorer, evaluate_on_ranks
-from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
-from txl_dist.model.config import ModelConfig
-from txl_dist.model.devices import triton_unavailable_reason
+from txl_dist.model.devices import require_attention
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.runtime.fault_injection import fault_point
@@ -44,7 +41,7 @@ def build_step(rank: RankContext) -> TrainStep:
         recompute_layers=config.training.activation_checkpointing,
     )
     lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
-    _require_attention(data.model_config, world.device)
+    require_attention(data.model_config.attention, world.device)
     if config.training.compile:
         compile_layers(model, config, world, lanes=range(micro_batch_rows))
     engine = create_engine(model, config, world, **shape)
@@ -60,20 +57,6 @@ def build_step(rank: RankContext) -> TrainStep:
         dropout_rng=config.training.dropout_rng,
         num_segments=config.training.backprop_segments,
         **shape,
-    )
-
-
-def _require_attention(config: ModelConfig, device: torch.device) -> None:
-    """Evaluation and generation replace one that cannot run; training was asked for it."""
-    facts = ATTENTION_IMPLEMENTATIONS.get(config.attention)
-    reason = triton_unavailable_reason(device)
-    if facts is None or not facts.needs_triton or not reason:
-        return
-    raise ConfigError(
-        f"model.attention={config.attention} needs the package triton and a GPU of compute "
-        f"capability 8.0 (A100) or newer, and {reason}. Set model.attention=auto, which takes it "
-        "where it can run; or, to test the kernels on a CPU with a small model, set the "
-        "environment variable TRITON_INTERPRET=1"
     )
 
 

@@ -19,7 +19,7 @@ from data_pipeline.streams import cursor
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import small_model
 from tests.support.token_sources import NumberedSource
-from txl_dist.evaluation import distributed, scoring
+from txl_dist.evaluation import batches, scoring
 from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.scoring import (
     MIN_CONTEXTS_PER_CHUNK,
@@ -136,7 +136,7 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
         return model
 
     monkeypatch.setattr(EvaluationJob, "open", open_)
-    monkeypatch.setattr(distributed, "_opened", {})
+    monkeypatch.setattr(batches, "_opened", {})
     settings = EvaluationSettings(
         split="valid",
         mode="exact",
@@ -150,5 +150,5 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
         checkpoint=Path("model"), data=Path("data"), settings=settings, batch_chunks=1
     )
     for split in ("valid", "valid", "test", "valid"):
-        distributed.open_scorer(replace(job, settings=replace(settings, split=split)))
+        batches.open_scorer(replace(job, settings=replace(settings, split=split)))
     assert len(alive) == 3, "opened once for batches of one job in a row"

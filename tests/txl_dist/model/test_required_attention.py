@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from txl_dist.errors import ConfigError
-from txl_dist.model.config import ModelConfig
-from txl_dist.training.computation import _require_attention
+from txl_dist.model.devices import require_attention
 
 
 def test_attention_that_cannot_run_is_refused_with_what_to_do(
@@ -13,12 +12,12 @@ def test_attention_that_cannot_run_is_refused_with_what_to_do(
 ) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    _require_attention(ModelConfig(attention="triton"), cpu)
+    require_attention("triton", cpu)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     for name in ("auto", "sdpa"):
-        _require_attention(ModelConfig(attention=name), cpu)
+        require_attention(name, cpu)
     with pytest.raises(ConfigError, match=r"attention=triton .* no GPU\. Set model.attention=auto"):
-        _require_attention(ModelConfig(attention="triton"), cpu)
+        require_attention("triton", cpu)
     monkeypatch.setattr("txl_dist.model.devices.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="package triton is not installed"):
-        _require_attention(ModelConfig(attention="triton"), cpu)
+        require_attention("triton", cpu)

@@ -12,7 +12,6 @@ from shutil import which
 import torch
 from torch import Tensor
 
-from txl_dist.errors import ConfigError
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 
 
@@ -55,21 +54,10 @@ def triton_unavailable_reason(device: torch.device) -> str:
     return _missing_for_extension()
 
 
-def require_attention(name: str, device: torch.device) -> None:
-    """Raise ConfigError if a run was asked for an implementation that cannot run on the device.
-
-    Evaluation and generation take another one instead.
-    """
+def attention_unavailable_reason(name: str, device: torch.device) -> str:
+    """Why the implementation of this name cannot run on the device; "" if it can."""
     facts = ATTENTION_IMPLEMENTATIONS.get(name)
-    reason = triton_unavailable_reason(device)
-    if facts is None or not facts.needs_triton or not reason:
-        return
-    raise ConfigError(
-        f"model.attention={name} needs the package triton and a GPU of compute capability 8.0 "
-        f"(A100) or newer, and {reason}. Set model.attention=auto, which takes it where it can "
-        "run; or, to test the kernels on a CPU with a small model, set the environment variable "
-        "TRITON_INTERPRET=1"
-    )
+    return triton_unavailable_reason(device) if facts and facts.needs_triton else ""
 
 
 def _missing_for_extension() -> str:

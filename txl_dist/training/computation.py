@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import torch
 
+from txl_dist.errors import ConfigError
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.result import plan_evaluation
 from txl_dist.evaluation.scoring import Scorer, evaluate_on_ranks
-from txl_dist.model.devices import require_attention
+from txl_dist.model.devices import attention_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.runtime.fault_injection import fault_point
@@ -41,7 +42,7 @@ def build_step(rank: RankContext) -> TrainStep:
         recompute_layers=config.training.activation_checkpointing,
     )
     lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
-    require_attention(data.model_config.attention, world.device)
+    _require_attention(data.model_config.attention, world.device)
     if config.training.compile:
         compile_layers(model, config, world, lanes=range(micro_batch_rows))
     engine = create_engine(model, config, world, **shape)
@@ -58,6 +59,17 @@ def build_step(rank: RankContext) -> TrainStep:
         num_segments=config.training.backprop_segments,
         **shape,
     )
+
+
+def _require_attention(name: str, device: torch.device) -> None:
+    """Evaluation and generation replace one that cannot run; training was asked for it."""
+    if reason := attention_unavailable_reason(name, device):
+        raise ConfigError(
+            f"model.attention={name} needs the package triton and a GPU of compute capability 8.0 "
+            f"(A100) or newer, and {reason}. Set model.attention=auto, which takes it where it "
+            "can run; or, to test the kernels on a CPU with a small model, set the environment "
+            "variable TRITON_INTERPRET=1"
+        )
 
 
 def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from txl_dist.errors import ConfigError
-from txl_dist.model.devices import require_attention
+from txl_dist.training.computation import _require_attention
 
 
 def test_attention_that_cannot_run_is_refused_with_what_to_do(
@@ -12,12 +12,12 @@ def test_attention_that_cannot_run_is_refused_with_what_to_do(
 ) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    require_attention("triton", cpu)
+    _require_attention("triton", cpu)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     for name in ("auto", "sdpa"):
-        require_attention(name, cpu)
+        _require_attention(name, cpu)
     with pytest.raises(ConfigError, match=r"attention=triton .* no GPU\. Set model.attention=auto"):
-        require_attention("triton", cpu)
+        _require_attention("triton", cpu)
     monkeypatch.setattr("txl_dist.model.devices.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="package triton is not installed"):
-        require_attention("triton", cpu)
+        _require_attention("triton", cpu)

@@ -33,7 +33,7 @@ from txl_dist.cli.progress import TOKENS, running, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.distributed import PlannedJob
+    from txl_dist.evaluation.batches import PlannedJob
     from txl_dist.evaluation.result import EvaluationResult
 
 

@@ -26,7 +26,8 @@ from txl_dist.evaluation.breakdown import DOCUMENT, TABLES, LossTable
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.distributed import PlannedJob, Sweep, SweepResult
+    from txl_dist.evaluation.batches import PlannedJob
+    from txl_dist.evaluation.distributed import Sweep, SweepResult
     from txl_dist.evaluation.result import EvaluationResult
 
 RESULT_NAME = "result.json"

@@ -1,10 +1,9 @@
-"""Batches of chunks: the tasks of an evaluation, and how a worker scores one of them."""
+"""Batches of chunks: those of a planned job, how a worker scores one, and the sums of all."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,16 +11,19 @@ from numpy.typing import NDArray
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.breakdown import BreakdownCounter, count_tokens, log_bucket
-from txl_dist.evaluation.finished_scores import BatchScores
+from txl_dist.evaluation.breakdown import (
+    BreakdownCounter,
+    count_tokens,
+    log_bucket,
+    total_breakdown,
+)
+from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores
 from txl_dist.evaluation.job import EvaluationJob
+from txl_dist.evaluation.result import EvaluationResult, ScoredText, Subject, model_name
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
+from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
 from txl_dist.runtime.device import torch_threads
 from txl_dist.runtime.fault_injection import fault_point
-
-if TYPE_CHECKING:
-    from txl_dist.evaluation.distributed import PlannedJob
 
 # Shapes: V vocabulary
 
@@ -98,7 +100,56 @@ def close_scorer() -> None:
     _opened.clear()
 
 
-def scoring_tasks(planned: "Sequence[PlannedJob]", progress: Progress) -> Iterator[ScoringTask]:
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedJob:
+    """A job, its chunks, and the batches that are finished."""
+
+    job: EvaluationJob
+    chunks: list[EvaluationChunk]
+    finished: FinishedScores
+    text: ScoredText
+    data: Subject
+    given: EvaluationJob
+    """The job as it was given, whose paths may be relative."""
+    counted_split: str | None
+    """The split whose token frequencies are used for the details; None: without details."""
+    per_document: bool = False
+    """Whether the finished batches have the sums of their documents, which details have too."""
+
+    def batches(self) -> Iterator[range]:
+        """The numbers of the chunks of every batch."""
+        for rank in range(self.job.num_ranks):
+            numbers = range(rank, len(self.chunks), self.job.num_ranks)
+            for first in range(0, len(numbers), self.job.batch_chunks):
+                yield numbers[first : first + self.job.batch_chunks]
+
+    def result(self) -> EvaluationResult:
+        """The sums of all batches, added in the order of the chunks."""
+        numbers_of = list(self.batches())
+        batches = [(numbers_of[number], scores) for number, scores in self.finished.batches.items()]
+        batches.sort(key=lambda batch: batch[0][0])
+        sums_of = {
+            chunk_number: sums
+            for numbers, scores in batches
+            for chunk_number, sums in zip(numbers, scores.sums, strict=True)
+        }
+        breakdowns = [scores.breakdown for _, scores in batches if scores.breakdown is not None]
+        return EvaluationResult(
+            sums=sum((sums_of[number] for number in sorted(sums_of)), LossSums()),
+            settings=self.job.settings,
+            num_chunks=len(self.chunks),
+            overhead=overhead(self.chunks),
+            text=self.text,
+            data=self.data,
+            model=Subject(model_name(self.job.checkpoint), self.job.digest),
+            weights=self.job.weights,
+            kernels=tuple(sorted({scores.kernel for _, scores in batches})),
+            breakdown=total_breakdown(breakdowns) if self.counted_split else None,
+            counted_split=self.counted_split,
+        )
+
+
+def scoring_tasks(planned: Sequence[PlannedJob], progress: Progress) -> Iterator[ScoringTask]:
     """The unfinished batches, job after job, so that workers rarely change their model."""
 
     @cache

@@ -11,7 +11,7 @@ A sweep (`txl eval --sweep`) scores every combination of memory options on one s
 best one on the others, as the paper chose mem_len and clamp_len.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -23,70 +23,17 @@ from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.system.workers import InProcess, WorkerDiedError, Workers
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.evaluation.batches import close_scorer, score_batch, scoring_tasks
-from txl_dist.evaluation.breakdown import counted_split, total_breakdown
+from txl_dist.evaluation.batches import PlannedJob, close_scorer, score_batch, scoring_tasks
+from txl_dist.evaluation.breakdown import counted_split
 from txl_dist.evaluation.finished_scores import FinishedScores
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.result import (
     EvaluationResult,
-    ScoredText,
     Subject,
-    model_name,
     plan_evaluation,
     scored_text,
 )
-from txl_dist.evaluation.scores import LossSums
-from txl_dist.evaluation.scoring import EvaluationChunk, overhead
 from txl_dist.runtime.process import code_description
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedJob:
-    """A job, its chunks, and the batches that are finished."""
-
-    job: EvaluationJob
-    chunks: list[EvaluationChunk]
-    finished: FinishedScores
-    text: ScoredText
-    data: Subject
-    given: EvaluationJob
-    """The job as it was given, whose paths may be relative."""
-    counted_split: str | None
-    """The split whose token frequencies are used for the details; None: without details."""
-    per_document: bool = False
-    """Whether the finished batches have the sums of their documents, which details have too."""
-
-    def batches(self) -> Iterator[range]:
-        """The numbers of the chunks of every batch."""
-        for rank in range(self.job.num_ranks):
-            numbers = range(rank, len(self.chunks), self.job.num_ranks)
-            for first in range(0, len(numbers), self.job.batch_chunks):
-                yield numbers[first : first + self.job.batch_chunks]
-
-    def result(self) -> EvaluationResult:
-        """The sums of all batches, added in the order of the chunks."""
-        numbers_of = list(self.batches())
-        batches = [(numbers_of[number], scores) for number, scores in self.finished.batches.items()]
-        batches.sort(key=lambda batch: batch[0][0])
-        sums_of = {
-            chunk_number: sums
-            for numbers, scores in batches
-            for chunk_number, sums in zip(numbers, scores.sums, strict=True)
-        }
-        breakdowns = [scores.breakdown for _, scores in batches if scores.breakdown is not None]
-        return EvaluationResult(
-            sums=sum((sums_of[number] for number in sorted(sums_of)), LossSums()),
-            settings=self.job.settings,
-            num_chunks=len(self.chunks),
-            overhead=overhead(self.chunks),
-            text=self.text,
-            data=self.data,
-            model=Subject(model_name(self.job.checkpoint), self.job.digest),
-            weights=self.job.weights,
-            kernels=tuple(sorted({scores.kernel for _, scores in batches})),
-            breakdown=total_breakdown(breakdowns) if self.counted_split else None,
-            counted_split=self.counted_split,
-        )
 
 
 def evaluate_on_workers(

@@ -54,6 +54,7 @@ TWO_SEGMENTS = ("training.backprop_segments=2", "model.memory_tokens=4")
 """The gradient passes through the memory once."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     REFERENCE: ("quickstart", *SAME_DATA),
+    "paper-as-shipped": ("quickstart",),  # 16 lanes of 128
     "paper-muon": (
         "quickstart", *SAME_DATA, "optimizer.name=muon", "optimizer.lr=8e-3",
         "optimizer.schedule=linear", "optimizer.gradient_clipping=0",

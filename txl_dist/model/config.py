@@ -52,7 +52,8 @@ class ModelConfig:
     memory: str = "recurrent"
     """What a lane carries from segment to segment: `recurrent`, the paper's memory; `compressive`,
     which also keeps older tokens, averaged in groups; `tokens`, a few vectors that the model reads
-    and writes as tokens; `recurrent+tokens`, both; or `associative`, a matrix per layer."""
+    and writes as tokens; `recurrent+tokens`, both; `associative`, a matrix per layer; or
+    `none`, another way to write `recurrent` with a `mem_len` of 0."""
     mem_len: int = 128
     """Tokens of memory per lane and layer; 0 disables recurrence. Without effect for `tokens` and
     `associative`."""
@@ -127,33 +128,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require_types(self)
+        if self.memory == "none":
+            object.__setattr__(self, "memory", "recurrent")
+            object.__setattr__(self, "mem_len", 0)
         _require_known("distance_encoding", self.distance_encoding, DISTANCE_ENCODINGS)
-        _require_known("memory", self.memory, MEMORY_KINDS)
+        _require_known("memory", self.memory, (*MEMORY_KINDS, "none"))
         _require_known("recipe", self.recipe, RECIPES)
         _require_known("norm", self.norm, NORMS)
         _require_known("feed_forward", self.feed_forward, FEED_FORWARDS)
         _require_known("residual_gate", self.residual_gate, RESIDUAL_GATES)
         _require_known("attention", self.attention, ("auto", *ATTENTION_IMPLEMENTATIONS))
-        for name in (
-            *("n_layer", "d_model", "n_head", "d_head", "d_inner"),
-            *("memory_tokens", "d_memory_key"),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("vocab_size", "mem_len"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("attention_scale", "softcap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value} must be above 0, or null")
-        for name in ("dropout", "dropatt"):
-            if not 0 <= getattr(self, name) <= 0.99:
-                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 0.99]")
-        if self.d_embed is not None and self.d_embed < 1:
-            raise ValueError(f"d_embed={self.d_embed} must be at least 1, or null for d_model")
-        if self.clamp_len is not None and self.clamp_len < 1:
-            raise ValueError(f"clamp_len={self.clamp_len} must be at least 1, or null for no limit")
+        self._check_numbers()
         self._check_encoding()
         self._check_attention()
         if self.same_length and self.mem_len == 0:
@@ -174,6 +159,28 @@ class ModelConfig:
         """A config with the defaults of a recipe. Raises ValueError for an unknown name."""
         _require_known("recipe", recipe, RECIPES)
         return cls(recipe=recipe, **(RECIPES[recipe] | settings))
+
+    def _check_numbers(self) -> None:
+        for name in (
+            *("n_layer", "d_model", "n_head", "d_head", "d_inner"),
+            *("memory_tokens", "d_memory_key"),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("vocab_size", "mem_len"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("attention_scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value} must be above 0, or null")
+        for name in ("dropout", "dropatt"):
+            if not 0 <= getattr(self, name) <= 0.99:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 0.99]")
+        if self.d_embed is not None and self.d_embed < 1:
+            raise ValueError(f"d_embed={self.d_embed} must be at least 1, or null for d_model")
+        if self.clamp_len is not None and self.clamp_len < 1:
+            raise ValueError(f"clamp_len={self.clamp_len} must be at least 1, or null for no limit")
 
     def _check_encoding(self) -> None:
         name, encoding = self.distance_encoding, self.encoding

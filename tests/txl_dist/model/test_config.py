@@ -56,6 +56,14 @@ def test_only_an_encoding_that_fills_d_model_with_sines_needs_it_even(name: str)
     assert ModelConfig(distance_encoding=name, d_model=d_model, **options).d_model == d_model
 
 
+def test_no_memory_has_two_notations_and_one_config() -> None:
+    named = ModelConfig(memory="none", mem_len=7)
+    assert named == ModelConfig(memory="recurrent", mem_len=0)
+    assert not named.has_memory
+    with pytest.raises(ValueError, match="same_length=true needs a memory"):
+        ModelConfig(memory="none", same_length=True)
+
+
 @pytest.mark.parametrize(
     "option",
     ["distance_encoding", "attention", "norm", "feed_forward", "residual_gate", "recipe", "memory"],

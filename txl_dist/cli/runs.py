@@ -20,34 +20,60 @@ if TYPE_CHECKING:
 checkpoint_app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 track_app = typer.Typer(help="Tracking of runs in MLflow.", no_args_is_help=True)
 
+COMPARISON = "comparison.html"
+
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", parser=path_argument)]
 
 
 def report(
-    run: Run,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="A run directory; of several runs, a comparison.",
+            parser=path_argument,
+        ),
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Default: RUN/report.html.", parser=path_argument),
+        typer.Option(
+            metavar="FILE",
+            help="Default: RUN/report.html, of several runs comparison.html next to the first one.",
+            parser=path_argument,
+        ),
+    ] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Show also the results in this directory, which txl eval, recl or attention has "
+            "written with --out. Those in RUN are shown anyway. Can be repeated.",
+            parser=path_argument,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML page about a run: curves, evaluations, speed, wall time, events, config.
+    """Write one HTML page about a run: curves, scores, wall time, events, what the memory is worth.
 
-    The page needs no other file. The run may be in progress.
+    Of several runs: curves over each other, settings that differ, scores and goodput side by side.
+    The page needs no other file and no network. The runs may be in progress.
 
     Example: txl report runs/quickstart
     """
-    from txl_dist.analysis.run_report import read_run, run_page
+    from txl_dist.analysis.run_record import read_run
+    from txl_dist.analysis.run_report import run_page
 
-    record = read_run(run)
-    path = out or run / "report.html"
+    records = [read_run(run, results=results or []) for run in runs]
+    path = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / COMPARISON)
+    page = run_page(records)
     try:
-        write_file(path, run_page(record).encode())
+        write_file(path, page.encode())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Give another place: --out FILE"
         ) from None
-    content = {"run": str(run), "report": str(path), "step": record.last["step"]}
+    newest = [{"run": str(each.path), "step": each.last["step"]} for each in records]
+    content = {**newest[0], "report": str(path), "runs": newest}
     print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
 
 

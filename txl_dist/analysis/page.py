@@ -35,7 +35,7 @@ p { margin: .5rem 0; max-width: 46rem } .soft { color: var(--soft); font-size: .
 table { border-collapse: collapse; font-size: .95rem; overflow-wrap: normal }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--line) }
-tbody td:first-child { white-space: nowrap }
+@media (min-width: 40rem) { tbody td:first-child { white-space: nowrap } }
 thead th { border-bottom: 2px solid var(--line); white-space: nowrap }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 .facts th { font-weight: normal; color: var(--soft); min-width: 7rem }

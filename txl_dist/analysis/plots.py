@@ -62,7 +62,7 @@ def finish(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_ylabel(y_label, fontsize=9, parse_math=False)
     axes.tick_params(labelsize=8)
     axes.grid(visible=True, linewidth=0.3, color="0.8")
-    if 1 < len(axes.get_lines()) <= MAX_LINES_IN_LEGEND:
+    if 1 < len(axes.get_legend_handles_labels()[1]) <= MAX_LINES_IN_LEGEND:
         axes.legend(fontsize=8)
 
 

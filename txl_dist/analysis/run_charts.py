@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 CHART_INCHES = (3.7, 2.6)
 MAX_POINTS = 400
 """Longer series are drawn as means of this many parts."""
+MAX_MARK_LINES = 12
+"""More restarts or diverged steps are drawn as marks without lines."""
 MAX_TICKS = 5
 """Of a logarithmic axis, without 0."""
 MAX_LAYERS = 5
@@ -49,7 +51,8 @@ class Chart:
 
 def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     """The charts that the runs have values for. The first one is the loss of training."""
-    yield from _loss_chart(runs)
+    losses = {_label(run, runs, "training"): run.series("loss") for run in runs}
+    yield from _by_step("Training loss in nats per token", runs, losses, mark=True, given_up=True)
     scores = {_label(run, runs, run.evaluated): run.series(run.evaluated or "") for run in runs}
     yield from _by_step("Validation loss in nats per token", runs, scores, mark=True)
     for title, name, log_scale in (
@@ -81,14 +84,6 @@ def thin_out(
 # --- curves by step -------------------------------------------------------------------------------
 
 
-def _loss_chart(runs: Sequence[RunRecord]) -> Iterator[Chart]:
-    if len(runs) > 1:
-        series = {run.name: run.series("loss") for run in runs}
-    else:
-        series = {"training": runs[0].series("loss"), "steps given up": runs[0].given_up}
-    yield from _by_step("Training loss in nats per token", runs, series, mark=True)
-
-
 def _by_step(
     title: str,
     runs: Sequence[RunRecord],
@@ -96,8 +91,11 @@ def _by_step(
     *,
     log_scale: bool = False,
     mark: bool = False,
+    given_up: bool = False,
 ) -> Iterator[Chart]:
-    """`mark`: show where ranks were restarted and where a step has diverged."""
+    """`mark`: show where ranks were restarted and where a step has diverged. `given_up`: show the
+    losses of steps that a resume or a rollback has given up.
+    """
     series = {label: points for label, points in series.items() if points}
     if not series:
         return
@@ -108,6 +106,9 @@ def _by_step(
         draw_line(axes, steps, values, label=label, number=number, num_lines=len(series))
     if log_scale:
         axes.set_yscale("log", nonpositive="mask")
+    lost = [point for run in runs for point in run.given_up if given_up]
+    if lost:  # without a line: their steps come in pieces
+        axes.plot(*zip(*lost, strict=True), "x", color="0.4", markersize=4, label="given up")
     if mark:
         _mark_events(axes, runs)
     finish(axes, "step", "")
@@ -127,7 +128,7 @@ def _mark_events(axes: "Axes", runs: Sequence[RunRecord]) -> None:
     ):
         if not steps:
             continue
-        for step in steps:
+        for step in steps if len(steps) <= MAX_MARK_LINES else ():
             axes.axvline(step, color="0.35", linestyle=dashes, linewidth=0.8)
         label = f"{name} ({len(steps)})"
         axes.plot(

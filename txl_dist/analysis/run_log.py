@@ -4,12 +4,14 @@ RUN/logs/rank-0.log has the lines of all starts, one after the other, with the t
 """
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-STEP_LINE = re.compile(r"\S+ step \d+ \| loss ")
-_TIME_LEFT = re.compile(r" \| eta (\d+):(\d\d):(\d\d)")
+from txl_dist.training.follow import step_of, time_left
+
 _UP = re.compile(r"\S+ rank 0 is up")
+_IS_UP = re.compile(r"\S+ rank \d+ is up")
 _RESUMED = re.compile(r"resuming at step (\d+) from ")
 _MACHINE = "machine | "
 _ERROR = re.compile(r"\S+ (\w+Error: .*|rank \d+ failed.*)")
@@ -18,6 +20,8 @@ _FINISHED = re.compile(r"\S+ finished at step (\d+)")
 _ROLLBACK = re.compile(r"returned from step (\d+) to the checkpoint of step (\d+)")
 _DIVERGED = re.compile(r"(?:loss|global gradient norm) of step (\d+) is ")
 _EVENT_FILE = re.compile(r"divergence-step-(\d+)-rank-\d+\.json")
+TAIL_BYTES = 1 << 18
+"""Of a log, in which the newest error is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class RunLog:
     """(step that was reached, step of the checkpoint), in their order."""
     seconds_left: float | None = None
     """Of the newest step line."""
+    has_stepped: bool = False
+    """Whether the newest start has a step line."""
 
 
 def parse_log(text: str, *, event_files: tuple[str, ...] = ()) -> RunLog:
@@ -59,11 +65,12 @@ def parse_log(text: str, *, event_files: tuple[str, ...] = ()) -> RunLog:
     events: list[str] = []
     last_word = machine = ranks = ""
     parameters = seconds_left = None
+    has_stepped = False
     rollbacks: list[tuple[int, int]] = []
     divergences = {int(match[1]) for match in map(_EVENT_FILE.fullmatch, event_files) if match}
     for line in text.splitlines():
-        if STEP_LINE.match(line):
-            seconds_left = _seconds_left(line)
+        if step_of(line) is not None:
+            seconds_left, has_stepped = time_left(line), True
             continue
         if line:
             events.append(line)
@@ -71,7 +78,7 @@ def parse_log(text: str, *, event_files: tuple[str, ...] = ()) -> RunLog:
             if starts:
                 last_word = last_word or "no last word: killed, or lost with its machine"
             starts.append(Start(line.partition(" ")[0], 0, last_word))
-            last_word = ""
+            last_word, has_stepped = "", False
         elif starts and (match := _RESUMED.search(line)):
             starts[-1] = Start(starts[-1].time, int(match[1]), starts[-1].after)
         if " parameters | " in line:
@@ -96,6 +103,7 @@ def parse_log(text: str, *, event_files: tuple[str, ...] = ()) -> RunLog:
         divergences=tuple(sorted(divergences)),
         rollbacks=tuple(rollbacks),
         seconds_left=seconds_left,
+        has_stepped=has_stepped,
     )
 
 
@@ -107,9 +115,23 @@ def read_log(run: Path) -> RunLog:
     return parse_log(text, event_files=names)
 
 
-def _seconds_left(line: str) -> float | None:
-    match = _TIME_LEFT.search(line)
-    return 3600.0 * int(match[1]) + 60 * int(match[2]) + int(match[3]) if match else None
+def last_error(run: Path) -> tuple[str, Path] | None:
+    """The newest error that a rank has logged, and its file.
+
+    An error because other ranks were lost is the answer only if no rank has another one.
+    """
+    errors = []
+    for path in sorted((run / "logs").glob("rank-*.log")):
+        with suppress(OSError), path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+            # Only of the newest start.
+            begins = [n for n, line in enumerate(lines) if _IS_UP.match(line)]
+            matches = (_ERROR.match(line) for line in lines[begins[-1] if begins else 0 :])
+            if texts := [match[1] for match in matches if match]:
+                is_consequence = texts[-1].startswith("LostRankError")
+                errors.append((is_consequence, len(errors), texts[-1], path))
+    return min(errors)[2:] if errors else None
 
 
 def _of_start_line(line: str) -> tuple[int | None, str]:

@@ -142,9 +142,11 @@ def _date(seconds: float) -> str:
 def _legend(runs: Sequence[RunRecord]) -> str:
     marks = []
     if any(run.log.starts[1:] for run in runs):
-        marks.append("triangles and dotted lines: the ranks were started again, at this step")
+        marks.append("triangles: the ranks were started again, at this step")
     if any(run.log.divergences for run in runs):
-        marks.append("crosses and dashed lines: this step has diverged")
+        marks.append("bold crosses at the top: this step has diverged")
+    if any(run.given_up for run in runs):
+        marks.append("thin crosses: losses of steps that a restart or a rollback has given up")
     return paragraph(f"Marks on the losses: {'; '.join(marks)}.", "soft") if marks else ""
 
 

@@ -1,9 +1,10 @@
-"""What runs have written: `txl report`, `checkpoint`, `track`, `import` and `export`."""
+"""What runs have written: `txl report`, `status`, `checkpoint`, `track`, `import`, `export`."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,6 +76,49 @@ def report(
     newest = [{"run": str(each.path), "step": each.last["step"]} for each in records]
     content = {**newest[0], "report": str(path), "runs": newest}
     print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
+
+
+def status(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN...]",
+            help="Run directories. Default: those below runs/.",
+            parser=path_argument,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what runs are doing: step, loss, speed, time left, newest checkpoint, last error, MLflow.
+
+    A run is running, starting, ended, stopped (on request), failed, or lost (no last word in its
+    log). Reads files only, also those of a run on another host that shares the storage: then it
+    takes up to 15 seconds to see whether the ranks live.
+
+    Example: txl status runs/quickstart
+    """
+    from txl_dist.analysis.run_status import (
+        SILENT_SECONDS,
+        find_runs,
+        read_status,
+        status_lines,
+    )
+
+    def wait(silent: Sequence[Path]) -> None:
+        names = ", ".join(map(str, silent))
+        line = f"watching the heartbeats of {names}, at most {SILENT_SECONDS:.0f} s"
+        print(line, file=sys.stderr, flush=True)
+
+    found = runs or find_runs(Path("runs"))
+    statuses = read_status(found, wait=wait)
+    if as_json:
+        print(json.dumps({"runs": [each.to_json() for each in statuses]}))
+        return
+    for each in statuses:
+        print("\n".join(status_lines(each)))
+    if not statuses:
+        print("no run in runs/; give run directories: txl status RUN")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ MAX_POINTS = 400
 """Longer series are drawn as means of this many parts."""
 MAX_MARK_LINES = 12
 """More restarts or diverged steps are drawn as marks without lines."""
+MAX_LABEL = 28
+"""Characters of a label in a legend."""
 MAX_TICKS = 5
 """Of a logarithmic axis, without 0."""
 MAX_LAYERS = 5
@@ -70,6 +72,12 @@ def _label(run: RunRecord, runs: Sequence[RunRecord], metric: str | None) -> str
     return run.name if len(runs) > 1 else metric or ""
 
 
+def _short(label: str) -> str:
+    """A label that leaves room for the lines."""
+    half = MAX_LABEL // 2
+    return label if len(label) <= MAX_LABEL else f"{label[:half]}…{label[-half:]}"
+
+
 def thin_out(
     series: Series, max_points: int = MAX_POINTS
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -103,7 +111,7 @@ def _by_step(
     axes = figure.subplots()
     for number, (label, points) in enumerate(series.items()):
         steps, values = thin_out(points)
-        draw_line(axes, steps, values, label=label, number=number, num_lines=len(series))
+        draw_line(axes, steps, values, label=_short(label), number=number, num_lines=len(series))
     if log_scale:
         axes.set_yscale("log", nonpositive="mask")
     lost = [point for run in runs for point in run.given_up if given_up]
@@ -164,7 +172,7 @@ def _time_chart(runs: Sequence[RunRecord]) -> Iterator[Chart]:
         grey = f"{0.3 + 0.45 * number / max(1, len(shares) - 1):.2f}"
         hatch = ("", "////", "....", "xxxx")[number % 4]
         bars = axes.barh(
-            places, values, height, color=grey, hatch=hatch, edgecolor="white", label=name
+            places, values, height, color=grey, hatch=hatch, edgecolor="white", label=_short(name)
         )
         axes.bar_label(bars, [f" {value:.1%}" for value in values], fontsize=7)
     axes.set_yticks(range(len(causes)), causes)
@@ -247,7 +255,7 @@ def _lines(
     axes = figure.subplots()
     for number, (label, points) in enumerate(lines.items()):
         x, y = zip(*points, strict=True)
-        draw_line(axes, x, y, label=label, number=number, num_lines=len(lines))
+        draw_line(axes, x, y, label=_short(label), number=number, num_lines=len(lines))
     if log_from is not None:
         axes.set_xscale("symlog", base=2, linthresh=log_from)
         last = max(points[-1][0] for points in lines.values())

@@ -12,6 +12,7 @@ Reads only, and imports no torch. What is damaged or missing becomes a note.
 
 import json
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -67,6 +68,8 @@ class RunRecord:
     sample: str
     """The beginning of the held-out text; empty if it cannot be read."""
     results: Results
+    generated: tuple[str, str] | None = None
+    """A prompt and how the newest checkpoint continues it."""
     notes: list[str] = field(default_factory=list)
     """What could not be read, and why."""
 
@@ -210,9 +213,7 @@ def _read_data(
     notes: list[str],
 ) -> tuple[list[tuple[str, str]], str]:
     """A description of each dataset, and the beginning of the held-out text."""
-    recorded = {}
-    with suppress(KeyError, IndexError, TypeError):  # of another version
-        recorded = {each["name"]: each for each in manifest.state["phases"][-1]["corpora"]}  # type: ignore[union-attr]
+    recorded = _recorded_corpora(manifest)
     paths = _dataset_paths(settings)
     described, sample = [], ""
     split = _held_out_split(settings, metrics)
@@ -233,6 +234,14 @@ def _read_data(
                 notes.append(f"{path} cannot be read: {error}")
         described.append((path, ", ".join(parts) or "not found from here"))
     return described, sample
+
+
+def _recorded_corpora(manifest: CheckpointManifest | None) -> dict[str, Mapping[str, Any]]:
+    """What a checkpoint says about its corpora, by name (`CorpusEntry`)."""
+    with suppress(KeyError, IndexError, TypeError):  # of another version
+        corpora = manifest.state["phases"][-1]["corpora"] if manifest else []
+        return {each["name"]: each for each in corpora}
+    return {}
 
 
 def _dataset_paths(settings: Settings) -> dict[str, str]:
@@ -271,9 +280,17 @@ def _open_data(path: Path, split: str) -> tuple[str, list[str], str]:
 
 
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Runs whose directories have the same name are named by their paths."""
+    """Runs whose directories have the same name are named by their paths, as far as they differ."""
     count = Counter(run.name for run in runs)
-    return [run if count[run.name] == 1 else replace(run, name=str(run.path)) for run in runs]
+    alike = [run.path.resolve() for run in runs if count[run.name] > 1]
+    if len(set(alike)) < 2:
+        return list(runs)
+    common = Path(os.path.commonpath(alike))
+    names = [str(run.path.resolve().relative_to(common)) for run in runs if count[run.name] > 1]
+    renamed = iter(names)
+    return [
+        replace(run, name=next(renamed)) if count[run.name] > 1 else run for run in runs
+    ]
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +17,15 @@ from txl_dist.cli.progress import running
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 
 if TYPE_CHECKING:
+    from txl_dist.analysis.run_record import RunRecord
     from txl_dist.model.transformer_xl import TransformerXL
 
 checkpoint_app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 track_app = typer.Typer(help="Tracking of runs in MLflow.", no_args_is_help=True)
 
 COMPARISON = "comparison.html"
+PROMPT_CHARACTERS = 80
+"""Of the held-out text, for `txl report --generate`."""
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", parser=path_argument)]
 
@@ -52,6 +56,15 @@ def report(
             parser=path_argument,
         ),
     ] = None,
+    generate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Also let the newest checkpoint of each run continue the beginning of the "
+            "held-out text, which loads the model.",
+        ),
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about a run: curves, scores, wall time, events, what the memory is worth.
@@ -65,6 +78,8 @@ def report(
     from txl_dist.analysis.run_report import run_page
 
     records = [read_run(run, results=results or []) for run in runs]
+    if generate:
+        records = [_with_generated_text(record, generate) for record in records]
     path = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / COMPARISON)
     page = run_page(records)
     try:
@@ -76,6 +91,23 @@ def report(
     newest = [{"run": str(each.path), "step": each.last["step"]} for each in records]
     content = {**newest[0], "report": str(path), "runs": newest}
     print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
+
+
+def _with_generated_text(record: "RunRecord", max_tokens: int) -> "RunRecord":
+    with running(f"loading the newest checkpoint of {record.path}"):
+        from txl_dist.convert.stored_model import find_model
+        from txl_dist.generation.generate import generate_texts
+        from txl_dist.generation.text import Sampling, TextLimits
+
+        stored = find_model(record.path)
+        model, tokenizer = stored.load_with_tokenizer()
+    options = {"sampling": Sampling(), "limits": TextLimits(max_tokens=max_tokens), "seed": 0}
+    try:
+        prompt = record.sample[:PROMPT_CHARACTERS] or "\n"
+        (text,) = generate_texts(model, tokenizer, [prompt], tgt_len=stored.tgt_len, **options)
+    except ValueError as error:  # a vocabulary without these symbols
+        raise ConfigError(f"--generate: {record.path}: {error}") from None
+    return replace(record, generated=(prompt, text.text))
 
 
 def status(

@@ -289,4 +289,8 @@ def _attention_chart(attention: Attention) -> Chart:
     memory = f"{np.mean(attention.heads.memory):.0%} on memory"
     even = f"{np.mean(attention.even.memory):.0%} if all keys had equal weights"
     title = f"Attention by distance on {attention.settings.split}: {memory}"
-    return Chart(title, f"{attention.num_queries:,} queries; {memory}, {even}.", svg_bytes(figure, transparent=True))
+    return Chart(
+        title,
+        f"{attention.num_queries:,} queries; {memory}, {even}.",
+        svg_bytes(figure, transparent=True),
+    )

@@ -120,7 +120,7 @@ def last_error(run: Path) -> tuple[str, Path] | None:
 
     An error because other ranks were lost is the answer only if no rank has another one.
     """
-    errors = []
+    errors: list[tuple[bool, int, str, Path]] = []
     for path in sorted((run / "logs").glob("rank-*.log")):
         with suppress(OSError), path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -131,7 +131,10 @@ def last_error(run: Path) -> tuple[str, Path] | None:
             if texts := [match[1] for match in matches if match]:
                 is_consequence = texts[-1].startswith("LostRankError")
                 errors.append((is_consequence, len(errors), texts[-1], path))
-    return min(errors)[2:] if errors else None
+    if not errors:
+        return None
+    _, _, text, path = min(errors)
+    return text, path
 
 
 def _of_start_line(line: str) -> tuple[int | None, str]:

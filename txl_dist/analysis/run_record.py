@@ -288,9 +288,7 @@ def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
     common = Path(os.path.commonpath(alike))
     names = [str(run.path.resolve().relative_to(common)) for run in runs if count[run.name] > 1]
     renamed = iter(names)
-    return [
-        replace(run, name=next(renamed)) if count[run.name] > 1 else run for run in runs
-    ]
+    return [replace(run, name=next(renamed)) if count[run.name] > 1 else run for run in runs]
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:

@@ -9,6 +9,7 @@ differ. What was not measured is named with the command that measures it.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
+from typing import TypeVar
 
 from txl_dist.analysis.page import (
     charts,
@@ -24,6 +25,7 @@ from txl_dist.analysis.run_charts import charts_of_runs, memory_charts
 from txl_dist.analysis.run_record import RunRecord, differing_settings, with_distinct_names
 from txl_dist.analysis.run_results import Attention, Evaluation, Recl, curves_by_mem_len
 
+_T = TypeVar("_T")
 MAX_EVENTS = 500
 """The newest lines of the log that a report shows."""
 MAX_STEPS = 60
@@ -210,7 +212,7 @@ def _results(runs: Sequence[RunRecord]) -> Iterator[str]:
     yield section("What the memory is worth", *parts)
 
 
-def _distinct(results: Iterable[object]) -> list:  # type: ignore[type-arg]
+def _distinct(results: Iterable[_T]) -> list[_T]:
     """Without repetitions: several runs may have been given the same directory of results."""
     return list({str(each): each for each in results}.values())
 
@@ -240,7 +242,7 @@ def _recl(report: Recl) -> str:
         (
             model.name,
             *(
-                f"{'≥ ' if each.is_lower_bound else ''}{each.recl:,} ({each.low:,} to {each.high:,})"
+                f"{'≥ ' * each.is_lower_bound}{each.recl:,} ({each.low:,} to {each.high:,})"
                 for each in model.recl
             ),
         )

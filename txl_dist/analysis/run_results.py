@@ -12,15 +12,16 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from data_pipeline.system.strict import first_problem
 
 MAX_DEPTH = 2
 MAX_BYTES = 64 * 2**20
 """A larger file is not read."""
+NAMES = ("result.json", "recl.json", "attention.json")
 SKIPPED = ("checkpoints", "logs", "events", "attempts", "profile")
 """Folders of a run directory that have no results."""
 
@@ -139,6 +140,19 @@ class Attention(_Content):
     heads: _Heads
     even: _Heads
 
+    @model_validator(mode="after")
+    def _require_arrays(self) -> Self:
+        sizes = {
+            len(distances)
+            for mass in (self.heads, self.even)
+            for heads in mass.by_distance
+            for distances in heads
+        }
+        num_heads = {len(heads) for heads in self.heads.by_distance}
+        if len(sizes) != 1 or len(num_heads) != 1 or 0 in sizes or not self.even.by_distance:
+            raise ValueError("by_distance is not [layers, heads, distances]")
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Results:
@@ -182,11 +196,13 @@ def _files(directory: Path, depth: int) -> Iterator[Path]:
     for path in directory.iterdir():
         if path.is_dir() and depth and path.name not in SKIPPED:
             yield from _files(path, depth - 1)
-        elif path.name in ("result.json", "recl.json", "attention.json"):
+        elif path.name in NAMES or _is_kept_result(path):
             yield path
-        elif directory.name == "evaluations" and path.suffix == ".json":
-            if not path.name.startswith("step-"):  # scores during training
-                yield path
+
+
+def _is_kept_result(path: Path) -> bool:
+    # step-*.json are scores during training.
+    return path.match("evaluations/*.json") and not path.name.startswith("step-")
 
 
 def _scored(content: Any) -> Iterable[Any]:

@@ -142,9 +142,7 @@ def _watch(runs: Sequence[Path], beats: dict[Path, dict[int, Heartbeat]]) -> dic
         time.sleep(POLL_SECONDS)
         for run in (run for run in runs if not changed[run]):
             now = read_heartbeats(run)
-            changed[run] = any(
-                beat.identity != first[run].get(rank) for rank, beat in now.items()
-            )
+            changed[run] = any(beat.identity != first[run].get(rank) for rank, beat in now.items())
             beats[run] = now or beats[run]
     return changed
 

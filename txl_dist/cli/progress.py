@@ -95,8 +95,13 @@ class RunDisplay:
         from rich.table import Table
         from rich.text import Text
 
-        green = {"complete_style": "green", "finished_style": "green"}
-        bar = ProgressBar(self._num_steps, self._step, width=BAR_COLUMNS, **green)
+        bar = ProgressBar(
+            self._num_steps,
+            self._step,
+            width=BAR_COLUMNS,
+            complete_style="green",
+            finished_style="green",
+        )
         row = Table.grid(padding=(0, 1))
         row.add_column(width=BAR_COLUMNS)
         row.add_column(no_wrap=True, overflow="crop")

@@ -101,7 +101,11 @@ def _with_generated_text(record: "RunRecord", max_tokens: int) -> "RunRecord":
 
         stored = find_model(record.path)
         model, tokenizer = stored.load_with_tokenizer()
-    options = {"sampling": Sampling(), "limits": TextLimits(max_tokens=max_tokens), "seed": 0}
+    options: dict[str, Any] = {
+        "sampling": Sampling(),
+        "limits": TextLimits(max_tokens=max_tokens),
+        "seed": 0,
+    }
     try:
         prompt = record.sample[:PROMPT_CHARACTERS] or "\n"
         (text,) = generate_texts(model, tokenizer, [prompt], tgt_len=stored.tgt_len, **options)

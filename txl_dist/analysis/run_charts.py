@@ -8,12 +8,13 @@ mode the page inverts the lightness of all charts.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from txl_dist.analysis.plots import (
     MIN_SHARE,
+    Axes,
     draw_line,
     finish,
     new_figure,
@@ -23,9 +24,6 @@ from txl_dist.analysis.plots import (
 )
 from txl_dist.analysis.run_record import RunRecord, Series
 from txl_dist.analysis.run_results import Attention, Evaluation, Recl, curves_by_mem_len
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 CHART_INCHES = (3.7, 2.6)
 MAX_POINTS = 400
@@ -125,7 +123,7 @@ def _by_step(
     yield Chart(title, f"At the end: {'; '.join(ends)}.", svg_bytes(figure, transparent=True))
 
 
-def _mark_events(axes: "Axes", runs: Sequence[RunRecord]) -> None:
+def _mark_events(axes: Axes, runs: Sequence[RunRecord]) -> None:
     """Restarts as triangles at the bottom, diverged steps as crosses at the top."""
     restarts = [start.step for run in runs for start in run.log.starts[1:]]
     diverged = [step for run in runs for step in run.log.divergences]

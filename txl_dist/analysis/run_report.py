@@ -123,7 +123,11 @@ def _memory(run: RunRecord) -> str:
     if "model.mem_len" not in settings:
         return ""
     kind, length = settings.get("model.memory", "recurrent"), settings["model.mem_len"]
-    parts = [f"{kind}, {length:,} tokens per layer" if length else f"{kind}, none (mem_len 0)"]
+    if kind == "recurrent" and not length:
+        return "none (mem_len 0)"
+    parts = [str(kind)]
+    if kind not in ("tokens", "associative"):  # mem_len has no effect on these
+        parts.append(f"{length:,} tokens per layer")
     for name, kinds in (
         ("compressed_len", ("compressive",)),
         ("compression_rate", ("compressive",)),

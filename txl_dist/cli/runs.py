@@ -75,9 +75,10 @@ def report(
     Example: txl report runs/quickstart
     """
     from txl_dist.analysis.run_record import read_run
-    from txl_dist.analysis.run_report import run_page
 
     records = [read_run(run, results=results or []) for run in runs]
+    from txl_dist.analysis.run_report import run_page  # imports matplotlib
+
     if generate:
         records = [_with_generated_text(record, generate) for record in records]
     path = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / COMPARISON)

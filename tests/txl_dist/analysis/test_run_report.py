@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.support.run_directories import NUM_STEPS, evaluation, write_results, write_run
 from txl_dist.analysis import run_report
+from txl_dist.analysis.page import html_page
 from txl_dist.analysis.run_charts import charts_of_runs, memory_charts, thin_out
 from txl_dist.analysis.run_record import read_run
 from txl_dist.analysis.run_report import MAX_EVENTS, run_page
@@ -200,3 +201,23 @@ def test_the_command_writes_the_page_into_the_run(run: Path) -> None:
     path = run.parent / "comparison.html"
     assert json.loads(result.stdout)["report"] == str(path)
     assert path.is_file()
+
+
+@without_charts
+@pytest.mark.parametrize(
+    ("settings", "described"),
+    [
+        ("mem_len: 0\n  memory: recurrent", "none (mem_len 0)"),
+        ("mem_len: 8\n  memory: associative\n  d_memory_key: 32", "associative, d_memory_key 32"),
+        ("mem_len: 8\n  memory: compressive\n  compressed_len: 4",
+         "compressive, 8 tokens per layer, compressed_len 4"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_memory_is_named(run: Path, settings: str, described: str) -> None:
+    (run / "config.yaml").write_text(f"model:\n  {settings}\n")
+    assert f"<td>{described}</td>" in page_of(run)
+
+
+def test_a_viewport_is_set() -> None:
+    """Without it a phone shows the page of a wide screen, in tiny text."""
+    assert 'name="viewport" content="width=device-width' in html_page("t", "", [])

@@ -151,8 +151,3 @@ def test_a_directory_that_is_no_run_is_refused_and_damage_is_not(run: Path, tmp_
         (run / name).write_bytes(b"\xff{")
     (status,) = read_status([run])
     assert (status.state, status.step, status.num_steps) == ("lost", None, None)
-
-
-def test_status_starts_no_torch() -> None:
-    program = "import sys, txl_dist.analysis.run_status; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

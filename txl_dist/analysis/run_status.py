@@ -184,10 +184,10 @@ def _status(run: Path, beats: dict[int, Heartbeat], *, is_alive: bool) -> RunSta
 
 
 def _state(log: RunLog, *, is_alive: bool) -> State:
+    if log.last_word.startswith("finished"):  # its launcher may deliver the last metrics
+        return "ended"
     if is_alive:
         return "running" if log.has_stepped and not log.last_word else "starting"
-    if log.last_word.startswith("finished"):
-        return "ended"
     if log.last_word.startswith("stopped on request"):
         return "stopped"
     return "failed" if log.last_word else "lost"

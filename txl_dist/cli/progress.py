@@ -74,11 +74,11 @@ class RunDisplay:
 
     def take(self, line: str) -> bool:
         """Read a line; whether it is a step line, which the rows show."""
-        from txl_dist.training.follow import RANK_IS_UP, step_of, time_left
+        from txl_dist.training.follow import RANK_IS_UP, RESTART, step_of, time_left
 
         if (step := step_of(line)) is None:
-            if RANK_IS_UP in line:
-                self._num_starts += 1
+            self._num_starts += RANK_IS_UP in line
+            if RANK_IS_UP in line or RESTART in line:
                 self._step_line, self._begin = "", time.monotonic()
             self._stage = line
             return False

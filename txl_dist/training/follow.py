@@ -11,6 +11,8 @@ FIRST_BATCH = "first batch"
 """The line of rank 0 before its first step."""
 RANK_IS_UP = "rank 0 is up"
 """The first line of rank 0, at each start."""
+RESTART = "; restart"
+"""In the line of the launcher that says why the ranks start again."""
 _TIME_LEFT = re.compile(r" \| eta (\d+):(\d\d):(\d\d)")
 _STEP = re.compile(r"^\S+ step (\d+) \| loss ")
 

@@ -79,6 +79,12 @@ def locked(run: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("locked")
+def test_a_run_that_delivers_its_last_metrics_has_ended(run: Path) -> None:
+    write_log(run, UP, STEP, "12:01:00 finished at step 40\n")
+    assert read_status([run])[0].state == "ended"
+
+
+@pytest.mark.usefixtures("locked")
 def test_a_locked_run_is_running_once_it_has_stepped(run: Path) -> None:
     write_log(run, UP, "12:00:01 the model is built\n")
     assert read_status([run])[0].state == "starting"

@@ -53,6 +53,7 @@ def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     """The charts that the runs have values for. The first one is the loss of training."""
     losses = {_label(run, runs, "training"): run.series("loss") for run in runs}
     yield from _by_step("Training loss in nats per token", runs, losses, mark=True, given_up=True)
+    yield from _by_tokens(runs)
     scores = {_label(run, runs, run.evaluated): run.series(run.evaluated or "") for run in runs}
     yield from _by_step("Validation loss in nats per token", runs, scores, mark=True)
     for title, name, log_scale in (
@@ -121,6 +122,17 @@ def _by_step(
     ends = [f"{label} {points[-1][1]:.4g} at step {points[-1][0]:,}" for label, points in
             series.items()]  # fmt: skip
     yield Chart(title, f"At the end: {'; '.join(ends)}.", svg_bytes(figure, transparent=True))
+
+
+def _by_tokens(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """For runs whose steps have different numbers of tokens."""
+    series = {run.name: run.loss_by_tokens for run in runs if run.loss_by_tokens}
+    ends = [(points[-1][0], run.last["step"]) for run in runs if (points := run.loss_by_tokens)]
+    sizes = [tokens / step for tokens, step in ends if step]
+    if not sizes or max(sizes) < 1.05 * min(sizes):
+        return
+    thin = {name: list(zip(*thin_out(points), strict=True)) for name, points in series.items()}
+    yield from _lines("Training loss by tokens", thin, ("tokens", "nats per token"))
 
 
 def _mark_events(axes: Axes, runs: Sequence[RunRecord]) -> None:

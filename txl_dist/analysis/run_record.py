@@ -51,6 +51,8 @@ class RunRecord:
     metrics: dict[str, Series]
     given_up: Series
     """The training loss of steps that a resume or a rollback has given up."""
+    loss_by_tokens: Series
+    """The training loss by the number of targets trained on."""
     last: dict[str, float]
     """The newest value of every metric, and `step`, `tokens` and `time`."""
     first_time: float
@@ -120,6 +122,11 @@ def read_run(run: Path, *, results: Sequence[Path] = ()) -> RunRecord:
         name=run.resolve().name,
         metrics=metrics,
         given_up=given_up.get("loss", ()),
+        loss_by_tokens=[
+            (int(line["tokens"]), line["loss"])
+            for line in read_metrics(journal)
+            if isinstance(line.get("tokens"), int) and isinstance(line.get("loss"), int | float)
+        ],
         last=last,
         first_time=first_time,
         log=log,

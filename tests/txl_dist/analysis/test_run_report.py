@@ -83,6 +83,24 @@ def test_restarts_and_divergences_are_named(run: Path) -> None:
     assert "thin crosses: losses of steps that a restart" in page
 
 
+def test_runs_with_other_batches_are_also_compared_by_tokens(run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other")
+    journal = other / "metrics.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    lines = [{**line, "tokens": 2 * line["tokens"]} for line in lines]
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    records = [read_run(run), read_run(other)]
+    charts = [chart.title for chart in itertools.islice(charts_of_runs(records), 2)]
+    assert charts == [CURVES[0], "Training loss by tokens"]
+
+
+def test_losses_that_are_not_finite_leave_an_empty_chart(run: Path) -> None:
+    lines = [{"step": step, "loss": "nan", "gradient_norm": "inf"} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    titles = [chart.title for chart in charts_of_runs([read_run(run)])]
+    assert titles == [CURVES[0], CURVES[3], CURVES[4]]
+
+
 def test_restarts_and_divergences_are_marked_on_the_losses(run: Path) -> None:
     def marks() -> list[str]:
         texts = []

@@ -33,7 +33,7 @@ MAX_MARK_LINES = 12
 MAX_LABEL = 28
 """Characters of a label in a legend."""
 MAX_TICKS = 5
-"""Of a logarithmic axis, without 0."""
+"""Of an axis of tokens; of a logarithmic one without 0."""
 MAX_LAYERS = 5
 """Layers in the chart of attention."""
 TIME_CHART = "Wall time by cause"
@@ -184,7 +184,7 @@ def _time_chart(runs: Sequence[RunRecord]) -> Iterator[Chart]:
         bars = axes.barh(
             places, values, height, color=grey, hatch=hatch, edgecolor="white", label=_short(name)
         )
-        axes.bar_label(bars, [f" {value:.1%}" for value in values], fontsize=7)
+        axes.bar_label(bars, [f" {value:.1%}" for value in values], fontsize=8)
     axes.set_yticks(range(len(causes)), causes)
     axes.set_xticks([])
     axes.tick_params(labelsize=8)
@@ -273,6 +273,8 @@ def _lines(
         ticks = [0, *powers[:: -(-len(powers) // MAX_TICKS) or 1]]
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()
+    else:
+        axes.locator_params(axis="x", nbins=MAX_TICKS)
     finish(axes, *axis_labels)
     texts = [f"{label}: {points[0][1]:.4f} at {points[0][0]:,}, {points[-1][1]:.4f} at "
              f"{points[-1][0]:,}" for label, points in lines.items()]  # fmt: skip

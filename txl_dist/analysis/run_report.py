@@ -51,7 +51,7 @@ def _sections_of_one(run: RunRecord) -> Iterator[str]:
     yield section("Curves", _legend([run]), charts(charts_of_runs([run])))
     yield section("Evaluations during training", _scores_by_step(run))
     yield from _results([run])
-    yield section("Starts", _starts(run))
+    yield section("Starts and rollbacks", _starts(run))
     yield section("Events", _events(run))
     checkpoints = [(f"{step:,}", names) for step, names in run.checkpoints]
     yield section("Checkpoints", table(("step", "pointers"), checkpoints))
@@ -188,12 +188,9 @@ def _starts(run: RunRecord) -> str:
         (str(number), start.time, f"{start.step:,}", start.after)
         for number, start in enumerate(run.log.starts, start=1)
     ]
-    returns = [
-        paragraph(f"Rollback from step {reached:,} to the checkpoint of step {step:,}.")
-        for reached, step in run.log.rollbacks
-    ]
     head = ("start", "time of day", "from step", "the start before it ended with")
-    return table(head, rows) + "".join(returns)
+    rollbacks = [(f"{reached:,}", f"{step:,}") for reached, step in run.log.rollbacks]
+    return table(head, rows) + table(("rollback from step", "to the checkpoint of"), rollbacks)
 
 
 def _events(run: RunRecord) -> str:

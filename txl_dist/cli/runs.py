@@ -65,6 +65,12 @@ def report(
             "held-out text, which loads the model.",
         ),
     ] = 0,
+    to_mlflow: Annotated[
+        bool,
+        typer.Option(
+            "--to-mlflow", help="Also keep the page with the runs in MLflow, as an artifact."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about a run: curves, scores, wall time, events, what the memory is worth.
@@ -89,6 +95,8 @@ def report(
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Give another place: --out FILE"
         ) from None
+    for run in runs if to_mlflow else ():
+        _keep_in_mlflow(run, path)
     newest = [{"run": str(each.path), "step": each.last["step"]} for each in records]
     content = {**newest[0], "report": str(path), "runs": newest}
     print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
@@ -113,6 +121,37 @@ def _with_generated_text(record: "RunRecord", max_tokens: int) -> "RunRecord":
     except ValueError as error:  # a vocabulary without these symbols
         raise ConfigError(f"--generate: {record.path}: {error}") from None
     return replace(record, generated=(prompt, text.text))
+
+
+def _keep_in_mlflow(run: Path, page: Path) -> None:
+    from txl_dist.config.redaction import HIDDEN, redact
+    from txl_dist.tracking.tracker import STATE, TrackingState, child_environment
+
+    state = TrackingState.load(run / STATE)
+    if state is None or state.run_id is None:
+        raise ConfigError(
+            f"{page} is written, but {run} has no run in MLflow: it was not tracked "
+            "(tracking.enabled), or its metrics were not delivered yet (txl track sync RUN)"
+        )
+    server = state.server or f"sqlite:///{run.resolve().parent / 'mlflow.db'}"
+    if HIDDEN in server:  # credentials are not stored
+        server = os.environ.get("MLFLOW_TRACKING_URI", server)
+    command = [sys.executable, "-m", "mlflow", "artifacts", "log-artifact"]
+    command += ["--local-file", str(page), "--run-id", state.run_id]
+    with running(f"recording {page.name} in MLflow"):
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**child_environment(), "MLFLOW_TRACKING_URI": server},
+            check=False,
+        )
+    if done.returncode:
+        reason = redact(done.stderr.strip().rpartition("\n")[2])
+        raise TxlError(
+            f"{page} is written, but MLflow does not have it: {reason}. Check the server "
+            "(credentials: MLFLOW_TRACKING_URI), and run the command again"
+        )
 
 
 def status(

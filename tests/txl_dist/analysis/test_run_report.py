@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.commands import run_txl
 from tests.support.run_directories import NUM_STEPS, evaluation, write_results, write_run
 from txl_dist.analysis import run_report
 from txl_dist.analysis.page import html_page
@@ -18,6 +19,7 @@ from txl_dist.analysis.run_record import read_run
 from txl_dist.analysis.run_report import MAX_EVENTS, run_page
 from txl_dist.cli.app import app
 from txl_dist.errors import CheckpointError
+from txl_dist.tracking.tracker import STATE, TrackedRun, TrackingState
 
 CURVES = [
     "Training loss in nats per token",
@@ -219,6 +221,28 @@ def test_the_command_writes_the_page_into_the_run(run: Path) -> None:
     path = run.parent / "comparison.html"
     assert json.loads(result.stdout)["report"] == str(path)
     assert path.is_file()
+
+
+@without_charts
+def test_a_page_of_a_run_without_tracking_is_not_recorded(run: Path) -> None:
+    code, message = run_txl("report", run, "--to-mlflow")
+    assert code == 2
+    assert "has no run in MLflow" in message
+
+
+@pytest.mark.slow
+@without_charts
+def test_the_page_is_kept_with_the_run_in_mlflow(run: Path) -> None:
+    from txl_dist.tracking.mlflow_tracker import MlflowTracker  # takes seconds to import
+
+    tracker = MlflowTracker(None, run)
+    run_id = tracker.start(TrackedRun(key="k", name="run", experiment="tests"))
+    TrackingState(key="k", server=None, experiment="tests", run_id=run_id).save(run / STATE)
+    code, output = run_txl("report", run, "--to-mlflow")
+    assert code == 0, output
+    (kept,) = (run.parent / "mlartifacts").rglob("report.html")
+    assert kept.parent.parent.name == run_id
+    assert kept.read_bytes() == (run / "report.html").read_bytes()
 
 
 @without_charts

@@ -147,6 +147,7 @@ def test_a_launcher_starts_ranks_without_importing_torch(module: str) -> None:
         ["generate", "pyproject.toml", "--top-p", "7"],
         ["import", "missing", "--out", "missing"],
         ["report", "missing"],
+        ["status", "missing"],
     ],
     ids=" ".join,
 )

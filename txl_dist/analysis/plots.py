@@ -1,31 +1,35 @@
-"""All figures: attention, evaluations, context curves, charts of a run.
+"""All figures: how lines are drawn, and those of attention, evaluations and context curves.
 
-No other module imports matplotlib. The same figure always gives the same bytes. Colours are those
-of viridis, which has monotonic lightness: it is readable in greyscale and with colour vision
-deficiency. Text from elsewhere is plain: `$` and `_` have no special meaning.
+No other module imports matplotlib; `run_charts.py` has the charts of `txl report`. The same figure
+always gives the same bytes. Text from elsewhere is plain: `$` and `_` have no special meaning.
+
+Lines are told apart with any colour vision and in greyscale: they also differ in dashes and
+markers. A few lines have the colours of PALETTE, of Okabe and Ito and of Tol, as far as they have a
+contrast of 3 to white; more lines have those of viridis, whose lightness is monotonic.
 """
 
 import io
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
+from numpy.typing import ArrayLike, NDArray
 
-from txl_dist.analysis.attention import AttentionByDistance
-from txl_dist.analysis.recl import ReclReport
-from txl_dist.analysis.run_report import RunRecord, Series
+if TYPE_CHECKING:  # these import torch, which the report of a run does not need
+    from txl_dist.analysis.attention import AttentionByDistance
+    from txl_dist.analysis.recl import ReclReport
 
 MAX_LINES_IN_LEGEND = 20
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#332288", "#882255")
+MARKERS, DASHES = "osD^vP", ("-", "--", "-.", ":")
+MAX_MARKERS, SPARSE_MARKERS = 30, 8
+"""A line of more points has about SPARSE_MARKERS markers."""
 
 
 def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
@@ -38,23 +42,28 @@ def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
 
 
 def draw_line(axes: Axes, x: Any, y: Any, *, label: str, number: int, num_lines: int) -> None:
-    """Draw line `number` of `num_lines`, with its own colour and marker."""
+    """Draw line `number` of `num_lines`, with its own colour, dashes and marker."""
     # In a legend, `$` would start a formula, and a leading `_` hides the line.
     label = " " * label.startswith("_") + label.replace("$", r"\$")
     # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
-    colour = matplotlib.colormaps["viridis"](0.9 * number / max(1, num_lines - 1))
-    marker = "osD^vP"[number % 6] if len(x) <= 60 else ""
-    axes.plot(x, y, color=colour, marker=marker, markersize=3, linewidth=1.2, label=label)
+    map_colour = matplotlib.colormaps["viridis"](0.9 * number / max(1, num_lines - 1))
+    colour = PALETTE[number] if num_lines <= len(PALETTE) else map_colour
+    marker, dashes = MARKERS[number % len(MARKERS)], DASHES[number % len(DASHES)]
+    every = None if len(x) <= MAX_MARKERS else (number, len(x) // SPARSE_MARKERS)
+    axes.plot(
+        x, y, dashes, color=colour, marker=marker, markersize=3, markevery=every, linewidth=1.2,
+        label=label,
+    )  # fmt: skip
 
 
 def finish(axes: Axes, x_label: str, y_label: str) -> None:
-    """Add labels, a grid, and a legend unless there are many lines."""
+    """Add labels, a grid, and a legend unless there is one line, or many."""
     axes.set_xlabel(x_label, fontsize=9, parse_math=False)
     axes.set_ylabel(y_label, fontsize=9, parse_math=False)
     axes.tick_params(labelsize=8)
     axes.grid(visible=True, linewidth=0.3, color="0.8")
-    if len(axes.get_lines()) <= MAX_LINES_IN_LEGEND:
-        axes.legend(fontsize=7)
+    if 1 < len(axes.get_legend_handles_labels()[1]) <= MAX_LINES_IN_LEGEND:
+        axes.legend(fontsize=8)
 
 
 def write_figure(figure: Figure, directory: Path, name: str) -> list[str]:
@@ -70,11 +79,12 @@ def write_png(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
-def svg_bytes(figure: Figure) -> bytes:
-    """The figure as SVG, to be embedded in a page."""
+def svg_bytes(figure: Figure, *, transparent: bool = False) -> bytes:
+    """The figure as SVG."""
     file = io.BytesIO()
     with _reproducible():
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        metadata = {"Date": None, "Creator": None}
+        figure.savefig(file, format="svg", metadata=metadata, transparent=transparent)
     return file.getvalue()
 
 
@@ -101,13 +111,12 @@ def power_bins(num_distances: int) -> list[int]:
     return [*starts, num_distances]
 
 
-def sum_over_bins(mass: Tensor, edges: Sequence[int]) -> Tensor:
-    """Sums over [edges[k], edges[k + 1]) of the last dimension."""
-    widths = [stop - start for start, stop in pairwise(edges)]
-    return torch.stack([part.sum(-1) for part in mass.split(widths, dim=-1)], dim=-1)
+def sum_over_bins(mass: ArrayLike, edges: Sequence[int]) -> NDArray[Any]:
+    """Sums over [edges[k], edges[k + 1]) of the last dimension; the last edge is its length."""
+    return np.add.reduceat(np.asarray(mass), edges[:-1], axis=-1)
 
 
-def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
+def plot_attention(attention: "AttentionByDistance", *, title: str) -> Figure:
     """Draw all layers, one panel each, with equal axes."""
     num_layers = len(attention.heads.by_distance_LHD)
     columns = min(num_layers, MOST_COLUMNS)
@@ -118,12 +127,12 @@ def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
     return figure
 
 
-def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
+def _draw_layer(axes: Axes, attention: "AttentionByDistance", layer: int) -> None:
     heads, even = attention.heads, attention.even
     edges = power_bins(heads.by_distance_LHD.shape[-1])
     # X: bins
-    mass_HX = sum_over_bins(heads.by_distance_LHD[layer], edges).clamp(min=MIN_SHARE).numpy()
-    even_X = sum_over_bins(even.by_distance_LHD[0, 0], edges).clamp(min=MIN_SHARE).numpy()
+    mass_HX = np.maximum(sum_over_bins(heads.by_distance_LHD[layer], edges), MIN_SHARE)
+    even_X = np.maximum(sum_over_bins(even.by_distance_LHD[0, 0], edges), MIN_SHARE)
     mean_H = heads.mean_distance[layer].tolist()
     bin_X = np.arange(len(edges) - 1)
     axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
@@ -200,7 +209,7 @@ MIN_GAIN = 1e-4
 """The axis of gains is logarithmic and starts here; smaller gains are drawn at this value."""
 
 
-def plot_group(report: ReclReport) -> Figure:
+def plot_group(report: "ReclReport") -> Figure:
     """Left: mean loss by context, with intervals. Right: gains by context, if there are any."""
     has_recl = bool(report["models"][0]["recl"])
     title = f"{report['group']} on {report['split']}: {report['positions']:,} targets"
@@ -212,7 +221,7 @@ def plot_group(report: ReclReport) -> Figure:
     return figure
 
 
-def _draw_curves(axes: Axes, report: ReclReport) -> None:
+def _draw_curves(axes: Axes, report: "ReclReport") -> None:
     models = report["models"]
     for number, model in enumerate(models):
         nats, low, high = (
@@ -225,7 +234,7 @@ def _draw_curves(axes: Axes, report: ReclReport) -> None:
     finish(axes, "context c in tokens", "nats per token after exactly c tokens")
 
 
-def _draw_gains(axes: Axes, report: ReclReport) -> None:
+def _draw_gains(axes: Axes, report: "ReclReport") -> None:
     """For the smallest r, which has the hardest targets."""
     models = report["models"]
     results = [min(model["recl"], key=lambda result: result["r"]) for model in models]
@@ -239,61 +248,3 @@ def _draw_gains(axes: Axes, report: ReclReport) -> None:
     axes.set_yscale("log")
     y_label = f"relative gain of {report['delta']} more tokens, r = {results[0]['r']:g}"
     finish(axes, "context c in tokens", y_label)
-
-
-# --- the charts of a run --------------------------------------------------------------------------
-
-MAX_POINTS = 1000
-"""Longer series are drawn as means of this many parts."""
-CHART_INCHES = (8.0, 2.9)
-
-
-def draw_charts(run: RunRecord) -> Iterator[tuple[str, bytes]]:
-    """(title, SVG) of every chart that the run has values for."""
-    loss = ("loss", *((run.evaluated,) if run.evaluated else ()))
-    for title, names, log_scale in (
-        ("Loss in nats per token", loss, False),
-        ("Learning rate", ("lr",), False),
-        ("Gradient norm before clipping", ("gradient_norm",), True),
-        ("Tokens per second", ("tokens_per_second",), False),
-        ("Share of the memory that is filled", ("memory_valid",), False),
-    ):
-        series = {name: run.series(name) for name in names if run.series(name)}
-        if series:
-            yield title, svg_bytes(_by_step(series, log_scale=log_scale))
-    if run.goodput is not None and sum(run.goodput.seconds.values()) > 0:
-        yield "Wall time by cause", svg_bytes(_bars(run.goodput.seconds))
-
-
-def thin_out(series: Series, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of at most `max_points` points, without NaN and Inf."""
-    finite = [(step, value) for step, value in series if math.isfinite(value)]
-    parts = np.array_split(np.array(finite, dtype=np.float64).reshape(-1, 2), max_points)
-    means = [part.mean(axis=0) for part in parts if len(part)]
-    steps, values = np.array(means).reshape(-1, 2).T
-    return steps, values
-
-
-def _by_step(series: dict[str, Series], *, log_scale: bool) -> Figure:
-    figure = new_figure(CHART_INCHES)
-    axes = figure.subplots()
-    for number, (name, points) in enumerate(series.items()):
-        steps, values = thin_out(points)
-        draw_line(axes, steps, values, label=name, number=number, num_lines=len(series))
-    if log_scale:
-        axes.set_yscale("log", nonpositive="mask")
-    finish(axes, "step", "")
-    return figure
-
-
-def _bars(seconds: dict[str, float]) -> Figure:
-    """One horizontal bar per cause, the longest at the top."""
-    figure = new_figure(CHART_INCHES)
-    axes = figure.subplots()
-    causes = sorted(seconds, key=lambda cause: seconds[cause])
-    total = sum(seconds.values())
-    bars = axes.barh(causes, [seconds[cause] for cause in causes])
-    axes.bar_label(bars, [f" {seconds[cause] / total:.1%}" for cause in causes])
-    axes.set_xlabel("seconds")
-    axes.margins(x=0.12)
-    return figure

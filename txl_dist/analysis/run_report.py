@@ -1,214 +1,280 @@
-"""`txl report`: what a run directory says about a run, as one HTML page.
+"""`txl report`: one HTML page about a run, or about several compared.
 
-metrics.jsonl   -> metrics, by name: (step, value) of every line that has it
-logs/rank-0.log -> events: the lines that are no step lines
-goodput.json    -> seconds by cause
-config.yaml, checkpoints/
+    RunRecord (run_record.py) -> charts (run_charts.py) -> page (page.py)
 
-Reads only; damage is a note. The page has no scripts, fonts or images from elsewhere, and all text
-of the run is escaped: a log line or a config may contain anything.
+With several runs, every section has one column or one line per run, and the settings are those that
+differ. What was not measured is named with the command that measures it.
 """
 
-import base64
-import re
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
-from pathlib import Path
-from typing import TypeAlias
+from statistics import median
+from typing import TypeVar
 
-from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.errors import CheckpointError
-from txl_dist.tracking.journal import JOURNAL, read_metrics
-from txl_dist.training.goodput import GoodputFile, read_goodput
+from txl_dist.analysis.page import (
+    charts,
+    details,
+    facts,
+    html_page,
+    paragraph,
+    preformatted,
+    section,
+    table,
+)
+from txl_dist.analysis.run_charts import charts_of_runs, memory_charts
+from txl_dist.analysis.run_record import RunRecord, differing_settings, with_distinct_names
+from txl_dist.analysis.run_results import Attention, Evaluation, Recl, curves_by_mem_len
 
-Series: TypeAlias = Sequence[tuple[int, float]]
-"""(step, value), in the order of the steps."""
-
-_STEP_LINE = re.compile(r"\d\d:\d\d:\d\d step \d+ \|")
+_T = TypeVar("_T")
 MAX_EVENTS = 500
 """The newest lines of the log that a report shows."""
+MAX_STEPS = 60
+"""The newest evaluations during training that a report shows."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
-    """Everything that a report shows."""
-
-    path: Path
-    metrics: dict[str, Series]
-    last: dict[str, float]
-    """The newest value of every metric, and `step`, `tokens` and `time`."""
-    first_time: float
-    goodput: GoodputFile | None
-    events: list[str]
-    num_omitted_events: int
-    checkpoints: list[tuple[int, str]]
-    """(step, which of LATEST and BEST point to it)."""
-    config: str
-    """The text of config.yaml, which has no secrets."""
-
-    def series(self, name: str) -> Series:
-        """The values of a metric; empty if the run does not have it."""
-        return self.metrics.get(name, ())
-
-    @property
-    def evaluated(self) -> str | None:
-        """The metric of the split that is evaluated during training, such as `valid/loss`."""
-        return next((name for name in self.metrics if name.endswith("/loss")), None)
+def run_page(runs: Sequence[RunRecord]) -> str:
+    """The whole page. `runs` has at least one run."""
+    runs = with_distinct_names(runs)
+    if len(runs) == 1:
+        return html_page(runs[0].name, "txl report", _sections_of_one(runs[0]))
+    title = f"{len(runs)} runs compared"
+    return html_page(title, ", ".join(run.name for run in runs), _sections_of_several(runs))
 
 
-def read_run(run: Path) -> RunRecord:
-    """Read a run directory. Raises CheckpointError if it has no metrics."""
-    journal = run / JOURNAL
-    if not journal.is_file():
-        raise CheckpointError(
-            f"{run} has no {JOURNAL}: it is not a run directory, or no step was trained yet. Give "
-            "the `directory` of a config that `txl train` has run"
-        )
-    metrics: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    last: dict[str, float] = {}
-    first_time = 0.0
-    for line in read_metrics(journal):
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-        first_time = first_time or numbers.get("time", 0.0)
-        last |= numbers
-        for name, value in numbers.items():
-            if name not in ("step", "tokens", "time"):
-                metrics[name].append((line["step"], value))
-    if not last:
-        raise CheckpointError(f"{journal} has no complete line; run the report again after a step")
-    events = _events(run / "logs" / "rank-0.log")
-    return RunRecord(
-        path=run,
-        metrics=dict(metrics),
-        last=last,
-        first_time=first_time,
-        goodput=read_goodput(run / "goodput.json"),
-        events=events[-MAX_EVENTS:],
-        num_omitted_events=max(0, len(events) - MAX_EVENTS),
-        checkpoints=_checkpoints(run),
-        config=_text(run / "config.yaml"),
+def _sections_of_one(run: RunRecord) -> Iterator[str]:
+    yield _notes([run])
+    yield facts(_facts(run))
+    if run.sample:
+        split = (run.evaluated or "valid").removesuffix("/loss")
+        yield section(f"Held-out text: {split}", preformatted(run.sample, "text"))
+    yield _generated([run])
+    yield section("Curves", _legend([run]), charts(charts_of_runs([run])))
+    yield section("Evaluations during training", _scores_by_step(run))
+    yield from _results([run])
+    yield section("Starts and rollbacks", _starts(run))
+    yield section("Events", _events(run))
+    checkpoints = [(f"{step:,}", names) for step, names in run.checkpoints]
+    yield section("Checkpoints", table(("step", "pointers"), checkpoints))
+    yield section("Config", details("config.yaml, every setting", preformatted(run.config)))
+
+
+def _sections_of_several(runs: Sequence[RunRecord]) -> Iterator[str]:
+    yield _notes(runs)
+    names = [run.name for run in runs]
+    by_run = [dict(_facts(run)) for run in runs]
+    labels = [label for label in by_run[0] if any(each.get(label) for each in by_run)]
+    rows = [(label, *(each.get(label, "") or "-" for each in by_run)) for label in labels]
+    yield section("Runs", table(("", *names), rows))
+    yield section(
+        "Settings that differ",
+        table(("setting", *names), differing_settings(runs)) or paragraph("None."),
     )
+    yield section("Curves", _legend(runs), charts(charts_of_runs(runs)))
+    yield from _results(runs)
+    yield _generated(runs)
 
 
-def _events(log: Path) -> list[str]:
-    return [line for line in _text(log).splitlines() if line and not _STEP_LINE.match(line)]
-
-
-def _checkpoints(run: Path) -> list[tuple[int, str]]:
-    directory = CheckpointDirectory(run)
-    pointers = {name: directory.pointer(name) for name in ("LATEST", "BEST")}
-    return [
-        (step, ", ".join(name for name, target in pointers.items() if target == step))
-        for step in directory.steps()
+def _generated(runs: Sequence[RunRecord]) -> str:
+    texts = [
+        paragraph(f"{run.name}, after the prompt {run.generated[0]!r}", "soft")
+        + preformatted(run.generated[1], "text")
+        for run in runs
+        if run.generated is not None
     ]
+    return section("Text generated by the newest checkpoint, temperature 1", *texts)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return f"({path.name} cannot be read: {error.strerror})"
+def _notes(runs: Sequence[RunRecord]) -> str:
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
+    return section("Not shown", *(paragraph(note, "note") for note in notes))
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: left }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
-pre { overflow-x: auto; background: #f4f4f4; padding: .6rem; font-size: 12px }
-img { max-width: 100% } h2 { margin-top: 2rem; border-bottom: 1px solid #ccc }
-"""
+# --- facts ----------------------------------------------------------------------------------------
 
 
-def run_page(run: RunRecord) -> str:
-    """The whole page."""
-    from txl_dist.analysis.plots import draw_charts  # matplotlib takes a second to import
-
-    name = escape(run.path.resolve().name)
-    sections = (
-        _section("Summary", _table(_summary(run))),
-        *(_section(title, _image(title, svg)) for title, svg in draw_charts(run)),
-        _section("Evaluations in training", _evaluations(run)),
-        _section(
-            "Checkpoints", _table((f"step {step:,}", names) for step, names in run.checkpoints)
-        ),
-        _section("Events", _event_lines(run)),
-        _section("Config", f"<pre>{escape(run.config)}</pre>"),
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n<h1>{name}</h1>\n{''.join(sections)}"
-        "</body></html>\n"
-    )
-
-
-def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
-    last = run.last
+def _facts(run: RunRecord) -> Iterator[tuple[str, str]]:
+    """The same labels for every run."""
+    last, goodput, best = run.last, run.goodput, run.best
     yield "run directory", str(run.path)
-    yield "steps", f"{last['step']:,.0f}"
+    yield "parameters", f"{run.num_parameters:,}" if run.num_parameters else ""
+    yield "memory", _memory(run)
+    yield "data", "; ".join(f"{path} ({text})" for path, text in run.data)
+    yield "hardware", "; ".join(part for part in (run.log.machine, run.log.ranks) if part)
+    yield "software", run.manifest.written_by if run.manifest else ""
+    steps = run.settings.get("training.num_steps")
+    yield "steps", f"{last['step']:,.0f}" + (f" of {steps:,}" if isinstance(steps, int) else "")
     yield "tokens", f"{last.get('tokens', 0):,.0f}"
-    if run.first_time:
-        yield "first step", _date(run.first_time)
-        yield "newest line", _date(last["time"])
-    for name, label, form in (
-        ("loss", "training loss, last step line", ".4f"),
-        ("tokens_per_second", "tokens per second, last step line", ",.0f"),
-        ("mfu", "model FLOPs utilisation, last step line", ".1%"),
+    yield "time", f"{_date(run.first_time)} to {_date(last['time'])}" if run.first_time else ""
+    yield "ended", run.log.last_word or "not yet, or without a last word"
+    yield "training loss, last step line", _number(last.get("loss"), ".4f")
+    yield "best validation loss", f"{best[1]:.4f} at step {best[0]:,}" if best else ""
+    yield "tokens per second, median", _median(run, "tokens_per_second", ",.0f")
+    yield "model FLOPs utilisation, median", _median(run, "mfu", ".1%")
+    if goodput is not None:  # not from the last step line, after which time has passed
+        yield "goodput: productive / wall seconds", f"{goodput.goodput:.1%}"
+        yield "restarts after failures", f"{goodput.restarts:,}"
+        yield "steps trained again after failures", f"{goodput.lost_steps:,}"
+    yield "diverged steps", f"{len(run.log.divergences):,}"
+
+
+def _memory(run: RunRecord) -> str:
+    """`recurrent, 128 tokens per layer`."""
+    settings = run.settings
+    if "model.mem_len" not in settings:
+        return ""
+    kind, length = settings.get("model.memory", "recurrent"), settings["model.mem_len"]
+    if kind == "recurrent" and not length:
+        return "none (mem_len 0)"
+    parts = [str(kind)]
+    if kind not in ("tokens", "associative"):  # mem_len has no effect on these
+        parts.append(f"{length:,} tokens per layer")
+    for name, kinds in (
+        ("compressed_len", ("compressive",)),
+        ("compression_rate", ("compressive",)),
+        ("memory_tokens", ("tokens", "recurrent+tokens", "associative")),
+        ("d_memory_key", ("associative",)),
     ):
-        if name in last:
-            yield label, format(last[name], form)
-    if run.goodput is not None:  # not from the last step line, after which time has passed
-        yield "goodput: productive seconds / wall seconds", f"{run.goodput.goodput:.1%}"
-        yield "restarts after failures", f"{run.goodput.restarts:,}"
-        yield "steps trained again after failures", f"{run.goodput.lost_steps:,}"
-    if (metric := run.evaluated) is not None:
-        step, best = min(run.series(metric), key=lambda point: point[1])
-        yield f"best {metric}", f"{best:.4f} at step {step:,}"
+        if kind in kinds and settings.get(f"model.{name}") is not None:
+            parts.append(f"{name} {settings[f'model.{name}']}")
+    if settings.get("model.mem_shares", "[]") != "[]":
+        parts.append(f"mem_shares {settings['model.mem_shares']}")
+    return ", ".join(parts)
 
 
-def _evaluations(run: RunRecord) -> str:
+def _median(run: RunRecord, metric: str, form: str) -> str:
+    values = [value for _, value in run.series(metric)]
+    return format(median(values), form) if values else ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+# --- the course of a run --------------------------------------------------------------------------
+
+
+def _legend(runs: Sequence[RunRecord]) -> str:
+    marks = []
+    if any(run.log.starts[1:] for run in runs):
+        marks.append("triangles: the ranks were started again, at this step")
+    if any(run.log.divergences for run in runs):
+        marks.append("bold crosses at the top: this step has diverged")
+    if any(run.given_up for run in runs):
+        marks.append("thin crosses: losses of steps that a restart or a rollback has given up")
+    return paragraph(f"Marks on the losses: {'; '.join(marks)}.", "soft") if marks else ""
+
+
+def _scores_by_step(run: RunRecord) -> str:
     if run.evaluated is None:
-        return "<p>None: the config has no split to evaluate, or the first evaluation is due.</p>"
+        return paragraph("None: the config has no split to evaluate, or the first one is due.")
     split = run.evaluated.removesuffix("/loss")
     columns = [
         name.removeprefix(f"{split}/") for name in run.metrics if name.startswith(f"{split}/")
     ]
     values = {column: dict(run.series(f"{split}/{column}")) for column in columns}
     rows = [
-        (f"{step:,}", *(f"{values[column].get(step, float('nan')):,.6g}" for column in columns))
-        for step in values["loss"]
+        (f"{step:,}", *(_number(values[column].get(step), ",.6g") or "-" for column in columns))
+        for step in list(values["loss"])[-MAX_STEPS:]
     ]
-    return f"<p>Split {escape(split)}</p>" + _table(rows, header=("step", *columns))
+    return paragraph(f"Split {split}", "soft") + table(("step", *columns), rows)
 
 
-def _event_lines(run: RunRecord) -> str:
-    omitted = (
-        f"<p>{run.num_omitted_events:,} older lines are in {escape(str(run.path))}/logs.</p>"
-        if run.num_omitted_events
-        else ""
+def _starts(run: RunRecord) -> str:
+    rows = [
+        (str(number), start.time, f"{start.step:,}", start.after)
+        for number, start in enumerate(run.log.starts, start=1)
+    ]
+    head = ("start", "time of day", "from step", "the start before it ended with")
+    rollbacks = [(f"{reached:,}", f"{step:,}") for reached, step in run.log.rollbacks]
+    return table(head, rows) + table(("rollback from step", "to the checkpoint of"), rollbacks)
+
+
+def _events(run: RunRecord) -> str:
+    num_omitted = max(0, len(run.log.events) - MAX_EVENTS)
+    text = f"{num_omitted:,} older lines are in {run.path}/logs." if num_omitted else ""
+    lines = preformatted("\n".join(run.log.events[-MAX_EVENTS:]))
+    return (paragraph(text, "soft") if text else "") + lines
+
+
+# --- results of other commands --------------------------------------------------------------------
+
+
+def _results(runs: Sequence[RunRecord]) -> Iterator[str]:
+    evaluations = _distinct(each for run in runs for each in run.results.evaluations)
+    recl = _distinct(each for run in runs for each in run.results.recl)
+    attention = _distinct(each for run in runs for each in run.results.attention)
+    yield section("Evaluations by txl eval", _evaluations(evaluations))
+    drawn = charts(memory_charts(evaluations, recl, attention))
+    parts = (drawn, *map(_recl, recl), *_unmeasured(runs[0], evaluations, recl, attention))
+    yield section("What the memory is worth", *parts)
+
+
+def _distinct(results: Iterable[_T]) -> list[_T]:
+    """Without repetitions: several runs may have been given the same directory of results."""
+    return list({str(each): each for each in results}.values())
+
+
+def _evaluations(evaluations: Sequence[Evaluation]) -> str:
+    header = ("model", "split", "mem_len", "tgt_len", "mode", "targets", "nats/token",
+              "perplexity", "bits/byte", "word perplexity")  # fmt: skip
+    rows = [
+        (
+            each.name, each.split, f"{each.mem_len:,}", f"{each.tgt_len:,}", each.mode,
+            f"{each.tokens_scored:,}", f"{each.nats_per_token:.4f}",
+            _number(each.perplexity, ".4g") or "-", _number(each.bits_per_byte, ".4f") or "-",
+            _number(each.word_perplexity, ".4g") or "-",
+        )
+        for each in evaluations
+    ]  # fmt: skip
+    protocols = "\n\n".join(f"{each.name}: {each.protocol}" for each in evaluations)
+    return table(header, rows) + details("protocols, to quote", preformatted(protocols, "text"))
+
+
+def _recl(report: Recl) -> str:
+    """RECL by model and fraction of the hardest targets."""
+    fractions = [each.r for each in report.models[0].recl] if report.models else []
+    if not fractions:
+        return ""
+    rows = [
+        (
+            model.name,
+            *(
+                f"{'≥ ' * each.is_lower_bound}{each.recl:,} ({each.low:,} to {each.high:,})"
+                for each in model.recl
+            ),
+        )
+        for model in report.models
+    ]
+    text = (
+        f"RECL of the group {report.group} on {report.split}, in tokens, with 95 % intervals: "
+        f"{report.positions:,} targets, of which the fraction r that is hardest."
     )
-    return f"{omitted}<pre>{escape(chr(10).join(run.events))}</pre>"
+    header = ("model", *(f"r = {fraction:g}" for fraction in fractions))
+    return paragraph(text, "soft") + table(header, rows)
 
 
-def _table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    lines = [f"<tr>{head}</tr>"] if head else []
-    for first, *others in rows:
-        cells = "".join(f'<td class="number">{escape(cell)}</td>' for cell in others)
-        lines.append(f"<tr><td>{escape(first)}</td>{cells}</tr>")
-    return f"<table>{''.join(lines)}</table>" if lines else "<p>None.</p>"
-
-
-def _section(title: str, content: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n{content}\n"
-
-
-def _image(title: str, svg: bytes) -> str:
-    data = base64.b64encode(svg).decode()
-    return f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+def _unmeasured(
+    run: RunRecord,
+    evaluations: Sequence[Evaluation],
+    recl: Sequence[Recl],
+    attention: Sequence[Attention],
+) -> Iterator[str]:
+    """What is missing, with the commands."""
+    data = run.data[0][0] if run.data else "DATA"
+    length = run.settings.get("model.mem_len") or 64
+    commands = []
+    if not curves_by_mem_len(evaluations):
+        commands.append(f"txl eval {run.path} {data} --sweep mem_len=0,{length}")
+    if not any(each.details for each in evaluations):
+        commands.append(f"txl eval {run.path} {data} --details")
+    if not recl:
+        commands.append(f"txl recl {run.path} OTHER-RUN {data} --out {run.path}/recl")
+    if not attention:
+        commands.append(f"txl attention {run.path} {data} --out {run.path}/attention")
+    if commands:
+        yield paragraph("Not measured yet. These commands measure it, and the next report has it:")
+        yield preformatted("\n".join(commands))

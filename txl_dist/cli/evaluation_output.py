@@ -110,8 +110,8 @@ def _sums_of_documents(planned: "PlannedJob") -> Iterator[tuple[int, float, int,
 def score_objects(
     planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]", num_workers: int
 ) -> list[dict[str, Any]]:
-    """The object of each score."""
-    return [
+    """The object of each score, which is also kept next to its sums (RUN/evaluations)."""
+    objects = [
         {
             **result.to_json(),
             "checkpoint": str(each.given.checkpoint),
@@ -121,6 +121,9 @@ def score_objects(
         }
         for each, result in zip(planned, results, strict=True)
     ]
+    for each, content in zip(planned, objects, strict=True):
+        each.finished.write_result(content)
+    return objects
 
 
 def sweep_objects(sweep: "Sweep", result: "SweepResult", num_workers: int) -> list[dict[str, Any]]:

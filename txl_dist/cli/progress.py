@@ -7,6 +7,7 @@
 rich is imported only where a display is drawn: `txl --help` imports this module.
 """
 
+import math
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from data_pipeline.system.progress import counted_bytes
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from data_pipeline.system.workers import Workers
 
 Show: TypeAlias = Callable[[str, int, int], None]
@@ -34,8 +37,8 @@ BAR_COLUMNS = 20
 def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield `on_line(line)`, to be called with every line of a run's log.
 
-    On a terminal each step line replaces the previous one, without the time of day and cut to the
-    width of the terminal. Other lines scroll as usual.
+    On a terminal step lines are shown in place, with a bar, the time left and the restarts; before
+    the first step of a start, its stage. Other lines scroll above as usual.
     """
     if quiet:
         yield lambda line: None
@@ -43,22 +46,85 @@ def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], Non
     if not sys.stdout.isatty():
         yield lambda line: print(line, flush=True)
         return
-    from rich.progress import Progress, TextColumn
+    from rich.console import Console
+    from rich.live import Live
 
-    from txl_dist.training.follow import step_of
+    console, run = Console(), RunDisplay(num_steps)
 
-    # 75 of 80 columns are left for the step line: loss, perplexity, speed and time left fit.
-    line_column = TextColumn("{task.percentage:>3.0f}% {task.description}", markup=False)
-    with Progress(line_column) as progress:
-        task = progress.add_task("starting the ranks", total=num_steps)
+    def on_line(line: str) -> None:
+        if not run.take(line):
+            # The terminal breaks long lines: a line that is copied stays one.
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        def on_line(line: str) -> None:
-            if (step := step_of(line)) is not None:
-                progress.update(task, completed=step, description=line.partition(" ")[2])
-            else:
-                progress.console.print(line, markup=False, highlight=False)
-
+    with Live(get_renderable=run.rows, console=console, refresh_per_second=4):
         yield on_line
+
+
+class RunDisplay:
+    """What two rows of a terminal say about a run, from the lines of its log."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._step, self._step_line = 0, ""
+        self._stage, self._begin = "starting", time.monotonic()
+        """Before the first step of a start: its last line, and when it began."""
+        self._end = math.inf
+        """When the run ends according to the last step line, on the monotonic clock."""
+        self._num_starts = 0
+
+    def take(self, line: str) -> bool:
+        """Read a line; whether it is a step line, which the rows show."""
+        from txl_dist.training.follow import RANK_IS_UP, RESTART, step_of, time_left
+
+        if (step := step_of(line)) is None:
+            self._num_starts += RANK_IS_UP in line
+            if RANK_IS_UP in line or RESTART in line:
+                self._step_line, self._begin = "", time.monotonic()
+            self._stage = line
+            return False
+        values = line.split(" | ")[1:]
+        self._step, self._step_line = step, " | ".join(v for v in values if v[:4] != "eta ")
+        seconds = time_left(line)
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        return True
+
+    def rows(self) -> "RenderableType":
+        """Two rows, each cut to the width of the terminal."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        bar = ProgressBar(
+            self._num_steps,
+            self._step,
+            width=BAR_COLUMNS,
+            complete_style="green",
+            finished_style="green",
+        )
+        row = Table.grid(padding=(0, 1))
+        row.add_column(width=BAR_COLUMNS)
+        row.add_column(no_wrap=True, overflow="crop")
+        row.add_row(bar, self.summary())
+        second = self._step_line or f"{self._stage} ({_clock(time.monotonic() - self._begin)})"
+        return Group(row, Text(second, no_wrap=True, overflow="ellipsis"))
+
+    def summary(self) -> str:
+        """`50% | step 100 of 200 | 0:01:40 left | 1 restart`."""
+        parts = [f"{self._step / max(1, self._num_steps):.0%}"]
+        parts.append(f"step {self._step:,} of {self._num_steps:,}")
+        if not self._step_line:
+            parts.append("starting")
+        elif math.isfinite(self._end):
+            parts.append(f"{_clock(max(0.0, self._end - time.monotonic()))} left")
+        if (restarts := self._num_starts - 1) > 0:
+            parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+        return " | ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""What runs have written: `txl report`, `checkpoint`, `track`, `import` and `export`."""
+"""What runs have written: `txl report`, `status`, `checkpoint`, `track`, `import`, `export`."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,40 +17,184 @@ from txl_dist.cli.progress import running
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 
 if TYPE_CHECKING:
+    from txl_dist.analysis.run_record import RunRecord
     from txl_dist.model.transformer_xl import TransformerXL
 
 checkpoint_app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 track_app = typer.Typer(help="Tracking of runs in MLflow.", no_args_is_help=True)
 
+COMPARISON = "comparison.html"
+PROMPT_CHARACTERS = 80
+"""Of the held-out text, for `txl report --generate`."""
+
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", parser=path_argument)]
 
 
 def report(
-    run: Run,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="A run directory; of several runs, a comparison.",
+            parser=path_argument,
+        ),
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Default: RUN/report.html.", parser=path_argument),
+        typer.Option(
+            metavar="FILE",
+            help="Default: RUN/report.html, of several runs comparison.html next to the first one.",
+            parser=path_argument,
+        ),
     ] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Show also the results in this directory, which txl eval, recl or attention has "
+            "written with --out. Those in RUN are shown anyway. Can be repeated.",
+            parser=path_argument,
+        ),
+    ] = None,
+    generate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Also let the newest checkpoint of each run continue the beginning of the "
+            "held-out text, which loads the model.",
+        ),
+    ] = 0,
+    to_mlflow: Annotated[
+        bool,
+        typer.Option(
+            "--to-mlflow", help="Also keep the page with the runs in MLflow, as an artifact."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML page about a run: curves, evaluations, speed, wall time, events, config.
+    """Write one HTML page about a run: curves, scores, wall time, events, what the memory is worth.
 
-    The page needs no other file. The run may be in progress.
+    Of several runs: curves over each other, settings that differ, scores and goodput side by side.
+    The page needs no other file and no network. The runs may be in progress.
 
     Example: txl report runs/quickstart
     """
-    from txl_dist.analysis.run_report import read_run, run_page
+    from txl_dist.analysis.run_record import read_run
 
-    record = read_run(run)
-    path = out or run / "report.html"
+    records = [read_run(run, results=results or []) for run in runs]
+    from txl_dist.analysis.run_report import run_page  # imports matplotlib
+
+    if generate:
+        records = [_with_generated_text(record, generate) for record in records]
+    path = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / COMPARISON)
+    page = run_page(records)
     try:
-        write_file(path, run_page(record).encode())
+        write_file(path, page.encode())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Give another place: --out FILE"
         ) from None
-    content = {"run": str(run), "report": str(path), "step": record.last["step"]}
+    for run in runs if to_mlflow else ():
+        _keep_in_mlflow(run, path)
+    newest = [{"run": str(each.path), "step": each.last["step"]} for each in records]
+    content = {**newest[0], "report": str(path), "runs": newest}
     print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
+
+
+def _with_generated_text(record: "RunRecord", max_tokens: int) -> "RunRecord":
+    with running(f"loading the newest checkpoint of {record.path}"):
+        from txl_dist.convert.stored_model import find_model
+        from txl_dist.generation.generate import generate_texts
+        from txl_dist.generation.text import Sampling, TextLimits
+
+        stored = find_model(record.path)
+        model, tokenizer = stored.load_with_tokenizer()
+    options: dict[str, Any] = {
+        "sampling": Sampling(),
+        "limits": TextLimits(max_tokens=max_tokens),
+        "seed": 0,
+    }
+    try:
+        prompt = record.sample[:PROMPT_CHARACTERS] or "\n"
+        (text,) = generate_texts(model, tokenizer, [prompt], tgt_len=stored.tgt_len, **options)
+    except ValueError as error:  # a vocabulary without these symbols
+        raise ConfigError(f"--generate: {record.path}: {error}") from None
+    return replace(record, generated=(prompt, text.text))
+
+
+def _keep_in_mlflow(run: Path, page: Path) -> None:
+    from txl_dist.config.redaction import HIDDEN, redact
+    from txl_dist.tracking.tracker import STATE, TrackingState, child_environment
+
+    state = TrackingState.load(run / STATE)
+    if state is None or state.run_id is None:
+        raise ConfigError(
+            f"{page} is written, but {run} has no run in MLflow: it was not tracked "
+            "(tracking.enabled), or its metrics were not delivered yet (txl track sync RUN)"
+        )
+    server = state.server or f"sqlite:///{run.resolve().parent / 'mlflow.db'}"
+    if HIDDEN in server:  # credentials are not stored
+        server = os.environ.get("MLFLOW_TRACKING_URI", server)
+    command = [sys.executable, "-m", "mlflow", "artifacts", "log-artifact"]
+    command += ["--local-file", str(page), "--run-id", state.run_id]
+    with running(f"recording {page.name} in MLflow"):
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**child_environment(), "MLFLOW_TRACKING_URI": server},
+            check=False,
+        )
+    if done.returncode:
+        reason = redact(done.stderr.strip().rpartition("\n")[2])
+        raise TxlError(
+            f"{page} is written, but MLflow does not have it: {reason}. Check the server "
+            "(credentials: MLFLOW_TRACKING_URI), and run the command again"
+        )
+
+
+def status(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN...]",
+            help="Run directories. Default: those below runs/.",
+            parser=path_argument,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what runs are doing: step, loss, speed, time left, newest checkpoint, last error, MLflow.
+
+    A run is running, starting, ended, stopped (on request), failed, or lost (no last word in its
+    log). Reads files only, also those of a run on another host that shares the storage: then it
+    takes up to 15 seconds to see whether the ranks live.
+
+    Example: txl status runs/quickstart
+    """
+    from txl_dist.analysis.run_status import (
+        SILENT_SECONDS,
+        find_runs,
+        read_status,
+        status_lines,
+    )
+
+    def wait(silent: Sequence[Path]) -> None:
+        names = ", ".join(map(str, silent))
+        line = f"watching the heartbeats of {names}, at most {SILENT_SECONDS:.0f} s"
+        print(line, file=sys.stderr, flush=True)
+
+    found = runs or find_runs(Path("runs"))
+    statuses = read_status(found, wait=wait)
+    if as_json:
+        print(json.dumps({"runs": [each.to_json() for each in statuses]}))
+        return
+    for each in statuses:
+        print("\n".join(status_lines(each)))
+    if not statuses:
+        print("no run in runs/; give run directories: txl status RUN")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -59,22 +59,23 @@ def dump_run_config(config: RunConfig) -> str:
 
 def flatten_config(config: RunConfig) -> dict[str, Scalar]:
     """All settings by dotted name, e.g. `optimizer.lr`. Lists are JSON text, secrets are `***`."""
-    return _flatten(redact(config.model_dump(mode="json")))
+    return flatten_settings(redact(config.model_dump(mode="json")))
 
 
 def default_settings() -> dict[str, Scalar]:
     """All settings that have a default, by dotted name."""
     settings = flatten_config(RunConfig.model_validate(_REQUIRED))
-    required = _flatten(_REQUIRED)
+    required = flatten_settings(_REQUIRED)
     return {key: value for key, value in settings.items() if key not in required}
 
 
-def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
+def flatten_settings(values: Mapping[str, Any]) -> dict[str, Scalar]:
+    """The values of nested sections by dotted name; lists are JSON text."""
     flat: dict[str, Scalar] = {}
     for name, value in values.items():
         # Lists stay whole: an index in a name would shift when an entry is added.
         if isinstance(value, Mapping):
-            flat |= {f"{name}.{inner}": item for inner, item in _flatten(value).items()}
+            flat |= {f"{name}.{inner}": item for inner, item in flatten_settings(value).items()}
         else:
             flat[name] = json.dumps(value) if isinstance(value, list) else value
     return flat

@@ -4,6 +4,7 @@
     {"evaluation": {...}}                                          what is scored, for people
     {"batch": 3, "scores": {"sums": [[nats, tokens, bytes], ...], ...}, "checksum": "..."}
                                                                    one line per batch: BatchScores
+    DIR/<split>-<first 16 digits of the key>.json                  the result, for `txl report`
 
 The key is a digest of everything that determines the sums to the last bit: weights, dataset,
 settings, chunks, batch size and code. It is part of every checksum, so a line of another evaluation
@@ -78,6 +79,17 @@ class FinishedScores:
                 error.strerror,
             )
             self.path = None
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Keep the result of all batches next to their sums. A failure is only a warning."""
+        if self.path is None:
+            return
+        path = self.path.with_suffix(".json")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            log.warning("%s cannot be written (%s)", path, error.strerror)
 
     def _line(self, number: int, scores: BatchScores) -> bytes:
         content = {

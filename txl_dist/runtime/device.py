@@ -1,10 +1,13 @@
 """How a device computes: precision, reproducible operations, threads on CPUs."""
 
 import os
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from txl_dist.config.run_config import Precision
@@ -56,6 +59,20 @@ def autocast(precision: Precision, device: torch.device) -> torch.autocast:
     """
     dtype = TORCH_DTYPE[precision]
     return torch.autocast(device.type, dtype, enabled=dtype is not torch.float32)
+
+
+def describe_machine(device: torch.device) -> str:
+    """`NVIDIA H100 80GB HBM3, 8 GPUs here | AMD EPYC 7B13, 64 cores, 256 GiB | Python 3.11.2`."""
+    gpus = ""
+    if device.type == "cuda":
+        gpus = f"{torch.cuda.get_device_name(device)}, {torch.cuda.device_count()} GPUs here | "
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+        names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+        cpu = next(names, cpu)
+    gib = psutil.virtual_memory().total / 2**30
+    python = platform.python_version()
+    return f"{gpus}{cpu}, {os.cpu_count()} cores, {gib:,.0f} GiB | Python {python}"
 
 
 EXACT_THREADS = 1

@@ -22,6 +22,8 @@ from pydantic import ValidationError
 from data_pipeline.system.files import overwrite_page
 from data_pipeline.system.strict import StrictModel
 
+BEAT_SECONDS = 5.0
+"""Between two heartbeats of a rank; less if `training.rank_timeout_seconds` is short."""
 SILENT_BEATS = 3
 """A rank does not respond if its heartbeat has not changed for this many intervals."""
 NUM_READERS = 8
@@ -108,6 +110,16 @@ class HeartbeatFiles:
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}.json"
+
+
+def read_heartbeats(run: Path) -> dict[int, Heartbeat]:
+    """The heartbeats of a run by rank, for a reader that is no part of it and changes nothing."""
+    beats = {}
+    for path in sorted((run / ".heartbeats").glob("rank-*.json")):
+        with contextlib.suppress(OSError, ValidationError):  # being written, or removed
+            beat = Heartbeat.model_validate_json(path.read_bytes())
+            beats[beat.rank] = beat
+    return beats
 
 
 class Peers:

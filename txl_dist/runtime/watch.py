@@ -36,11 +36,10 @@ from typing import Self
 
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.activity import Activity
-from txl_dist.runtime.heartbeat import Heartbeat, HeartbeatFiles, Peers
+from txl_dist.runtime.heartbeat import BEAT_SECONDS, Heartbeat, HeartbeatFiles, Peers
 from txl_dist.runtime.process import PACKAGES
 
 NOTICE_SECONDS = 10.0
-BEAT_SECONDS = 5.0
 POLL_SECONDS = 1.0
 STACKS_SHARE = 0.8
 """All ranks write their stacks after this share of the time limit."""

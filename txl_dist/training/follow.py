@@ -9,6 +9,11 @@ from typing import Self
 POLL_SECONDS = 0.2
 FIRST_BATCH = "first batch"
 """The line of rank 0 before its first step."""
+RANK_IS_UP = "rank 0 is up"
+"""The first line of rank 0, at each start."""
+RESTART = "; restart"
+"""In the line of the launcher that says why the ranks start again."""
+_TIME_LEFT = re.compile(r" \| eta (\d+):(\d\d):(\d\d)")
 _STEP = re.compile(r"^\S+ step (\d+) \| loss ")
 
 
@@ -54,3 +59,9 @@ def step_of(line: str) -> int | None:
     """The step number of a step line; None for other lines."""
     match = _STEP.search(line)
     return int(match[1]) if match else None
+
+
+def time_left(line: str) -> float | None:
+    """The seconds until the end of the run that a step line expects."""
+    match = _TIME_LEFT.search(line)
+    return 3600.0 * int(match[1]) + 60 * int(match[2]) + int(match[3]) if match else None

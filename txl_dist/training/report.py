@@ -6,6 +6,7 @@ checkpoint, so a resumed run writes the same lines as an uninterrupted one.
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
 from txl_dist.runtime.activity import Activity, Span
+from txl_dist.runtime.device import describe_machine
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
@@ -176,6 +178,7 @@ def log_start(
     parameters: at stage 3 the model itself holds empty ones.
     """
     config, world, point = rank.config, rank.world, beginning.point
+    log.info("machine | host %s: %s", socket.gethostname(), describe_machine(world.device))
     remaining = remaining_work(state, num_steps=config.num_steps, unscored=beginning.unscored)
     if remaining is None:
         log.info(

@@ -268,7 +268,8 @@ def test_one_panel_per_layer_and_one_line_per_head(tgt_len: int, mem_len: int) -
 
 def test_the_border_is_before_the_first_bin_that_is_only_memory() -> None:
     axes = plot_attention(attention(1, 2, tgt_len=4, mem_len=9), title="").axes[0]
-    (border,) = (line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == "--")
+    borders = (line for line in axes.get_lines() if line.get_label() == "memory only")
+    border = next(borders).get_xdata()[0]
     assert border == power_bins(13).index(4) - 0.5
 
 

@@ -1,6 +1,7 @@
 """`txl report`: the page shows what the run directory says, and runs nothing that it contains."""
 
 import base64
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,73 +10,129 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from txl_dist.analysis.plots import draw_charts, thin_out
-from txl_dist.analysis.run_report import MAX_EVENTS, read_run, run_page
+from tests.support.commands import run_txl
+from tests.support.run_directories import NUM_STEPS, evaluation, write_results, write_run
+from txl_dist.analysis import run_report
+from txl_dist.analysis.page import html_page
+from txl_dist.analysis.run_charts import charts_of_runs, memory_charts, thin_out
+from txl_dist.analysis.run_record import read_run
+from txl_dist.analysis.run_report import MAX_EVENTS, run_page
 from txl_dist.cli.app import app
 from txl_dist.errors import CheckpointError
-from txl_dist.training.goodput import GoodputFile
+from txl_dist.tracking.tracker import STATE, TrackedRun, TrackingState
 
-NUM_STEPS = 7
+CURVES = [
+    "Training loss in nats per token",
+    "Validation loss in nats per token",
+    "Learning rate",
+    "Gradient norm before clipping",
+    "Wall time by cause",
+]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    path = tmp_path / "my run"
-    (path / "logs").mkdir(parents=True)
-    lines = []
-    for step in range(1, NUM_STEPS + 1):
-        values = {"loss": 5.0 - step / 10, "lr": 1e-3, "gradient_norm": 1.0, "goodput": 0.5}
-        lines.append({"step": step, "tokens": 15 * step, "time": 1e9 + step, **values})
-        if step in (3, 6):
-            lines.append({**lines[-1], "valid/loss": 4.5 - step / 100, "valid/perplexity": 80.0})
-    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    seconds = {"steps": 6.0, "start-up": 3.0, "evaluation": 1.0}  # ended after the last step line
-    goodput = GoodputFile(
-        updated=1e9, step=NUM_STEPS, restarts=0, lost_steps=0, is_complete=True,
-        seconds=seconds, productive={},
-    )  # fmt: skip
-    (path / "goodput.json").write_text(goodput.model_dump_json())
-    (path / "config.yaml").write_text("directory: runs/<b>bold</b>\n")
-    (path / "logs" / "rank-0.log").write_text(
-        "12:00:00 step 1 | loss 4.9\n12:00:01 resuming </pre><script>alert(1)</script>\n"
-    )
-    return path
+    return write_run(tmp_path / "my run")
 
 
+@pytest.fixture
+def _without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time of a page."""
+    monkeypatch.setattr(run_report, "charts_of_runs", lambda runs: ())
+    monkeypatch.setattr(run_report, "memory_charts", lambda *results: ())
+
+
+without_charts = pytest.mark.usefixtures("_without_charts")
+
+
+def page_of(*runs: Path) -> str:
+    return run_page([read_run(run) for run in runs])
+
+
+@without_charts
 def test_the_page_has_the_numbers_of_the_run(run: Path) -> None:
-    page = run_page(read_run(run))
-    for text in ("my run", "best valid/loss", "4.4400 at step 6", "60.0%", "105", "4.3000"):
+    page = page_of(run)
+    for text in (
+        "my run", "4.4400 at step 6", "60.0%", "105", "4.3000", "7 of 7", "finished at step 7",
+        "12,345", "host a: a CPU, 2 cores", "recurrent, 8 tokens per layer", "missing/data",
+    ):  # fmt: skip
         assert text in page, text
-    assert "resuming" in page
     assert "step 1 | loss" not in page, "step lines are no events"
-    assert page == run_page(read_run(run)), "the same bytes"
-
-
-def test_goodput_is_one_number_from_one_place(run: Path) -> None:
-    """In the summary and in the chart of the wall time; the last step line has an older one."""
-    page = run_page(read_run(run))
-    charts = [base64.b64decode(data).decode() for data in re.findall(r"base64,([^\"]*)", page)]
-    texts = [page, *charts]
-    assert sum("60.0%" in text for text in texts) == 2
-    assert not any("50.0%" in text for text in texts)
 
 
 def test_text_of_the_run_is_escaped_and_nothing_is_loaded_from_elsewhere(run: Path) -> None:
-    page = run_page(read_run(run))
+    page = page_of(run)
     assert "<script" not in page
     assert "<b>" not in page
     assert "&lt;script&gt;" in page
     assert set(re.findall(r'(?:src|href)="([^:]*):', page)) == {"data"}
+    charts = [base64.b64decode(data).decode() for data in re.findall(r"base64,([^\"]*)", page)]
+    assert len(charts) == len(CURVES)
+    assert not any("<script" in chart or 'href="http' in chart for chart in charts)
+    # Goodput is one number from one place; the last step line has an older one.
+    assert page.count("60.0%") == 2, "in the facts, and in the text of the chart"
+    assert "50.0%" not in page
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == CURVES
+    first = next(iter(charts_of_runs([read_run(run)])))
+    assert first.svg.decode() == charts[0], "the same bytes"
 
 
-def test_a_run_in_progress_and_damaged_files_are_no_errors(run: Path) -> None:
+@without_charts
+def test_restarts_and_divergences_are_named(run: Path) -> None:
+    page = page_of(run)
+    assert "triangles: the ranks were started again" in page
+    assert "bold crosses at the top: this step has diverged" in page
+    assert "thin crosses: losses of steps that a restart" in page
+
+
+def test_runs_with_other_batches_are_also_compared_by_tokens(run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other")
+    journal = other / "metrics.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    lines = [{**line, "tokens": 2 * line["tokens"]} for line in lines]
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    records = [read_run(run), read_run(other)]
+    charts = [chart.title for chart in itertools.islice(charts_of_runs(records), 2)]
+    assert charts == [CURVES[0], "Training loss by tokens"]
+
+
+def test_losses_that_are_not_finite_leave_an_empty_chart(run: Path) -> None:
+    lines = [{"step": step, "loss": "nan", "gradient_norm": "inf"} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    titles = [chart.title for chart in charts_of_runs([read_run(run)])]
+    assert titles == [CURVES[0], CURVES[3], CURVES[4]]
+
+
+def test_restarts_and_divergences_are_marked_on_the_losses(run: Path) -> None:
+    def marks() -> list[str]:
+        texts = []
+        for chart in itertools.islice(charts_of_runs([read_run(run)]), 2):
+            assert chart.title in CURVES[:2]
+            texts.append(" ".join(re.findall(r"<!-- (.*?) -->", chart.svg.decode())))
+        return texts
+
+    assert all("restart (1)" in text and "diverged step (1)" in text for text in marks())
+    (run / "events" / "divergence-step-00000005-rank-0.json").unlink()
+    log = run / "logs" / "rank-0.log"
+    log.write_text(log.read_text().replace("12:00:02 rank 0 is up\n", ""))
+    assert not any("restart (" in text or "diverged step" in text for text in marks())
+
+
+@without_charts
+def test_a_run_in_progress_and_damaged_files_are_no_errors_and_named(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as journal:
         journal.write('{"step": 8, "loss": "NaN", "x": [1]}\nnot json\n{"step": 9, "lo')
     (run / "goodput.json").write_text("{")
     (run / "config.yaml").unlink()
+    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (run / "evaluations").mkdir()
+    (run / "evaluations" / "valid-0.json").write_text('{"checkpoint": "x"}')
     record = read_run(run)
     assert record.last["step"] == 8
-    assert "config.yaml cannot be read" in run_page(record)
+    page = page_of(run)
+    for text in ("goodput.json is damaged", "config.yaml cannot be read", "step-00000004",
+                 "valid-0.json is not shown: split: Field required"):  # fmt: skip
+        assert text in page, text
 
 
 def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
@@ -86,11 +143,13 @@ def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
+@without_charts
 def test_of_many_events_the_newest_are_shown(run: Path) -> None:
     (run / "logs" / "rank-0.log").write_text("".join(f"event {n}\n" for n in range(MAX_EVENTS + 5)))
-    record = read_run(run)
-    assert (record.events[0], record.num_omitted_events) == ("event 5", 5)
-    assert "5 older lines" in run_page(record)
+    page = page_of(run)
+    assert "event 4\n" not in page
+    assert "event 5\n" in page
+    assert "5 older lines" in page
 
 
 def test_long_series_are_drawn_as_means_that_keep_their_sum() -> None:
@@ -102,14 +161,105 @@ def test_long_series_are_drawn_as_means_that_keep_their_sum() -> None:
     assert short.tolist() == [1, 3]
 
 
-def test_only_what_the_run_has_is_drawn(run: Path) -> None:
-    titles = [title for title, _ in draw_charts(read_run(run))]
-    always = ["Loss in nats per token", "Learning rate", "Gradient norm before clipping"]
-    assert titles == [*always, "Wall time by cause"]
+def test_results_of_other_commands_are_drawn(run: Path) -> None:
+    write_results(run / "sweep", "my run")
+    results = read_run(run).results
+    charts = memory_charts(results.evaluations, results.recl, results.attention)
+    assert [chart.title for chart in charts] == [
+        "Loss by length of the memory",
+        "Loss by position in the document",
+        "Loss by position in the segment",
+        "Loss by context: all models on test",
+        "Attention by distance on test: 38% on memory",
+    ]
 
 
+@without_charts
+def test_what_the_memory_is_worth_is_shown_or_named_with_the_command(run: Path) -> None:
+    assert "--sweep mem_len=0,8" in page_of(run)
+    write_results(run / "sweep", "my run")
+    page = page_of(run)
+    assert "Not measured yet" not in page
+    for text in ("2.6000", "≥ 16 (8 to 24)", "the protocol line"):
+        assert text in page, text
+
+
+def test_an_evaluation_is_shown_once_and_with_its_details(run: Path, tmp_path: Path) -> None:
+    (run / "evaluations").mkdir()
+    plain, elsewhere = evaluation("my run", 8, 2.5), tmp_path / "scores"
+    (run / "evaluations" / "test-0.json").write_text(json.dumps(plain))
+    elsewhere.mkdir()
+    detailed = [evaluation("my run", 8, 2.5, details=True)]
+    (elsewhere / "result.json").write_text(json.dumps(detailed))
+    (shown,) = read_run(run, results=[elsewhere]).results.evaluations
+    assert shown.details is not None
+    assert len(shown.details.by_segment_position) == 9
+
+
+@without_charts
+def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "deeper" / "my run", mem_len=0)
+    write_results(run / "sweep", "my run")
+    records = [read_run(run), read_run(other)]
+    page = run_page(records)
+    assert "2 runs compared" in page
+    assert '<th scope="col">deeper/my run</th>' in page, "names that differ"
+    cells = re.findall(r"<tr><td>model.mem_len</td><td[^>]*>(\d+)</td><td[^>]*>(\d+)", page)
+    assert cells == [("8", "0")]
+    assert "<td>training.num_steps" not in page, "equal settings are not listed"
+    assert page.count("2.6000") == 1, "a result is shown once"
+
+
+@without_charts
 def test_the_command_writes_the_page_into_the_run(run: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(run), "--json"])
     path = run / "report.html"
-    assert json.loads(result.stdout) == {"run": str(run), "report": str(path), "step": NUM_STEPS}
+    content = json.loads(result.stdout)
+    assert (content["report"], content["step"]) == (str(path), NUM_STEPS)
     assert path.read_text().startswith("<!doctype html>")
+    result = CliRunner().invoke(app, ["report", str(run), str(run), "--json"])
+    path = run.parent / "comparison.html"
+    assert json.loads(result.stdout)["report"] == str(path)
+    assert path.is_file()
+
+
+@without_charts
+def test_a_page_of_a_run_without_tracking_is_not_recorded(run: Path) -> None:
+    code, message = run_txl("report", run, "--to-mlflow")
+    assert code == 2
+    assert "has no run in MLflow" in message
+
+
+@pytest.mark.slow
+@without_charts
+def test_the_page_is_kept_with_the_run_in_mlflow(run: Path) -> None:
+    from txl_dist.tracking.mlflow_tracker import MlflowTracker  # takes seconds to import
+
+    tracker = MlflowTracker(None, run)
+    run_id = tracker.start(TrackedRun(key="k", name="run", experiment="tests"))
+    TrackingState(key="k", server=None, experiment="tests", run_id=run_id).save(run / STATE)
+    code, output = run_txl("report", run, "--to-mlflow")
+    assert code == 0, output
+    (kept,) = (run.parent / "mlartifacts").rglob("report.html")
+    assert kept.parent.parent.name == run_id
+    assert kept.read_bytes() == (run / "report.html").read_bytes()
+
+
+@without_charts
+@pytest.mark.parametrize(
+    ("settings", "described"),
+    [
+        ("mem_len: 0\n  memory: recurrent", "none (mem_len 0)"),
+        ("mem_len: 8\n  memory: associative\n  d_memory_key: 32", "associative, d_memory_key 32"),
+        ("mem_len: 8\n  memory: compressive\n  compressed_len: 4",
+         "compressive, 8 tokens per layer, compressed_len 4"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_memory_is_named(run: Path, settings: str, described: str) -> None:
+    (run / "config.yaml").write_text(f"model:\n  {settings}\n")
+    assert f"<td>{described}</td>" in page_of(run)
+
+
+def test_a_viewport_is_set() -> None:
+    """Without it a phone shows the page of a wide screen, in tiny text."""
+    assert 'name="viewport" content="width=device-width' in html_page("t", "", [])

@@ -46,6 +46,8 @@ def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> No
         "bits_per_character",
     ):
         assert key in result
+    kept = [json.loads(path.read_text()) for path in (run / "evaluations").glob("valid-*.json")]
+    assert result in kept, "for txl report"
 
 
 def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,29 +22,71 @@ from tests.support.commands import ENVIRONMENT, wait_until
 from txl_dist.cli import progress
 from txl_dist.cli.progress import MIB, TOKENS, WorkUnit, _Work
 
-SHOW = """
+STEP = (
+    "12:00:00 step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40 | bpb 2.030"
+    " | lr 1.00e-03 | grad 0.500 | mfu 55% | mem valid 100% | data wait 0.0%"
+)
+EVENTS = [
+    "2 ranks start on this machine; logs: runs/x/logs",
+    "12:00:00 rank 0 is up",
+    "12:00:01 [the model] is built, and this line is longer than the terminal is wide: " + "x" * 90,
+    "12:00:09 rank 0 is up",
+]
+SHOW = f"""
+import sys
 from txl_dist.cli.progress import run_progress
-with run_progress(200, quiet=False) as on_line:
-    on_line("12:00:00 step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40 | bpb 2.030"
-            " | lr 1.00e-03 | grad 0.500 | mfu 55% | mem valid 100% | data wait 0.0%")
+with run_progress(200, quiet="quiet" in sys.argv) as on_line:
+    for line in {[*EVENTS, STEP, "12:00:10 checkpoint at step 100 | /runs/x"]!r}:
+        on_line(line)
 """
 
 
-def test_80_columns_show_the_speed_and_the_time_left() -> None:
+def shown_on_a_terminal(program: str, *words: str) -> str:
+    """What a program writes to a terminal of 80 columns, without the control sequences."""
     reader, terminal = pty.openpty()
     environment = {**ENVIRONMENT, "COLUMNS": "80", "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", SHOW], stdout=terminal, env=environment)
+    command = [sys.executable, "-c", program, *words]
+    process = subprocess.Popen(command, stdout=terminal, env=environment)
     os.close(terminal)
     output = b""
-    try:
+    with suppress(OSError):  # Linux reports EIO when the other side of a terminal is closed.
         while block := os.read(reader, 4096):
             output += block
-    except OSError:
-        assert output  # Linux reports EIO when the other side of a terminal is closed.
     os.close(reader)
     assert process.wait(timeout=60) == 0
-    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", output).decode()
-    assert "50% step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40" in plain
+    return re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", output).decode().replace("\r", "\n")
+
+
+def test_80_columns_show_the_step_the_time_left_the_restarts_and_the_speed() -> None:
+    *_, row, second = filter(None, shown_on_a_terminal(SHOW).splitlines())
+    assert re.fullmatch(r"\W+ 50% \| step 100 of 200 \| 0:01:(40|3\d) left \| 1 restart *", row)
+    assert second.startswith("loss 3.4123 | ppl 30.30 | tok/s 12,345 | bpb 2.030")
+    assert len(second) <= 80
+
+
+def test_the_display_loses_no_line_of_the_log() -> None:
+    output = shown_on_a_terminal(SHOW)
+    lines = output.splitlines()
+    assert [line for line in lines if line in EVENTS] == EVENTS
+    assert "12:00:10 checkpoint at step 100 | /runs/x" in lines
+    assert STEP not in output, "step lines are shown in place"
+
+
+def test_without_a_terminal_or_with_quiet_there_is_no_display() -> None:
+    plain = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True)
+    assert plain.stdout.splitlines() == [*EVENTS, STEP, "12:00:10 checkpoint at step 100 | /runs/x"]
+    assert shown_on_a_terminal(SHOW, "quiet") == ""
+
+
+def test_before_its_first_step_a_start_shows_its_stage() -> None:
+    display = progress.RunDisplay(200)
+    for line in (EVENTS[1], STEP):
+        display.take(line)
+    assert "left" in display.summary()
+    display.take("rank 1 was killed; restart 1 of at most 3, from step 80; 20 steps are lost")
+    assert display.summary() == "50% | step 100 of 200 | starting"
+    display.take(EVENTS[3])
+    assert display.summary() == "50% | step 100 of 200 | starting | 1 restart"
 
 
 Lines = Callable[..., list[str]]

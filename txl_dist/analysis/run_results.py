@@ -1,0 +1,226 @@
+"""The results about a run that other commands have written, read from their JSON files.
+
+    RUN/evaluations/SPLIT-KEY.json        `txl eval`, one result
+    .../result.json                       `txl eval --out DIR`: one, a list, or a sweep
+    .../recl.json, .../attention.json     `txl recl --out DIR`, `txl attention --out DIR`
+
+Files are searched in the run directory, at most MAX_DEPTH folders deep, and in directories that a
+person names. A file that cannot be read, or is something else, becomes a note.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data_pipeline.system.strict import first_problem
+
+MAX_DEPTH = 2
+MAX_BYTES = 64 * 2**20
+"""A larger file is not read."""
+NAMES = ("result.json", "recl.json", "attention.json")
+SKIPPED = ("checkpoints", "logs", "events", "attempts", "profile")
+"""Folders of a run directory that have no results."""
+
+
+class _Content(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Bucket(_Content):
+    """One row of a table of `txl eval --details`."""
+
+    start: int = Field(alias="from")
+    nats_per_token: float
+
+
+class Details(_Content):
+    """The tables by position of `txl eval --details`."""
+
+    by_document_position: tuple[Bucket, ...] = ()
+    by_segment_position: tuple[Bucket, ...] = ()
+
+
+class Evaluation(_Content):
+    """One result of `txl eval`."""
+
+    checkpoint: str
+    split: str
+    mode: str
+    tgt_len: int
+    mem_len: int
+    clamp_len: int | None = None
+    same_length: bool = False
+    weights: str = ""
+    precision: str = ""
+    tokens_scored: int
+    nats_per_token: float
+    perplexity: float | None
+    bits_per_byte: float | None = None
+    word_perplexity: float | None = None
+    data_sha256: str
+    model_sha256: str
+    protocol: str = ""
+    details: Details | None = None
+
+    @property
+    def name(self) -> str:
+        """`RUN/step-NNNNNNNN`, or the name of the exported model."""
+        path = Path(self.checkpoint)
+        run = path.parent.parent.name
+        return f"{run}/{path.name}" if path.parent.name == "checkpoints" else path.name
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for results of the same evaluation."""
+        return (*self.settings, self.mem_len)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Everything that the score depends on, except the length of the memory."""
+        return (
+            self.model_sha256, self.data_sha256, self.split, self.mode, self.tgt_len,
+            self.clamp_len, self.same_length, self.weights, self.precision, self.tokens_scored,
+        )  # fmt: skip
+
+
+class _Point(_Content):
+    context: int
+    nats: float
+    low: float
+    high: float
+
+
+class _Recl(_Content):
+    r: float
+    recl: int
+    low: int
+    high: int
+    is_lower_bound: bool
+
+
+class ReclModel(_Content):
+    name: str
+    curve: tuple[_Point, ...]
+    recl: tuple[_Recl, ...] = ()
+
+
+class Recl(_Content):
+    """A recl.json."""
+
+    group: str
+    split: str
+    positions: int
+    protocol: str
+    models: tuple[ReclModel, ...]
+
+
+class _Heads(_Content):
+    by_distance: list[list[list[float]]]
+    """[L, H, D]: shares of the attention."""
+    memory: list[list[float]]
+    """[L, H]."""
+
+
+class _Settings(_Content):
+    split: str
+    tgt_len: int
+    mem_len: int
+
+
+class Attention(_Content):
+    """An attention.json."""
+
+    checkpoint: str
+    settings: _Settings
+    num_queries: int
+    heads: _Heads
+    even: _Heads
+
+    @model_validator(mode="after")
+    def _require_arrays(self) -> Self:
+        sizes = {
+            len(distances)
+            for mass in (self.heads, self.even)
+            for heads in mass.by_distance
+            for distances in heads
+        }
+        num_heads = {len(heads) for heads in self.heads.by_distance}
+        if len(sizes) != 1 or len(num_heads) != 1 or 0 in sizes or not self.even.by_distance:
+            raise ValueError("by_distance is not [layers, heads, distances]")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All results that were found."""
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+    recl: list[Recl] = field(default_factory=list)
+    attention: list[Attention] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Files that were not read, and why."""
+
+
+def read_results(directories: Sequence[Path]) -> Results:
+    """The results in these directories; each evaluation once, the one with details first."""
+    results, evaluations = Results(), list[Evaluation]()
+    for path in sorted({path for each in directories for path in _files(each, MAX_DEPTH)}):
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
+            content = json.loads(path.read_bytes())
+            if path.name == "recl.json":
+                results.recl.append(Recl.model_validate(content))
+            elif path.name == "attention.json":
+                results.attention.append(Attention.model_validate(content))
+            else:
+                evaluations += map(Evaluation.model_validate, _scored(content))
+        except (OSError, ValueError, RecursionError) as error:  # ValidationError is a ValueError
+            problem = first_problem(error) if isinstance(error, ValidationError) else error
+            results.notes.append(f"{path} is not shown: {problem}")
+    evaluations.sort(key=lambda each: (each.name, each.split, each.mem_len, not each.details))
+    by_key: dict[tuple[Any, ...], Evaluation] = {}
+    for each in evaluations:
+        by_key.setdefault(each.key, each)
+    results.evaluations.extend(by_key.values())
+    return results
+
+
+def _files(directory: Path, depth: int) -> Iterator[Path]:
+    if not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        if path.is_dir() and depth and path.name not in SKIPPED:
+            yield from _files(path, depth - 1)
+        elif path.name in NAMES or _is_kept_result(path):
+            yield path
+
+
+def _is_kept_result(path: Path) -> bool:
+    # step-*.json are scores during training.
+    return path.match("evaluations/*.json") and not path.name.startswith("step-")
+
+
+def _scored(content: Any) -> Iterable[Any]:
+    """The result objects in the content of a result.json."""
+    if isinstance(content, list):
+        return [each for part in content for each in _scored(part)]
+    if isinstance(content, dict) and "candidates" in content:
+        return [*content["candidates"], *content.get("reported", [])]
+    return [content]
+
+
+def curves_by_mem_len(evaluations: Iterable[Evaluation]) -> dict[str, list[tuple[int, float]]]:
+    """(mem_len, nats per token), by label, where a model was scored with several lengths."""
+    groups: dict[tuple[Any, ...], list[Evaluation]] = {}
+    for each in evaluations:
+        groups.setdefault(each.settings, []).append(each)
+    return {
+        f"{group[0].name}, {group[0].split}": sorted((e.mem_len, e.nats_per_token) for e in group)
+        for group in groups.values()
+        if len({each.mem_len for each in group}) > 1
+    }

@@ -19,7 +19,7 @@ from data_pipeline.readers.records import (
     Reject,
     Utf8Decoder,
 )
-from data_pipeline.system.sources import reject_reason
+from data_pipeline.system.sources import SourceError, reject_reason, require_plausible_ratio
 
 if TYPE_CHECKING:
     from data_pipeline.readers.formats import InputFile
@@ -30,10 +30,6 @@ NUL_REASON = (
     "binary: it has a NUL byte. Convert UTF-16 with iconv -f UTF-16 -t UTF-8; if it is text with "
     "NUL, give --format text"
 )
-MAX_RATIO = 1000
-"""Decompressed bytes per stored byte. Text has 3 to 10, very repetitive text 100."""
-MIN_BYTES = 256 * 2**20
-"""Archives that expand to less are always accepted."""
 
 
 @dataclass(slots=True)
@@ -277,11 +273,8 @@ def too_long_error() -> BadRecordError:
 
 def require_plausible_size(num_bytes: int, source: Source) -> None:
     """Raise BrokenStreamError if `num_bytes` is implausible for the stored size of the archive."""
-    stored = source.file.size
-    if stored and num_bytes > MIN_BYTES and num_bytes > MAX_RATIO * stored:
-        raise BrokenStreamError(
-            source.lines,
-            0,
-            f"it expands to {num_bytes:,} bytes or more, over {MAX_RATIO:,} times its "
-            f"{stored:,}: refused as a decompression bomb",
-        )
+    try:
+        if source.file.size:
+            require_plausible_ratio(num_bytes, source.file.size)
+    except SourceError as error:
+        raise BrokenStreamError(source.lines, 0, error.reason) from error

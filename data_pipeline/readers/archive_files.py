@@ -33,7 +33,6 @@ from data_pipeline.readers.archives import (
     Archive,
     ArchiveError,
     ArchiveKind,
-    close_archive,
     open_archive,
 )
 from data_pipeline.readers.formats import Format, InputFile
@@ -155,10 +154,8 @@ def files_of_archive(
                 raise ArchiveError(f"it has more than {MAX_MEMBERS:,} files")
         _require_distinct(files)
     except ArchiveError as error:
-        close_archive()
         raise DataError(f"{shown(file.path)}: {error}. {error.advice}") from error
     except OSError as error:
-        close_archive()
         raise DataError(f"{shown(file.path)}: {reject_reason(error)}. {DAMAGED}") from error
     only_top = name_in_utf8(tops.pop()) if len(tops) == 1 else ""
     named = [replace(each, name=each.name.removeprefix(only_top)) for each in files]

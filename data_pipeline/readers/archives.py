@@ -348,11 +348,7 @@ def open_input(file: "InputFile") -> Iterator[BinaryIO]:
         with open_source(file.path, file.compression) as stream:
             yield stream
         return
-    try:
-        archive = open_archive(file.path, file.mark, file.member.archive, file.member.packed)
-        content = archive.open(file.member)
-        with content, decompressed(content, file.compression) as stream:
-            yield stream
-    except OSError:
-        close_archive()  # the next read begins again
-        raise
+    archive = open_archive(file.path, file.mark, file.member.archive, file.member.packed)
+    content = archive.open(file.member)
+    with content, decompressed(content, file.compression) as stream:
+        yield stream

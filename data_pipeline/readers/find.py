@@ -21,7 +21,7 @@ from data_pipeline.readers.archive_files import (
     select_files,
     split_archive,
 )
-from data_pipeline.readers.archives import ANY_ARCHIVE, ARCHIVES
+from data_pipeline.readers.archives import ANY_ARCHIVE, ARCHIVES, close_archive
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
 from data_pipeline.readers.ids import IdRules
 from data_pipeline.readers.kinds import (
@@ -132,6 +132,7 @@ def find_files(
     files with the same name, and a file with the name of a document in another file; ConfigError
     for a URL of an unsupported scheme.
     """
+    close_archive()  # of an earlier search, perhaps in a state of failure
     search = _Search(format, exclude, ids, text_key, is_wikitext)
     named = [parse_input(each) for each in inputs]
     require_all_named([split for split, _ in named], inputs)

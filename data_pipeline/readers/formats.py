@@ -282,7 +282,9 @@ class RecordReader:
                 f"{shown(self.file.place)}: {broken.reason}. Finished work is kept; run the same "
                 "command again when the disk or network works."
             ) from cause
-        return Reject(self.file.name, broken.line, broken.byte, broken.reason, loses_rest=True)
+        place = f"in {shown(self.file.path)}: " if self.file.member else ""
+        reason = place + broken.reason
+        return Reject(self.file.name, broken.line, broken.byte, reason, loses_rest=True)
 
 
 def _reject_shrunk_file(file: InputFile) -> None:

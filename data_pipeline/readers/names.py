@@ -20,8 +20,8 @@ train. If all files are in one split, nothing was separated, and the names have 
 **Descriptions.** `only_data_files` leaves out what describes a corpus: the JSON files, cached
 results of `map`, locks and unfinished downloads of `datasets` (an .arrow file that state.json does
 not list is such a result); in the cache of `huggingface_hub` the blobs/ and refs/ to which its
-snapshots/ are links; metadata.csv of PG-19; and en_meta_part_1.jsonl.gz and en_sha256.txt next to
-en_part_1.txt.gz of OSCAR 21.09.
+snapshots/ are links; metadata.csv of PG-19; export.json of `txl data export`; and
+en_meta_part_1.jsonl.gz and en_sha256.txt next to en_part_1.txt.gz of OSCAR 21.09.
 
 Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
 github.com/google-deepmind/pg19; OSCAR, "OSCAR Schema v1.1".
@@ -60,7 +60,7 @@ _SOURCE_CODE = {
 _MAX_LISTED = 3
 _MAX_STATE_BYTES = 16 * 2**20
 _DESCRIPTIONS = {
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "export.json"),
     *("metadata.csv", "metadata.tsv"),
 }
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")

@@ -1,7 +1,8 @@
-"""Find the input files of paths, folders, patterns and URLs, in a fixed order.
+"""Find the input files of paths, folders, patterns, archives and URLs, in a fixed order.
 
-Braces in an address are expanded first; then *, ? and [] match files. `names.py` leaves out what
-describes a corpus and makes the names distinct, `kinds.py` decides the kind of each file.
+Braces in an address are expanded first; then *, ? and [] match files (`patterns.py`). `names.py`
+leaves out what describes a corpus and makes the names distinct, `kinds.py` decides the kind of each
+file, `archive_files.py` lists the files of archives.
 """
 
 import os

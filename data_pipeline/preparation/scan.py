@@ -177,7 +177,8 @@ def _scan_range(
     each = unit.ranges[index]
     rows, rejects, keys = bytearray(), list[Reject](), list[str]()
     target = None if each.file.rereadable else spill
-    reading = RecordReader(each.file, unit.text_key, each.start, each.stop)
+    long_texts = spill or _Discarded()
+    reading = RecordReader(each.file, unit.text_key, each.start, each.stop, spill=long_texts)
     last_line = 0
     for record in reading:
         if isinstance(record, RecordBlock):
@@ -201,6 +202,16 @@ def _scan_range(
     # `reading.lines` is 0 after a read error. The line numbers of the next range must still differ
     # from those of this range, because document ids are made of them.
     return _ScannedRange(rows, rejects, keys, reading.lines or last_line)
+
+
+class _Discarded:
+    """Takes the place of a spill file if the texts are only hashed."""
+
+    def tell(self) -> int:
+        return 0
+
+    def write(self, data: bytes, /) -> int:
+        return len(data)
 
 
 def _too_many_rejects(file_range: FileRange, rejects: list[Reject]) -> DataError:

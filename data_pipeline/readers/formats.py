@@ -33,7 +33,7 @@ from data_pipeline.readers.records import (
     Utf8Decoder,
     decode,
 )
-from data_pipeline.readers.source import CHUNK_BYTES, Source
+from data_pipeline.readers.source import CHUNK_BYTES, Source, Spill
 from data_pipeline.readers.tar import read_tar
 from data_pipeline.readers.warc import read_warc
 from data_pipeline.readers.wikitext import (
@@ -260,6 +260,9 @@ class RecordReader:
     lines: int = 0
     """The lines that start in the range; set at the end of the iteration. To get line numbers of
     the file, add the lines of all earlier ranges to every `line` that is not 0."""
+    spill: Spill | None = None
+    """If given, long texts of a file that is not rereadable are written there. Their records have
+    no text, and the offset in it."""
 
     def __iter__(self) -> Iterator[Record | RecordBlock | Reject]:
         file, source = self.file, None
@@ -267,7 +270,7 @@ class RecordReader:
             _reject_shrunk_file(file)
             with open_input(file) as stream:
                 stop = math.inf if self.stop >= file.size else self.stop
-                source = Source(file, stream, self.start, stop, self.text_key)
+                source = Source(file, stream, self.start, stop, self.text_key, spill=self.spill)
                 yield from file.format.read(source)
                 self.lines = source.lines
         except BrokenStreamError as error:

@@ -364,3 +364,21 @@ def test_members_of_a_plain_tar_are_byte_ranges(tmp_path: Path) -> None:
         for file in files
     ] == [["a 1", "a 2"], ["b 1", "b 2"]]
     assert isinstance(files[0].member, ArchiveMember)
+
+
+def test_a_long_text_in_an_archive_is_never_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("source", "lines"):
+        monkeypatch.setattr(f"data_pipeline.readers.{module}.MAX_RECORD_BYTES", 2000)
+    monkeypatch.setattr("data_pipeline.readers.source.HELD_BYTES", 1000)
+    monkeypatch.setattr("data_pipeline.readers.source.CHUNK_BYTES", 100)
+    (tmp_path / "in").mkdir()
+    for name, size in (("a", 1), ("b", 1500), ("c", 2)):
+        (tmp_path / "in" / name).write_text(f"é{name}" * size)
+    archive = pack(tmp_path / "in", tmp_path / "c.zip")
+    files = find_files([str(archive)], format="auto", exclude=Path("/nowhere")).files
+    held = [record.text for file in files for record in read(file) if isinstance(record, Record)]
+    assert held == ["éa", "écéc"], "b is too long to be held"
+    assert prepared(archive, tmp_path / "1") == prepared(tmp_path / "in", tmp_path / "2")
+    assert prepare_dataset([archive], tmp_path / "1", BYTES).already_complete

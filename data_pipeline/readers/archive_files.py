@@ -40,7 +40,7 @@ from data_pipeline.readers.kinds import suffix_of
 from data_pipeline.readers.names import name_in_utf8, split_of_file, split_of_folders
 from data_pipeline.readers.patterns import is_pattern, split_pattern
 from data_pipeline.readers.tar import is_metadata, sample_extensions, split_name
-from data_pipeline.system.sources import local_path, reject_reason, shown
+from data_pipeline.system.sources import is_transient, local_path, reject_reason, shown
 
 MAX_EXAMINED = 1000
 _MAX_EXAMINED_BYTES = 256 * 2**20
@@ -156,7 +156,9 @@ def files_of_archive(
     except ArchiveError as error:
         raise DataError(f"{shown(file.path)}: {error}. {error.advice}") from error
     except OSError as error:
-        raise DataError(f"{shown(file.path)}: {reject_reason(error)}. {DAMAGED}") from error
+        advice = "Check the server and the network." if is_transient(error) else DAMAGED
+        reason = reject_reason(error).removesuffix(".")
+        raise DataError(f"{shown(file.path)}: {reason}. {advice}") from error
     only_top = name_in_utf8(tops.pop()) if len(tops) == 1 else ""
     named = [replace(each, name=each.name.removeprefix(only_top)) for each in files]
     return sorted(named, key=lambda each: os.fsencode(each.name))

@@ -124,6 +124,8 @@ class _ZipArchive:
         try:
             self._zip = zipfile.ZipFile(stream)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+            if isinstance(error.__context__, SourceError):  # a server failed, not the archive
+                raise error.__context__ from None
             raise SourceError(
                 f"damaged or truncated zip archive: {printable(str(error))[:120]}"
             ) from error

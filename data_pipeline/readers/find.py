@@ -182,10 +182,15 @@ def _files_of(address: str, search: _Search) -> list[InputFile]:
         )
     read: list[InputFile] = []
     for file in files:
+        if inner and search.format != "tar":  # an address inside an archive means a folder
+            search.layouts[file.path] = Layout(is_samples=False, reason="")
         if _is_folder(file, search, in_folder=in_folder):
             read += select_files(_files_in_archive(file, search), inner, address)
         elif inner:
-            raise DataError(f"{shown(archive)} is read as samples; the address ends after it.")
+            raise ConfigError(
+                f"{shown(address)}: --format tar reads all samples of an archive. Give "
+                f"{shown(archive)}, or omit the format."
+            )
         else:
             read.append(_with_kind(file, search, in_folder=in_folder))
     return read

@@ -130,6 +130,10 @@ def test_a_tar_is_samples_or_a_folder_by_the_names_of_its_files(tmp_path: Path, 
         name in FOLDERS
     )
     assert find("tar")[0] == {"tar"}
+    inside = find_files([f"{path}/**"], format="auto", exclude=Path("/nowhere"))
+    assert "tar" not in inside.kinds
+    with pytest.raises(ConfigError, match="--format tar reads all samples"):
+        find_files([f"{path}/**"], format="tar", exclude=Path("/nowhere"))
     assert find("text")[0] == {"text"}
 
 

@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -386,3 +387,17 @@ def test_a_long_text_in_an_archive_is_never_held(
     assert held == ["éa", "écéc"], "b is too long to be held"
     assert prepared(archive, tmp_path / "1") == prepared(tmp_path / "in", tmp_path / "2")
     assert prepare_dataset([archive], tmp_path / "1", BYTES).already_complete
+
+
+@pytest.mark.parametrize("suffix", [".zip", ".tar", ".tar.gz"])
+def test_an_archive_at_a_url_gives_the_same_dataset(
+    tmp_path: Path, bucket: Any, suffix: str
+) -> None:
+    (tmp_path / "in" / "train").mkdir(parents=True)
+    (tmp_path / "in" / "test").mkdir()
+    for name in ("train/a.en", "train/b.en", "test/c.en"):
+        (tmp_path / "in" / name).write_text(f"text of {name}")
+    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
+    bucket.pipe(f"bucket/{archive.name}", archive.read_bytes())
+    remote = prepared(f"s3://bucket/{archive.name}", tmp_path / "1")
+    assert remote == prepared(tmp_path / "in", tmp_path / "2")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.export import export_dataset
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.push import push_dataset
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.remote_path import dataset_path
 from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
@@ -183,3 +185,13 @@ def test_a_killed_export_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path
     assert [path.name for path in out.iterdir()] == [".staging.tmp"]
     assert txl(*command[3:]).returncode == 0
     assert sorted(path.name for path in out.iterdir()) == ["export.json", "train.jsonl"]
+
+
+def test_the_copy_at_a_url_is_exported_like_the_directory(tmp_path: Path, bucket: Any) -> None:
+    del bucket  # starts the server
+    data = dataset(tmp_path, "byte")
+    push_dataset(data, "s3://bucket/data")
+    export_dataset(dataset_path(str(data)), tmp_path / "1", "jsonl")
+    export_dataset(dataset_path("s3://bucket/data"), tmp_path / "2", "jsonl")
+    for path in (tmp_path / "1").iterdir():
+        assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes()

@@ -22,6 +22,7 @@ from data_pipeline.readers import Record, Reject, find_files
 from data_pipeline.readers.archives import ArchiveMember, _ForwardStream
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.system.workers import ProcessWorkers
 from tests.data_pipeline.readers.reading import one_file, read
 from tests.support.corpus_layouts import LAYOUTS, Layout
 from tests.support.pack import SUFFIXES, pack
@@ -401,3 +402,16 @@ def test_an_archive_at_a_url_gives_the_same_dataset(
     bucket.pipe(f"bucket/{archive.name}", archive.read_bytes())
     remote = prepared(f"s3://bucket/{archive.name}", tmp_path / "1")
     assert remote == prepared(tmp_path / "in", tmp_path / "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".zip", ".tar", ".tar.gz"])
+def test_any_number_of_workers_gives_the_same_dataset(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(30):
+        (tmp_path / "in" / f"{number}.en").write_text(f"text {number}" * 50)
+    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
+    settings = PrepareSettings(shard_bytes=2000)
+    with ProcessWorkers(2) as workers:
+        prepare_dataset([archive], tmp_path / "1", settings, workers=workers)
+    assert content_of(tmp_path / "1") == prepared(tmp_path / "in", tmp_path / "2", settings)

@@ -227,7 +227,12 @@ def export(
     if as_json:
         print(json.dumps({"directory": str(out), **content}))
         return
-    print(f"{printable(str(out))}: exported as {format}, text {content['text']}")
+    texts = {
+        "exact": "with the exact texts",
+        "decoded": "with the texts as the model reads them: the tokenizer is not lossless",
+        "none": "as token ids",
+    }
+    print(f"{printable(str(out))}: exported as {format}, {texts[content['text']]}")
     for name, each in content["splits"].items():
         counts = f"{each['documents']:>10,} documents {each['tokens']:>15,} tokens"
         print(f"  {name:<8} {counts} in {each['file']}")

@@ -39,7 +39,7 @@ class TextSource:
         if self.is_spill:
             return _unreadable(self.file.path, "the file is damaged")
         return DataError(
-            f"{shown(self.file.path)} changed while it was being read. Nothing was written. Run "
+            f"{shown(self.file.place)} changed while it was being read. Nothing was written. Run "
             "the command again when no other process writes to the input."
         )
 
@@ -197,7 +197,7 @@ def _read_group(batch: DocumentBatch, first: int, stop: int, staging: Path) -> l
         source = batch.source_of(start, staging)
         file, places = source.file, batch.location[start:end, :2].tolist()
         with source.explain_errors(), _descriptor(file.path) as descriptor:
-            stored = [os.pread(descriptor, size, offset) for offset, size in places]
+            stored = [os.pread(descriptor, size, file.base + offset) for offset, size in places]
             if file.holds_plain_texts:
                 run = [raw.decode("utf-8") for raw in stored]
             else:

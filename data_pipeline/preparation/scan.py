@@ -114,13 +114,17 @@ class ScanResult:
 def plan_scan(files: list[InputFile], text_key: str) -> list[ScanUnit]:
     """Divide the input into units of about UNIT_BYTES: ranges of large files, groups of small."""
     groups: list[list[FileRange]] = []
-    room = 0
+    room, last_path = 0, ""
     for number, file in enumerate(files):
+        # The members of an archive that is read forwards are one unit: it is read once.
+        path = file.path if file.is_sequential else ""
+        is_new, last_path = path != last_path, path
         for start, stop in scan_ranges(file, UNIT_BYTES):
             size = stop - start
-            if not groups or size > room or len(groups[-1]) == MAX_RANGES_PER_UNIT:
+            is_full = not groups or size > room or len(groups[-1]) == MAX_RANGES_PER_UNIT
+            if is_new or (is_full and not path):
                 groups.append([])
-                room = UNIT_BYTES
+                room, is_new = UNIT_BYTES, False
             groups[-1].append(FileRange(number, file, start, stop))
             room -= size
     return [ScanUnit(number, tuple(ranges), text_key) for number, ranges in enumerate(groups)]
@@ -138,42 +142,76 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     then refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
     for more than MAX_REJECTS rejects: such an input has another format.
     """
-    # Packed bytes instead of a Python object per record: a unit may have millions of records.
-    rows, rejects, range_lines = bytearray(), list[Reject](), list[int]()
-    keys: list[str] = []
+    parts: dict[int, _ScannedRange] = {}
     has_keys = any(each.file.has_keys for each in unit.ranges)
-    for range_index, each in enumerate(unit.ranges):
-        target = None if each.file.rereadable else spill
-        reading = RecordReader(each.file, unit.text_key, each.start, each.stop)
-        last_line = 0
-        for record in reading:
-            if isinstance(record, RecordBlock):
-                last_line = record.lines[-1]
-                rows += _locate_block(record, range_index, target)
-                keys += [""] * len(record.texts) if has_keys else []
-                continue
-            last_line = record.line
-            if has_keys:
-                keys.append("" if isinstance(record, Reject) else record.key)
-            if isinstance(record, Reject):
-                rejects.append(record)
-                if len(rejects) > MAX_REJECTS:
-                    raise _too_many_rejects(each, rejects)
-                rows += _ROW.pack(range_index, REJECT, 0, 0, 0, 0, b"")
-                continue
-            offset, size, text_bytes = _locate(record, target)
-            kind = DOCUMENT if text_bytes else EMPTY
-            location = (offset, size, record.line)
-            rows += _ROW.pack(range_index, kind, *location, text_bytes, record.sha256)
-        # `reading.lines` is 0 after a read error. The line numbers of the next range must still
-        # differ from those of this range, because document ids are made of them.
-        range_lines.append(reading.lines or last_line)
+    num_rejects = 0
+    # The members of an archive that is read forwards are read in the order in which they lie.
+    order = sorted(range(len(unit.ranges)), key=lambda index: unit.ranges[index].file.read_order)
+    for index in order:
+        parts[index] = _scan_range(
+            unit, index, spill, has_keys=has_keys, max_rejects=MAX_REJECTS - num_rejects
+        )
+        num_rejects += len(parts[index].rejects)
+    in_order = [parts[index] for index in range(len(parts))]
     return ScanResult(
-        records=np.frombuffer(rows, RECORD),
-        range_lines=np.array(range_lines, dtype=np.int64),
-        rejects=tuple(rejects),
-        keys=tuple(keys),
+        records=np.frombuffer(b"".join(part.rows for part in in_order), RECORD),
+        range_lines=np.array([part.lines for part in in_order], dtype=np.int64),
+        rejects=tuple(itertools.chain.from_iterable(part.rejects for part in in_order)),
+        keys=tuple(itertools.chain.from_iterable(part.keys for part in in_order)),
     )
+
+
+@dataclass(slots=True)
+class _ScannedRange:
+    """The records of one file range: packed bytes, because there may be millions."""
+
+    rows: bytearray
+    rejects: list[Reject]
+    keys: list[str]
+    lines: int = 0
+
+
+def _scan_range(
+    unit: ScanUnit, index: int, spill: BinaryIO | None, *, has_keys: bool, max_rejects: int
+) -> _ScannedRange:
+    each = unit.ranges[index]
+    rows, rejects, keys = bytearray(), list[Reject](), list[str]()
+    target = None if each.file.rereadable else spill
+    long_texts = spill or _Discarded()
+    reading = RecordReader(each.file, unit.text_key, each.start, each.stop, spill=long_texts)
+    last_line = 0
+    for record in reading:
+        if isinstance(record, RecordBlock):
+            last_line = record.lines[-1]
+            rows += _locate_block(record, index, target)
+            keys += [""] * len(record.texts) if has_keys else []
+            continue
+        last_line = record.line
+        if has_keys:
+            keys.append("" if isinstance(record, Reject) else record.key)
+        if isinstance(record, Reject):
+            rejects.append(record)
+            if len(rejects) > max_rejects:
+                raise _too_many_rejects(each, rejects)
+            rows += _ROW.pack(index, REJECT, 0, 0, 0, 0, b"")
+            continue
+        offset, size, text_bytes = _locate(record, target)
+        kind = DOCUMENT if text_bytes else EMPTY
+        location = (offset, size, record.line)
+        rows += _ROW.pack(index, kind, *location, text_bytes, record.sha256)
+    # `reading.lines` is 0 after a read error. The line numbers of the next range must still differ
+    # from those of this range, because document ids are made of them.
+    return _ScannedRange(rows, rejects, keys, reading.lines or last_line)
+
+
+class _Discarded:
+    """Takes the place of a spill file if the texts are only hashed."""
+
+    def tell(self) -> int:
+        return 0
+
+    def write(self, data: bytes, /) -> int:
+        return len(data)
 
 
 def _too_many_rejects(file_range: FileRange, rejects: list[Reject]) -> DataError:

@@ -1,24 +1,28 @@
-"""Find the input files of paths, folders, patterns and URLs, in a fixed order.
+"""Find the input files of paths, folders, patterns, archives and URLs, in a fixed order.
 
-Braces in an address are expanded first; then *, ? and [] match files. `names.py` leaves out what
-describes a corpus and makes the names distinct, `kinds.py` decides the kind of each file.
+Braces in an address are expanded first; then *, ? and [] match files (`patterns.py`). `names.py`
+leaves out what describes a corpus and makes the names distinct, `kinds.py` decides the kind of each
+file, `archive_files.py` lists the files of archives.
 """
 
-import fnmatch
-import glob
-import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from braceexpand import braceexpand
-
 from data_pipeline.errors import ConfigError, DataError, printable
+from data_pipeline.readers.archive_files import (
+    Layout,
+    archive_kind,
+    files_of_archive,
+    layout_of,
+    select_files,
+    split_archive,
+)
+from data_pipeline.readers.archives import ANY_ARCHIVE, ARCHIVES, close_archive
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
 from data_pipeline.readers.ids import IdRules
 from data_pipeline.readers.kinds import (
@@ -39,6 +43,7 @@ from data_pipeline.readers.names import (
     with_joined_shards,
     with_splits_of_names,
 )
+from data_pipeline.readers.patterns import expand_braces, is_pattern, split_pattern
 from data_pipeline.system.sources import (
     file_system,
     local_path,
@@ -53,11 +58,8 @@ _NOT_TEXT = {
     *(".mp3", ".ogg", ".wav", ".flac", ".mp4", ".mkv", ".avi", ".webm", ".mov"),
     *(".ttf", ".otf", ".woff", ".woff2", ".pyc", ".so", ".o", ".a", ".exe", ".dll"),
 }
-"""Suffixes of binary files: ignored in folders, and counted. All other files must be UTF-8."""
-_ARCHIVES = {".tar", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
-"""Ignored in folders, refused when given by name; except .tar if it is read as WebDataset."""
-_MAX_EXPANDED = 100_000
-"""Maximum number of addresses of one brace pattern."""
+"""Suffixes of binary files: ignored in folders, as archives, and counted. All other files must be
+UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class InputFiles:
     """Number of ignored files by suffix; of those that describe a corpus, by name."""
     are_named: bool = False
     """Whether the inputs were given as NAME=ADDRESS, which decides the split of every file."""
+    notes: tuple[str, ...] = ()
+    """How archives are read, for the user."""
 
     @property
     def kinds(self) -> Counter[Kind]:
@@ -96,6 +100,10 @@ class _Search:
     text_key: str
     is_wikitext: bool
     ignored: Counter[str] = field(default_factory=Counter)
+    archives: dict[str, list[InputFile]] = field(default_factory=dict)
+    """The files of every archive, by its path."""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """How every archive is read, by its path."""
 
 
 def find_files(
@@ -110,7 +118,9 @@ def find_files(
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
     An input is an address, or NAME=ADDRESS with the split of its files. Otherwise the files have
-    the splits that their names give (`names.py`).
+    the splits that their names give (`names.py`). An archive that is given by name or pattern is
+    read as the folder that unpacking would give (`archive_files.py`), and ARCHIVE/ADDRESS selects
+    files in it.
 
     The name of a file is relative to its input. If files of several inputs then have the same name,
     all names are relative to the deepest folder that contains all files. `ids` is given if and only
@@ -123,6 +133,7 @@ def find_files(
     files with the same name, and a file with the name of a document in another file; ConfigError
     for a URL of an unsupported scheme.
     """
+    close_archive()  # of an earlier search, perhaps in a state of failure
     search = _Search(format, exclude, ids, text_key, is_wikitext)
     named = [parse_input(each) for each in inputs]
     require_all_named([split for split, _ in named], inputs)
@@ -142,14 +153,15 @@ def find_files(
     files = with_distinct_names(with_joined_shards(files))
     reject_ambiguous_names(files)
     require_json_lines(files)
-    return InputFiles(files, search.ignored, are_named)
+    return InputFiles(files, search.ignored, are_named, _notes_of(search))
 
 
 def _files_of(address: str, search: _Search) -> list[InputFile]:
     """The files of one input, each with its kind."""
     if search.format == "ids" and address.endswith(".idx"):  # read together with the .bin file
         address = address.removesuffix(".idx") + ".bin"
-    files, is_file = _list_files(address, search.exclude)
+    archive, inner = split_archive(address)
+    files, is_file = _list_files(archive, search.exclude)
     if search.format == "ids":
         files = without_indexes(files)
     in_folder = not is_file and not is_pattern(address)
@@ -168,7 +180,71 @@ def _files_of(address: str, search: _Search) -> list[InputFile]:
             "or pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
             "folders of any depth."
         )
-    return [_with_kind(file, search, in_folder=in_folder) for file in files]
+    read: list[InputFile] = []
+    for file in files:
+        if inner and search.format != "tar":  # an address inside an archive means a folder
+            search.layouts[file.path] = Layout(is_samples=False, reason="")
+        if _is_folder(file, search, in_folder=in_folder):
+            read += select_files(_files_in_archive(file, search), inner, address)
+        elif inner:
+            raise ConfigError(
+                f"{shown(address)}: --format tar reads all samples of an archive. Give "
+                f"{shown(archive)}, or omit the format."
+            )
+        else:
+            read.append(_with_kind(file, search, in_folder=in_folder))
+    return read
+
+
+def _is_folder(file: InputFile, search: _Search, *, in_folder: bool) -> bool:
+    """Whether a file is an archive that is read as a folder."""
+    if in_folder or not archive_kind(file.name):
+        return False
+    if file.path not in search.layouts:
+        is_ids = search.format == "ids"
+        search.layouts[file.path] = layout_of(file, search.format, search.text_key, is_ids=is_ids)
+    return not search.layouts[file.path].is_samples
+
+
+def _files_in_archive(file: InputFile, search: _Search) -> list[InputFile]:
+    """The files of an archive that is read as a folder, each with its kind."""
+    if file.path in search.archives:
+        return search.archives[file.path]
+
+    def choose(member: InputFile) -> InputFile | None:
+        if search.ids and member.name.endswith(".idx"):
+            raise DataError(
+                f"{shown(member.place)}: pairs of a .bin and an .idx file are not read from "
+                "archives. Unpack it and give the folder."
+            )
+        if _is_ignored(member, search, in_folder=True):
+            return None
+        return _with_kind(member, search, in_folder=True)
+
+    files = only_data_files(files_of_archive(file, choose), search.ignored)
+    if not files:
+        raise DataError(
+            f"{shown(file.path)}: no text in this archive{_list_ignored(search.ignored)}. Give an "
+            "archive with text or .jsonl files."
+        )
+    if len(files) == 1:  # as a file that is given by name
+        files = [_with_kind(files[0], search, in_folder=False)]
+    search.archives[file.path] = files
+    return files
+
+
+def _notes_of(search: _Search) -> tuple[str, ...]:
+    """How archives are read, equal ones together."""
+    paths: dict[tuple[bool, str], list[str]] = {}
+    for path, layout in search.layouts.items():
+        if layout.reason or not layout.is_samples:
+            paths.setdefault((layout.is_samples, layout.reason), []).append(path)
+    notes = []
+    for (is_samples, reason), same in paths.items():
+        more = f" and {len(same) - 1:,} more" if len(same) > 1 else ""
+        kind = "samples of a WebDataset" if is_samples else "the folder to which it unpacks"
+        notes.append(f"{shown(same[0])}{more}: read as {kind}{reason and f': {reason}'}")
+    return tuple(notes)
 
 
 def _with_kind(file: InputFile, search: _Search, *, in_folder: bool) -> InputFile:
@@ -278,14 +354,14 @@ def _is_ignored(file: InputFile, search: _Search, *, in_folder: bool) -> bool:
     """Whether a file in a folder is ignored; if so, counts it."""
     suffix, format = suffix_of(file.name), search.format
     wanted = () if format == "auto" else suffixes_of(format)
-    binary = _NOT_TEXT | _ARCHIVES
-    if format == "auto" and not in_folder:
-        binary = binary - set(FORMATS["tar"].suffixes)
+    if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
+        return False
+    binary = _NOT_TEXT | ANY_ARCHIVE
     if format not in ("auto", "parquet"):
         binary = binary | set(FORMATS["parquet"].suffixes)
     skip = suffix.name not in wanted if wanted else suffix.name in binary
     if skip and format == "jsonl" and suffix.name not in binary:
-        skip = not holds_json_lines(file.path, suffix.compression, search.text_key)
+        skip = not holds_json_lines(file, search.text_key)
     search.ignored[str(suffix)] += skip
     return skip
 
@@ -297,57 +373,12 @@ def _list_ignored(ignored: Counter[str]) -> str:
 
 def _reject_archive(file: InputFile, format: Format) -> None:
     suffix = suffix_of(file.name).name
-    is_read = suffix in FORMATS["tar"].suffixes and format in ("auto", "tar", "ids")
-    if suffix in _ARCHIVES and not is_read:
+    if suffix in ANY_ARCHIVE and suffix not in ARCHIVES:
         raise ConfigError(
             f"{shown(file.path)}: {suffix} files are not unpacked here. Unpack it and give the "
-            "folder; .gz and .zst files are decompressed."
+            "folder; .zip and .tar archives are read, .gz, .zst, .bz2 and .xz files decompressed."
         )
-
-
-def expand_braces(address: str) -> list[str]:
-    """The addresses of shard-{000..127}.tar or {a,b}/*.txt, in the order in which a shell expands.
-
-    A file of this name, and braces that a shell would not expand, stay as they are.
-    """
-    if not address:
+    if format == "tar" and suffix == ".zip":
         raise ConfigError(
-            "an input is empty, perhaps a variable of the shell that is not set. Give a file, "
-            "folder, pattern or URL; . is the current folder."
+            f"{shown(file.path)}: --format tar reads the samples of .tar files. Omit it."
         )
-    local = local_path(address)
-    if "{" not in address or (local and Path(local).exists()):
-        return [address]
-    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", address)
-    expanded = []
-    try:
-        size = math.prod(abs(int(stop) - int(start)) + 1 for start, stop in ranges)
-        if size <= _MAX_EXPANDED:  # braceexpand holds every range in memory
-            expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
-    except ValueError:  # the braces are not balanced
-        return [address]
-    if not 0 < len(expanded) <= _MAX_EXPANDED:
-        raise ConfigError(
-            f"{shown(address)}: the braces expand to more than {_MAX_EXPANDED:,} inputs. Give the "
-            "folder, or a pattern with * that matches the files that exist."
-        )
-    return expanded
-
-
-def is_pattern(address: str) -> bool:
-    return glob.has_magic(address.partition("://")[2] or address)
-
-
-def split_pattern(address: str) -> tuple[str, re.Pattern[str]]:
-    """The folder before the first wildcard, and a regular expression for names relative to it."""
-    parts = address.split("/")
-    num_fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    regexes = []
-    for part in parts[num_fixed:]:
-        # `**` matches any number of folders, `*` no slash. Names have no empty parts.
-        translated = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
-        regexes.append("(?:[^/]+/)*" if part == "**" else translated.replace(".*", "[^/]*") + "/")
-    if parts[-1] == "**":
-        regexes.append("[^/]+/")
-    root = "/".join(parts[:num_fixed]) or ("/" if address.startswith("/") else ".")
-    return root, re.compile("".join(regexes).removesuffix("/"), re.DOTALL)

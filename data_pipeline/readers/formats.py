@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import BinaryIO
 
 from data_pipeline.errors import UnfinishedError
+from data_pipeline.readers.archives import ArchiveMember, open_input
 from data_pipeline.readers.columns import read_arrow, read_csv, read_parquet
 from data_pipeline.readers.ids import IdRules, read_id_json
 from data_pipeline.readers.lines import (
@@ -32,7 +33,7 @@ from data_pipeline.readers.records import (
     Utf8Decoder,
     decode,
 )
-from data_pipeline.readers.source import CHUNK_BYTES, Source
+from data_pipeline.readers.source import CHUNK_BYTES, Source, Spill
 from data_pipeline.readers.tar import read_tar
 from data_pipeline.readers.warc import read_warc
 from data_pipeline.readers.wikitext import (
@@ -43,7 +44,6 @@ from data_pipeline.system.sources import (
     Compression,
     SourceError,
     is_transient,
-    open_source,
     reject_reason,
     scheme_of,
     shown,
@@ -170,22 +170,50 @@ class InputFile:
     next_paths: tuple[str, ...] = ()
     """wikitext_rows: files in which the content of this one continues; `size` and `mark` include
     theirs."""
+    member: ArchiveMember | None = None
+    """Set for a member of the archive at `path`; `size` is then of the stored bytes."""
 
     @property
     def format(self) -> FileFormat:
         return (ID_FORMATS if self.ids else FORMATS)[self.kind]
 
     @property
+    def place(self) -> str:
+        """The address of the content: `path`, followed by the name of the member."""
+        return f"{self.path}/{self.member.name}" if self.member else self.path
+
+    @property
     def is_plain(self) -> bool:
-        """Whether it is a local file that is not compressed."""
-        return not self.compression and not scheme_of(self.path)
+        """Whether it is a local file that is not compressed, and no member of an archive."""
+        return not self.member and self._is_range
+
+    @property
+    def _is_range(self) -> bool:
+        """Whether the content is a byte range of a local file."""
+        in_place = not self.member or self.member.is_range
+        return in_place and not self.compression and not scheme_of(self.path)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether it is a member of an archive that can only be read forwards."""
+        return self.member is not None and self.member.is_sequential
+
+    @property
+    def read_order(self) -> int:
+        """Orders the files of a scan unit; equal for files that can be read in any order."""
+        return self.member.offset if self.member and self.member.is_sequential else 0
+
+    @property
+    def base(self) -> int:
+        """Where the content begins in the file at `path`, if its records can be read again."""
+        return self.member.offset if self.member and self.member.is_range else 0
 
     @property
     def rereadable(self) -> bool:
         """Whether the text of a record can be read again from its offset and size."""
         lacks_dtype = self.ids is not None and self.holds_arrays and not self.ids.dtype
         can_read_again = self.format.read_again is not None and not lacks_dtype
-        return self.is_plain and can_read_again
+        return self._is_range and can_read_again
 
     @property
     def holds_plain_texts(self) -> bool:
@@ -232,14 +260,17 @@ class RecordReader:
     lines: int = 0
     """The lines that start in the range; set at the end of the iteration. To get line numbers of
     the file, add the lines of all earlier ranges to every `line` that is not 0."""
+    spill: Spill | None = None
+    """If given, long texts of a file that is not rereadable are written there. Their records have
+    no text, and the offset in it."""
 
     def __iter__(self) -> Iterator[Record | RecordBlock | Reject]:
         file, source = self.file, None
         try:
             _reject_shrunk_file(file)
-            with open_source(file.path, file.compression) as stream:
+            with open_input(file) as stream:
                 stop = math.inf if self.stop >= file.size else self.stop
-                source = Source(file, stream, self.start, stop, self.text_key)
+                source = Source(file, stream, self.start, stop, self.text_key, spill=self.spill)
                 yield from file.format.read(source)
                 self.lines = source.lines
         except BrokenStreamError as error:
@@ -251,15 +282,18 @@ class RecordReader:
     def _reject_rest(self, cause: Exception, broken: BrokenStreamError) -> Reject:
         if is_transient(cause):
             raise UnfinishedError(
-                f"{shown(self.file.path)}: {broken.reason}. Finished work is kept; run the same "
+                f"{shown(self.file.place)}: {broken.reason}. Finished work is kept; run the same "
                 "command again when the disk or network works."
             ) from cause
-        return Reject(self.file.name, broken.line, broken.byte, broken.reason, loses_rest=True)
+        place = f"in {shown(self.file.path)}: " if self.file.member else ""
+        reason = place + broken.reason
+        return Reject(self.file.name, broken.line, broken.byte, reason, loses_rest=True)
 
 
 def _reject_shrunk_file(file: InputFile) -> None:
-    # Without this check, a file cut after it was listed would lose records silently.
-    if not scheme_of(file.path):
+    # Without this check, a file cut after it was listed would lose records silently. The streams
+    # of members check their sizes themselves.
+    if not scheme_of(file.path) and not file.member:
         paths = (file.path, *file.next_paths)
         size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - faster for many files
         if size < file.size:
@@ -288,7 +322,7 @@ def read_text_chunks(
     file has changed and has no such record.
     """
     with open(file.path, "rb") as stream:  # noqa: PTH123 - faster, and this runs per document
-        stream.seek(place[0])
+        stream.seek(file.base + place[0])
         if file.holds_arrays and file.ids:
             from data_pipeline.readers.id_arrays import read_id_chunks
 

@@ -1,6 +1,7 @@
 """The kind of a file: decided by its suffix, and by its first bytes where the suffix is ambiguous.
 
-`--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides by
+`--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd, .bz2, .xz) and then
+decides by
 
 1. the `suffixes` of `FORMATS`. The formats that are not `in_folders`, tar and csv, are only read
    by name or pattern. .parquet and .arrow files with "wiki" in their path, or with a recipe of
@@ -29,6 +30,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.readers.archives import open_input
 from data_pipeline.readers.formats import (
     FORMATS,
     ID_FORMATS,
@@ -40,9 +42,13 @@ from data_pipeline.readers.formats import (
 from data_pipeline.readers.ids import NPY_MAGIC, SHARD_MAGICS, IdRules, has_index, index_path
 from data_pipeline.readers.lines import HEAD_BYTES, is_binary
 from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
-from data_pipeline.system.sources import Compression, open_source, scheme_of, shown
+from data_pipeline.system.sources import Compression, scheme_of, shown
 
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
+_COMPRESSIONS: dict[str, Compression] = {
+    **{".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"},
+    **{".bz2": "bz2", ".bz": "bz2", ".xz": "xz"},
+}
+_PACKED_TARS = {".tgz": ".gz", ".tzst": ".zst", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz"}
 _MAX_LINE_BYTES = 2**16
 """Bytes of a line that are examined. Pretty-printed JSON has no longer lines."""
 _MAX_OBJECT_BYTES = 16 * 2**20
@@ -72,8 +78,8 @@ class Suffix(NamedTuple):
 
 def suffix_of(name: str) -> Suffix:
     stem, last = posixpath.splitext(name.lower())
-    if last == ".tgz":
-        return Suffix(".tar", ".gz")
+    if last in _PACKED_TARS:
+        return Suffix(".tar", _PACKED_TARS[last])
     if last in _COMPRESSIONS:
         return Suffix(posixpath.splitext(stem)[1], last)
     return Suffix(last, "")
@@ -91,23 +97,29 @@ def kind_of(
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
-            if may_have_lines and (is_wikitext or "wiki" in file.path.lower()):
-                return "wikitext_rows" if holds_wikitext_rows(file, text_key) else kind
+            if may_have_lines and (is_wikitext or "wiki" in file.place.lower()):
+                has_rows = holds_wikitext_rows(file, text_key)
+                if has_rows and file.member:  # an article may continue in another member
+                    raise DataError(
+                        f"{shown(file.place)} has rows of WikiText, which are not read from "
+                        "archives. Unpack the archive and give the folder."
+                    )
+                return "wikitext_rows" if has_rows else kind
             return kind
     return _kind_of_content(file, suffix, text_key)
 
 
 def _kind_of_content(file: InputFile, suffix: Suffix, text_key: str) -> Kind:
-    if _is_oscar_text(file.path):
+    if not file.member and _is_oscar_text(file.path):
         return "blank_lines"
     name = posixpath.basename(file.name).lower()
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in name
     if scheme_of(file.path) and not may_be_wikitext and suffix.name not in _UNTYPED:
         return "text"
-    head = _first_bytes(file.path, file.compression, HEAD_BYTES)
+    head = _first_bytes(file, HEAD_BYTES)
     if head.startswith(b"WARC/1."):
         return "warc"
-    if holds_json_lines(file.path, file.compression, text_key, head=head):
+    if holds_json_lines(file, text_key, head=head):
         return "jsonl"
     lines = head.removeprefix(BOM_UTF8).split(b"\n") if may_be_wikitext else []
     if is_title(next(filter(bytes.strip, lines), b"")):
@@ -124,14 +136,12 @@ def _is_oscar_text(path: str) -> bool:
     return any(os.path.exists(meta + packed) for packed in ("", ".gz"))  # noqa: PTH110 - faster
 
 
-def holds_json_lines(
-    path: str, compression: Compression, text_key: str, *, head: bytes | None = None
-) -> bool:
+def holds_json_lines(file: InputFile, text_key: str, *, head: bytes | None = None) -> bool:
     """Whether the content of a file is JSON lines. `head` are its first bytes if they are known."""
-    head = _first_bytes(path, compression, HEAD_BYTES) if head is None else head
+    head = _first_bytes(file, HEAD_BYTES) if head is None else head
     if not head.removeprefix(BOM_UTF8).lstrip().startswith(b"{"):
         return False
-    lines = map(_parsed, _first_lines(path, compression, _MAX_OBJECT_BYTES))
+    lines = map(_parsed, _first_lines(file, _MAX_OBJECT_BYTES))
     first = next(lines, None)
     if not isinstance(first, dict):
         return False
@@ -143,18 +153,19 @@ def _kind_of_ids(file: InputFile, suffix: Suffix) -> Kind:
     kind = next(kinds, None)
     if not kind:
         raise ConfigError(
-            f"{shown(file.path)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with "
-            ".gz or .zst, and not this file. Convert it, or rename it to the suffix of its format."
+            f"{shown(file.place)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with "
+            ".gz, .zst, .bz2 or .xz, and not this file. Convert it, or rename it to the suffix of "
+            "its format."
         )
     if kind == "bin":
         if has_index(file.path):
             return "megatron"
-        magic = _first_bytes(file.path, file.compression, 4)
+        magic = _first_bytes(file, 4)
         return "llm.c" if int.from_bytes(magic, "little") in SHARD_MAGICS else kind
     if kind == "npy" and has_index(file.path):
-        return kind if _first_bytes(file.path, "", 6) == NPY_MAGIC else "olmo"
+        return kind if _first_bytes(file, 6) == NPY_MAGIC else "olmo"
     if kind == "json":
-        lines = _first_lines(file.path, file.compression, _MAX_LINE_BYTES)
+        lines = _first_lines(file, _MAX_LINE_BYTES)
         if len(lines) == 2 and all(line.lstrip().startswith(b"{") for line in lines):
             return "jsonl"
     return kind
@@ -162,13 +173,14 @@ def _kind_of_ids(file: InputFile, suffix: Suffix) -> Kind:
 
 def require_json_lines(files: list[InputFile]) -> None:
     """Raise DataError for a .json file that is to be read as jsonl and has another layout."""
-    for file in files:
+    # Members in the order in which they lie: a compressed tar is read once.
+    for file in sorted(files, key=lambda each: each.member.offset if each.member else 0):
         if file.kind != "jsonl" or suffix_of(file.name).name != ".json":
             continue
         if layout := _other_layout(file):
             filter = "'.[]'" if "array" in layout else "."
             raise DataError(
-                f"{shown(file.path)} is {layout}, not one object per line. Convert such files and "
+                f"{shown(file.place)} is {layout}, not one object per line. Convert such files and "
                 f"give the results: jq -c {filter} FILE.json > FILE.jsonl. Or exclude them by a "
                 "pattern such as 'in/**/*.jsonl'. To read raw JSON as text, as in source code: "
                 "--format text"
@@ -177,7 +189,7 @@ def require_json_lines(files: list[InputFile]) -> None:
 
 def _other_layout(file: InputFile) -> str:
     """The layout of a file that is not JSON lines; "" for JSON lines and for damaged files."""
-    lines = _first_lines(file.path, file.compression, _MAX_LINE_BYTES)
+    lines = _first_lines(file, _MAX_LINE_BYTES)
     first = lines[0].lstrip() if lines else b""
     if first.startswith(b"["):
         return "one JSON array"
@@ -196,14 +208,14 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _first_bytes(path: str, compression: Compression, size: int) -> bytes:
+def _first_bytes(file: InputFile, size: int) -> bytes:
     """The first `size` decompressed bytes of a file; fewer if it is shorter or cannot be read."""
     try:
-        if compression or scheme_of(path):
-            with open_source(path, compression) as stream:
+        if not file.is_plain:
+            with open_input(file) as stream:
                 return stream.read(size)
         # A fifth of the time of `open_source`, which matters for many files. O_NONBLOCK: a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             return os.read(descriptor, size)
         finally:
@@ -212,10 +224,10 @@ def _first_bytes(path: str, compression: Compression, size: int) -> bytes:
         return b""
 
 
-def _first_lines(path: str, compression: Compression, size: int) -> list[bytes]:
+def _first_lines(file: InputFile, size: int) -> list[bytes]:
     """The first two lines that are not blank, cut to `size` bytes; none if reading fails."""
     try:
-        with open_source(path, compression) as stream:
+        with open_input(file) as stream:
             lines: Iterator[bytes] = iter(lambda: stream.readline(size), b"")
             unmarked = (line.removeprefix(BOM_UTF8) for line in lines)
             return list(islice((line for line in unmarked if line.strip()), 2))

@@ -20,8 +20,8 @@ train. If all files are in one split, nothing was separated, and the names have 
 **Descriptions.** `only_data_files` leaves out what describes a corpus: the JSON files, cached
 results of `map`, locks and unfinished downloads of `datasets` (an .arrow file that state.json does
 not list is such a result); in the cache of `huggingface_hub` the blobs/ and refs/ to which its
-snapshots/ are links; metadata.csv of PG-19; and en_meta_part_1.jsonl.gz and en_sha256.txt next to
-en_part_1.txt.gz of OSCAR 21.09.
+snapshots/ are links; metadata.csv of PG-19; export.json of `txl data export`; and
+en_meta_part_1.jsonl.gz and en_sha256.txt next to en_part_1.txt.gz of OSCAR 21.09.
 
 Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
 github.com/google-deepmind/pg19; OSCAR, "OSCAR Schema v1.1".
@@ -36,10 +36,11 @@ from dataclasses import replace
 from itertools import takewhile
 
 from data_pipeline.errors import ConfigError, DataError, printable
+from data_pipeline.readers.archives import open_input
 from data_pipeline.readers.formats import InputFile
 from data_pipeline.readers.kinds import suffix_of
 from data_pipeline.readers.wikitext import name_of_shards, next_shard
-from data_pipeline.system.sources import open_source, scheme_of, shown
+from data_pipeline.system.sources import scheme_of, shown
 from data_pipeline.system.strict_json import parse_json
 
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
@@ -59,7 +60,7 @@ _SOURCE_CODE = {
 _MAX_LISTED = 3
 _MAX_STATE_BYTES = 16 * 2**20
 _DESCRIPTIONS = {
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "export.json"),
     *("metadata.csv", "metadata.tsv"),
 }
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
@@ -101,7 +102,7 @@ def require_all_named(splits: Sequence[str], arguments: Sequence[str]) -> None:
 def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFile]:
     """The files of all inputs, each with the split that its name gives; "" if it gives none."""
     files = [file for each in inputs for file in each]
-    by_folder = [_split_of_folders(posixpath.dirname(file.name)) for file in files]
+    by_folder = [split_of_folders(posixpath.dirname(file.name)) for file in files]
     given = [_WORDS.get(_given_folder(file).lower(), "") for file in files]
     if len(inputs) == 1:  # one folder has one split, whatever it is called
         given = [""] * len(files)
@@ -110,7 +111,7 @@ def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFil
     with_splits = []
     for file, folder, given_folder in zip(files, by_folder, given, strict=True):
         is_code = suffix_of(file.name).name in _SOURCE_CODE
-        own = "" if is_code else _split_of_file(posixpath.basename(file.name))
+        own = "" if is_code else split_of_file(posixpath.basename(file.name))
         folders = folder or (given_folder if are_given_apart else "")
         split = (folders if has_train_folder or not is_code else "") or own
         split = split or ("" if is_code else given_folder)
@@ -118,12 +119,14 @@ def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFil
     return with_splits
 
 
-def _split_of_folders(folder: str) -> str:
+def split_of_folders(folder: str) -> str:
+    """The split that the innermost folder of a path gives; "" if none gives one."""
     splits = (_split_of_parts(parts[:1] + parts[-1:]) for parts in map(_parts, folder.split("/")))
     return next(filter(None, reversed(list(splits))), "")
 
 
-def _split_of_file(name: str) -> str:
+def split_of_file(name: str) -> str:
+    """The split that a name gives, without its folders; "" if it gives none."""
     parts = _parts(name.lower().removesuffix(suffix_of(name).packed))
     return _split_of_parts(parts[:1] + parts[-2:])
 
@@ -142,6 +145,8 @@ def _split_of_parts(parts: Iterable[str]) -> str:
 
 def _given_folder(file: InputFile) -> str:
     """The name of the folder in which the file's name begins."""
+    if file.member:  # the archive stands for the folder
+        return posixpath.basename(file.path).partition(".")[0]
     return posixpath.basename(posixpath.dirname(file.path.removesuffix(file.name) + "x"))
 
 
@@ -203,7 +208,7 @@ def with_distinct_names(files: list[InputFile]) -> list[InputFile]:
     """
     if len({file.name for file in files}) == len(files):
         return files
-    paths = [_absolute_path(file.path).split("/") for file in files]
+    paths = [_absolute_path(file.place).split("/") for file in files]
     folders = zip(*(parts[:-1] for parts in paths), strict=False)
     num_common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, folders))
     names = ("/".join(parts[num_common:]) for parts in paths)
@@ -222,13 +227,13 @@ def reject_ambiguous_names(files: list[InputFile]) -> None:
     by_name: dict[str, InputFile] = {}
     by_path: set[str] = set()
     for file in files:
-        for path in map(_absolute_path, (file.path, *file.next_paths)):
+        for path in map(_absolute_path, (file.place, *file.next_paths)):
             if path in by_path:
                 raise DataError(f"{shown(path)} would be read twice. Give every file only once.")
             by_path.add(path)
         if file.name in by_name:
             raise DataError(
-                f"{shown(by_name[file.name].path)} and {shown(file.path)} would both be document "
+                f"{shown(by_name[file.name].place)} and {shown(file.place)} would both be document "
                 f"{printable(file.name)!r}. Give a folder that contains both, or rename one."
             )
         by_name[file.name] = file
@@ -239,7 +244,7 @@ def reject_ambiguous_names(files: list[InputFile]) -> None:
             is_line = re.fullmatch(r"[1-9][0-9]*", name[colon.end() :])
             if other and other.kind != "text" and (is_line or other.has_keys):
                 raise DataError(
-                    f"{shown(file.path)} has the name of a document in {shown(other.path)}, "
+                    f"{shown(file.place)} has the name of a document in {shown(other.place)}, "
                     f"{printable(name)!r}. Rename one."
                 )
 
@@ -303,7 +308,7 @@ def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:
 def _listed_files(state: InputFile, folder: str, names: set[str]) -> set[str]:
     """The names of the data files that state.json lists."""
     try:
-        with open_source(state.path, "") as stream:
+        with open_input(state) as stream:
             content = parse_json(stream.read(_MAX_STATE_BYTES))
         listed = [posixpath.join(folder, str(each["filename"])) for each in content["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -19,7 +19,7 @@ MAX_RECORD_BYTES = 256 * 2**20
 A decoded str takes up to 4 bytes per character, so a reader needs at most about 1 GiB.
 """
 HELD_BYTES = 16 * 2**20
-"""A longer document of a rereadable file is yielded without its text."""
+"""A longer document is yielded without its text, if that can be read again from a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Record:
     """
 
     text: str | None
-    """None if longer than HELD_BYTES in a rereadable file; use `read_text_chunks`."""
+    """None if longer than HELD_BYTES and it can be read again; use `read_text_chunks`."""
     offset: int
     size: int
     line: int

@@ -8,7 +8,7 @@ import codecs
 import hashlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 from data_pipeline.readers.records import (
     HELD_BYTES,
@@ -19,7 +19,7 @@ from data_pipeline.readers.records import (
     Reject,
     Utf8Decoder,
 )
-from data_pipeline.system.sources import reject_reason
+from data_pipeline.system.sources import SourceError, reject_reason, require_plausible_ratio
 
 if TYPE_CHECKING:
     from data_pipeline.readers.formats import InputFile
@@ -30,10 +30,13 @@ NUL_REASON = (
     "binary: it has a NUL byte. Convert UTF-16 with iconv -f UTF-16 -t UTF-8; if it is text with "
     "NUL, give --format text"
 )
-MAX_RATIO = 1000
-"""Decompressed bytes per stored byte. Text has 3 to 10, very repetitive text 100."""
-MIN_BYTES = 256 * 2**20
-"""Archives that expand to less are always accepted."""
+
+
+class Spill(Protocol):
+    """A file that texts are appended to."""
+
+    def tell(self) -> int: ...
+    def write(self, data: bytes, /) -> int: ...
 
 
 @dataclass(slots=True)
@@ -49,6 +52,8 @@ class Source:
     text_key: str
     lines: int = 0
     """Lines that start in the range. A reader that supports ranges must count them."""
+    spill: "Spill | None" = None
+    """Where texts of a file that cannot be read again may be written; see `DocumentBuilder`."""
 
     @property
     def ids(self) -> "IdRules | None":
@@ -212,12 +217,16 @@ def _read_line_chunk(source: Source, offset: int, line: int) -> bytes:
 class DocumentBuilder:
     """Builds the Record of a document whose text is a byte range of the file, chunk by chunk.
 
-    In a rereadable file, a text above HELD_BYTES is not held: the record has its hash only.
+    A text above HELD_BYTES is not held: the record has its hash and place only. The place is in the
+    file if it is rereadable, otherwise in `source.spill`, where the text is written while it is
+    read. Without that, it is held.
     """
 
     def __init__(self, source: Source, offset: int, line: int) -> None:
         self._source, self._offset, self._line = source, offset, line
         self._is_rereadable = source.file.rereadable
+        self._spill = None if self._is_rereadable else source.spill
+        self._spill_offset: int | None = None
         self._size = 0
         self._undecoded: list[bytes] = []
         self._undecoded_bytes = 0
@@ -228,7 +237,7 @@ class DocumentBuilder:
 
     @property
     def _is_held(self) -> bool:
-        return self._size <= HELD_BYTES or not self._is_rereadable
+        return self._size <= HELD_BYTES or not (self._is_rereadable or self._spill)
 
     def add(self, raw: bytes) -> None:
         if not self._error and not self._source.file.keeps_nul and b"\0" in raw:
@@ -254,7 +263,14 @@ class DocumentBuilder:
         except BadRecordError as error:
             self._error = error
         if self._error or not self._is_held:
+            if self._spill and not self._error:
+                self._write_to(self._spill)
             self._texts = []
+
+    def _write_to(self, spill: Spill) -> None:
+        if self._spill_offset is None:
+            self._spill_offset = spill.tell()
+        spill.write("".join(self._texts).encode())
 
     def build(self) -> Record | Reject:
         """The document of all chunks that were added."""
@@ -264,24 +280,22 @@ class DocumentBuilder:
             at = self._offset + self._error.byte
             return self._source.reject(self._line, at, self._error.reason)
         text = "".join(self._texts) if self._is_held else None
-        return Record(text, self._offset, self._size, self._line, self._sha256.digest())
+        offset = self._offset if self._spill_offset is None else self._spill_offset
+        return Record(text, offset, self._size, self._line, self._sha256.digest())
 
 
 def too_long_error() -> BadRecordError:
     return BadRecordError(
         0,
         f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in memory; "
-        "plain text files and arrays of ids may be of any size",
+        "text files and arrays of ids may be of any size",
     )
 
 
 def require_plausible_size(num_bytes: int, source: Source) -> None:
     """Raise BrokenStreamError if `num_bytes` is implausible for the stored size of the archive."""
-    stored = source.file.size
-    if stored and num_bytes > MIN_BYTES and num_bytes > MAX_RATIO * stored:
-        raise BrokenStreamError(
-            source.lines,
-            0,
-            f"it expands to {num_bytes:,} bytes or more, over {MAX_RATIO:,} times its "
-            f"{stored:,}: refused as a decompression bomb",
-        )
+    try:
+        if source.file.size:
+            require_plausible_ratio(num_bytes, source.file.size)
+    except SourceError as error:
+        raise BrokenStreamError(source.lines, 0, error.reason) from error

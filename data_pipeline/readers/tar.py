@@ -74,6 +74,7 @@ class Member(NamedTuple):
     size: int
     problem: str
     """Why its content cannot be used, such as "a symbolic link"; "" for a regular file."""
+    content_offset: int
 
 
 class TarReader:
@@ -88,6 +89,8 @@ class TarReader:
         self._unread = 0
         """Bytes of the current member and its padding that were not read."""
         self._size = 0
+        self.has_folders = False
+        """Whether there were entries for folders."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._next_member, None)
@@ -149,9 +152,10 @@ class TarReader:
         require_plausible_size(self._position + size, self._source)
         self._size, self._unread = size, -(-size // _BLOCK) * _BLOCK
         if is_directory:
+            self.has_folders = True
             return None
-        problem = _NOT_FILES.get(header.type, "") or _path_problem(name)
-        return Member(name.removeprefix("./"), offset, size, problem)
+        problem = _NOT_FILES.get(header.type, "") or path_problem(name)
+        return Member(name.removeprefix("./"), offset, size, problem, self._position)
 
     def _read_header(self) -> tarfile.TarInfo | None:
         """The next header block, or None at the end, which must be marked."""
@@ -215,7 +219,8 @@ class TarReader:
         return BrokenStreamError(self._source.lines, self._position, reason)
 
 
-def _path_problem(name: str) -> str:
+def path_problem(name: str) -> str:
+    """Why the path of a member cannot be used; "" for a relative path inside the archive."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "a path that leaves the archive"
@@ -237,11 +242,11 @@ class _Sample:
 
 def read_tar(source: Source) -> Iterator[Record | Reject]:
     members, seen = TarReader(source), set[bytes]()
-    wanted = _extensions(source)
+    wanted = sample_extensions(source.text_key, is_ids=source.ids is not None)
     sample: _Sample | None = None
     for member in members:
-        key, extension = _split_name(member.name)
-        if _METADATA.match(member.name) or not posixpath.basename(key):
+        key, extension = split_name(member.name)
+        if is_metadata(member.name) or not posixpath.basename(key):
             continue  # the second: hidden files
         if not sample or key != sample.key:
             if sample:
@@ -252,14 +257,20 @@ def read_tar(source: Source) -> Iterator[Record | Reject]:
         yield from _documents(source, sample, wanted)
 
 
-def _extensions(source: Source) -> list[str]:
-    key = source.text_key
-    default = [("ids", "npy")] if source.ids else [("text", "txt")]
+def is_metadata(name: str) -> bool:
+    """Whether a member describes the dataset, as `__meta__.json`."""
+    return _METADATA.match(name) is not None
+
+
+def sample_extensions(key: str, *, is_ids: bool) -> list[str]:
+    """The extensions of members with the text of a sample, the first choice first."""
+    default = [("ids", "npy")] if is_ids else [("text", "txt")]
     others = [extension for name, extension in default if key == name]
     return [key, *others, "json", "jsonl"]
 
 
-def _split_name(name: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
+    """The key of the sample and the extension of a member."""
     directory, base = posixpath.split(name)
     stem, _, extension = base.partition(".")
     return posixpath.join(directory, stem), extension

@@ -1,22 +1,25 @@
 """Read local files and URLs: as one stream of decompressed bytes, with retries for object stores.
 
-Every failure of a stream is an OSError with a readable text: a truncated or damaged gzip or zstd
-stream, bytes after its end, a broken connection. The memory of a stream is bounded: it does not
-grow with the decompressed size or with what a header declares.
+Every failure of a stream is an OSError with a readable text: a truncated or damaged compressed
+stream, bytes after its end, a decompression bomb, a broken connection. The memory of a stream is
+bounded: it does not grow with the decompressed size or with what a header declares.
 """
 
+import bz2
 import contextlib
 import errno
 import gzip
 import io
+import lzma
 import os
 import re
 import stat
 import sys
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, BinaryIO, Literal, TypeVar
+from typing import IO, Any, BinaryIO, Literal, Protocol, TypeVar
 
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.system.progress import count_bytes
@@ -32,9 +35,16 @@ _MAX_ATTEMPTS = 3
 _S3_ATTEMPTS = 2
 _FIRST_WAIT_SECONDS = 0.5
 _T = TypeVar("_T")
-Compression = Literal["", "gz", "zst"]
+Compression = Literal["", "gz", "zst", "bz2", "xz"]
 _URL_BLOCK_BYTES = 8 * 2**20
 _MAX_WINDOW_LOG = 27  # 128 MiB: the limit of `zstd -d` without --long
+_MAX_XZ_BYTES = 192 * 2**20
+"""RAM of an xz decoder. `xz -9` needs 65 MiB; dictionaries of more than 128 MiB are refused."""
+_COMPRESSED_BYTES = 256 * 2**10
+MAX_RATIO = 1000
+"""Decompressed bytes per stored byte. Text has 3 to 10, very repetitive text 100."""
+MIN_BYTES = 256 * 2**20
+"""Files that expand to less are always accepted."""
 
 
 def is_url(address: str) -> bool:
@@ -186,26 +196,78 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
     with contextlib.ExitStack() as stack:
         raw: BinaryIO
         if scheme_of(path):
-            raw = stack.enter_context(_buffered(_UrlStream(path)))
+            raw = stack.enter_context(buffered(_UrlStream(path)))
         else:
             # Checked before opening, because opening a pipe blocks until it has a writer.
             if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
                 raise SourceError("not a regular file")
-            raw = stack.enter_context(_buffered(_CountedFile(path)))
-        if compression == "gz":
-            # GzipFile reads an empty file as an empty stream; the gzip program refuses it.
-            if not raw.read(1):
-                raise SourceError("truncated gzip stream: the file is empty")
-            raw.seek(0)
-            stream = _DecompressedStream(gzip.GzipFile(fileobj=raw), "gzip")
-            raw = stack.enter_context(_buffered(stream))
-        elif compression == "zst":
-            # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a
-            # frame raises EOFError; the package zstandard would end there without an error.
-            options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
-            stream = _DecompressedStream(ZstdFile(raw, options=options), "zstd")
-            raw = stack.enter_context(_buffered(stream))
+            raw = stack.enter_context(buffered(_CountedFile(path)))
+        yield stack.enter_context(decompressed(raw, compression))
+
+
+@contextlib.contextmanager
+def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
+    """The decompressed stream of an open one; `raw` itself if it is not compressed."""
+    if not compression:
         yield raw
+        return
+    name = {"gz": "gzip", "zst": "zstd"}.get(compression, compression)
+    # gzip, bz2 and zstd modules read an empty file as an empty stream; their programs refuse it.
+    if not raw.peek(1):  # type: ignore[attr-defined]
+        raise SourceError(f"truncated {name} stream: the file is empty")
+    file: Decompressor
+    if compression == "gz":
+        file = gzip.GzipFile(fileobj=raw)
+    elif compression == "zst":
+        # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a
+        # frame raises EOFError; the package zstandard would end there without an error.
+        options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
+        file = ZstdFile(raw, options=options)
+    elif compression == "bz2":
+        file = _JoinedStreams(raw, bz2.BZ2Decompressor)
+    else:
+        file = _JoinedStreams(
+            raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_XZ_BYTES)
+        )
+    # A long line of equal characters is legitimate, and gzip cannot expand more than 1,032 times.
+    has_limit = compression in ("bz2", "xz")
+    with buffered(DecompressedStream(file, name, raw.tell if has_limit else None)) as stream:
+        yield stream
+
+
+class Decompressor(Protocol):
+    """What a decompressed file must be able to do."""
+
+    def read1(self, size: int, /) -> bytes: ...
+
+
+class _JoinedStreams:
+    """The streams of a .bz2 or .xz file, one after another.
+
+    `bz2.BZ2File` and `lzma.LZMAFile` ignore data after the last stream, and the second has no limit
+    of memory.
+    """
+
+    def __init__(
+        self, raw: BinaryIO, start: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
+    ) -> None:
+        self._raw, self._start = raw, start
+        self._decoder = start()
+        self._has_input = False
+
+    def read1(self, size: int, /) -> bytes:
+        while True:
+            new = b""
+            if self._decoder.eof:
+                new = self._decoder.unused_data or self._raw.read(_COMPRESSED_BYTES)
+                new = new.lstrip(b"\0")  # xz streams may be padded with zeros
+                if not new and not self._raw.peek(1):  # type: ignore[attr-defined]
+                    return b""
+                self._decoder = self._start()
+            elif self._decoder.needs_input and not (new := self._raw.read(_COMPRESSED_BYTES)):
+                raise EOFError
+            if data := self._decoder.decompress(new, size):
+                return data
 
 
 class _CountedFile(io.FileIO):
@@ -217,7 +279,7 @@ class _CountedFile(io.FileIO):
         return size
 
 
-def _buffered(raw: io.RawIOBase) -> BinaryIO:
+def buffered(raw: io.RawIOBase) -> BinaryIO:
     return io.BufferedReader(raw, buffer_size=256 * 2**10)
 
 
@@ -269,14 +331,18 @@ class _UrlStream(io.RawIOBase):
         super().close()
 
 
-class _DecompressedStream(io.RawIOBase):
-    """The output of a decompressor. Truncated or damaged input is a SourceError.
+class DecompressedStream(io.RawIOBase):
+    """The output of a decompressor. Truncated, damaged or exploding input is a SourceError.
 
     A read decompresses at most as many bytes as were requested, regardless of the declared size.
+    `num_stored` returns the compressed bytes that were read so far; None: no limit of expansion.
     """
 
-    def __init__(self, file: gzip.GzipFile | ZstdFile, format_name: str) -> None:
-        self._file, self._format_name = file, format_name
+    def __init__(
+        self, file: Decompressor, format_name: str, num_stored: Callable[[], int] | None = None
+    ) -> None:
+        self._file, self._format_name, self._num_stored = file, format_name, num_stored
+        self._size = 0
 
     def readable(self) -> bool:
         return True
@@ -288,11 +354,23 @@ class _DecompressedStream(io.RawIOBase):
             raise
         except EOFError:
             raise SourceError(f"truncated {self._format_name} stream: no end mark") from None
-        except (OSError, zlib.error, ZstdError) as error:
+        except (OSError, zlib.error, lzma.LZMAError, ZstdError, zipfile.BadZipFile) as error:
             # BadGzipFile is an OSError without errno; the error of a failing disk has one.
             if isinstance(error, OSError) and error.errno:
                 raise
             reason = printable(str(error))[:120]
             raise SourceError(f"damaged {self._format_name} stream: {reason}") from None
+        self._size += len(data)
+        if self._size > MIN_BYTES and self._num_stored:
+            require_plausible_ratio(self._size, self._num_stored())
         buffer[: len(data)] = data
         return len(data)
+
+
+def require_plausible_ratio(num_bytes: int, stored_bytes: int) -> None:
+    """Raise SourceError if `stored_bytes` cannot expand to `num_bytes` of text."""
+    if num_bytes > MIN_BYTES and num_bytes > MAX_RATIO * stored_bytes:
+        raise SourceError(
+            f"it expands to {num_bytes:,} bytes or more, over {MAX_RATIO:,} times its "
+            f"{stored_bytes:,}: refused as a decompression bomb"
+        )

@@ -37,8 +37,9 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files, folders, patterns ('data/**/*.jsonl', 's-{00..99}.tar') and URLs (s3, gs, "
-            "http, https); or all with their splits: train=A valid=B test=C.",
+            help="Files (also .gz, .zst, .bz2, .xz), folders, archives (.zip, .tar, .tar.gz, ...), "
+            "parts of archives ('a.zip/train/*'), patterns ('data/**/*.jsonl', 's-{00..99}.tar') "
+            "and URLs (s3, gs, http, https); or all with their splits: train=A valid=B test=C.",
         ),
     ],
     out: Annotated[
@@ -54,7 +55,8 @@ def prepare(
         str,
         typer.Option(
             help="auto (by suffix and content of each file; .json must hold JSON lines), or one of "
-            f"{', '.join(format_names())}."
+            f"{', '.join(format_names())}. "
+            "tar reads the samples of a WebDataset, every other format the files of an archive."
         ),
     ] = "auto",
     text_key: Annotated[
@@ -160,6 +162,7 @@ def prepare(
 
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
     Example: txl prepare train=wiki.train.txt valid=wiki.valid.txt --out data/wiki
+    Example: txl prepare enwik8.zip --out data/enwik8 --recipe enwik8
     """
     vocabulary = _vocabulary_of_ids(tokenizer) if format in ("auto", "ids") else None
     if vocabulary:

@@ -19,7 +19,9 @@ Records = list[Record | Reject]
 
 
 def one_file(path: Path | str, format: Format = "auto", ids: IdRules | None = None) -> InputFile:
-    (file,) = find_files([str(path)], format=format, exclude=Path("/nowhere"), ids=ids).files
+    key = "ids" if ids else "text"
+    found = find_files([str(path)], format=format, exclude=Path("/nowhere"), ids=ids, text_key=key)
+    (file,) = found.files
     return file
 
 

@@ -175,7 +175,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
 
 
 @pytest.mark.fault_row(21)
-@pytest.mark.parametrize("name", ["a.zip", "a.tar.bz2", "a.7z"])
+@pytest.mark.parametrize("name", ["a.rar", "a.7z"])
 def test_archives_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(ConfigError, match="not unpacked here"):

@@ -1,0 +1,237 @@
+"""`txl data export`: a dataset as files that other programs read, in the order of the dataset.
+
+OUT has a file per split and `export.json`, which is written last:
+
+    jsonl    SPLIT.jsonl: an object per document with `id`, `split` and `text`
+    parquet  SPLIT.parquet: the same columns, compressed with zstd
+    bin      SPLIT.bin: all token ids, one after another, little-endian, as nanoGPT reads them
+
+Datasets of token ids have a list `ids` instead of `text`. `txl prepare OUT` reads all of them
+again, with their splits. `export.json` has the type of the ids, the tokenizer and, per split, the
+file, its documents and tokens, and for bin where the split begins in the file: 0.
+
+A text is exact if its tokenizer is lossless: then the bytes of every split are compared with the
+manifest. Otherwise it is what the model reads: words without their whitespace, unknown symbols. A
+document that is not UTF-8 is refused, because JSON and Parquet cannot hold it; `bin` can.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+
+from data_pipeline.errors import DataError, printable
+from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.tokenizers import Tokenizer
+
+FORMATS = ("jsonl", "parquet", "bin")
+EXPORT_NAME = "export.json"
+_BATCH_BYTES = 16 * 2**20
+"""Tokens that are read, and rows of Parquet that are written, at a time."""
+
+
+class _Document(NamedTuple):
+    id: str
+    content: str | np.ndarray
+    """The text, or the ids [T] of a dataset of ids."""
+
+
+class _Writer(Protocol):
+    """Writes one split. Returns the bytes of its texts; 0 if it writes no texts."""
+
+    def __call__(self, split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
+        """`advance(n)` is called after every n tokens."""
+
+
+def export_dataset(
+    directory: DatasetPath,
+    out: Path,
+    format: str,
+    *,
+    splits: list[str] | None = None,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Write the dataset to the new or empty directory `out`. Returns the content of `export.json`.
+
+    `splits` are all by default. A killed process leaves no file in `out`, except in its staging
+    folder, which the next one removes. Raises DataError for a damaged dataset, a missing split, a
+    document that is not UTF-8 and an `out` that has other files; UnfinishedError for a full disk.
+    """
+    manifest = load_manifest(directory)
+    tokenizer = open_tokenizer(directory, manifest)
+    names = splits or [name for name, _ in manifest.train_first()]
+    chosen = {name: manifest.split(name, directory) for name in names}
+    itemsize = np.dtype(manifest.dtype).itemsize
+    total, done = sum(entry.tokens for entry in chosen.values()) * itemsize, 0
+
+    def advance(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens * itemsize
+        progress("exporting", done, total)
+
+    write = _writer_of(format, tokenizer)
+    described: dict[str, Any] = {}
+    with StagedDirectory(out, last=EXPORT_NAME) as staged, explain_disk_errors("exporting", out):
+        _require_empty(out, staged.path)
+        staging = staged.stage()
+        for name, entry in chosen.items():
+            file_name = f"{name}.{format}"
+            split = open_split(directory, name, manifest=manifest)
+            with (staging / file_name).open("wb") as file:
+                text_bytes = write(split, file, advance)
+                file.flush()
+                os.fsync(file.fileno())
+            if format != "bin" and tokenizer.lossless and text_bytes != entry.text_bytes:
+                raise DataError(
+                    f"{directory}, split {name}: its tokens decode to {text_bytes:,} bytes of "
+                    f"text, the manifest says {entry.text_bytes:,}. Check it: txl data verify "
+                    f"{directory}"
+                )
+            described[name] = {
+                "file": file_name,
+                "offset": 0,
+                "documents": entry.documents,
+                "tokens": entry.tokens,
+            }
+        content = _description(manifest, tokenizer, format, described)
+        write_synced(staging / EXPORT_NAME, json.dumps(content, indent=1).encode() + b"\n")
+        staged.publish([EXPORT_NAME, *(split["file"] for split in described.values())])
+    return content
+
+
+def _description(
+    manifest: ShardManifest, tokenizer: Tokenizer, format: str, splits: dict[str, Any]
+) -> dict[str, Any]:
+    text = "none" if _is_of_ids(tokenizer) or format == "bin" else "decoded"
+    return {
+        "format": format,
+        "dataset_digest": manifest.digest,
+        "text": "exact" if text == "decoded" and tokenizer.lossless else text,
+        "dtype": manifest.dtype,
+        "byte_order": "little",
+        "tokenizer": manifest.settings.tokenizer,
+        "tokenizer_digest": manifest.tokenizer_digest,
+        "vocab_size": manifest.vocab_size,
+        "end_of_document": manifest.end_of_document,
+        "opens_documents": tokenizer.opens_documents,
+        "splits": splits,
+    }
+
+
+def _require_empty(out: Path, staging: Path) -> None:
+    if others := sorted(path.name for path in out.iterdir() if path != staging):
+        raise DataError(
+            f"{out} holds other files: {', '.join(map(printable, others[:5]))}. Nothing was "
+            "changed; choose an empty or new directory for --out."
+        )
+
+
+def _is_of_ids(tokenizer: Tokenizer) -> bool:
+    return tokenizer.description.model_dump().get("type") == "ids"
+
+
+def _writer_of(format: str, tokenizer: Tokenizer) -> _Writer:
+    def documents(split: SplitReader, advance: Callable[[int], None]) -> Iterator[_Document]:
+        for id_, tokens in _documents(split):
+            content = tokens[tokens != tokenizer.end_of_document]
+            yield _Document(
+                id_, content if _is_of_ids(tokenizer) else _text_of(split, id_, tokens, tokenizer)
+            )
+            advance(len(tokens))
+
+    def write_jsonl(split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
+        text_bytes = 0
+        for id_, content in documents(split, advance):
+            is_text = isinstance(content, str)
+            value = {"text": content} if is_text else {"ids": content.tolist()}  # type: ignore[union-attr]
+            row = {"id": id_, "split": split.split, **value}
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            text_bytes += len(content.encode()) if isinstance(content, str) else 0
+        return text_bytes
+
+    def write_parquet(split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
+        return _write_parquet(documents(split, advance), split, file, is_ids=_is_of_ids(tokenizer))
+
+    return {"jsonl": write_jsonl, "parquet": write_parquet, "bin": _write_bin}[format]
+
+
+def _text_of(split: SplitReader, id_: str, tokens: np.ndarray, tokenizer: Tokenizer) -> str:
+    raw = tokenizer.decode_bytes(tokens)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{split.directory}, split {split.split}, document {printable(id_)}: its text is not "
+            f"UTF-8 at byte {error.start}, so JSON and Parquet cannot hold it. Export the token "
+            "ids: --format bin"
+        ) from error
+
+
+def _documents(split: SplitReader) -> Iterator[tuple[str, np.ndarray]]:
+    """Id and tokens of every document, in order. Reads whole blocks of short documents at once."""
+    listed = split.documents()
+    for block, num_tokens in enumerate(split.block_tokens.tolist()):
+        tokens = split.read(block, 0, num_tokens)
+        end = 0
+        while end < num_tokens:
+            id_, length = next(listed)
+            yield id_, tokens[end : end + length]
+            end += length
+
+
+def _write_bin(split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
+    room = _BATCH_BYTES // split.dtype.itemsize
+    for block, num_tokens in enumerate(split.block_tokens.tolist()):
+        for start in range(0, num_tokens, room):
+            tokens = split.read(block, start, min(start + room, num_tokens))
+            file.write(tokens.astype(split.dtype.newbyteorder("<"), copy=False).tobytes())
+            advance(len(tokens))
+    return 0
+
+
+def _write_parquet(
+    documents: Iterator[_Document], split: SplitReader, file: BinaryIO, *, is_ids: bool
+) -> int:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetWriter
+
+    dtype = pa.from_numpy_dtype(split.dtype)
+    name, kind = ("ids", pa.list_(dtype)) if is_ids else ("text", pa.string())
+    columns = [("id", pa.string()), ("split", pa.string()), (name, kind)]
+    text_bytes = 0
+    with contextlib.closing(
+        ParquetWriter(file, pa.schema(columns), compression="zstd", write_page_checksum=True)
+    ) as writer:
+        for batch in _batches(documents):
+            contents = [document.content for document in batch]
+            arrays = [
+                pa.array([document.id for document in batch], pa.string()),
+                pa.array([split.split] * len(batch), pa.string()),
+                pa.array(contents, kind),
+            ]
+            writer.write_table(pa.table(arrays, schema=pa.schema(columns)))
+            text_bytes += sum(len(text.encode()) for text in contents if isinstance(text, str))
+    return text_bytes
+
+
+def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
+    """Documents of about _BATCH_BYTES, or one larger document."""
+    batch: list[_Document] = []
+    size = 0
+    for document in documents:
+        content = document.content
+        size += len(content) if isinstance(content, str) else content.nbytes
+        batch.append(document)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,417 @@
+"""Archives: the same datasets as their unpacked folders; WebDatasets; damaged and hostile ones."""
+
+import bz2
+import gzip
+import io
+import lzma
+import random
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.readers import Record, Reject, find_files
+from data_pipeline.readers.archives import ArchiveMember, _ForwardStream
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.system.workers import ProcessWorkers
+from tests.data_pipeline.readers.reading import one_file, read
+from tests.support.corpus_layouts import LAYOUTS, Layout
+from tests.support.pack import SUFFIXES, pack
+
+BYTES = PrepareSettings()
+NEEDS_RANDOM_ACCESS = "Hugging Face, parquet"
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def prepared(source: Path | str, out: Path, settings: PrepareSettings = BYTES) -> dict[str, bytes]:
+    prepare_dataset([source], out, settings)
+    return content_of(out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_an_archive_gives_the_dataset_of_its_unpacked_folder(
+    tmp_path: Path, layout: Layout
+) -> None:
+    layout.write(tmp_path / "in")
+    unpacked = prepared(tmp_path / "in", tmp_path / "out", layout.settings)
+    suffixes = (".tar",) if layout.name == NEEDS_RANDOM_ACCESS else (".zip", ".tar", ".tar.gz")
+    for number, suffix in enumerate(suffixes):
+        archive = pack(tmp_path / "in", tmp_path / f"corpus{suffix}", top="corpus" * (number % 2))
+        lines: list[str] = []
+        out = tmp_path / f"out{suffix}"
+        prepare_dataset([archive], out, layout.settings, note=lines.append)
+        assert content_of(out) == unpacked, suffix
+        assert any(layout.printed in line for line in lines), lines
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_kind_of_archive_is_read(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "in" / "train").mkdir(parents=True)
+    (tmp_path / "in" / "test").mkdir()
+    (tmp_path / "in" / "train" / "a").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "in" / "test" / "é.txt").write_text("zwei é")
+    (tmp_path / "in" / "test" / ".hidden").write_text("no")
+    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}", top="c")
+    assert prepared(archive, tmp_path / "1") == prepared(tmp_path / "in", tmp_path / "2")
+    for number, address in enumerate(("test", "t*t/*.txt", "train/a")):
+        chosen = prepared(f"{archive}/{address}", tmp_path / f"3-{number}")
+        assert chosen == prepared(tmp_path / "in" / address, tmp_path / f"4-{number}")
+    with pytest.raises(DataError, match=r"no such file in the archive. It has: "):
+        find_files([f"{archive}/other"], format="auto", exclude=Path("/nowhere"))
+
+
+def test_the_only_file_of_an_archive_is_read_like_a_file(tmp_path: Path) -> None:
+    text = random.Random(0).randbytes(3000).hex()[:4000] + "é" * 500
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "enwik8").write_text(text)
+    archive = pack(tmp_path / "in", tmp_path / "enwik8.zip")
+    settings = PrepareSettings(recipe="enwik8")
+    unpacked = prepared(tmp_path / "in" / "enwik8", tmp_path / "1", settings)
+    assert prepared(archive, tmp_path / "2", settings) == unpacked
+    tokens = [open_split(tmp_path / "2", split).num_tokens for split in ("train", "valid", "test")]
+    assert tokens == [4500, 250, 250], "the bytes of the recipe's splits"
+
+
+def names_in_tar(*names: str, folders: tuple[str, ...] = ()) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as packed:
+        for folder in folders:
+            info = tarfile.TarInfo(folder)
+            info.type = tarfile.DIRTYPE
+            packed.addfile(info)
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = 2
+            packed.addfile(info, io.BytesIO(b"{}"))
+    return content.getvalue()
+
+
+LM1B = ("c/training-monolingual/news.en-00001-of-00100", "c/training-monolingual/news.en-00002")
+SAMPLES = {
+    "pairs": names_in_tar("0.jpg", "0.txt", "1.jpg", "1.txt"),
+    "pairs without a text": names_in_tar("a/0.jpg", "a/0.cls", "a/1.jpg", "a/1.cls"),
+    "texts": names_in_tar("0.txt", "1.txt"),
+    "texts in folders": names_in_tar("a/0.json", "b/1.json"),
+    "one split": names_in_tar("train/0.txt", "train/1.txt"),
+}
+FOLDERS = {
+    "lm1b": names_in_tar(*LM1B, "c/heldout-monolingual/news.en.heldout-00000-of-00050"),
+    "ptb": names_in_tar("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),
+    "splits by file": names_in_tar("train.txt", "valid.txt"),
+    "splits by folder": names_in_tar("train/0.txt", "valid/0.txt"),
+    "packed folder": names_in_tar("books/a.txt", "books/b.txt", folders=("books",)),
+    "source code": names_in_tar("p/a.py", "p/a.md", "p/b.py", "p/c.py", "p/d.py"),
+}
+
+
+@pytest.mark.parametrize("name", [*SAMPLES, *FOLDERS])
+def test_a_tar_is_samples_or_a_folder_by_the_names_of_its_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "in.tar"
+    path.write_bytes((SAMPLES | FOLDERS)[name])
+
+    def find(format: str) -> tuple[set[str], str]:
+        found = find_files([str(path)], format=format, exclude=Path("/nowhere"))
+        return {*found.kinds}, "".join(found.notes)
+
+    kinds, note = find("auto")
+    assert (kinds == {"tar"}) == (name in SAMPLES)
+    assert ("samples of a WebDataset: " in note) == (name in SAMPLES)
+    assert ("the folder to which it unpacks" in note and "--format tar reads samples" in note) == (
+        name in FOLDERS
+    )
+    assert find("tar")[0] == {"tar"}
+    inside = find_files([f"{path}/**"], format="auto", exclude=Path("/nowhere"))
+    assert "tar" not in inside.kinds
+    with pytest.raises(ConfigError, match="--format tar reads all samples"):
+        find_files([f"{path}/**"], format="tar", exclude=Path("/nowhere"))
+    assert find("text")[0] == {"text"}
+
+
+# --- compressed texts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_bz2_and_xz_are_decompressed_to_their_end_or_refused(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
+    text = "".join(f"line {n}\n" for n in range(5000)).encode()
+    whole = compress(text[:9000]) + compress(text[9000:])  # two streams, as parallel tools write
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(whole)
+    (record,) = read(one_file(path))
+    assert isinstance(record, Record)
+    assert record.text == text.decode()
+    for size in range(0, len(whole), 97):
+        if size != len(compress(text[:9000])):
+            path.write_bytes(whole[:size])
+            assert isinstance(read(one_file(path))[-1], Reject), size
+    path.write_bytes(whole + b"x")
+    (reject,) = read(one_file(path))
+    assert "stream" in str(reject)
+
+
+def test_a_bomb_and_a_dictionary_of_any_size_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.system.sources.MIN_BYTES", 2**20)
+    path = tmp_path / "a.txt.bz2"
+    path.write_bytes(bz2.compress(b"x" * 2**23))
+    (reject,) = read(one_file(path))
+    assert "refused as a decompression bomb" in str(reject)
+    path = tmp_path / "a.txt.xz"
+    raw = bytearray(lzma.compress(b"text"))
+    header = slice(12, 12 + 4 * (raw[12] + 1) - 4)  # of the block, without its checksum
+    at = raw.index(b"\x21\x01", header.start) + 2
+    raw[at] = 2 * (28 - 12)  # a dictionary of 2**28 bytes
+    raw[header.stop : header.stop + 4] = struct.pack("<I", zlib.crc32(raw[header]))
+    path.write_bytes(raw)
+    (reject,) = read(one_file(path))
+    assert "damaged xz stream: Memory usage limit exceeded" in str(reject)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a").write_bytes(b"x" * 2**23)
+    archive = pack(tmp_path / "in", tmp_path / "in.zip")
+    monkeypatch.setattr("data_pipeline.system.sources.MAX_RATIO", 100)
+    with pytest.raises(DataError, match=r"in\.zip: it expands to .* decompression bomb"):
+        find_files([str(archive)], format="auto", exclude=Path("/nowhere"))
+
+
+# --- damaged and hostile archives -----------------------------------------------------------------
+
+
+def in_zip(name: str, content: bytes = b"text", *, mode: int = 0, method: int = 0) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as packed:
+        info = zipfile.ZipInfo(name)
+        info.external_attr, info.compress_type = mode << 16, method
+        packed.writestr(info, content)
+    return file.getvalue()
+
+
+def encrypted(content: bytes) -> bytes:
+    """With the flag of encryption in both headers."""
+    raw = bytearray(content)
+    for mark, offset in ((b"PK\1\2", 8), (b"PK\3\4", 6)):
+        raw[raw.index(mark) + offset] |= 1
+    return bytes(raw)
+
+
+def in_tar(name: str, **fields: object) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as packed:
+        for each, values in (("sub/a.en.1", {}), (name, fields)):
+            info = tarfile.TarInfo(each)
+            info.size = 0 if values else 4
+            for key, value in values.items():
+                setattr(info, key, value)
+            packed.addfile(info, io.BytesIO(b"text"))
+    return file.getvalue()
+
+
+def twice() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as packed:
+        packed.writestr("a.txt", "one")
+        with pytest.warns(UserWarning, match="Duplicate"):
+            packed.writestr("a.txt", "two")
+    return file.getvalue()
+
+
+HOSTILE = {
+    "parent.zip": (lambda: in_zip("../a.txt"), r"'\.\./a\.txt' is a path that leaves the archive"),
+    "inner.zip": (lambda: in_zip("a/../../b.txt"), "is a path that leaves the archive"),
+    "absolute.zip": (lambda: in_zip("/etc/passwd"), "'/etc/passwd' is a path that leaves"),
+    "drive.zip": (lambda: in_zip("C:/a.txt"), "is a path that leaves the archive"),
+    "backslash.zip": (lambda: in_zip("..\\a.txt"), "is a path that leaves the archive"),
+    "nul.zip": (lambda: in_zip("a.txt").replace(b"a.txt", b"a\0txt"), "is a path that is not a n"),
+    "link.zip": (lambda: in_zip("a.txt", mode=0o120777), "a.txt is a link or a device"),
+    "encrypted.zip": (lambda: encrypted(in_zip("a.txt")), "member a.txt is encrypted"),
+    "lzma.zip": (lambda: in_zip("a.txt", method=14), "with method 14; only deflate is read"),
+    "nested.zip": (lambda: in_zip("a.tar.gz"), r"it holds the archive a\.tar\.gz"),
+    "twice.zip": (twice, "its member a.txt occurs twice"),
+    "empty.zip": (lambda: b"", "damaged or truncated zip archive"),
+    "no text.zip": (lambda: in_zip("a.jpg"), r"no text in this archive \(ignored: 1 \.jpg\)"),
+    "parent.tar": (lambda: in_tar("../a.en.2"), r"'\.\./a\.en\.2' is a path that leaves"),
+    "nested.tar.gz": (lambda: gzip.compress(in_tar("b.zip")), r"it holds the archive b\.zip"),
+    "link.tar": (
+        lambda: in_tar("b.en.2", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+        r"member b\.en\.2 is a symbolic link",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.fault_row(21)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_archive_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    content, reason = HOSTILE[name]
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    path.write_bytes(content())
+    with pytest.raises(DataError, match=f"{name}: .*{reason}") as error:
+        prepare_dataset([path], tmp_path / "out", BYTES)
+    assert error.value.exit_code == 3
+    assert [each.name for each in tmp_path.rglob("*")] == ["in", name]
+
+
+@pytest.mark.fault_row(21)
+@pytest.mark.parametrize("suffix", [".zip", ".tar", ".tar.gz"])
+def test_an_archive_cut_or_damaged_anywhere_is_refused_or_read_completely(
+    tmp_path: Path, suffix: str
+) -> None:
+    (tmp_path / "in" / "train").mkdir(parents=True)
+    rng = random.Random(1)
+    for name in ("train/a.en", "train/b.en", "valid"):
+        (tmp_path / "in" / name).write_text(rng.randbytes(300).hex())
+    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
+    whole = archive.read_bytes()
+
+    def documents() -> list[str] | None:
+        """The texts of the archive; None if it is refused."""
+        try:
+            files = find_files([str(archive)], format="auto", exclude=Path("/nowhere")).files
+            records = [record for file in files for record in read(file)]
+        except (DataError, ConfigError):
+            return None
+        if any(isinstance(record, Reject) for record in records):
+            return None
+        return sorted(str(record.text) for record in records if isinstance(record, Record))
+
+    expected = documents()
+    assert expected
+    assert len(expected) == 3
+    end = len(whole.rstrip(b"\0")) if suffix == ".tar" else len(whole)
+    for size in range(0, end, 89):
+        archive.write_bytes(whole[:size])
+        assert documents() is None, size
+    if suffix != ".tar":  # has no checksum of contents
+        for at in range(0, len(whole), 37):
+            archive.write_bytes(whole[:at] + bytes([whole[at] ^ 0x24]) + whole[at + 1 :])
+            found = documents()
+            # Names and times have no checksum. A byte of text is never wrong or missing silently.
+            assert found is None or len(found) < 3 or found == expected, at
+
+
+def test_a_central_directory_that_lies_about_sizes_is_refused(tmp_path: Path) -> None:
+    content = bytearray(in_zip("a.txt", b"text " * 100, method=8))
+    entry = content.index(b"PK\1\2")
+    content[entry + 24 : entry + 28] = struct.pack("<I", 40)
+    (tmp_path / "c.zip").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.txt:byte 0: in .*c\.zip: .*Bad CRC-32"):
+        prepare_dataset([tmp_path / "c.zip"], tmp_path / "out", BYTES)
+
+
+# --- the cost of a compressed tar -----------------------------------------------------------------
+
+
+def test_a_compressed_tar_is_read_forwards_whatever_the_order_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(60):  # the content decides that they are JSON lines
+        (tmp_path / "in" / f"{number:02}.en.x").write_text('{"text": "x"}\n{"text": "y"}\n')
+    archive = pack(tmp_path / "in", tmp_path / "c.tar.gz")
+    monkeypatch.setattr("data_pipeline.readers.archives._KEPT_BYTES", 2**12)
+    opened: list[str] = []
+
+    def counted(path: str, compression: str) -> object:
+        opened.append(path)
+        return open_source(path, compression)  # type: ignore[arg-type]
+
+    from data_pipeline.system.sources import open_source
+
+    monkeypatch.setattr("data_pipeline.readers.archives.open_source", counted)
+    report = prepare_dataset([archive], tmp_path / "out", BYTES)
+    assert report.read_as == {"jsonl": {".x": 60}}
+    assert len(opened) <= 4, "once for the layout, the list and the texts each"
+
+
+def test_a_forward_stream_reads_what_a_seekable_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_pipeline.readers.archives._KEPT_BYTES", 100)
+    content = np.random.default_rng(0).bytes(5000)
+    expected, opened = io.BytesIO(content), [0]
+
+    def again() -> io.BytesIO:
+        opened[0] += 1
+        return io.BytesIO(content)
+
+    stream = _ForwardStream(io.BytesIO(content), again)
+    rng = random.Random(0)
+    for _ in range(300):
+        back = rng.randrange(90) if rng.random() < 0.9 else 3000
+        position = max(min(stream.seek(max(expected.tell() - back, 0)), 5000), 0)
+        expected.seek(position)
+        size = rng.randrange(200)
+        while size and (data := stream.read(size)):
+            assert data == expected.read(len(data))
+            size -= len(data)
+    assert 0 < opened[0] < 100
+
+
+def test_members_of_a_plain_tar_are_byte_ranges(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in "ab":
+        (tmp_path / "in" / f"{name}.en.lines").write_text(f"{name} 1\n{name} 2\n")
+    archive = pack(tmp_path / "in", tmp_path / "c.tar")
+    files = find_files([str(archive)], format="lines", exclude=Path("/nowhere")).files
+    assert all(file.rereadable for file in files)
+    assert [
+        [record.text for record in read(file, unit_bytes=3) if isinstance(record, Record)]
+        for file in files
+    ] == [["a 1", "a 2"], ["b 1", "b 2"]]
+    assert isinstance(files[0].member, ArchiveMember)
+
+
+def test_a_long_text_in_an_archive_is_never_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("source", "lines"):
+        monkeypatch.setattr(f"data_pipeline.readers.{module}.MAX_RECORD_BYTES", 2000)
+    monkeypatch.setattr("data_pipeline.readers.source.HELD_BYTES", 1000)
+    monkeypatch.setattr("data_pipeline.readers.source.CHUNK_BYTES", 100)
+    (tmp_path / "in").mkdir()
+    for name, size in (("a", 1), ("b", 1500), ("c", 2)):
+        (tmp_path / "in" / name).write_text(f"é{name}" * size)
+    archive = pack(tmp_path / "in", tmp_path / "c.zip")
+    files = find_files([str(archive)], format="auto", exclude=Path("/nowhere")).files
+    held = [record.text for file in files for record in read(file) if isinstance(record, Record)]
+    assert held == ["éa", "écéc"], "b is too long to be held"
+    assert prepared(archive, tmp_path / "1") == prepared(tmp_path / "in", tmp_path / "2")
+    assert prepare_dataset([archive], tmp_path / "1", BYTES).already_complete
+
+
+@pytest.mark.parametrize("suffix", [".zip", ".tar", ".tar.gz"])
+def test_an_archive_at_a_url_gives_the_same_dataset(
+    tmp_path: Path, bucket: Any, suffix: str
+) -> None:
+    (tmp_path / "in" / "train").mkdir(parents=True)
+    (tmp_path / "in" / "test").mkdir()
+    for name in ("train/a.en", "train/b.en", "test/c.en"):
+        (tmp_path / "in" / name).write_text(f"text of {name}")
+    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
+    bucket.pipe(f"bucket/{archive.name}", archive.read_bytes())
+    remote = prepared(f"s3://bucket/{archive.name}", tmp_path / "1")
+    assert remote == prepared(tmp_path / "in", tmp_path / "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".zip", ".tar", ".tar.gz"])
+def test_any_number_of_workers_gives_the_same_dataset(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(30):
+        (tmp_path / "in" / f"{number}.en").write_text(f"text {number}" * 50)
+    archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
+    settings = PrepareSettings(shard_bytes=2000)
+    with ProcessWorkers(2) as workers:
+        prepare_dataset([archive], tmp_path / "1", settings, workers=workers)
+    assert content_of(tmp_path / "1") == prepared(tmp_path / "in", tmp_path / "2", settings)

@@ -25,7 +25,8 @@ from tests.txl_dist.tracking.conftest import (
 )
 from tests.txl_dist.tracking.real_senders import senders_of, tracking_config
 from txl_dist.errors import DivergedError, PreemptedError
-from txl_dist.tracking.process import TrackingProcess, log_evaluations
+from txl_dist.tracking.evaluations import log_evaluations
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackingState, child_environment
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Self
 
 from data_pipeline.system.files import try_lock
 from data_pipeline.system.signals import StopSignals
+from txl_dist.config.redaction import redact
 from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.tracker import (
     LOCK,
@@ -204,6 +205,16 @@ def wait_for_delivery(
             "tracking: MLflow does not have everything yet; metrics.jsonl has. The next start of "
             f"this run delivers the rest, or: {sync_command(run_dir)}"
         )
+    else:
+        print_line(f"tracking: MLflow has everything: {page_command(run_dir, config.tracking.uri)}")
+
+
+def page_command(run_dir: Path, uri: str | None) -> str:
+    """What opens the page of a tracking server: a command for an SQLite file, or an address."""
+    uri = uri or f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
+    if uri.startswith("http"):
+        return redact(uri)
+    return f"mlflow ui --backend-store-uri {redact(uri)}"
 
 
 def _is_sending(run_dir: Path, waited_seconds: float) -> bool:

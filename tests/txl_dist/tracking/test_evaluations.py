@@ -96,6 +96,7 @@ def test_an_evaluation_is_a_child_run_with_its_model_its_data_and_its_settings(
     assert scores["valid/mem_len_64/nats"].step == 5
 
 
+@pytest.mark.fault_row(32)
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("fault", ["500", "lost response"])
 def test_an_evaluation_arrives_once_although_calls_fail(

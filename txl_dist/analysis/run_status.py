@@ -26,6 +26,7 @@ from txl_dist.config.yaml_file import YamlTextError, read_yaml
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.heartbeat import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
 from txl_dist.tracking.journal import JOURNAL, READ_BYTES, parse_line
+from txl_dist.tracking.process import page_command
 from txl_dist.tracking.tracker import STATE, TrackingState
 from txl_dist.training.goodput import GoodputFile
 
@@ -238,13 +239,11 @@ def _age_seconds(checkpoint: Path) -> float | None:
 def _mlflow(run: Path) -> dict[str, str | None]:
     state = TrackingState.load(run / STATE)
     server = state.server if state else None
-    database = None
-    if state is not None and (server is None or server.startswith("sqlite:")):
-        database = server or f"sqlite:///{run.resolve().parent / 'mlflow.db'}"
+    is_file = state is not None and (server is None or server.startswith("sqlite:"))
     return {
         "mlflow_run_id": state.run_id if state else None,
-        "mlflow_command": database and f"mlflow ui --backend-store-uri {database}",
-        "mlflow_server": None if database else server,
+        "mlflow_command": page_command(run, server) if is_file else None,
+        "mlflow_server": None if is_file else server,
     }
 
 

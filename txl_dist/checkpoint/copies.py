@@ -18,6 +18,7 @@ URL (`attempts.py`) and changes nothing there any more.
 """
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -43,9 +44,9 @@ from txl_dist.checkpoint.manifest import (
 )
 from txl_dist.errors import CheckpointError, ConfigError, FencedError, StoreError
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.tracking.tracker import STATE, TrackingState
 
-RUN_FILES = ("metrics.jsonl", STATE, "goodput.json")
+TRACKING_STATE = "tracking.json"  # of txl_dist/tracking, which imports this package
+RUN_FILES = ("metrics.jsonl", TRACKING_STATE, "goodput.json")
 """Files of the run directory that are copied: the metrics, which MLflow run has them, and how the
 time was spent."""
 CLOSE_SECONDS = 0.5
@@ -197,9 +198,8 @@ class CheckpointCopies:
         for name in RUN_FILES:
             with suppress(FileNotFoundError):  # tracking may be off
                 content = (self.url / name).read_bytes()
-                if name == STATE and (state := TrackingState.from_json(content)):
-                    # The run continues here, with its MLflow run: older attempts are fenced.
-                    content = replace(state, directory=None).to_json().encode() + b"\n"
+                if name == TRACKING_STATE:
+                    content = _for_another_directory(content)
                 write_file(run / name, content)
 
     def unreachable(self, error: OSError) -> StoreError:
@@ -438,3 +438,12 @@ def _sizes(target: RemotePath) -> dict[str, int]:
         return target.sizes()
     except FileNotFoundError:  # a folder of object storage exists once it contains a file
         return {}
+
+
+def _for_another_directory(tracking_state: bytes) -> bytes:
+    """The run continues there, with its MLflow run: older attempts are fenced. Results of `txl
+    eval` that wait to be sent are not copied."""
+    with suppress(ValueError, TypeError):  # damaged
+        changed = {**json.loads(tracking_state), "directory": None, "evaluations_bytes": 0}
+        return json.dumps(changed).encode() + b"\n"
+    return tracking_state

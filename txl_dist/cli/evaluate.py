@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -343,13 +344,20 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
 
 def _log_to_mlflow(objects: "Sequence[Mapping[str, Any]]") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
-    from txl_dist.tracking.process import log_evaluations
+    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+    from txl_dist.errors import CheckpointError
+    from txl_dist.tracking.evaluations import log_evaluations
+    from txl_dist.tracking.tracker import STATE
 
     scored = []
     for content in objects:
         checkpoint = Path(content["checkpoint"])
         run = checkpoint.resolve().parent.parent
-        if (run / "tracking.json").exists():
-            scored.append((run, {**content, "checkpoint": checkpoint.name}))
+        if (run / STATE).exists():
+            save_id = None
+            with suppress(CheckpointError):  # its run has removed it since
+                save_id = load_checkpoint_manifest(checkpoint).save_id
+            name = checkpoint.resolve().name
+            scored.append((run, {**content, "checkpoint": name, "save_id": save_id}))
     with running("recording the scores in MLflow"):
         log_evaluations(scored)

@@ -2,10 +2,12 @@
 
     training loop -> journal.py: RUN/metrics.jsonl, complete in any case
     process.py    -> starts sender.py, a process; sends it the status at the end
-    sender.py     -> which points the server lacks; sends each once, through
+    sender.py     -> which points the server lacks (comparison.py); sends each once, through
                      tracker.py: the interface `Tracker` (start, recorded, log, end)
-                     mlflow_tracker.py: MLflow, the only import of mlflow
-    txl eval      -> process.py: a score as a run below its training run
+                     mlflow_tracker.py: MLflow; mlflow_models.py: its datasets and models
+    checkpoints.py   the checkpoints that exist, as models of the run
+    txl eval      -> evaluations.py: RUN/logs/evaluations.jsonl, a score as a run below its
+                     training run
 
 `import txl_dist.tracking` imports no module.
 """

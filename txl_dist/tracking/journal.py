@@ -52,8 +52,11 @@ class MetricsJournal:
         The steps of a metric must not decrease: the sender skips lower ones. Other metrics may
         have higher steps already, as training goes on while a worker scores a checkpoint.
         """
-        values = {name: _to_json(value) for name, value in line.items()}
-        self._held.append(json.dumps(values, allow_nan=False).encode() + b"\n")
+        self.append({name: _to_json(value) for name, value in line.items()})
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append any JSON object with a `step`, for a journal that is not of metrics."""
+        self._held.append(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._write_held(sync=False)
 
     def sync(self) -> None:

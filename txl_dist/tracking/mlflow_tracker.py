@@ -1,4 +1,4 @@
-"""MlflowTracker: runs in MLflow. The only module that imports mlflow.
+"""MlflowTracker: runs in MLflow. Only this module and `mlflow_models.py` import mlflow.
 
 A parameter of MLflow cannot change: a value that differs after a resume becomes a tag
 `txl.changed.*`. MLflow cannot delete points: the run with steps that a rollback has given up ends,
@@ -27,11 +27,19 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from txl_dist.config.redaction import redact
+from txl_dist.tracking.mlflow_models import (
+    find_model,
+    linked_metrics,
+    record_inputs,
+    record_models,
+)
 from txl_dist.tracking.tracker import (
     Point,
     Recorded,
     RefusedError,
     RunGoneError,
+    TrackedDataset,
+    TrackedModel,
     TrackedRun,
     UnavailableError,
 )
@@ -78,6 +86,23 @@ def _translated() -> Iterator[None]:
         raise UnavailableError(text if code else f"{type(error).__name__}: {text}") from None
 
 
+@contextlib.contextmanager
+def _optional(name: str) -> Iterator[None]:
+    """Raises RefusedError if the server does not know a request of MLflow 3, so that an older one
+    gets everything else. A missing model does not mean that the run is gone."""
+    try:
+        with _translated():
+            try:
+                yield
+            except MlflowException as error:
+                if error.error_code == "ENDPOINT_NOT_FOUND":
+                    problem = f"the server has no {name}; it is older than MLflow 3"
+                    raise RefusedError(problem) from None
+                raise
+    except RunGoneError as error:
+        raise UnavailableError(str(error)) from None
+
+
 @_translated()
 def require_server(uri: str) -> None:
     """Raises UnavailableError if no MLflow server answers at `uri` with our credentials."""
@@ -101,19 +126,24 @@ class MlflowTracker:
         self._to_describe: list[Callable[[], None]] = []
         self._files: Mapping[str, Path] = {}
         self._not_finite: set[str] = set()
+        self._scores: tuple[str, TrackedDataset | None] | None = None
+        """Of a run that evaluates a model: the id of the model, and the dataset."""
 
     def start(self, run: TrackedRun) -> str:
         if self._key != run.key:
             self._run_id = self._find_or_create(run)
             self._to_describe = self._description(run, self._run_id)
             self._key, self._files, self._not_finite = run.key, run.files, set()
+            self._scores = None
         while self._to_describe:  # one call at a time: a failure repeats only that one
             try:
                 with _translated():
                     self._to_describe[0]()
             except RefusedError as error:
-                log.warning("tags or parameters not recorded: %s", error)
+                log.warning("tags, parameters or inputs not recorded: %s", error)
             del self._to_describe[0]
+        if run.models is not None:
+            self._record_models(self._run_id, run.models)
         return self._run_id
 
     @_translated()
@@ -127,11 +157,14 @@ class MlflowTracker:
         for point in points:
             if not math.isfinite(point.value) and point.metric not in self._not_finite:
                 tags.setdefault(point.metric, f"first at step {point.step}")
-        metrics = [
-            Metric(clean_key(p.metric), p.value, p.milliseconds, p.step)
-            for p in points
-            if math.isfinite(p.value)
-        ]
+        if self._scores is not None and run_id == self._run_id:
+            metrics = linked_metrics(points, _names(points), *self._scores)
+        else:
+            metrics = [
+                Metric(clean_key(p.metric), p.value, p.milliseconds, p.step)
+                for p in points
+                if math.isfinite(p.value)
+            ]
         try:
             with _translated():
                 self._client.log_batch(run_id, metrics=metrics)
@@ -184,14 +217,36 @@ class MlflowTracker:
             lambda: self._set_status(run_id, "running"),
             lambda: self._set_tags(run_id, {"txl.status": "running", **run.tags}),
             lambda: self._log_params(run_id, run.params),
-            lambda: self._adopt(run_id, run.supersedes),
+            lambda: self._adopt(run, run_id),
+            lambda: self._log_inputs(run, run_id),
         ]
 
-    def _adopt(self, run_id: str, superseded: str | None) -> None:
+    def _adopt(self, run: TrackedRun, run_id: str) -> None:
+        superseded = run.supersedes
         if superseded is not None and self._is_active(superseded):
             tags = {"mlflow.parentRunId": run_id, "txl.status": "superseded"}
             self._set_tags(superseded, tags)
             self._set_status(superseded, "interrupted")
+            with _translated():
+                self._client.update_run(superseded, name=f"{run.name} (superseded)")
+            self._record_models(superseded, ())  # its checkpoints are models of this run
+
+    def _log_inputs(self, run: TrackedRun, run_id: str) -> None:
+        model_id = None
+        with _optional("datasets or models"):
+            if run.evaluates is not None and run.parent is not None:
+                model_id = find_model(self._client, run.parent, run.evaluates)
+            record_inputs(self._client, run_id, run.datasets, model_id)
+        if model_id is not None:
+            self._scores = model_id, next(iter(run.datasets), None)
+
+    def _record_models(self, run_id: str, models: Sequence[TrackedModel]) -> None:
+        points = [point for model in models for point in model.scores]
+        try:
+            with _optional("models"):
+                record_models(self._client, run_id, models, _names(points))
+        except RefusedError as error:
+            log.warning("models not recorded: %s", error)
 
     def _is_active(self, run_id: str) -> bool:
         """False for a run that was deleted, also if it can still be restored."""
@@ -233,6 +288,10 @@ class MlflowTracker:
             except (UnavailableError, RefusedError) as error:
                 # Not tried again: artifacts may be in a store that this host cannot reach at all.
                 log.warning("artifact %s not recorded: %s", name, error)
+
+
+def _names(points: Sequence[Point]) -> dict[str, str]:
+    return {point.metric: clean_key(point.metric) for point in points}
 
 
 def clean_key(key: str) -> str:

@@ -9,23 +9,21 @@ sends them. Once the ranks have ended, the launcher waits for the sender (`wait_
 container the sender ends with the launcher. No rank, restart or stop request waits for it. A sender
 that died during the run is replaced at its end, and the new one delivers the rest.
 
-`txl eval` calls `log_evaluations`, which starts a short process: a server that does not respond
-costs a bounded time, and `txl eval` does not import mlflow.
+Scores of `txl eval` are in `evaluations.py`.
 """
 
 import contextlib
-import json
 import logging
-import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from data_pipeline.system.files import try_lock
 from data_pipeline.system.signals import StopSignals
@@ -36,6 +34,7 @@ from txl_dist.tracking.tracker import (
     LOG,
     REQUEST,
     STATE,
+    TrackedDataset,
     TrackingRequest,
     TrackingState,
     as_text,
@@ -56,14 +55,8 @@ has everything but the last lines takes less; a database that does not exist yet
 START_SECONDS = 2.0
 """How long the launcher waits for a sender that has not begun."""
 WAIT_POLL_SECONDS = 0.1
-EVALUATION_SECONDS = 30.0
-"""For one result; each further result of a table has RESULT_SECONDS more."""
-RESULT_SECONDS = 2.0
 
 log = logging.getLogger("txl_dist.tracking")
-
-Scored = tuple[Path, Mapping[str, Any]]
-"""A run directory, and the result of an evaluation of one of its checkpoints."""
 
 
 def sync_command(run_dir: Path) -> str:
@@ -92,6 +85,7 @@ class TrackingProcess:
         *,
         data_manifest: Path | None = None,
         tags: Mapping[str, str] | None = None,
+        datasets: Sequence[TrackedDataset] = (),
     ) -> Self:
         """Start to send RUN/metrics.jsonl in the background. Returns immediately; never raises.
 
@@ -101,7 +95,7 @@ class TrackingProcess:
         try:
             if config.tracking.enabled:
                 flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
-                request = _request(run_dir, config, data_manifest, tags or {})
+                request = _request(run_dir, config, data_manifest, tags or {}, datasets)
                 return cls(run_dir, partial(_start_sender, run_dir, request, flush_seconds))
         except Exception as error:
             log.warning("tracking is off: %s: %s", type(error).__name__, error)
@@ -211,6 +205,16 @@ def wait_for_delivery(
             "tracking: MLflow does not have everything yet; metrics.jsonl has. The next start of "
             f"this run delivers the rest, or: {sync_command(run_dir)}"
         )
+    else:
+        print_line(f"tracking: MLflow has everything: {page_command(run_dir, config.tracking.uri)}")
+
+
+def page_command(run_dir: Path, uri: str | None) -> str:
+    """What opens the page of a tracking server: a command for an SQLite file, or an address."""
+    uri = uri or f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
+    if uri.startswith("http"):
+        return redact(uri)
+    return f"mlflow ui --backend-store-uri {redact(uri)}"
 
 
 def _is_sending(run_dir: Path, waited_seconds: float) -> bool:
@@ -233,6 +237,7 @@ def _request(
     config: "RunConfig",
     data_manifest: Path | None,
     tags: Mapping[str, str],
+    datasets: Sequence[TrackedDataset],
 ) -> TrackingRequest:
     from txl_dist.config.config_file import flatten_config
 
@@ -246,6 +251,7 @@ def _request(
             **{f"txl.{name}": value for name, value in tags.items()},
         },
         data_manifest=str(data_manifest.resolve()) if data_manifest else None,
+        datasets=[asdict(dataset) for dataset in datasets],
     )
 
 
@@ -259,62 +265,3 @@ def _status_of(error: BaseException | None) -> str:
     if isinstance(error, FencedError):
         return "running"  # the newer attempt continues the same run
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-
-
-def log_evaluations(scored: Sequence[Scored], *, timeout_seconds: float | None = None) -> bool:
-    """Record results as runs below the runs of their run directories.
-
-    Numbers become metrics, the protocol the tag `txl.protocol`, the rest parameters. Confidence
-    intervals become metrics such as `perplexity_low`; the tables of `details` are left out.
-    Returns whether all were recorded: False if a run has no tracking, and, with a warning, for any
-    failure and after the time limit, EVALUATION_SECONDS for one result. Never raises.
-    """
-    states = [TrackingState.load(run_dir / STATE) for run_dir, _ in scored]
-    tracked = [
-        (str(run_dir), _recorded_parts(result))
-        for (run_dir, result), state in zip(scored, states, strict=True)
-        if state is not None and state.run_id is not None
-    ]
-    if not tracked:
-        return False
-    if timeout_seconds is None:
-        timeout_seconds = EVALUATION_SECONDS + RESULT_SECONDS * (len(tracked) - 1)
-    try:
-        process = subprocess.run(
-            [sys.executable, "-m", SENDER, "--evaluations"],
-            input=json.dumps(tracked),
-            capture_output=True,
-            text=True,
-            errors="replace",  # native code may write other bytes to standard error
-            timeout=timeout_seconds,
-            check=False,
-            env=child_environment(),
-        )
-    except subprocess.TimeoutExpired:
-        failure = f"no response within {timeout_seconds:g} s"
-    except OSError as error:
-        failure = str(error)
-    else:
-        if process.returncode == 0:
-            return len(tracked) == len(scored)
-        failure = process.stderr.strip().rpartition("\n")[2]
-    log.warning("the evaluation was not recorded in MLflow: %s", redact(failure))
-    return False
-
-
-def _recorded_parts(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is recorded of a result, without secrets."""
-    scalars = {key: value for key, value in result.items() if key not in ("details", "protocol")}
-    numbers = {key: value for key, value in scalars.items() if type(value) in (int, float)}
-    texts = redact({key: value for key, value in scalars.items() if key not in numbers})
-    intervals = (result.get("details") or {}).get("interval") or {}
-    for name, bounds in intervals.items():
-        if isinstance(bounds, list) and None not in bounds:  # None: out of the range of a float
-            numbers |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
-    protocol = result.get("protocol")
-    return {
-        "name": f"evaluation {result.get('split', '')}".strip(),
-        "metrics": {key: float(value) for key, value in numbers.items() if math.isfinite(value)},
-        "params": {key: as_text(value) for key, value in texts.items()},
-        "tags": {"txl.protocol": redact(str(protocol))} if protocol is not None else {},
-    }

@@ -4,7 +4,8 @@
                                                      # started by `TrackingProcess`, with a pipe
     python -m txl_dist.tracking.sender RUN --sync    # started by `txl track sync`: send what a run
                                                      # that has ended did not deliver
-    python -m txl_dist.tracking.sender --evaluations # started by `log_evaluations`
+    python -m txl_dist.tracking.sender RUN... --evaluations
+                                                     # started by `log_evaluations`: only scores
 
 When training has ended, also by SIGKILL, the sender delivers the rest within a bounded time and
 exits. A server that fails is one line of RUN/logs/tracking.log and of the log of rank 0.
@@ -13,6 +14,8 @@ exits. A server that fails is one line of RUN/logs/tracking.log and of the log o
 only the others, with the timestamps of the journal. If a call failed, the server may still have
 executed it, so the points of its metrics are queried again. After delivery, the run on the server
 equals the journal. If it has steps that a resume has given up, a new run gets the whole journal.
+Its models are the checkpoints in the run directory (`checkpoints.py`), and `evaluations.py` sends
+the scores of `txl eval`.
 
 Why a process and not a thread: docs/decisions/0014-tracking-in-its-own-process.md.
 """
@@ -20,8 +23,8 @@ Why a process and not a thread: docs/decisions/0014-tracking-in-its-own-process.
 import argparse
 import contextlib
 import itertools
-import json
 import logging
+import math
 import os
 import select
 import subprocess
@@ -29,13 +32,20 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
-from txl_dist.tracking.journal import JOURNAL, SUPERSEDED, JournalTail, read_metrics
+from txl_dist.tracking.checkpoints import CheckpointModels
+from txl_dist.tracking.comparison import first_step_not_in_journal, journal_metrics
+from txl_dist.tracking.evaluations import (
+    deliver_evaluations,
+    send_evaluations,
+    unsent_evaluations,
+)
+from txl_dist.tracking.journal import JOURNAL, JournalTail
 from txl_dist.tracking.process import EXIT_UNDELIVERED, FLUSH_SECONDS, sync_command
 from txl_dist.tracking.tracker import (
     LOCK,
@@ -46,6 +56,8 @@ from txl_dist.tracking.tracker import (
     Recorded,
     RefusedError,
     RunGoneError,
+    TrackedDataset,
+    TrackedModel,
     TrackedRun,
     Tracker,
     TrackingRequest,
@@ -85,10 +97,18 @@ class Sender:
         self._has_ended = False
         self._last_step: dict[str, int] = {}
         """Per metric, the last step that was sent or that the server had."""
+        datasets = [TrackedDataset(**each) for each in request.datasets]
+        self._datasets = datasets
+        self._scored_on = next((each for each in datasets if each.scores), None)
+        self._scores: dict[int, tuple[Point, ...]] = {}
+        """The points of the journal that are scores, by step."""
+        self._checkpoints = CheckpointModels(run_dir)
+        self._models: tuple[TrackedModel, ...] | None = None
+        """The models that the server has."""
 
     def pump(self) -> None:
-        """Send everything that is in the journal now."""
-        self._try(self._pump)
+        """Send everything that is in the run directory now, the metrics first."""
+        self._try(self._pump_all)
 
     def set_end_status(self, status: str) -> None:
         """Store how the run ended, also for a later `--sync` if the server is unreachable now."""
@@ -111,11 +131,17 @@ class Sender:
         except (RefusedError, RunGoneError) as error:
             raise UnavailableError(str(error)) from error
 
+    def _pump_all(self) -> None:
+        self._pump()
+        self._record_models()
+        self._send_evaluations()
+
     def _pump(self) -> None:
         tracker = self._connect()
         while True:
             if not self._unsent:
                 self._unsent += itertools.chain.from_iterable(map(points_of, self._tail.lines()))
+                self._collect_scores(self._unsent)
             if not self._unsent:
                 return
             while self._unsent:
@@ -129,7 +155,30 @@ class Sender:
             self._connect().end(self._run_id, self._state.status)
             self._read_again()
             self._has_ended = True
-        self._pump()
+        self._pump_all()
+
+    def _collect_scores(self, points: Sequence[Point]) -> None:
+        if self._scored_on is not None:
+            for point in points:
+                is_score = point.metric.startswith(self._scored_on.scores)
+                if is_score and math.isfinite(point.value):
+                    self._scores[point.step] = (*self._scores.get(point.step, ()), point)
+
+    def _record_models(self) -> None:
+        try:
+            models = self._checkpoints.read(self._scores, self._scored_on)
+        except OSError as error:  # as if nothing had changed: a network file system may fail
+            log.warning("checkpoints not read: %s", error)
+            return
+        if models != self._models:
+            self._connect().start(replace(self._tracked_run(), models=models))
+            self._models = models
+
+    def _send_evaluations(self) -> None:
+        if unsent_evaluations(self._run_dir, self._state):
+            # Not the tracker of this run, which knows what of it is still to be described.
+            tracker = open_tracker(self._request.server, self._run_dir)
+            self._state = send_evaluations(tracker, self._run_dir, self._state)
 
     def _connect(self) -> Tracker:
         """The tracker, once its run is known to have no point that the journal does not have."""
@@ -172,6 +221,7 @@ class Sender:
             files=files,
             previous=self._state.run_id or self._state.previous,
             supersedes=self._state.supersedes,
+            datasets=self._datasets,
         )
 
     @property
@@ -192,6 +242,8 @@ class Sender:
         self._recorded, self._is_compared = {}, False
         self._unsent.clear()
         self._last_step.clear()
+        self._scores.clear()
+        self._models = None
         self._tail.rewind()
 
     def _send(self, tracker: Tracker, points: list[Point]) -> None:
@@ -242,48 +294,6 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
             previous=state.run_id if state else None,
         )
     return replace(state, directory=directory, delivered=False, status="running")
-
-
-def journal_metrics(run_dir: Path) -> set[str]:
-    """Names of every metric in the journal and in the lines that resumes have superseded."""
-    lines = itertools.chain(_lines(run_dir / JOURNAL), _lines(run_dir / SUPERSEDED))
-    return {name for line in lines for name in line} - {"step", "time"}
-
-
-def first_step_not_in_journal(run_dir: Path, recorded: Mapping[str, Recorded]) -> int | None:
-    """The first step with a recorded point that the journal does not have; None if it has all.
-
-    Points are compared by metric, step and time: a step that was trained again has another time.
-    """
-    missing = {metric: set(points) for metric, points in recorded.items()}
-    for line in _lines(run_dir / JOURNAL):
-        for point in points_of(line):
-            missing.get(point.metric, set()).discard((point.step, point.milliseconds))
-    return min((step for points in missing.values() for step, _ in points), default=None)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    return read_metrics(path) if path.exists() else iter(())
-
-
-def record_evaluations(results: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Record (run directory, parts of a result) as runs; see `log_evaluations`."""
-    for run_dir, result in results:
-        state = TrackingState.load(Path(run_dir) / STATE)
-        assert state is not None  # log_evaluations has checked it
-        tracker = open_tracker(state.server, Path(run_dir))
-        run = TrackedRun(
-            key=uuid.uuid4().hex,
-            name=result["name"],
-            experiment=state.experiment,
-            params=result["params"],
-            tags={"txl.kind": "evaluation", "txl.training_run": str(state.run_id)} | result["tags"],
-            parent=state.run_id,
-        )
-        run_id, now = tracker.start(run), int(time.time() * 1000)
-        # All points have step 0: such a run has one value per metric, and no curve.
-        tracker.log(run_id, [Point(key, value, 0, now) for key, value in result["metrics"].items()])
-        tracker.end(run_id, "finished")
 
 
 class TrainingEnd:
@@ -412,24 +422,23 @@ def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) 
 def main() -> int:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m txl_dist.tracking.sender")
-    parser.add_argument("run_dir", type=Path, nargs="?")
-    parser.add_argument("--evaluations", action="store_true", help="record those on standard input")
+    parser.add_argument("run_dir", type=Path, nargs="+")
+    parser.add_argument("--evaluations", action="store_true", help="send only scores of txl eval")
     parser.add_argument("--request", type=Path, help="default: that of the last start of the run")
     parser.add_argument("--sync", action="store_true", help="deliver the rest of an ended run")
     parser.add_argument("--flush-seconds", type=float, default=FLUSH_SECONDS)
     options = parser.parse_args()
     if options.evaluations:
         # The last line of an error's traceback is what log_evaluations reports.
-        record_evaluations(json.load(sys.stdin))
+        deliver_evaluations(options.run_dir)
         return 0
+    (run_dir,) = options.run_dir
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
     logging.getLogger("txl_dist").setLevel(logging.INFO)
-    request_path = options.request or options.run_dir / REQUEST
-    return run(
-        options.run_dir, request_path, sync=options.sync, flush_seconds=options.flush_seconds
-    )
+    request_path = options.request or run_dir / REQUEST
+    return run(run_dir, request_path, sync=options.sync, flush_seconds=options.flush_seconds)
 
 
 if __name__ == "__main__":

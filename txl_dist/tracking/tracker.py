@@ -28,6 +28,8 @@ REQUEST = "logs/tracking-request.json"
 LOCK = "logs/tracking.lock"
 """Held by the sender. Never written, so its time of change identifies the directory."""
 LOG = "logs/tracking.log"
+EVALUATIONS = "logs/evaluations.jsonl"
+"""The results of `txl eval` for checkpoints of the run, which the sender records as runs."""
 
 
 class UnavailableError(Exception):
@@ -67,6 +69,43 @@ Recorded = set[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedDataset:
+    """One split of a dataset, as an input of a run."""
+
+    name: str
+    """The dataset and the split, `books/valid`: a server may identify an input by name and digest,
+    and one dataset is often used for training and for evaluation."""
+    digest: str
+    """Hex sha256 of the manifest."""
+    source: str
+    """Path or URL, without secrets."""
+    context: str
+    """`training` or `evaluation`."""
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes, such as `tokens` and `documents`, and the `dtype` of the token ids."""
+    scores: str = ""
+    """What the names of the metrics begin with that the training run computes on it, `valid/`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedModel:
+    """A checkpoint that exists, as a model of its training run."""
+
+    key: str
+    """Identifies the checkpoint in its run: the id of its save."""
+    name: str
+    step: int
+    params: Mapping[str, str]
+    """Never change."""
+    tags: Mapping[str, str]
+    """May change, such as which model is the best."""
+    scores: tuple[Point, ...] = ()
+    """Points of the training run that were computed with these weights ..."""
+    scored_on: TrackedDataset | None = None
+    """... on this dataset."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
     """A run as a server shows it."""
 
@@ -84,6 +123,12 @@ class TrackedRun:
     """Id of the run that it continues, for the description of a new run."""
     supersedes: str | None = None
     """Id of a run with steps that a rollback has given up; it ends, and is shown below this one."""
+    datasets: Sequence[TrackedDataset] = ()
+    models: Sequence[TrackedModel] | None = None
+    """All models that the run has now: the server removes others. None: leave them as they are."""
+    evaluates: str | None = None
+    """`TrackedModel.key` of the model of `parent` that all points of this run are scores of, on
+    the first of `datasets`."""
 
 
 class Tracker(Protocol):
@@ -96,7 +141,8 @@ class Tracker(Protocol):
     def start(self, run: TrackedRun) -> str:
         """Find the run with this key or create it, describe it, and mark it as running.
 
-        Returns its id on the server.
+        Returns its id on the server. Called again with other `models` when checkpoints were written
+        or removed; then only the models are recorded.
         """
         ...
 
@@ -175,6 +221,8 @@ class TrackingRequest(_JsonFile):
     tags: dict[str, str] = field(default_factory=dict)
     data_manifest: str | None = None
     """Path of a file to record."""
+    datasets: list[dict[str, Any]] = field(default_factory=list)
+    """Fields of the `TrackedDataset`s of the run."""
 
     def without_secrets(self) -> "TrackingRequest":
         """A copy without the credentials in the server URI."""
@@ -203,6 +251,8 @@ class TrackingState(_JsonFile):
     """The last step sent. For display only; the sender queries the server."""
     delivered: bool = False
     """Whether the run ended and the server has every point of the journal."""
+    evaluations_bytes: int = 0
+    """How much of EVALUATIONS the server has."""
 
 
 def directory_identity(run_dir: Path) -> str:
@@ -219,6 +269,11 @@ def directory_identity(run_dir: Path) -> str:
         return str(os.fstat(descriptor).st_ctime_ns)
     finally:
         os.close(descriptor)
+
+
+def dataset_name(source: str, split: str) -> str:
+    """`TrackedDataset.name` of a split of the dataset at a path or URL."""
+    return f"{source.rstrip('/').rpartition('/')[2]}/{split}"
 
 
 def as_text(value: Any) -> str:

@@ -1,22 +1,18 @@
-"""The observers of a run, and its tracker. A new observer is one class and one entry here."""
+"""The observers of a run. A new observer is one class and one entry here."""
 
-from contextlib import ExitStack, closing
-from pathlib import Path
+from contextlib import closing
 
-from data_pipeline.system.files import write_file
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.begin import Beginning, RankContext
-from txl_dist.training.data import Corpus
 from txl_dist.training.diagnostics import LearningCheck, StepProfiler
 from txl_dist.training.goodput import Goodput
 from txl_dist.training.observer import Observer, Observers
 from txl_dist.training.report import Report
-from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.speed import StragglerCheck, Utilisation
 from txl_dist.training.state import TrainState
+from txl_dist.training.system_metrics import SystemMetrics
 
 
 def build_observers(
@@ -41,6 +37,7 @@ def build_observers(
             flops_per_token=flops / (data.num_lanes * data.tgt_len),
         ),
         StragglerCheck(world, zero_stage=config.deepspeed.zero_stage),
+        SystemMetrics(world),
         _profiler(rank),
     ]
     # Of the whole run, so that a change of settings does not move the check. Raises on all ranks.
@@ -79,29 +76,3 @@ def _profiler(rank: RankContext) -> StepProfiler | None:
         last_step=last_step,
     )
     return rank.stack.enter_context(closing(profiler))
-
-
-def start_tracker(rank: RankContext, stack: ExitStack) -> TrackingProcess | None:
-    """Start sending metrics to MLflow. The status of the run depends on how `stack` is closed."""
-    # Rank 0 only: MLflow would record one copy per rank.
-    if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
-        return None
-    corpora = rank.data.corpora
-    tags = {"num_ranks": str(rank.world.num_ranks)}
-    if len(corpora) > 1:
-        tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
-    manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
-    tracker = TrackingProcess.start(
-        rank.directory.path, rank.job.config, data_manifest=manifest, tags=tags
-    )
-    return stack.enter_context(tracker)
-
-
-def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
-    """A file with the dataset's manifest; for a dataset at a URL, a copy."""
-    # The tracking process uploads a file, so it needs a local one.
-    if isinstance(corpus.directory, Path):
-        return corpus.directory / "manifest.json"
-    copy = directory.path / "data-manifest.json"
-    write_file(copy, corpus.manifest.to_bytes())
-    return copy

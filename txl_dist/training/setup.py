@@ -18,7 +18,7 @@ from txl_dist.training.begin import begin_run, open_inputs
 from txl_dist.training.computation import build_evaluator, build_step
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
-from txl_dist.training.observers import build_observers, start_tracker
+from txl_dist.training.observers import build_observers
 from txl_dist.training.recovery import Recovery
 from txl_dist.training.report import log_start
 from txl_dist.training.run_directory import RunDirectory
@@ -26,6 +26,7 @@ from txl_dist.training.saving import open_saver
 from txl_dist.training.score_watch import open_score_watch
 from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.start_state import initial_state, open_run, resume_at
+from txl_dist.training.tracked import start_tracker
 
 
 def build_trainer(

@@ -46,7 +46,7 @@ class MlflowServer:
         self.database = database
         self._app = app
         self.fault: Callable[[str, bytes], str] | None = None
-        """(path, body) -> "" | "500" | "401" | "400" | "lost response" | "swallow"."""
+        """(path, body) -> "" | "500" | "404" | "401" | "400" | "lost response" | "swallow"."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -85,6 +85,7 @@ class MlflowServer:
         status, code = {
             "400": ("400 Bad Request", "INVALID_PARAMETER_VALUE"),
             "401": ("401 Unauthorized", "UNAUTHENTICATED"),
+            "404": ("404 Not Found", "ENDPOINT_NOT_FOUND"),
         }.get(fault, ("500 Internal Server Error", "INTERNAL_ERROR"))
         start_response(status, [("Content-Type", "application/json")])
         return [json.dumps({"error_code": code, "message": "a fault of the test"}).encode()]

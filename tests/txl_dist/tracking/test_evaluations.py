@@ -1,0 +1,213 @@
+"""Scores of `txl eval` in MLflow: a run below the training run, once, also after an outage."""
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from tests.support.checkpoint_manifests import write_manifest
+from txl_dist.tracking.evaluations import deliver_evaluations, log_evaluations
+from txl_dist.tracking.tracker import EVALUATIONS, TrackingState, UnavailableError
+
+from .conftest import (
+    MlflowServer,
+    recorded_steps,
+    run_id_of,
+    run_ids,
+    sender_for,
+    status_of,
+    tags_of,
+    write_steps,
+)
+
+DIGEST = "0123456789abcdef" * 4
+
+
+def _result(**changes: Any) -> dict[str, Any]:
+    """Parts of what `txl eval --json` prints."""
+    return {
+        "nats": 12.5,
+        "tokens_scored": 4,
+        "perplexity": 2.5,
+        "bits_per_byte": None,
+        "split": "valid",
+        "mem_len": 64,
+        "mode": "exact",
+        "data": "/data/books",
+        "data_sha256": DIGEST,
+        "checkpoint": "step-00000005",
+        "save_id": f"{5:032x}",
+        "protocol": "split valid, 4 tokens scored",
+        "details": {"interval": {"level": 0.95, "perplexity": [2.0, 3.0], "bits_per_byte": None}},
+        **changes,
+    }
+
+
+def _children(database: Path, run_dir: Path) -> list[str]:
+    """The MLflow runs below that of a run directory."""
+    parent = run_id_of(run_dir)
+    tags = {run: tags_of(database, run) for run in run_ids(database)}
+    return [run for run in tags if tags[run].get("mlflow.parentRunId") == parent]
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are only written: as if the process that sends them were killed."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("killed")
+
+    monkeypatch.setattr("txl_dist.tracking.evaluations.subprocess.run", fail)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_an_evaluation_is_a_child_run_with_its_model_its_data_and_its_settings(
+    run_dir: Path,
+) -> None:
+    database = run_dir.parent / "mlflow.db"
+    write_steps(run_dir, range(1, 6))
+    write_manifest(run_dir, 5)
+    sender = sender_for(run_dir)
+    sender.pump()
+    assert not log_evaluations([(run_dir, _result()), (run_dir, _result(mem_len=0, nats=14.0))])
+    sender.pump()
+
+    names = {tags_of(database, r)["mlflow.runName"]: r for r in _children(database, run_dir)}
+    assert sorted(names) == ["eval step 5: valid, mem_len 0", "eval step 5: valid, mem_len 64"]
+    second = names["eval step 5: valid, mem_len 64"]
+    assert tags_of(database, second)["txl.protocol"] == "split valid, 4 tokens scored"
+    assert status_of(database, second) == "FINISHED"
+    assert recorded_steps(database, second, "valid/mem_len_64/perplexity_low") == [5]
+    client = MlflowClient(f"sqlite:///{database}")
+    run = client.get_run(second)
+    assert run.data.metrics["valid/mem_len_64/nats"] == 12.5
+    assert (run.data.params["mem_len"], run.data.params["mode"]) == ("64", "exact")
+    (data,) = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.tags[0].value) == ("books/valid", "evaluation")
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    assert [each.model_id for each in run.inputs.model_inputs] == [model.model_id]
+    scores = {metric.key: metric for metric in model.metrics or ()}
+    assert scores["valid/mem_len_0/nats"].value == 14.0
+    assert scores["valid/mem_len_64/nats"].dataset_digest == DIGEST[:36]
+    assert scores["valid/mem_len_64/nats"].step == 5
+
+
+@pytest.mark.fault_row(32)
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("fault", ["500", "lost response"])
+def test_an_evaluation_arrives_once_although_calls_fail(
+    run_dir: Path, server: MlflowServer, fault: str
+) -> None:
+    """The first call of each kind fails; with a lost response it was executed nevertheless."""
+    server.open()
+    sender = sender_for(run_dir, server.uri)
+    sender.pump()
+    failed = set[str]()
+
+    def once(path: str, body: bytes) -> str:
+        kind = f"{path} {b'metrics' in body}"
+        is_new = kind not in failed
+        failed.add(kind)
+        return fault if is_new else ""
+
+    server.fault = once
+    results = [(run_dir, _result(split="a")), (run_dir, _result(split="b"))]
+    log_evaluations(results)
+    for _ in range(50):
+        try:
+            deliver_evaluations([run_dir])
+            break
+        except UnavailableError:
+            continue
+    server.fault = None
+    children = _children(server.database, run_dir)
+    assert len(children) == 2
+    recorded = [
+        recorded_steps(server.database, run, f"{split}/mem_len_64/nats")
+        for run in children
+        for split in "ab"
+    ]
+    assert sorted(recorded) == [[], [], [5], [5]]
+
+
+def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
+    run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not log_evaluations([(run_dir, _result())]), "never tracked"
+    assert not (run_dir / EVALUATIONS).exists()
+    server.open()
+    write_steps(run_dir, range(1, 6))
+    sender = sender_for(run_dir, server.uri)
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
+    server.close()
+    with caplog.at_level(logging.WARNING):
+        assert not log_evaluations([(run_dir, _result())], timeout_seconds=0.2)
+    assert f"txl track sync {run_dir}" in caplog.text
+    assert _children(server.database, run_dir) == []
+    server.open()
+    synced = sender_for(run_dir, server.uri)
+    synced.pump()
+    synced.set_end_status("finished")
+    synced.finish()
+    (child,) = _children(server.database, run_dir)
+    assert recorded_steps(server.database, child, "valid/mem_len_64/nats") == [5]
+    assert status_of(server.database, run_id_of(run_dir)) == "FINISHED"
+
+
+@pytest.mark.slow
+def test_several_evaluations_are_children_of_their_training_runs(
+    run_dir: Path, server: MlflowServer
+) -> None:
+    """With the process that txl eval starts."""
+    server.open()
+    sender_for(run_dir, server.uri).pump()
+    other = run_dir.with_name("other")  # a second training run of the same experiment
+    shutil.copytree(run_dir, other)
+    sender_for(other, server.uri).pump()
+    scored = [(run, _result(split=split)) for run in (run_dir, other) for split in "ab"]
+    assert log_evaluations(scored, timeout_seconds=300)
+    for run in (run_dir, other):
+        children = _children(server.database, run)
+        assert len(children) == 2
+        assert {status_of(server.database, child) for child in children} == {"FINISHED"}
+
+
+@pytest.mark.usefixtures("no_process")
+def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`deliver_evaluations` waits for it and sends nothing twice."""
+    monkeypatch.setattr(
+        "txl_dist.tracking.evaluations.wait_for_lock", lambda _, timeout_seconds: False
+    )
+    sender = sender_for(run_dir)
+    sender.pump()
+    log_evaluations([(run_dir, _result())])
+    waiting = threading.Thread(target=deliver_evaluations, args=([run_dir],))
+    waiting.start()
+    assert waiting.is_alive()
+    sender.pump()
+    waiting.join(timeout=60)
+    assert not waiting.is_alive()
+    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_damaged_line_does_not_stop_the_delivery(run_dir: Path) -> None:
+    sender = sender_for(run_dir)
+    sender.pump()
+    log_evaluations([(run_dir, _result())])
+    with (run_dir / EVALUATIONS).open("a") as file:
+        file.write('{"step": 5, "key": "edited"}\nnot JSON\n')
+    log_evaluations([(run_dir, _result(mem_len=0))])
+    sender.pump()
+    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 2
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    assert state.evaluations_bytes == (run_dir / EVALUATIONS).stat().st_size

@@ -28,8 +28,8 @@ def load(
         raise ValueError(f"{directory / 'config.json'} is not that of a model of this file")
     tensors = read_safetensors(directory / "model.safetensors", content["weights_sha256"])
     moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    path = directory / "tokenizer.json"
-    tokenizer = Tokenizer(path, content.get("tokenizer")) if path.exists() else None
+    path = directory / "txl_tokenizer.json"
+    tokenizer = Tokenizer(json.loads(path.read_text("utf-8"))) if path.exists() else None
     return TransformerXL(content["model"], moved, content["reading"]["tgt_len"]), tokenizer
 
 
@@ -53,14 +53,13 @@ def read_safetensors(path: Path, sha256: str) -> dict[str, Tensor]:
 class Tokenizer:
     """Text to ids and back: bytes, characters, words, numbers, or the library `tokenizers`."""
 
-    def __init__(self, path: Path, of_library: dict[str, Any] | None) -> None:
-        """`of_library`: what config.json says of a tokenizer of that library."""
-        content = of_library or json.loads(path.read_text("utf-8"))
+    def __init__(self, content: dict[str, Any]) -> None:
+        """`content`: that of txl_tokenizer.json."""
         self.kind, self.library = content["type"], None
-        if of_library:
+        if "tokenizer" in content:
             from tokenizers import Tokenizer as Library  # pip install tokenizers
 
-            self.library = Library.from_file(str(path))
+            self.library = Library.from_str(json.dumps(content["tokenizer"]))
         self.symbols = content.get("symbols") or content.get("names") or []
         self.id_of = {symbol: number for number, symbol in enumerate(self.symbols)}
         self.end: int = content.get("end_of_document", len(self.symbols))

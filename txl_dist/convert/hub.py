@@ -10,20 +10,53 @@ Nothing in it is a pickle.
 """
 
 import json
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from data_pipeline.tokenizers import Tokenizer
-from txl_dist.checkpoint.manifest import TOKENIZER_NAME
-from txl_dist.convert.standalone import FILE_NAME, source_for
+from txl_dist.checkpoint.manifest import TOKENIZER_NAME, load_checkpoint_manifest
+from txl_dist.convert.model_card import card, read_facts, read_result
+from txl_dist.convert.standalone import FILE_NAME, require_supported, source_for
 from txl_dist.convert.stored_model import (
     DEFAULT_READING,
     HUB_TOKENIZER_NAME,
     Reading,
+    find_model,
     write_exported,
 )
 from txl_dist.model.transformer_xl import TransformerXL
 
 CARD_NAME = "README.md"
+
+
+def export_for_hub(
+    directory: Path,
+    checkpoint: Path,
+    model: TransformerXL,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    *,
+    scores: Sequence[Path] = (),
+) -> None:
+    """Write the directory for a checkpoint of a run. `scores`: files of `txl eval --json`.
+
+    Raises ConfigError for a model that the stand-alone file cannot compute, CheckpointError for
+    scores of another model.
+    """
+    require_supported(model.config)
+    stored, manifest = find_model(checkpoint), load_checkpoint_manifest(checkpoint)
+    is_in_run = checkpoint.parent.name == "checkpoints"
+    facts = read_facts(
+        checkpoint,
+        manifest,
+        name=(checkpoint.parent.parent if is_in_run else checkpoint).resolve().name,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        tokenizer=tokenizer,
+        weights=stored.weights,
+        results=[read_result(path, stored.digest) for path in scores],
+    )
+    write_for_hub(directory, model, tokenizer, reading, card=card(facts))
 
 
 def write_for_hub(
@@ -33,13 +66,13 @@ def write_for_hub(
     reading: Reading = DEFAULT_READING,
     *,
     card: str,
-    written_by: str,
 ) -> None:
     """Write the directory, completely or not at all.
 
-    `card`: text of README.md. `written_by`: name and version of this program. Raises ConfigError
-    for a model that the stand-alone file cannot compute, and as `write_exported`.
+    `card`: text of README.md. Raises ConfigError for a model that the stand-alone file cannot
+    compute, and as `write_exported`.
     """
+    written_by = f"txl-dist {version('txl-dist')}"
     files = {FILE_NAME: source_for(model.config, written_by=written_by), CARD_NAME: card}
     if tokenizer is not None and (library := library_json(tokenizer)) is not None:
         files[TOKENIZER_NAME] = library

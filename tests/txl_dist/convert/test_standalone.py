@@ -4,6 +4,7 @@ Its logits are compared in a process of its own, `python -I`, in which an import
 of anything but torch and the standard library, fails.
 """
 
+import ast
 import json
 import runpy
 import subprocess
@@ -15,16 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
+from data_pipeline.tokenizers.byte_char_word import LINE_END, UNKNOWN_WORD, WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
+from data_pipeline.tokenizers.pretrained import HARD_STRINGS
 from tests.support.small_models import MODERN, SHORT_AND_LONG, VOCAB_SIZE, random_text, small_model
 from txl_dist.convert.hub import write_for_hub
-from txl_dist.convert.standalone import require_supported, source_for
+from txl_dist.convert.standalone import FILE_NAME, require_supported, source_for, text
 from txl_dist.convert.standalone.model import KINDS
-from txl_dist.convert.stored_model import Reading, find_model
+from txl_dist.convert.stored_model import Reading
 from txl_dist.errors import ConfigError
 from txl_dist.generation.generate import generate_texts
 from txl_dist.generation.text import Sampling, TextLimits
@@ -53,7 +54,6 @@ CASES: dict[str, dict[str, Any]] = {
     "associative": {"memory": "associative"},
     "associative, modern": MODERN["modern"] | {"memory": "associative"},
 }
-WRITTEN_BY = "txl-dist of the tests"
 NUM_ROWS, SEGMENTS = 2, (4, 4, 3, 1, 4)
 ALONE = """
 import importlib.abc, json, pathlib, runpy, sys
@@ -100,7 +100,7 @@ def alone(program: str, *words: object, refused: str = "tokenizers") -> str:
 
 def export(directory: Path, model: TransformerXL, tokenizer: Tokenizer | None = None) -> None:
     reading = Reading(tgt_len=4, reset="document")
-    write_for_hub(directory, model, tokenizer, reading, card="# A model\n", written_by=WRITTEN_BY)
+    write_for_hub(directory, model, tokenizer, reading, card="# A model\n")
 
 
 def expected(model: TransformerXL, ids: list[Tensor], starts: list[Tensor]) -> Tensor:
@@ -165,3 +165,93 @@ def test_every_kind_of_memory_and_encoding_is_compared() -> None:
     configs = [ModelConfig(**({"vocab_size": VOCAB_SIZE} | options)) for options in CASES.values()]
     assert {config.memory for config in configs} == {*MEMORY_KINDS} == {*KINDS}
     assert {config.distance_encoding for config in configs} == {*DISTANCE_ENCODINGS}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["paper", "modern", "no memory", "absolute", "compressive", "recurrent+tokens", "associative"],
+)
+def test_it_draws_the_same_tokens(name: str, tmp_path: Path) -> None:
+    model = small_model(**CASES[name]).float().eval()
+    ids = IdTokenizer(VOCAB_SIZE, end_of_document=0, names={1: "one", 2: "two"})
+    export(tmp_path, model, ids)
+    module = runpy.run_path(str(tmp_path / FILE_NAME))
+    loaded, tokenizer = module["load"](tmp_path)
+    for options in ({"temperature": 0}, {"top_k": 5}, {"temperature": 0.8, "top_p": 0.7}):
+        # A prompt of several segments, and one token more than two of them afterwards.
+        (ours,) = generate_texts(
+            model, ids, ["one two 3 one two 4"], tgt_len=4, sampling=Sampling(**options),
+            limits=TextLimits(max_tokens=9), seed=5,
+        )  # fmt: skip
+        drawn = module["generate"](
+            loaded, tokenizer, "one two 3 one two 4", max_tokens=9, seed=5, **options
+        )
+        assert drawn == ours.text
+
+
+WORDS = ["the", "tide", UNKNOWN_WORD, LINE_END, "comes"]
+TEXTS = ["the tide\ncomes  in\n\n the\ntide", "\n\n", "", "tide", " the \n", *HARD_STRINGS]
+
+
+def tokenizers() -> dict[str, Tokenizer]:
+    def trained(name: str) -> Tokenizer:
+        settings = PrepareSettings(tokenizer=name, vocab_size=280 if name == "bpe" else None)
+        return train_tokenizer(settings, lambda: iter(["the tide comes in, the tide goes out"]))
+
+    return {
+        "byte": ByteTokenizer(),
+        "char": trained("char"),
+        "bpe": trained("bpe"),
+        "word": WordTokenizer(WORDS),
+        "word, both": WordTokenizer(WORDS, lines="both", opens_documents=False),
+    }
+
+
+@pytest.mark.parametrize("name", tokenizers())
+def test_its_tokenizer_gives_the_same_ids_and_texts(name: str) -> None:
+    ours = tokenizers()[name]
+    copy = text.Tokenizer(json.loads(ours.to_json()))
+    assert (copy.end, copy.opens_documents) == (ours.end_of_document, ours.opens_documents)
+    for written in TEXTS:
+        ids = ours.encode(written).tolist()
+        assert copy.encode(written) == ids
+        assert copy.decode([ours.end_of_document, *ids]) == ours.decode(ids)
+
+
+def test_it_imports_nothing_but_torch_and_the_standard_library() -> None:
+    allowed = {"torch", *sys.stdlib_module_names}
+    for kind in KINDS:
+        config = ModelConfig(vocab_size=VOCAB_SIZE, memory=kind)
+        source = source_for(config, written_by="tests")
+        tree = ast.parse(source)
+        modules = [
+            *(node.module for node in tree.body if isinstance(node, ast.ImportFrom)),
+            *(a.name for node in tree.body if isinstance(node, ast.Import) for a in node.names),
+        ]
+        assert {module.partition(".")[0] for module in modules} <= allowed
+        # The kind of memory of its model, and no other one.
+        assert ("class Associative" in source) == (config.memory == "associative")
+        assert len(source.splitlines()) < 560
+
+
+def test_a_joined_file_is_in_the_format_of_this_project(tmp_path: Path) -> None:
+    for kind in KINDS:
+        config = ModelConfig(vocab_size=VOCAB_SIZE, memory=kind)
+        (tmp_path / f"{kind}.py").write_text(source_for(config, written_by="tests"))
+    for words in (("check", "--select=E,F,I,B"), ("format", "--check")):
+        command = [sys.executable, "-m", "ruff", *words, "--config=line-length=100", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_what_it_cannot_compute_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="vocab_size=null"):
+        require_supported(ModelConfig(vocab_size=None))
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    export(tmp_path, small_model())
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(ValueError, match=r"model\.safetensors has sha256"):
+        text.load(tmp_path)

@@ -93,7 +93,8 @@ class Tokenizer:
         if self.kind == "ids":
             return " ".join((self.symbols[n : n + 1] or [""])[0] or str(n) for n in ids)
         line_ends = r"( ?\n ?)+" if self.opens_lines else r" ?\n ?"
-        return re.sub(line_ends, "\n", " ".join(self.symbols[number] for number in ids))
+        text = re.sub(line_ends, "\n", " ".join(self.symbols[number] for number in ids))
+        return text.lstrip("\n") if self.opens_lines else text
 
 
 @torch.no_grad()

@@ -195,8 +195,8 @@ def _how_to_run(facts: CardFacts) -> str:
     return f"""## How to run it
 
 `{FILE_NAME}` has the model, its memory, the tokenizer and generation in one file of Python. It
-needs `pip install torch`{library}, and no other package. Nothing here is a pickle, and nothing needs
-`trust_remote_code`: you import the file yourself, and can read it first.
+needs `pip install torch`{library}, and no other package. Nothing here is a pickle, and nothing
+needs `trust_remote_code`: you import the file yourself, and can read it first.
 
 ```python
 import torch

@@ -1,6 +1,8 @@
 """`txl export --format hf`: a directory for people without txl, which txl reads, too."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from txl_dist.convert.hub import write_for_hub
 from txl_dist.convert.stored_model import Reading, find_model
 from txl_dist.training.scores import ScoreTable
 
+ROOT = Path(__file__).parents[3]
 TEXT = ("--prompt", "def ", "--max-tokens", 9, "--temperature", 2, "--seed", 4)
 
 
@@ -78,6 +81,23 @@ def test_its_file_continues_a_prompt_as_txl_does(run: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     ours = json.loads(run_txl("generate", run, *TEXT, "--json")[1])
     assert done.stdout.decode() == f"def {ours['text']}\n"
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_how_to_and_of_the_card_run(run: Path, tmp_path: Path) -> None:
+    card = export(run, tmp_path / "hf")
+    how_to = ROOT / "docs" / "how_to" / "share_a_model.md"
+    for text in (how_to.read_text("utf-8"), card):
+        (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path / "hf",
+            env={"PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_tokenizer_of_the_library_is_written_for_it_and_for_txl(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -193,6 +195,19 @@ def test_it_draws_the_same_tokens(name: str, tmp_path: Path) -> None:
         assert drawn == ours.text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_memory_can_be_stored_and_its_rows_selected(kind: str, tmp_path: Path) -> None:
+    export(tmp_path, small_model(memory=kind))
+    model, _ = text.load(tmp_path, dtype=torch.float64)
+    first_BT, second_BT = random_text(3, 8).split(4, dim=1)
+    _, memory = model(first_BT, None)
+    logits_BTV, _ = model(second_BT, memory)
+    stored = load_tensors(save_tensors(memory))
+    rows = [2, 0]
+    again_BTV, _ = model(second_BT[rows], {name: x[rows] for name, x in stored.items()})
+    torch.testing.assert_close(again_BTV, logits_BTV[rows])
+
+
 WORDS = ["the", "tide", UNKNOWN_WORD, LINE_END, "comes"]
 TEXTS = ["the tide\ncomes  in\n\n the\ntide", "\n\n", "", "tide", " the \n", *HARD_STRINGS]
 
@@ -251,6 +266,13 @@ def test_a_joined_file_is_in_the_format_of_this_project(tmp_path: Path) -> None:
 def test_what_it_cannot_compute_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="vocab_size=null"):
         require_supported(ModelConfig(vocab_size=None))
+
+
+def test_a_prompt_needs_a_token() -> None:
+    words = WordTokenizer(WORDS, opens_documents=False)
+    tokenizer = text.Tokenizer(json.loads(words.to_json()))
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        text.generate(None, tokenizer, " ")  # type: ignore[arg-type]
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:

@@ -188,7 +188,8 @@ class Recurrent:
         new = {"age": age_BT[:, -1] + 1}
         for n, mem_len in enumerate(self.mem_lens):
             rows_BND = torch.cat([memory[f"layer-{n}"], hidden[n]], dim=1)
-            new[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - mem_len :]
+            # A copy: a view would keep the whole segment.
+            new[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - mem_len :].clone()
         return new
 
 

@@ -41,6 +41,8 @@ def read_safetensors(path: Path, sha256: str) -> dict[str, Tensor]:
     start, tensors = 8 + int.from_bytes(raw[:8], "little"), {}
     for name, entry in json.loads(raw[8:start]).items():
         if name != "__metadata__":
+            if entry["dtype"] != "F32":
+                raise ValueError(f"{path}: {name} is {entry['dtype']}, expected F32")
             count, offset = math.prod(entry["shape"]), start + entry["data_offsets"][0]
             flat = torch.frombuffer(raw, dtype=torch.float32, count=count, offset=offset)
             tensors[name] = flat.view(entry["shape"])
@@ -148,6 +150,8 @@ def generate(
     """The continuation of a prompt that begins a document; `sampling` as in `generate_ids`."""
     start = [tokenizer.end] if tokenizer.opens_documents else []
     ids, new = [*start, *tokenizer.encode(prompt)], []
+    if not ids:
+        raise ValueError("the prompt has no tokens, and no token begins documents: give a text")
     for number in islice(generate_ids(model, ids, **sampling), max_tokens):
         if number == tokenizer.end:
             break

@@ -36,7 +36,7 @@ class RecurrentAndTokens(Recurrent):
         return x[:, self.num_added : -self.num_added]
 
     def after(self, memory: Memory, hidden: list[Tensor], age_BT: Tensor) -> Memory:
-        written_BmD = hidden[-1][:, -self.num_added :].to(memory["tokens"].dtype)
+        written_BmD = hidden[-1][:, -self.num_added :].to(memory["tokens"].dtype, copy=True)
         own = [self.remove_tokens(x) for x in hidden]
         return super().after(memory, own, age_BT) | {"tokens": written_BmD}
 

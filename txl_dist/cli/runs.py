@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -360,13 +360,35 @@ def import_(
     _print_model({"source": str(source), "format": kind}, out, model, as_json=as_json)
 
 
-def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> None:
-    """Write model.safetensors, config.json and tokenizer.json of a checkpoint, and nothing else.
+def export(
+    checkpoint: SavedCheckpoint,
+    out: Out,
+    format_: Annotated[
+        Literal["txl", "hf"],
+        typer.Option(
+            "--format",
+            help="`txl`: weights, config and tokenizer. `hf`: also a model card and one Python "
+            "file that runs the model with torch alone, as model hubs expect.",
+        ),
+    ] = "txl",
+    scores: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="With `hf`: a result of txl eval --json for the card; can be repeated.",
+            parser=path_argument,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write model.safetensors, config.json and tokenizer.json of a checkpoint, for txl or others.
 
     If the run averaged its weights (optimizer.averaging), the average is written.
 
     Example: txl export runs/quickstart --out models/quickstart
     """
+    if scores and format_ != "hf":
+        raise ConfigError("--scores is for the model card of --format hf; add it")
     from txl_dist.checkpoint.directory import resolve_checkpoint
     from txl_dist.checkpoint.reader import load_model
     from txl_dist.convert.stored_model import Reading, write_exported
@@ -375,7 +397,12 @@ def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> No
     model, tokenizer, manifest = load_model(path)
     # How the model read its training text: txl eval and txl generate take it as their default.
     reading = Reading(tgt_len=manifest.segment_len, reset=manifest.run["data.reset"])
-    write_exported(out, model, tokenizer, reading)
+    if format_ == "hf":
+        from txl_dist.convert.hub import export_for_hub
+
+        export_for_hub(out, path, model, tokenizer, reading, scores=scores or ())
+    else:
+        write_exported(out, model, tokenizer, reading)
     _print_model({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
 
 

@@ -26,6 +26,7 @@ from txl_dist.convert.conversion import (
     read_json,
     transformers_config,
 )
+from txl_dist.convert.stored_model import FORMAT
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -39,6 +40,11 @@ def read_model(source: Path) -> tuple[TransformerXL, str]:
     if source.is_file() and source.suffix == ".npz":
         return read_original(source), "original"
     if (source / "config.json").is_file():
+        if read_json(source / "config.json").get("format") == FORMAT:
+            raise ConfigError(
+                f"{source} is a model of txl export, which needs no import: txl eval {source} "
+                f"DATA, txl generate {source} --prompt TEXT"
+            )
         return read_transformers(source), "transformers"
     hint = ""
     if any((source / name).exists() for name in ("checkpoints", "manifest.json")):

@@ -6,13 +6,15 @@ the description before the weights are loaded.
 The export format is a directory with model.safetensors, config.json and, if known, tokenizer.json.
 config.json has the ModelConfig, how the model read its text in training, and the sha256 of the
 weights. It is written last, so a directory without it is incomplete. Parameters have this project's
-names and are fp32.
+names and are fp32. A directory for others (hub.py) has more files, and the tokenizer under another
+name.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -53,6 +55,8 @@ from txl_dist.model.transformer_xl import TransformerXL
 
 FORMAT: Literal["txl-model"] = "txl-model"
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+HUB_TOKENIZER_NAME = "txl_tokenizer.json"
+"""In a directory in which tokenizer.json is the file of the `tokenizers` library, or missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +89,14 @@ def write_exported(
     model: TransformerXL,
     tokenizer: Tokenizer | None,
     reading: Reading = DEFAULT_READING,
+    *,
+    tokenizer_name: str = TOKENIZER_NAME,
+    more_files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a model to a new or empty directory, completely or not at all.
 
-    Raises CheckpointError if a parameter is NaN or Inf, ConfigError if the directory is not empty.
+    `more_files`: texts by name. Raises CheckpointError if a parameter is NaN or Inf, ConfigError if
+    the directory is not empty.
     """
     state = model.state_dict()
     weights = check_tensors(state, state, origin="the model to write")
@@ -103,7 +111,9 @@ def write_exported(
             staging = staged.stage()
             write_with(staging / WEIGHTS_NAME, lambda path: save_file(contiguous, path))
             if tokenizer is not None:
-                write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode())
+                write_synced(staging / tokenizer_name, tokenizer.to_json().encode())
+            for name, content in more_files.items():
+                write_synced(staging / name, content.encode())
             config = ExportedConfig(
                 weights_sha256=sha256_file(staging / WEIGHTS_NAME),
                 model=asdict(model.config),
@@ -157,7 +167,12 @@ def load_exported(
     origin = str(directory / CONFIG_NAME)
     model = empty_model(config or stored_config, origin=origin, num_tensors=len(weights))
     checked = check_tensors(weights, model.state_dict(), origin=str(path))
-    return assign_weights(model, checked), _tokenizer(directory / TOKENIZER_NAME, stored_config)
+    return assign_weights(model, checked), _tokenizer(_tokenizer_path(directory), stored_config)
+
+
+def _tokenizer_path(directory: Path) -> Path:
+    path = directory / HUB_TOKENIZER_NAME
+    return path if path.exists() else directory / TOKENIZER_NAME
 
 
 def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
@@ -249,12 +264,13 @@ def find_model(path: str | Path, *, weights: Weights = "auto") -> StoredModel:
 
 def _exported(path: Path) -> StoredModel:
     exported, config = _read_config(path)
-    tokenizer = _tokenizer(path / TOKENIZER_NAME, config)
+    tokenizer_path = _tokenizer_path(path)
+    tokenizer = _tokenizer(tokenizer_path, config)
     return StoredModel(
         path=path,
         digest=sha256_of([asdict(config), exported.weights_sha256]),
         config=config,
-        tokenizer=StoredTokenizer(path / TOKENIZER_NAME, tokenizer.digest) if tokenizer else None,
+        tokenizer=StoredTokenizer(tokenizer_path, tokenizer.digest) if tokenizer else None,
         tgt_len=exported.reading.tgt_len,
         reset=exported.reading.reset,
         load=lambda changed: load_exported(path, config=changed),

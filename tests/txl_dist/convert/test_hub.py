@@ -1,0 +1,157 @@
+"""`txl export --format hf`: a directory for people without txl, which txl reads, too."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.tokenizers import train_tokenizer
+from tests.support.commands import run_txl
+from tests.support.small_models import small_model
+from tests.txl_dist.checkpoint import saving
+from txl_dist.convert.hub import write_for_hub
+from txl_dist.convert.stored_model import Reading, find_model
+from txl_dist.training.scores import ScoreTable
+
+ROOT = Path(__file__).parents[3]
+TEXT = ("--prompt", "def ", "--max-tokens", 9, "--temperature", 2, "--seed", 4)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    saving.save(path, step=2)
+    table = ScoreTable(saving.CheckpointDirectory(path), is_due=lambda step: True)
+    table.add(saving.BEST.model_copy(update={"step": 2, "nats": 21.0, "tokens_scored": 10}))
+    (path / "logs").mkdir(exist_ok=True)
+    (path / "logs" / "rank-0.log").write_text("12:00 a new run | 2 parameters | 3 ranks on cpu | x")
+    return path
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("the tide comes in, the tide goes out. " * 9)
+    (tmp_path / "more.txt").write_text("and out again. " * 9)
+    inputs = [tmp_path / "text.txt", tmp_path / "more.txt"]
+    prepare_dataset(inputs, tmp_path / "data", PrepareSettings(split={"valid": 0.5}))
+    return tmp_path / "data"
+
+
+def export(run: Path, out: Path, *options: object) -> str:
+    code, output = run_txl("export", run, "--format", "hf", "--out", out, *options)
+    assert code == 0, output
+    return (out / "README.md").read_text()
+
+
+def test_the_directory_is_a_model_of_txl_without_a_pickle(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "hf")
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert names == {
+        "README.md", "config.json", "model.safetensors", "transformer_xl.py", "txl_tokenizer.json",
+    }  # fmt: skip
+    texts = [
+        json.loads(run_txl("generate", path, *TEXT, "--json")[1])["text"]
+        for path in (run, tmp_path / "hf")
+    ]
+    assert texts[0] == texts[1]
+    digest = find_model(run).tokenizer
+    assert digest
+    assert find_model(tmp_path / "hf").tokenizer == type(digest)(
+        tmp_path / "hf" / "txl_tokenizer.json", digest.digest
+    )
+    code, output = run_txl("import", tmp_path / "hf", "--out", tmp_path / "again")
+    assert (code, "needs no import" in output) == (2, True)
+
+
+@pytest.mark.slow
+def test_its_file_continues_a_prompt_as_txl_does(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "hf")
+    words = [str(word) for word in TEXT]
+    command = [sys.executable, "-I", str(tmp_path / "hf" / "transformer_xl.py"), *words]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ours = json.loads(run_txl("generate", run, *TEXT, "--json")[1])
+    assert done.stdout.decode() == f"def {ours['text']}\n"
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_how_to_and_of_the_card_run(run: Path, tmp_path: Path) -> None:
+    card = export(run, tmp_path / "hf")
+    how_to = ROOT / "docs" / "how_to" / "share_a_model.md"
+    for text in (how_to.read_text("utf-8"), card):
+        (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path / "hf",
+            env={"PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_of_the_library_is_written_for_it_and_for_txl(tmp_path: Path) -> None:
+    settings = PrepareSettings(tokenizer="bpe", vocab_size=280)
+    bpe = train_tokenizer(settings, lambda: iter(["the tide comes in, the tide goes out"]))
+    model = small_model(vocab_size=bpe.vocab_size)
+    write_for_hub(tmp_path, model, bpe, Reading(tgt_len=4, reset="document"), card="")
+    library = LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert library.encode("the tide").ids == bpe.encode("the tide").tolist()
+    stored = find_model(tmp_path)
+    assert stored.tokenizer
+    assert stored.tokenizer.digest == bpe.digest
+    assert stored.tokenizer.load() is not None
+
+
+def test_the_card_says_what_the_run_knows_and_no_more(run: Path, tmp_path: Path) -> None:
+    card = export(run, tmp_path / "hf")
+    number = sum(p.numel() for p in saving.model(2).parameters())
+    for fact in (f"{number:,} parameters", "for 2 steps", "the previous 5 tokens", "| cpu |"):
+        assert fact in card
+    assert "2.1000 nats per token" in card
+    assert "10 tokens scored" in card
+    for unknown in ("None |", "null", "license:", "language:", "hours", "documents of"):
+        assert unknown not in card
+    (run / "logs" / "rank-0.log").unlink()
+    assert "device of a rank" not in export(run, tmp_path / "again")
+
+
+def test_scores_are_in_the_card_with_their_protocol_and_as_hubs_read_them(
+    run: Path, dataset: Path, tmp_path: Path
+) -> None:
+    code, result = run_txl("eval", run, dataset, "--split", "valid", "--json")
+    assert code == 0, result
+    (tmp_path / "valid.json").write_text(result)
+    score = json.loads(result)
+    card = export(run, tmp_path / "hf", "--scores", tmp_path / "valid.json")
+    assert f"Protocol: {score['protocol']}" in card
+    read = ModelCard.load(tmp_path / "hf" / "README.md").data
+    assert read.pipeline_tag == "text-generation"
+    metrics = {each.metric_type: each.metric_value for each in read.eval_results}
+    assert metrics["perplexity"] == score["perplexity"]
+    assert yaml.safe_load(card.split("---")[1])["model-index"][0]["name"] == "run"
+
+
+def test_the_score_of_another_model_is_refused(run: Path, dataset: Path, tmp_path: Path) -> None:
+    saving.save(tmp_path / "other", step=3)
+    _, result = run_txl("eval", tmp_path / "other", dataset, "--split", "valid", "--json")
+    (tmp_path / "score.json").write_text(result)
+    (tmp_path / "no.json").write_text("[]")
+    for name, text in (("score.json", "score of another model"), ("no.json", "not a result")):
+        code, output = run_txl(
+            "export", run, "--format", "hf", "--out", tmp_path / "hf", "--scores", tmp_path / name
+        )
+        assert (code, text in output) == (4, True)
+    assert not (tmp_path / "hf").exists()
+    code, output = run_txl("export", run, "--out", tmp_path / "x", "--scores", tmp_path / "no.json")
+    assert (code, "--format hf" in output) == (2, True)

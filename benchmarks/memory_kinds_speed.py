@@ -63,7 +63,7 @@ def config(**options: Any) -> ModelConfig:
 
 def rows(works: dict[str, Work], rounds: int) -> list[str]:
     runs = {name: work.run for name, work in works.items()}
-    times = time_rounds(runs, rounds=rounds, clock=time.thread_time)
+    times = time_rounds(runs, rounds=rounds, warm_up_rounds=1, clock=time.thread_time)
     base, lines = works["recurrent"], []
     for name, work in works.items():
         ratio = times[name].median / times["recurrent"].median

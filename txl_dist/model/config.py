@@ -247,7 +247,8 @@ class ModelConfig:
                 f"mem_shares has {len(shares)} entries for n_layer={self.n_layer}; give one per "
                 "layer, or fewer that are repeated"
             )
-        if self.same_length and 0 in self.mem_lens:
+        # Not by `mem_lens`: foreign configs may name any number of layers.
+        if self.same_length and 0 in [round(self.mem_len * share) for share in shares]:
             raise ValueError(
                 "same_length=true needs a memory in every layer: raise the smallest of mem_shares"
             )

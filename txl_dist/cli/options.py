@@ -43,9 +43,19 @@ def path_argument(text: str) -> Path:
     return Path(require_local(text))
 
 
+def config_argument(text: str) -> Path:
+    """A `parser=` for typer: a config file, or the name of a config of the package. Raises
+    ConfigError, before a command imports pydantic.
+    """
+    from txl_dist.config.named_configs import find_config
+
+    path = require_local(text)
+    return Path(path) if _are_elsewhere.get() else find_config(path)
+
+
 @contextmanager
 def paths_of_another_machine() -> Iterator[None]:
-    """Parse a command that will run elsewhere: its checkpoints need not exist here."""
+    """Parse a command that will run elsewhere: its checkpoints and config need not exist here."""
     token = _are_elsewhere.set(True)
     try:
         yield
@@ -110,7 +120,12 @@ def print_result(content: Mapping[str, object], text: str, *, as_json: bool) -> 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file of one run.", parser=path_argument)
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="YAML file of one run, or the name of a config of the package (txl config list).",
+        parser=config_argument,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -53,6 +53,17 @@ def config_argument(text: str) -> Path:
     return Path(path) if _are_elsewhere.get() else find_config(path)
 
 
+def _complete_config(incomplete: str) -> list[tuple[str, str]]:
+    """For shells: names of configs, each with its summary. If none fits, shells complete files."""
+    from txl_dist.config.named_configs import named_configs, summary
+
+    return [
+        (name, summary(path))
+        for name, path in named_configs().items()
+        if name.startswith(incomplete)
+    ]
+
+
 @contextmanager
 def paths_of_another_machine() -> Iterator[None]:
     """Parse a command that will run elsewhere: its checkpoints and config need not exist here."""
@@ -125,6 +136,7 @@ ConfigPath = Annotated[
         metavar="CONFIG",
         help="YAML file of one run, or the name of a config of the package (txl config list).",
         parser=config_argument,
+        autocompletion=_complete_config,
     ),
 ]
 Overrides = Annotated[

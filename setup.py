@@ -1,5 +1,5 @@
-"""Puts configs/ into the wheel, as txl_dist/configs. Everything else is in pyproject.toml, which can
-list packages or find them, but not both.
+"""Puts configs/ into the wheel, as txl_dist/configs. Everything else is in pyproject.toml, which
+can list packages or find them, but not both.
 """
 
 from setuptools import find_packages, setup

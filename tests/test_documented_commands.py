@@ -30,7 +30,7 @@ from tests.support.documented_commands import (
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli import prepare as prepare_command
 from txl_dist.cli.app import app
-from txl_dist.cli.reproduce import experiments
+from txl_dist.cli.experiments import experiments
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 
@@ -131,7 +131,8 @@ def test_the_commands_of_a_header_fit_the_config_and_each_other(
         if name == "prepare":
             assert str(parameters["out"]) == str(config.data.path)
             if parameters["recipe"]:
-                experiment = experiments()[f"{parameters['recipe']}-base"]
+                rows = experiments()
+                experiment = rows.get(path.stem) or rows[f"{parameters['recipe']}-base"]
                 settings = settings_of(command, monkeypatch, tmp_path)
                 assert settings.format == experiment.corpus.format
                 assert settings == PrepareSettings(
@@ -145,7 +146,7 @@ def test_the_commands_of_a_header_fit_the_config_and_each_other(
             assert parameters["data"] == str(config.data.path)
             if path.parent.name == "paper":
                 experiment = experiments()[path.stem]
-                assert parameters["split"] == "test"
+                assert parameters["split"] == experiment.split
                 assert parameters["same_length"]
                 for option in ("tgt_len", "mem_len", "clamp_len"):
                     assert parameters[option] == experiment.lengths.get(option)

@@ -67,7 +67,9 @@ def test_the_sdist_builds_a_wheel_that_works_anywhere(tmp_path: Path) -> None:
     def txl(*words: str) -> str:
         return run("-P", "-m", "txl_dist", *words, cwd=elsewhere, path=target)
 
-    configs = {each["name"]: each for each in json.loads(txl("config", "list", "--json"))["configs"]}
+    configs = {
+        each["name"]: each for each in json.loads(txl("config", "list", "--json"))["configs"]
+    }
     shipped = (ROOT / "configs").rglob("*.yaml")
     assert {*configs} == {
         path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in shipped

@@ -73,7 +73,9 @@ def list_(as_json: AsJson = False) -> None:
     width = max(len(config["name"]) for config in configs) + 2
     for config in configs:
         print(f"{config['name']:<{width}}{config['summary']}")
-    print("\nAll settings of one: txl config show NAME. To change some: txl train NAME key=value ...")
+    print(
+        "\nAll settings of one: txl config show NAME. To change some: txl train NAME key=value ..."
+    )
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Finding a config: a file, or one of the configs that the package brings, by its name.
 
 A name is the path below configs/ without its suffix, such as `quickstart` or `paper/wt103-base`.
-In the repository the files are in configs/, which the wheel contains as txl_dist/configs (setup.py).
+In the repository the files are in configs/, which the wheel has as txl_dist/configs (setup.py).
 """
 
 import difflib
@@ -34,7 +34,7 @@ def find_config(given: str | Path) -> Path:
     """The file `given`, or the package's config of that name.
 
     A file wins. `configs/NAME.yaml` is also the name NAME, so that commands of the documents work
-    in every directory. Raises ConfigError if there is neither, or if a bare name may mean two files.
+    in every directory. Raises ConfigError if there is neither, or if a name may mean two files.
     """
     path = Path(given)
     if path.is_file():
@@ -60,7 +60,9 @@ def is_sent_with_the_code(path: Path) -> bool:
 
 def summary(path: Path) -> str:
     """The first sentence of a config's header: what the run is for, and its size."""
-    paragraph = itertools.takewhile(lambda line: line.strip("# "), path.read_text("utf-8").splitlines())
+    paragraph = itertools.takewhile(
+        lambda line: line.strip("# "), path.read_text("utf-8").splitlines()
+    )
     text = " ".join(line.removeprefix("#").strip() for line in paragraph)
     return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
 

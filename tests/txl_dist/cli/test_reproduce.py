@@ -19,7 +19,9 @@ from data_pipeline.tokenizers.recipes import RECIPES
 from tests.support.commands import run_txl, txl
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app
-from txl_dist.cli.reproduce import Corpus, Layout, experiments, find_published
+from txl_dist.cli.experiments import Corpus, Layout, experiments, find_published
+from txl_dist.cli.reproduce import SHRUNK, shrunk_memory
+from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError, DataError
 
 SMALL = (
@@ -46,7 +48,8 @@ def write_enwik8(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (["enwik9"], ConfigError, "expected one of wt103-base"),
+        (["enwik9-base"], ConfigError, "did you mean enwik8-base"),
+        (["wt103-128m-half"], ConfigError, "cannot be run. table 6, 28.33: needs a loss of the"),
         (["enwik8-base"], ConfigError, "--data DIR. Source: mattmahoney.net"),
         (["wt103-base", "--data", "."], DataError, "wiki.train.tokens, wiki.valid.tokens, "),
     ],
@@ -97,6 +100,60 @@ def run_experiment(name: str, data: Path, out: Path, *settings: str) -> dict[str
     return result
 
 
+def write_ptb(folder: Path) -> None:
+    folder.mkdir()
+    for split, size in (("train", 3000), ("valid", 300), ("test", 300)):
+        (folder / f"ptb.{split}.txt").write_text(wikitext(size))
+
+
+@pytest.mark.parametrize("options", [(), ("--shrink",)], ids=["", "shrunk"])
+def test_a_dry_run_checks_the_config_and_starts_nothing(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ptb(tmp_path / "ptb")
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "ptb", "--data", "ptb", "--dry-run", *options)
+    code, output = run_txl(*words, "optimizer.lr=1e-3", "--json")
+    assert code == 0, output
+    plan = json.loads(output)
+    _, train, evaluate = plan["commands"]
+    assert train[:3] == ["txl", "train", "paper/ptb"]
+    assert "optimizer.lr=1e-3" in train
+    assert evaluate[evaluate.index("--mem-len") + 1] == ("32" if options else "256")
+    assert plan["files"] == [f"ptb/ptb.{split}.txt" for split in SPLITS]
+    assert len(plan["not_the_papers_data"]) == 3
+    assert plan["shrunk"] == bool(options) == ("NO REPRODUCTION" in run_txl(*words)[1])
+    assert run_txl(*words, "optimizer.lr=-1")[0] == 2
+    assert [*tmp_path.iterdir()] == [tmp_path / "ptb"]
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_can_be_shrunk(name: str) -> None:
+    experiment = experiments()[name]
+    memory = shrunk_memory(experiment, shrink=True)
+    config = load_run_config(experiment.config, [*experiment.settings, *SHRUNK, *memory])
+    original = load_run_config(experiment.config, experiment.settings)
+    assert (config.model.mem_len == 0) == (original.model.mem_len == 0)
+    assert config.model.distance_encoding == original.model.distance_encoding
+    assert (config.num_steps, config.model.d_model) == (20, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [(), ("model.mem_len=0",)], ids=["memory", "no-memory"])
+def test_a_shrunken_experiment_runs_and_says_what_it_is(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_ptb(tmp_path / "ptb")
+    words = ("reproduce", "ptb", "--data", tmp_path / "ptb", "--out", tmp_path / "out", *settings)
+    ended = txl(*words, "--shrink", "--on", "processes", timeout_seconds=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "NO REPRODUCTION" in ended.stdout
+    result = json.loads((tmp_path / "out" / "reproduction.json").read_text())
+    assert result["shrunk"]
+    assert result["evaluation"]["mem_len"] == 32
+    assert {*SHRUNK, *settings} <= {*result["overrides"]}
+
+
 @pytest.mark.slow
 def test_an_experiment_runs_from_its_file_to_its_score(tmp_path: Path) -> None:
     write_enwik8(tmp_path / "unpacked" / "archive")
@@ -135,6 +192,7 @@ def ids_of(dataset: Path, split: str) -> np.ndarray:
 WT103, LM1B, ENWIK8 = (experiments()[f"{name}-base"].corpus for name in ("wt103", "lm1b", "enwik8"))
 SPLITS = ("train", "valid", "test")
 HUGGING_FACE = [f"{split}-00000-of-00001.parquet" for split in ("train", "validation", "test")]
+PTB, CONVERTED = experiments()["ptb"].corpus, "wikitext-103-v1/{}/0000.parquet"
 
 
 def write(folder: Path, *names: str) -> None:
@@ -146,21 +204,26 @@ def write(folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("above", ["", "archive/"])
 @pytest.mark.parametrize(
-    ("names", "train"),
+    ("corpus", "names"),
     [
-        ([f"wiki.{split}.tokens" for split in SPLITS], "wiki.train.tokens"),
-        ([f"wiki.{split}.raw" for split in SPLITS], "wiki.train.raw"),
-        (HUGGING_FACE, "train-*.parquet"),
+        (WT103, [f"wiki.{split}.tokens" for split in SPLITS]),
+        (WT103, [f"wiki.{split}.raw" for split in SPLITS]),
+        (WT103, HUGGING_FACE),
+        (WT103, [CONVERTED.format(split) for split in ("train", "validation", "test")]),
+        (PTB, [f"ptb.{split}.txt" for split in SPLITS]),
+        (PTB, [f"data/ptb.{split}.txt" for split in SPLITS]),
+        (PTB, [f"penn/{split}.txt" for split in SPLITS]),
     ],
 )
 def test_every_layout_is_found_in_the_directory_or_one_folder_below(
-    above: str, names: list[str], train: str, tmp_path: Path
+    above: str, corpus: Corpus, names: list[str], tmp_path: Path
 ) -> None:
     write(tmp_path / above, *names)
-    found = find_published(WT103, tmp_path)
-    assert found.inputs()[0] == f"train={tmp_path / above / train}"
+    found = find_published(corpus, tmp_path)
+    assert found.inputs()[0] == f"train={tmp_path / above / names[0]}"
     assert [word.partition("=")[0] for word in found.inputs()] == [*SPLITS]
-    assert [path.name for split in SPLITS for path in found.files(split)] == names
+    places = [path.relative_to(tmp_path / above) for split in SPLITS for path in found.files(split)]
+    assert [place.as_posix() for place in places] == names
 
 
 def test_of_hugging_face_s_configurations_the_paper_s_is_taken(tmp_path: Path) -> None:
@@ -173,6 +236,43 @@ def test_of_hugging_face_s_configurations_the_paper_s_is_taken(tmp_path: Path) -
         path.unlink()
     with pytest.raises(DataError, match=r"several folders: .*raw-v1, .*2-v1\. Give one of them"):
         find_published(WT103, tmp_path)
+
+
+def test_several_files_of_a_split_are_one_pattern(tmp_path: Path) -> None:
+    names = [f"train-{n:05}-of-00002.parquet" for n in range(2)]
+    write(tmp_path / "a[b]", *names, *HUGGING_FACE[1:])
+    found = find_published(WT103, tmp_path)
+    assert found.inputs()[0] == f"train={tmp_path}/a[[]b]/train-*.parquet"
+
+
+@pytest.mark.parametrize(
+    ("corpus", "name"),
+    [(WT103, "wikitext-103-v1.zip"), (ENWIK8, "enwik8.zip"), (ENWIK8, "enwik8.bz2")],
+)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_an_archive_is_given_to_prepare_as_it_is(
+    corpus: Corpus, name: str, as_file: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, name, "enwik8.gz" if name == "enwik8.bz2" and as_file else "other.txt")
+    found = find_published(corpus, tmp_path / name if as_file else tmp_path)
+    assert found.inputs() == [str(tmp_path / name)]
+
+
+@pytest.mark.parametrize(
+    ("corpus", "name"),
+    [
+        (LM1B, "1-billion-word-language-modeling-benchmark-r13output.tar.gz"),
+        (PTB, "simple-examples.tgz"),
+    ],
+)
+def test_an_archive_with_other_files_is_refused_with_the_command_that_unpacks_it(
+    corpus: Corpus, name: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "my files", name)
+    with pytest.raises(DataError, match="Unpack it") as error:
+        find_published(corpus, tmp_path)
+    command = f"cd '{tmp_path / 'my files'}' && tar -xzf {name}"
+    assert str(error.value).endswith(command)
 
 
 def test_an_incomplete_layout_is_not_used(tmp_path: Path) -> None:
@@ -198,7 +298,7 @@ def test_the_test_set_of_lm1b_is_the_first_held_out_file(tmp_path: Path) -> None
 def test_a_file_is_the_published_one_if_and_only_if_its_bytes_are(tmp_path: Path) -> None:
     content = b"the published text"
     digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    layout = Layout(inputs={"train": "enwik8"}, files={"enwik8": digest})
+    layout = Layout(inputs={"all": "enwik8"}, files={"enwik8": digest})
     corpus = Corpus(recipe="enwik8", layouts=(layout,), source="nowhere")
     for written, num_differences in ((content, 0), (content[:-1] + b"T", 1), (content + b"s", 1)):
         (tmp_path / "enwik8").write_bytes(written)

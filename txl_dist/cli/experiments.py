@@ -6,7 +6,6 @@ directory in any published form, and compared with the published ones. `reproduc
 
 import glob
 import hashlib
-import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,12 +28,12 @@ class Layout:
     """One form in which the files of a corpus are published."""
 
     inputs: dict[str, str]
-    """Path or pattern by split, below the directory that the user gives. Under `all`, an archive or
-    a file in which txl prepare finds the splits."""
+    """Path or pattern by split, below the directory that the user gives, or in the archive. `all`:
+    a file that the recipe cuts into splits."""
     files: dict[str, str] = field(default_factory=dict)
     """Name, or names in braces -> published digest (ALGORITHM:HEX, of hashlib); "": not known."""
-    unpack: str = ""
-    """Of an archive with other files, too: the command that unpacks it."""
+    archive: str = ""
+    """Name or pattern of the archive that has the inputs, without the folder that contains all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +109,21 @@ class FoundFiles:
     layout: Layout
 
     def files(self, split: str) -> list[Path]:
-        return sorted(filter(Path.is_file, self.directory.glob(self.layout.inputs[split])))
+        """The files that have the split: of an archive, the archive."""
+        pattern = self.layout.archive or self.layout.inputs[split]
+        return sorted(filter(Path.is_file, self.directory.glob(pattern)))
 
     def inputs(self) -> list[str]:
         """The inputs of `txl prepare`: SPLIT=PATH, or one path in which it finds the splits."""
         inputs = []
         for split, pattern in self.layout.inputs.items():
             files = self.files(split)
-            path = str(files[0])
-            if len(files) > 1:
+            if self.layout.archive:
+                archive = str(files[0])
+                path = f"{glob.escape(archive) if '*' in pattern else archive}/{pattern}"
+            elif len(files) == 1:
+                path = str(files[0])
+            else:
                 path = f"{glob.escape(str(self.directory))}/{pattern}"
             inputs.append(path if split == "all" else f"{split}={path}")
         return inputs
@@ -150,8 +155,8 @@ class FoundFiles:
 def find_published(corpus: Corpus, given: Path) -> FoundFiles:
     """The files of the first layout that is complete in `given`, or in one folder below it.
 
-    `given` can also be one of those files. Raises DataError if there are none, if several folders
-    have them, or if an archive must be unpacked first.
+    `given` can also be one of those files. Raises DataError if there are none, or if several
+    folders have them.
     """
     directory = given.parent if given.is_file() else given
     # Archives may have folders above their files.
@@ -172,16 +177,10 @@ def find_published(corpus: Corpus, given: Path) -> FoundFiles:
                 f"{shown} has files of {corpus.source} in several folders: {', '.join(names)}. "
                 f"Give one of them: --data {names[0]}"
             )
-        if complete and layout.unpack:
-            (archive,) = complete[0].files("all")
-            raise DataError(
-                f"{printable(str(archive))} has the published files among others; only they can be "
-                f"used. Unpack it, then run the same command:\n"
-                f"  cd {shlex.quote(str(archive.parent))} && {layout.unpack} {archive.name}"
-            )
         if complete:
             return complete[0]
-    expected = "; or ".join(", ".join(layout.inputs.values()) for layout in corpus.layouts)
+    forms = (layout.archive or ", ".join(layout.inputs.values()) for layout in corpus.layouts)
+    expected = "; or ".join(forms)
     raise DataError(f"{shown} must hold the published files of {corpus.source}: {expected}")
 
 

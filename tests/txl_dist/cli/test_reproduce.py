@@ -5,6 +5,7 @@ files are found in every published layout, and compared with the published ones.
 import hashlib
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,15 @@ def test_an_experiment_runs_from_its_file_to_its_score(tmp_path: Path) -> None:
     assert [size.split()[0] for size in sizes] == ["train", "valid", "test"]
 
 
+def write_archive(folder: Path) -> Path:
+    write_tokens(folder.parent / "unpacked")
+    return Path(
+        shutil.make_archive(str(folder / "wikitext-103-v1"), "zip", folder.parent / "unpacked")
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [write_tokens, write_parquet])
+@pytest.mark.parametrize("write", [write_tokens, write_parquet, write_archive])
 def test_wikitext_103_gives_the_same_ids_in_every_layout(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def run_job(words: list[str], *, root: Path) -> int:
         )
         print_error(ConfigError(message))
         return ConfigError.exit_code
-    if words[0] == "train":  # the config is a file of the package
+    if words[0] == "train" and (package / words[1]).is_file():  # else it is a name
         words = ["train", str(package / words[1]), *words[2:]]
     command = [sys.executable, "-P", "-m", "cluster.job_driver", *words]
     # The pipe stays open, and tells the command when this process has ended.

@@ -2,7 +2,7 @@
 
 Train a model, load its newest checkpoint and continue a text:
 
-    job = TrainJob(config=load_run_config("configs/quickstart.yaml", ["training.num_steps=100"]))
+    job = TrainJob(config=load_run_config("quickstart", ["training.num_steps=100"]))
     find_launcher("processes").train(job, num_ranks=2, on_line=print)
     model, tokenizer = find_model(job.run_path).load_with_tokenizer()
     prompt = prompt_tokens(tokenizer, "import ")

@@ -25,7 +25,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # Importing rich takes a third of the time of `txl --help`.
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
 )
 app.command("prepare")(prepare.prepare)

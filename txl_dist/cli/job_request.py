@@ -56,7 +56,8 @@ class JobRequest:
     name: str
     """Identifies the run; the id of an attempt is this with a number."""
     words: tuple[str, ...]
-    """The command without `txl`. The path of a run config is relative to the package."""
+    """The command without `txl`. The path of a run config is relative to the package; it can be a
+    name of a config that the sent code brings."""
     root: str
     """Absolute path on the cluster, seen by all nodes; all other relative paths begin there."""
     stop_seconds: int = STOP_SECONDS
@@ -259,23 +260,25 @@ def _plan_training(
 ) -> tuple[dict[str, Any], list[str | None]]:
     """Fields of the request, and paths of the run and its data."""
     from txl_dist.config.config_file import load_run_config
+    from txl_dist.config.named_configs import find_config, is_sent_with_the_code
 
-    path = Path(parameters["config"])
+    given = Path(parameters["config"])
+    path = find_config(given).resolve()
     config = load_run_config(path, parameters["overrides"] or [])
     _refuse_secrets_of(config)
-    if not path.resolve().is_relative_to(directory):
+    packed = path.relative_to(directory).as_posix() if path.is_relative_to(directory) else None
+    if packed is None and not is_sent_with_the_code(path):
         raise ConfigError(
             f"{path} is not in {directory}, whose files are sent to the cluster; give its "
             "directory with --working-dir"
         )
-    packed = path.resolve().relative_to(directory).as_posix()
     # The config becomes the first argument, where cluster/job_driver.py expects it.
-    position = next(n for n, word in enumerate(words) if n and Path(word) == path)
+    position = next(n for n, word in enumerate(words) if n and Path(word) == given)
     others = (word for n, word in enumerate(words) if n not in (0, position))
     run = posixpath.normpath(posixpath.join(root, config.directory))
     details = {
         "name": _name("train", posixpath.basename(run), [run]),
-        "words": ("train", packed, "--on", "auto", *others),
+        "words": ("train", packed or str(given), "--on", "auto", *others),
         "stop_seconds": math.ceil(config.training.grace_seconds) + SHUTDOWN_SECONDS,
         "config": packed,
     }

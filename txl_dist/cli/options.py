@@ -43,9 +43,30 @@ def path_argument(text: str) -> Path:
     return Path(require_local(text))
 
 
+def config_argument(text: str) -> Path:
+    """A `parser=` for typer: a config file, or the name of a config of the package. Raises
+    ConfigError, before a command imports pydantic.
+    """
+    from txl_dist.config.named_configs import find_config
+
+    path = require_local(text)
+    return Path(path) if _are_elsewhere.get() else find_config(path)
+
+
+def _complete_config(incomplete: str) -> list[tuple[str, str]]:
+    """For shells: names of configs, each with its summary. If none fits, shells complete files."""
+    from txl_dist.config.named_configs import named_configs, summary
+
+    return [
+        (name, summary(path))
+        for name, path in named_configs().items()
+        if name.startswith(incomplete)
+    ]
+
+
 @contextmanager
 def paths_of_another_machine() -> Iterator[None]:
-    """Parse a command that will run elsewhere: its checkpoints need not exist here."""
+    """Parse a command that will run elsewhere: its checkpoints and config need not exist here."""
     token = _are_elsewhere.set(True)
     try:
         yield
@@ -110,7 +131,13 @@ def print_result(content: Mapping[str, object], text: str, *, as_json: bool) -> 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 ConfigPath = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="YAML file of one run.", parser=path_argument)
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="YAML file of one run, or the name of a config of the package (txl config list).",
+        parser=config_argument,
+        autocompletion=_complete_config,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

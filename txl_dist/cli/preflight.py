@@ -55,11 +55,34 @@ def init(
     print_result({"config": str(path)}, text, as_json=as_json)
 
 
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """List the configs that the package brings. Every CONFIG can be one of these names.
+
+    Example: txl config list
+    """
+    from txl_dist.config.named_configs import named_configs, summary
+
+    configs = [
+        {"name": name, "summary": summary(path), "path": str(path)}
+        for name, path in named_configs().items()
+    ]
+    if as_json:
+        print(json.dumps({"configs": configs}))
+        return
+    width = max(len(config["name"]) for config in configs) + 2
+    for config in configs:
+        print(f"{config['name']:<{width}}{config['summary']}")
+    print(
+        "\nAll settings of one: txl config show NAME. To change some: txl train NAME key=value ..."
+    )
+
+
 @app.command()
 def show(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
     """Print the resolved config: the file, the overrides and every default. Secrets are hidden.
 
-    Example: txl config show configs/quickstart.yaml optimizer.lr=1e-3 model.n_layer=6
+    Example: txl config show quickstart optimizer.lr=1e-3 model.n_layer=6
     """
     from txl_dist.config.config_file import dump_run_config, load_run_config
     from txl_dist.config.redaction import redact
@@ -75,7 +98,7 @@ def show(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = F
 def validate(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
     """Check a config without running it. If it is invalid, list every problem; exit code 2.
 
-    Example: txl config validate configs/quickstart.yaml
+    Example: txl config validate quickstart
     """
     from txl_dist.config.config_file import load_run_config
 
@@ -116,7 +139,7 @@ def estimate(
 
     Reads the manifest of the dataset if it is there; else set model.vocab_size.
 
-    Example: txl estimate configs/paper/wt103-base.yaml model.vocab_size=267735 --gpus 4,60
+    Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4,60
     """
     numbers = sorted(set(whole_numbers("--gpus", gpus)))
     from dataclasses import asdict

@@ -1,34 +1,43 @@
 """`txl reproduce`: one of the paper's experiments, from the published text to its score.
 
-The experiments and their corpora are data (configs/paper/experiments.toml). The files of a corpus
-are found in the user's directory, and compared with the published ones.
+It runs `txl prepare`, `train` and `eval`, and prints these commands. The experiments and the files
+of their corpora are in `experiments.py`.
 """
 
 import contextlib
-import glob
-import hashlib
+import difflib
 import json
 import shlex
 import sys
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from data_pipeline.errors import ConfigError, DataError, printable
-from txl_dist.cli.options import AsJson, Overrides, path_argument
-
-if TYPE_CHECKING:
-    from data_pipeline.shards.manifest import ShardManifest
-    from data_pipeline.tokenizers.recipes import RecipeName
+from txl_dist.cli.experiments import (
+    Experiment,
+    FoundFiles,
+    count_differences,
+    experiments,
+    find_published,
+    read_experiments,
+)
+from txl_dist.cli.options import AsJson, Overrides, path_argument, print_result
+from txl_dist.errors import ConfigError
 
 RESULT = "reproduction.json"
-CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
-EXPERIMENTS_NAME = "experiments.toml"
+SMALL_MODEL = ("n_layer=2", "d_model=64", "n_head=2", "d_head=32", "d_inner=128")
+SHRUNK = (
+    *(f"model.{setting}" for setting in SMALL_MODEL),
+    *("data.num_lanes=4", "data.tgt_len=32", "training.num_steps=20"),
+    *("optimizer.warmup_steps=0", "optimizer.averaging_start_step=1"),
+    *("evaluation.max_tokens=2000", "tracking.enabled=false"),
+)
+"""What --shrink changes in the config of an experiment, besides a memory of 32 tokens."""
+SHRUNK_LENGTHS = {"tgt_len": 128, "mem_len": 32}
+"""The largest lengths of the evaluation with --shrink."""
+NOTE_OF_SHRUNK = "a smoke run of a tiny model (--shrink): NO REPRODUCTION, its score means nothing"
 
 
 def reproduce(
@@ -36,21 +45,39 @@ def reproduce(
     overrides: Overrides = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory of the published files.", parser=path_argument),
+        typer.Option(
+            metavar="DIR",
+            help="Directory of the published files, or an archive, as published.",
+            parser=path_argument,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="For dataset, run and result. Default: runs/NAME.",
+            help="For dataset, run and result. Default: runs/NAME, or runs/NAME-shrunk.",
             parser=path_argument,
         ),
     ] = None,
     on: Annotated[str, typer.Option(help="As for txl train and txl eval.")] = "ray",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks and evaluation workers.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes of the preparation.")] = 1,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check the files and the config, print the commands, stop."),
+    ] = False,
+    shrink: Annotated[
+        bool,
+        typer.Option(
+            "--shrink",
+            help="A smoke run on a laptop: the whole corpus, a tiny model, 20 steps. Its score "
+            "means nothing.",
+        ),
+    ] = False,
     as_json: AsJson = False,
-    list_: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the experiments, and the rows without one.")
+    ] = False,
 ) -> None:
     """Prepare, train and evaluate one of the paper's experiments, and compare with its result.
 
@@ -63,229 +90,204 @@ def reproduce(
     from txl_dist.cli.evaluation_output import RESULT_NAME
 
     if list_:
-        for each, experiment in experiments().items():
-            published = "-" if experiment.published is None else f"{experiment.published:g}"
-            metric = experiment.metric.replace("_", " ")
-            print(f"{each:14}{metric:20}{published:>6}   {experiment.corpus.source}")
+        _print_list(as_json=as_json)
         return
-    if name not in experiments():
-        raise ConfigError(f"txl reproduce {name!r}: expected one of {', '.join(experiments())}")
-    experiment, out = experiments()[name], out or Path("runs", name)
+    experiment = _find_experiment(name)
     if data is None:
         raise ConfigError(
             f"txl reproduce {name}: give the directory of the published files with --data DIR. "
             f"Source: {experiment.corpus.source}"
         )
-    corpus, run, dataset = experiment.corpus, out / "run", out / "data"
-    found = find_published(corpus, data)
+    plan = _Plan(
+        name=name,
+        experiment=experiment,
+        found=find_published(experiment.corpus, data),
+        out=out or Path("runs", f"{name}-shrunk" if shrink else name),
+        overrides=(*(SHRUNK if shrink else ()), *shrunk_memory(experiment, shrink=shrink)),
+        own_overrides=tuple(overrides or ()),
+        is_shrunk=shrink,
+    )
+    commands = plan.commands(on=on, ranks=ranks, workers=workers)
+    if dry_run:
+        _print_dry_run(plan, commands, as_json=as_json)
+        return
     # With --json only the result goes to standard output.
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-        _run_command(
-            *("prepare", *found.inputs(), "--format", corpus.format, "--recipe", corpus.recipe),
-            *("--out", dataset, "--workers", workers),
-        )
-        differences = [*found.differences(), *count_differences(corpus, load_manifest(dataset))]
+        _run_command(commands["prepare"])
+        manifest = load_manifest(plan.dataset)
+        differences = [
+            *plan.found.differences(),
+            *count_differences(experiment.corpus, manifest),
+        ]
         for difference in differences:  # before hours of training
             print(f"not the paper's data: {difference}", file=sys.stderr)
-        _run_command(
-            *("train", CONFIGS / f"{name}.yaml", f"directory={run}", f"data.path={dataset}"),
-            *(*(overrides or []), "--on", on, "--ranks", ranks),
-        )
-        options = {f"--{key.replace('_', '-')}": n for key, n in experiment.lengths.items()}
-        lengths = [word for option in options.items() for word in option]
-        _run_command(
-            *("eval", run, dataset, "--split", "test", *lengths, "--same-length"),
-            *("--on", on, "--workers", ranks, "--resume", "--out", out / "test"),
-        )
-    result = json.loads((out / "test" / RESULT_NAME).read_text())
-    comparison = _comparison(name, experiment, result, overrides or [], differences)
-    (out / RESULT).write_text(json.dumps(comparison, indent=1) + "\n")
-    print(json.dumps(comparison) if as_json else _text_of(comparison))
+        _run_command(commands["train"])
+        _run_command(commands["eval"])
+    result = json.loads((plan.out / experiment.split / RESULT_NAME).read_text())
+    comparison = plan.comparison(result, differences)
+    (plan.out / RESULT).write_text(json.dumps(comparison, indent=1) + "\n")
+    print_result(comparison, _text_of(comparison), as_json=as_json)
 
 
-def _run_command(*words: object) -> None:
+def _find_experiment(name: str) -> Experiment:
+    known = read_experiments()
+    if name in known.impossible:
+        raise ConfigError(f"txl reproduce {name}: cannot be run. {known.impossible[name]}")
+    if name not in known.possible:
+        nearest = difflib.get_close_matches(name, known.possible, n=3)
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see txl reproduce --list"
+        raise ConfigError(f"txl reproduce: there is no experiment {name!r}; {hint}")
+    return known.possible[name]
+
+
+def shrunk_memory(experiment: Experiment, *, shrink: bool) -> tuple[str, ...]:
+    """A row without memory stays one."""
+    has_memory = "model.mem_len=0" not in experiment.settings
+    return ("model.mem_len=32",) if shrink and has_memory else ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What one `txl reproduce` does."""
+
+    name: str
+    experiment: Experiment
+    found: FoundFiles
+    out: Path
+    overrides: tuple[str, ...]
+    """Of --shrink."""
+    own_overrides: tuple[str, ...]
+    """Of the user; they are the last ones, and count."""
+    is_shrunk: bool
+
+    @property
+    def dataset(self) -> Path:
+        return self.out / "data"
+
+    def settings(self) -> list[str]:
+        """All overrides of the config."""
+        places = (f"directory={self.out / 'run'}", f"data.path={self.dataset}")
+        return [*places, *self.experiment.settings, *self.overrides, *self.own_overrides]
+
+    def lengths(self) -> dict[str, int]:
+        most = SHRUNK_LENGTHS if self.is_shrunk else {}
+        lengths = self.experiment.lengths.items()
+        return {key: min(length, most.get(key, length)) for key, length in lengths}
+
+    def commands(self, *, on: str, ranks: int, workers: int) -> dict[str, list[str]]:
+        """The words of each txl command, by its name."""
+        corpus, split = self.experiment.corpus, self.experiment.split
+        options = [(f"--{key.replace('_', '-')}", n) for key, n in self.lengths().items()]
+        prepare = ("prepare", *self.found.inputs(), "--format", corpus.format)
+        train = ("train", self.experiment.config, *self.settings(), "--on", on, "--ranks", ranks)
+        evaluate = ("eval", self.out / "run", self.dataset, "--split", split)
+        commands: dict[str, tuple[object, ...]] = {
+            "prepare": (
+                *(*prepare, "--recipe", corpus.recipe),
+                *("--out", self.dataset, "--workers", workers),
+            ),
+            "train": train,
+            "eval": (
+                *(*evaluate, *(word for option in options for word in option), "--same-length"),
+                *("--on", on, "--workers", ranks, "--resume", "--out", self.out / split),
+            ),
+        }
+        return {name: [str(word) for word in words] for name, words in commands.items()}
+
+    def comparison(self, result: dict[str, Any], differences: list[str]) -> dict[str, Any]:
+        """The content of the result file. A token of enwik8 and text8 is a character there."""
+        row = self.experiment
+        key = "perplexity" if row.metric == "perplexity" else "bits_per_token"
+        return {
+            "experiment": self.name,
+            "split": row.split,
+            "metric": row.metric,
+            "score": result[key],
+            "published": row.published,
+            "source": f"arXiv:1901.02860, {row.table}" if row.table else None,
+            "shrunk": self.is_shrunk,
+            "overrides": [*self.overrides, *self.own_overrides],
+            "chosen_here": row.ours or None,
+            "not_the_papers_data": differences,
+            "evaluation": result,
+        }
+
+
+def _print_dry_run(plan: _Plan, commands: dict[str, list[str]], *, as_json: bool) -> None:
+    from txl_dist.config.config_file import load_run_config
+
+    load_run_config(plan.experiment.config, plan.settings())
+    differences = [*plan.found.differences()]
+    files = [str(path) for split in plan.found.layout.inputs for path in plan.found.files(split)]
+    shown = [f"$ txl {shlex.join(words)}" for words in commands.values()]
+    content = {
+        "experiment": plan.name,
+        "commands": [["txl", *words] for words in commands.values()],
+        "files": files,
+        "not_the_papers_data": differences,
+        "shrunk": plan.is_shrunk,
+    }
+    lines = [
+        *shown,
+        f"found {len(files)} files, such as {files[0]}",
+        *(f"not the paper's data: {each}" for each in differences),
+        *([f"settings chosen here: {plan.experiment.ours}"] if plan.experiment.ours else []),
+        *([NOTE_OF_SHRUNK] if plan.is_shrunk else []),
+        "the config is valid; nothing was started",
+    ]
+    print_result(content, "\n".join(lines), as_json=as_json)
+
+
+def _run_command(words: list[str]) -> None:
     """Run a txl command by its words, and print them: what is printed does the same."""
     from txl_dist.cli.app import app
 
-    texts = [str(word) for word in words]
-    print(f"$ txl {shlex.join(texts)}", file=sys.stderr, flush=True)
-    code = typer.main.get_command(app)(texts, prog_name="txl", standalone_mode=False)
+    print(f"$ txl {shlex.join(words)}", file=sys.stderr, flush=True)
+    code = typer.main.get_command(app)(words, prog_name="txl", standalone_mode=False)
     if code:
         raise typer.Exit(code)
 
 
-def _comparison(
-    name: str,
-    experiment: "Experiment",
-    result: dict[str, Any],
-    overrides: list[str],
-    differences: list[str],
-) -> dict[str, Any]:
-    """The content of the result file. A token of enwik8 and text8 is a character of the paper."""
-    key = "perplexity" if experiment.metric == "perplexity" else "bits_per_token"
-    return {
-        "experiment": name,
-        "metric": experiment.metric,
-        "score": result[key],
-        "published": experiment.published,
-        "source": f"arXiv:1901.02860, {experiment.table}" if experiment.table else None,
-        "overrides": overrides,
-        "not_the_papers_data": differences,
-        "evaluation": result,
-    }
-
-
 def _text_of(comparison: dict[str, Any]) -> str:
     published, score, source = (comparison[key] for key in ("published", "score", "source"))
+    paper = "no result" if published is None else f"{published} ({source})"
     overrides = [" ".join(comparison["overrides"])] if comparison["overrides"] else []
+    chosen = [comparison["chosen_here"]] if comparison["chosen_here"] else []
+    shrunk = [f"  {NOTE_OF_SHRUNK}"] if comparison["shrunk"] else []
     lines = [
-        f"{comparison['experiment']}, test, {comparison['metric'].replace('_', ' ')}",
+        f"{comparison['experiment']}, {comparison['split']}, "
+        f"{comparison['metric'].replace('_', ' ')}",
+        *shrunk,
         f"  this run   {'out of range' if score is None else f'{score:.4f}'}",
-        f"  the paper  {'no result' if published is None else f'{published} ({source})'}",
+        f"  the paper  {paper}",
         *(f"  not the paper's data: {each}" for each in comparison["not_the_papers_data"]),
         *(f"  not the paper's settings: {each}" for each in overrides),
+        *(f"  not in the paper, chosen here: {each}" for each in chosen),
         f"  protocol: {comparison['evaluation']['protocol']}",
     ]
     return "\n".join(lines)
 
 
-# --- the paper's experiments, and the files of their corpora --------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """One way in which the files of a corpus are published."""
-
-    inputs: dict[str, str]
-    """Path or pattern by split, below the directory that the user gives."""
-    files: dict[str, str] = field(default_factory=dict)
-    """Name, or names in braces -> published digest (ALGORITHM:HEX, of hashlib); "": not known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The published files of a corpus, and how they become a dataset."""
-
-    recipe: "RecipeName"
-    layouts: tuple[Layout, ...]
-    """The first one that is there is used. With the recipe's fixed splits, it has only train."""
-    source: str
-    """Where to get the files."""
-    format: str = "text"
-    tokens: dict[str, int] = field(default_factory=dict)
-    """By split, as published, with the line ends of word models; {} if not known."""
-    words: int | None = None
-    """Of the vocabulary, as published, with the line end; None if not known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """One row of the paper's tables."""
-
-    corpus: Corpus
-    metric: Literal["perplexity", "bits_per_character"]
-    lengths: dict[Literal["tgt_len", "mem_len", "clamp_len"], int]
-    """Of the evaluation; same_length is always on."""
-    published: float | None = None
-    """On the test split; None: the paper has none."""
-    table: str = ""
-
-
-@cache
-def experiments() -> Mapping[str, Experiment]:
-    """All experiments by name. Raises ConfigError if their file is not there."""
-    path = CONFIGS / EXPERIMENTS_NAME
-    if not path.exists():
-        raise ConfigError(
-            f"{path} does not exist: the configs are part of the repository, not of the "
-            "installed package. Install txl from a clone: pip install -e ."
-        )
-    content = tomllib.loads(path.read_text("utf-8"))
-    corpora = {}
-    for name, values in content["corpora"].items():
-        layouts = tuple(Layout(**layout) for layout in values["layouts"])
-        corpora[name] = Corpus(**{**values, "layouts": layouts})
-    return {
-        name: Experiment(**{**values, "corpus": corpora[values["corpus"]]})
-        for name, values in content["experiments"].items()
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFiles:
-    """The files of one layout of a corpus, in one directory."""
-
-    directory: Path
-    layout: Layout
-
-    def files(self, split: str) -> list[Path]:
-        return sorted(self.directory.glob(self.layout.inputs[split]))
-
-    def inputs(self) -> list[str]:
-        """The inputs of `txl prepare`: SPLIT=PATH, or one path if the recipe has fixed splits."""
-        inputs = []
-        for split, pattern in self.layout.inputs.items():
-            path = str(self.directory / pattern)
-            if "*" in pattern:
-                path = f"{glob.escape(str(self.directory))}/{pattern}"
-            inputs.append(f"{split}={path}" if len(self.layout.inputs) > 1 else path)
-        return inputs
-
-    def differences(self) -> Iterator[str]:
-        """What is not as published: files that are missing, and their digests."""
-        from braceexpand import braceexpand
-
-        found = {path.name: path for split in self.layout.inputs for path in self.files(split)}
-        digests = {
-            name: digest
-            for names, digest in self.layout.files.items()
-            for name in braceexpand(names)
+def _print_list(*, as_json: bool) -> None:
+    rows: dict[str, dict[str, Any]] = {
+        name: {
+            "published": row.published,
+            "metric": row.metric,
+            "split": row.split,
+            "table": row.table or None,
+            "chosen_here": row.ours or None,
+            "source": row.corpus.source,
         }
-        if missing := [name for name in digests if name not in found]:
-            listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            yield f"{len(missing)} of {len(digests)} files are missing: {listed}"
-        for name in filter(found.get, filter(digests.get, digests)):
-            algorithm, _, expected = digests[name].partition(":")
-            with found[name].open("rb") as file:
-                digest = hashlib.file_digest(file, algorithm).hexdigest()
-            if digest != expected:
-                yield (
-                    f"{name} has {algorithm} {digest[:12]}..., the published file has "
-                    f"{expected[:12]}..."
-                )
-
-
-def find_published(corpus: Corpus, directory: Path) -> FoundFiles:
-    """The files of the first layout that is complete in `directory`, or in one folder below it.
-
-    Raises DataError if there is none, or if several folders have one.
-    """
-    # Archives may have a folder above their files.
-    places = [directory, *sorted(path for path in directory.glob("*/") if path.is_dir())]
-    shown = printable(str(directory))
-    for layout in corpus.layouts:
-        found = [FoundFiles(place, layout) for place in places]
-        complete = [each for each in found if all(map(each.files, layout.inputs))]
-        if len(complete) > 1 and complete[0].directory != directory:
-            names = [printable(str(each.directory)) for each in complete]
-            raise DataError(
-                f"{shown} has files of {corpus.source} in several folders: {', '.join(names)}. "
-                f"Give one of them: --data {names[0]}"
-            )
-        if complete:
-            return complete[0]
-    expected = "; or ".join(", ".join(layout.inputs.values()) for layout in corpus.layouts)
-    raise DataError(
-        f"{shown} must hold the published files of {corpus.source}, unpacked: {expected}"
-    )
-
-
-def count_differences(corpus: Corpus, manifest: "ShardManifest") -> Iterator[str]:
-    """Tokens and vocabulary that differ from the published ones, in whatever files they came."""
-    for split, published in corpus.tokens.items():
-        tokens = manifest.splits[split].tokens
-        if tokens != published:
-            yield f"{split} has {tokens:,} tokens, the published {published:,}"
-    words = manifest.vocab_size - 1  # without the end of a document
-    if corpus.words is not None and words != corpus.words:
-        yield f"the vocabulary has {words:,} words, the published {corpus.words:,}"
+        for name, row in experiments().items()
+    }
+    impossible = read_experiments().impossible
+    if as_json:
+        print(json.dumps({"experiments": rows, "impossible": dict(impossible)}))
+        return
+    for name, row in rows.items():
+        published = "-" if row["published"] is None else f"{row['published']:g}"
+        metric = f"{row['split']} {row['metric'].replace('_', ' ')}"
+        print(f"{name:26}{metric:26}{published:>6}  {row['table'] or '':8} {row['source']}")
+    print("\nThese rows of the paper's tables cannot be run:")
+    for name, reason in impossible.items():
+        print(f"{name:32}{reason}")

@@ -79,7 +79,7 @@ def train(
 ) -> None:
     """Train a model. Resumes from the newest checkpoint of the run directory, if there is one.
 
-    Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
+    Example: txl train quickstart --ranks 2 training.num_steps=500
     """
     from txl_dist.config.config_file import load_run_config
     from txl_dist.launch.launcher import RankRange

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from txl_dist.config import optimizer_config
 from txl_dist.config.data_config import CorpusConfig
+from txl_dist.config.named_configs import find_config
 from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.yaml_file import (
@@ -40,9 +41,10 @@ Scalar = str | int | float | bool | None
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load and check the YAML file `path`, with `a.b.c=value` overrides.
 
+    `path` can also be the name of one of the package's configs, such as `quickstart`.
     Raises ConfigError, which lists every problem with its line or override.
     """
-    source = _Source(Path(path))
+    source = _Source(find_config(path))
     for override in overrides:
         source.override(override)
     return source.validated()
@@ -97,7 +99,7 @@ class _Source:
             kind = "nothing" if document.value is None else _kind_of(document.value)
             raise ConfigError(
                 f"{path}: a config is a mapping of sections (data, model, training, ...), "
-                f"found {kind}. See configs/quickstart.yaml for an example."
+                f"found {kind}. For an example: txl config show quickstart"
             )
         self.value: dict[str, Any] = document.value
         self._origins = {key: f"{path}:{line}" for key, line in document.lines.items() if key}
@@ -189,7 +191,7 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         yield f"unknown key {dotted(path[:-1])}; {_rule(error)}{hint}"
     elif kind == "missing":
-        yield f"{name} is missing; give it a value (see configs/quickstart.yaml)"
+        yield f"{name} is missing; give it a value (example: txl config show quickstart)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):
         yield f"{name} is a section; write its keys below it, found {_show(name, value)}"
     else:

@@ -52,8 +52,9 @@ def starting_file(name: str) -> str:
 #   txl config validate {name}.yaml
 #   txl train {name}.yaml
 #
-# How to choose rate, warm-up and size: docs/how_to/choose_settings.md. The run warns if the loss
-# shows that it learns nothing from the context.
+# Configs of other sizes, to compare: txl config list. How to choose rate, warm-up and size:
+# docs/how_to/choose_settings.md. The run warns if the loss shows that it learns nothing from the
+# context.
 
 """
     values = config.model_dump(mode="json")

@@ -4,7 +4,6 @@ Not supported, and refused with the line: repeated keys, keys that are not text,
 (nested ones expand exponentially), numbers that are not finite, and nesting deeper than MAX_DEPTH.
 """
 
-import difflib
 import io
 import math
 from collections.abc import Mapping
@@ -161,7 +160,7 @@ def dotted(path: KeyPath) -> str:
 def read_text(path: Path) -> str:
     """The text of a config file. Raises ConfigError if it is none."""
     if not path.is_file():  # nothing, a directory, or a pipe, which would block
-        raise ConfigError(f"{path} is not a config file{_nearest_file(path)}")
+        raise ConfigError(f"{path} is not a file")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)  # One more, to see that the file is too long.
@@ -171,12 +170,3 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a text file in UTF-8: {error}") from None
-
-
-def _nearest_file(path: Path) -> str:
-    directory = path if path.is_dir() else path.parent
-    configs = {config.stem: config for config in sorted(directory.glob("*.yaml"))}
-    wanted = "config" if path.is_dir() else path.stem
-    if nearest := difflib.get_close_matches(wanted, configs, n=1, cutoff=0.5):
-        return f"; did you mean {configs[nearest[0]]}?"
-    return f". Configs in {directory}: {', '.join(map(str, configs.values())) or 'none'}"

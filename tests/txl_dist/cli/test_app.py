@@ -1,5 +1,8 @@
 """Every command of `txl`: its help, and where `--json` is declared."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -59,3 +62,29 @@ def test_an_error_goes_to_standard_error_with_its_exit_code(tmp_path: Path) -> N
     assert ended.returncode == 4
     assert ended.stdout == ""
     assert ended.stderr.startswith("CheckpointError: ")
+
+
+def completions(text: str) -> list[str]:
+    """What a shell offers after `text`."""
+    words = f"txl {text}"
+    environment = {
+        "_TXL_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    return txl(environment=environment).stdout.split()
+
+
+def test_a_shell_completes_commands_and_names_of_configs() -> None:
+    assert completions("tr") == ["train", "track"]
+    assert completions("estimate paper/wt103-l") == ["paper/wt103-large"]
+    assert completions("train ./mine") == [], "then the shell completes files"
+
+
+def test_completion_is_installed_for_the_shell_that_runs_it(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m txl_dist --install-completion; exit $?"
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-c", command], check=True, capture_output=True, env=environment)
+    script = tmp_path / ".bash_completions" / "txl.sh"
+    assert str(script) in (tmp_path / ".bashrc").read_text()
+    assert "_TXL_COMPLETE=complete_bash" in script.read_text()

@@ -5,6 +5,7 @@ files are found in every published layout, and compared with the published ones.
 import hashlib
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from data_pipeline.tokenizers.recipes import RECIPES
 from tests.support.commands import run_txl, txl
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app
-from txl_dist.cli.reproduce import Corpus, Layout, experiments, find_published
+from txl_dist.cli.experiments import Corpus, Layout, experiments, find_published
+from txl_dist.cli.reproduce import SHRUNK, shrunk_memory
+from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError, DataError
 
 SMALL = (
@@ -46,7 +49,8 @@ def write_enwik8(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (["enwik9"], ConfigError, "expected one of wt103-base"),
+        (["enwik9-base"], ConfigError, "did you mean enwik8-base"),
+        (["wt103-128m-half"], ConfigError, "cannot be run. table 6, 28.33: needs a loss of the"),
         (["enwik8-base"], ConfigError, "--data DIR. Source: mattmahoney.net"),
         (["wt103-base", "--data", "."], DataError, "wiki.train.tokens, wiki.valid.tokens, "),
     ],
@@ -97,17 +101,79 @@ def run_experiment(name: str, data: Path, out: Path, *settings: str) -> dict[str
     return result
 
 
+def write_ptb(folder: Path) -> None:
+    folder.mkdir()
+    for split, size in (("train", 3000), ("valid", 300), ("test", 300)):
+        (folder / f"ptb.{split}.txt").write_text(wikitext(size))
+
+
+@pytest.mark.parametrize("options", [(), ("--shrink",)], ids=["", "shrunk"])
+def test_a_dry_run_checks_the_config_and_starts_nothing(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ptb(tmp_path / "ptb")
+    monkeypatch.chdir(tmp_path)
+    words = ("reproduce", "ptb", "--data", "ptb", "--dry-run", *options)
+    code, output = run_txl(*words, "optimizer.lr=1e-3", "--json")
+    assert code == 0, output
+    plan = json.loads(output)
+    _, train, evaluate = plan["commands"]
+    assert train[:3] == ["txl", "train", "paper/ptb"]
+    assert "optimizer.lr=1e-3" in train
+    assert evaluate[evaluate.index("--mem-len") + 1] == ("32" if options else "256")
+    assert plan["files"] == [f"ptb/ptb.{split}.txt" for split in SPLITS]
+    assert len(plan["not_the_papers_data"]) == 3
+    assert plan["shrunk"] == bool(options) == ("NO REPRODUCTION" in run_txl(*words)[1])
+    assert run_txl(*words, "optimizer.lr=-1")[0] == 2
+    assert [*tmp_path.iterdir()] == [tmp_path / "ptb"]
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_can_be_shrunk(name: str) -> None:
+    experiment = experiments()[name]
+    memory = shrunk_memory(experiment, shrink=True)
+    config = load_run_config(experiment.config, [*experiment.settings, *SHRUNK, *memory])
+    original = load_run_config(experiment.config, experiment.settings)
+    assert (config.model.mem_len == 0) == (original.model.mem_len == 0)
+    assert config.model.distance_encoding == original.model.distance_encoding
+    assert (config.num_steps, config.model.d_model) == (20, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [(), ("model.mem_len=0",)], ids=["memory", "no-memory"])
+def test_a_shrunken_experiment_runs_and_says_what_it_is(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_ptb(tmp_path / "ptb")
+    words = ("reproduce", "ptb", "--data", tmp_path / "ptb", "--out", tmp_path / "out", *settings)
+    ended = txl(*words, "--shrink", "--on", "processes", timeout_seconds=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "NO REPRODUCTION" in ended.stdout
+    result = json.loads((tmp_path / "out" / "reproduction.json").read_text())
+    assert result["shrunk"]
+    assert result["evaluation"]["mem_len"] == 32
+    assert {*SHRUNK, *settings} <= {*result["overrides"]}
+
+
 @pytest.mark.slow
 def test_an_experiment_runs_from_its_file_to_its_score(tmp_path: Path) -> None:
     write_enwik8(tmp_path / "unpacked" / "archive")
     result = run_experiment("enwik8-base", tmp_path / "unpacked", tmp_path / "out")
     assert RECIPES["enwik8"].published_bytes == 100_000_000
-    (difference,) = result["not_the_papers_data"]
-    assert "enwik8 has sha256" in difference
+    digest, *sizes = result["not_the_papers_data"]
+    assert "enwik8 has sha256" in digest
+    assert [size.split()[0] for size in sizes] == ["train", "valid", "test"]
+
+
+def write_archive(folder: Path) -> Path:
+    write_tokens(folder.parent / "unpacked")
+    return Path(
+        shutil.make_archive(str(folder / "wikitext-103-v1"), "zip", folder.parent / "unpacked")
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [write_tokens, write_parquet])
+@pytest.mark.parametrize("write", [write_tokens, write_parquet, write_archive])
 def test_wikitext_103_gives_the_same_ids_in_every_layout(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -135,6 +201,7 @@ def ids_of(dataset: Path, split: str) -> np.ndarray:
 WT103, LM1B, ENWIK8 = (experiments()[f"{name}-base"].corpus for name in ("wt103", "lm1b", "enwik8"))
 SPLITS = ("train", "valid", "test")
 HUGGING_FACE = [f"{split}-00000-of-00001.parquet" for split in ("train", "validation", "test")]
+PTB, CONVERTED = experiments()["ptb"].corpus, "wikitext-103-v1/{}/0000.parquet"
 
 
 def write(folder: Path, *names: str) -> None:
@@ -146,21 +213,26 @@ def write(folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("above", ["", "archive/"])
 @pytest.mark.parametrize(
-    ("names", "train"),
+    ("corpus", "names"),
     [
-        ([f"wiki.{split}.tokens" for split in SPLITS], "wiki.train.tokens"),
-        ([f"wiki.{split}.raw" for split in SPLITS], "wiki.train.raw"),
-        (HUGGING_FACE, "train-*.parquet"),
+        (WT103, [f"wiki.{split}.tokens" for split in SPLITS]),
+        (WT103, [f"wiki.{split}.raw" for split in SPLITS]),
+        (WT103, HUGGING_FACE),
+        (WT103, [CONVERTED.format(split) for split in ("train", "validation", "test")]),
+        (PTB, [f"ptb.{split}.txt" for split in SPLITS]),
+        (PTB, [f"data/ptb.{split}.txt" for split in SPLITS]),
+        (PTB, [f"penn/{split}.txt" for split in SPLITS]),
     ],
 )
 def test_every_layout_is_found_in_the_directory_or_one_folder_below(
-    above: str, names: list[str], train: str, tmp_path: Path
+    above: str, corpus: Corpus, names: list[str], tmp_path: Path
 ) -> None:
     write(tmp_path / above, *names)
-    found = find_published(WT103, tmp_path)
-    assert found.inputs()[0] == f"train={tmp_path / above / train}"
+    found = find_published(corpus, tmp_path)
+    assert found.inputs()[0] == f"train={tmp_path / above / names[0]}"
     assert [word.partition("=")[0] for word in found.inputs()] == [*SPLITS]
-    assert [path.name for split in SPLITS for path in found.files(split)] == names
+    places = [path.relative_to(tmp_path / above) for split in SPLITS for path in found.files(split)]
+    assert [place.as_posix() for place in places] == names
 
 
 def test_of_hugging_face_s_configurations_the_paper_s_is_taken(tmp_path: Path) -> None:
@@ -173,6 +245,51 @@ def test_of_hugging_face_s_configurations_the_paper_s_is_taken(tmp_path: Path) -
         path.unlink()
     with pytest.raises(DataError, match=r"several folders: .*raw-v1, .*2-v1\. Give one of them"):
         find_published(WT103, tmp_path)
+
+
+def test_several_files_of_a_split_are_one_pattern(tmp_path: Path) -> None:
+    names = [f"train-{n:05}-of-00002.parquet" for n in range(2)]
+    write(tmp_path / "a[b]", *names, *HUGGING_FACE[1:])
+    found = find_published(WT103, tmp_path)
+    assert found.inputs()[0] == f"train={tmp_path}/a[[]b]/train-*.parquet"
+
+
+@pytest.mark.parametrize("name", ["enwik8", "enwik8.zip", "enwik8.bz2"])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_compressed_file_is_given_to_prepare_as_it_is(
+    name: str, as_file: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, name, *(["enwik8.gz"] if as_file else []))
+    found = find_published(ENWIK8, tmp_path / name if as_file else tmp_path)
+    assert found.inputs() == [str(tmp_path / name)]
+
+
+@pytest.mark.parametrize(
+    ("corpus", "name", "inputs"),
+    [
+        (WT103, "wikitext-103-v1.zip", [f"/wiki.{split}.tokens" for split in SPLITS]),
+        (PTB, "simple-examples.tgz", [f"/data/ptb.{split}.txt" for split in SPLITS]),
+        (
+            LM1B,
+            "1-billion-word-language-modeling-benchmark-r13output.tar.gz",
+            [
+                "/training-monolingual.tokenized.shuffled/news.en-*",
+                "/heldout-monolingual.tokenized.shuffled/news.en.heldout-00001-of-00050",
+                "/heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050",
+            ],
+        ),
+    ],
+    ids=["wt103", "ptb", "lm1b"],
+)
+def test_of_an_archive_the_published_files_are_read_and_no_others(
+    corpus: Corpus, name: str, inputs: list[str], tmp_path: Path
+) -> None:
+    write(tmp_path, name)
+    expected = [
+        f"{split}={tmp_path / name}{path}" for split, path in zip(SPLITS, inputs, strict=True)
+    ]
+    for given in (tmp_path, tmp_path / name):
+        assert find_published(corpus, given).inputs() == expected
 
 
 def test_an_incomplete_layout_is_not_used(tmp_path: Path) -> None:
@@ -198,7 +315,7 @@ def test_the_test_set_of_lm1b_is_the_first_held_out_file(tmp_path: Path) -> None
 def test_a_file_is_the_published_one_if_and_only_if_its_bytes_are(tmp_path: Path) -> None:
     content = b"the published text"
     digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    layout = Layout(inputs={"train": "enwik8"}, files={"enwik8": digest})
+    layout = Layout(inputs={"all": "enwik8"}, files={"enwik8": digest})
     corpus = Corpus(recipe="enwik8", layouts=(layout,), source="nowhere")
     for written, num_differences in ((content, 0), (content[:-1] + b"T", 1), (content + b"s", 1)):
         (tmp_path / "enwik8").write_bytes(written)

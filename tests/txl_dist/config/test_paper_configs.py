@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from txl_dist.cli.reproduce import experiments
+from txl_dist.cli.experiments import experiments
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -63,6 +63,9 @@ RESULTS = {
     "text8-large": Result(3, "1.08", "277M", 27, 277_050_395),
     "lm1b-base": Result(4, "23.5", "0.46B", 793_471, 469_020_530),
     "lm1b-large": Result(4, "21.8", "0.8B", 793_471, 841_295_982),
+    "ptb": Result(5, "54.52", "24M", 10_000, 23_533_960),
+    "wt103-128m": Result(6, "26.77", "128M", 267_735, 127_815_738),
+    "lm1b-300m": Result(7, "25.2", "0.3B", 793_471, 301_166_450),
 }
 
 WT103, LM1B = (20_000, 40_000, 200_000), (60_000, 100_000, 640_000)
@@ -101,8 +104,28 @@ def settings_of(config: RunConfig, evaluation: tuple[int, int, int | None]) -> P
 
 
 def test_every_experiment_has_a_row_and_a_config() -> None:
-    files = {path.stem for path in (CONFIGS / "paper").glob("*.yaml")}
-    assert files == set(TABLE) == set(RESULTS) == set(experiments())
+    files = {f"paper/{path.stem}" for path in (CONFIGS / "paper").glob("*.yaml")}
+    assert files == {experiment.config for experiment in experiments().values()}
+    assert files == {f"paper/{name}" for name in RESULTS}
+    without_a_published_script = {"ptb", "wt103-128m", "lm1b-300m"}
+    assert {*RESULTS} - {*TABLE} == without_a_published_script
+    assert {name for name in RESULTS if experiments()[name].ours} == without_a_published_script
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_a_row_changes_what_it_is_named_after_and_nothing_else(name: str) -> None:
+    """Shaw's encoding has a vector for every distance of training; memory is on or off."""
+    experiment = experiments()[name]
+    base, row = (
+        load_run_config(experiment.config, settings) for settings in ((), experiment.settings)
+    )
+    changed = {"mem_len": 0} if "no-memory" in name else {}
+    if "shaw" in name:
+        mem_len = changed.get("mem_len", base.model.mem_len)
+        changed |= {"distance_encoding": "shaw", "clamp_len": mem_len + base.data.tgt_len - 1}
+    assert row.model == replace(base.model, **changed)
+    assert row == base.model_copy(update={"model": row.model})
+    assert experiment.settings or experiment.config == f"paper/{name}"
 
 
 def num_parameters(config: RunConfig, *, vocab_size: int) -> int:

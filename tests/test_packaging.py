@@ -1,0 +1,81 @@
+"""The sdist builds the wheel, and the wheel works without the repository, with its configs."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("cluster", "data_pipeline", "txl_dist")
+NOT_COPIED = (".*", "__pycache__", "build", "dist", "*.egg-info", "data", "runs", "tests", "docs")
+
+
+def run(*words: object, cwd: Path, path: Path | None = None) -> str:
+    """The standard output of `python WORDS...`, with `path` before the installed packages."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(
+        [sys.executable, *map(str, words)],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment | ({"PYTHONPATH": str(path)} if path else {}),
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_every_folder_with_code_is_a_package_that_the_wheel_contains() -> None:
+    found = {name.replace(".", "/") for name in find_packages(str(ROOT))}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            assert path.parent.relative_to(ROOT).as_posix() in found, path
+
+
+@pytest.mark.slow
+def test_the_sdist_builds_a_wheel_that_works_anywhere(tmp_path: Path) -> None:
+    source, target, elsewhere = tmp_path / "source", tmp_path / "target", tmp_path / "elsewhere"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    for leftover in ("data/corpus.txt", "runs/mine/config.yaml", "configs/paper/corpus.zip"):
+        (source / leftover).parent.mkdir(parents=True, exist_ok=True)
+        (source / leftover).write_text("not for others")
+    elsewhere.mkdir()
+
+    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    run("-c", build, cwd=source)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+        sdist.extractall(tmp_path, filter="data")
+    assert {"LICENSE", "pyproject.toml", "setup.py", "configs/quickstart.yaml"} <= names
+    assert not {name for name in names if name.startswith(("data/", "runs/")) or "corpus" in name}
+
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    offline = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
+    build_words = ("wheel", unpacked, "--no-build-isolation", "--wheel-dir", tmp_path)
+    run("-m", "pip", *build_words, *offline, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    run("-m", "pip", "install", wheel, "--target", target, *offline, cwd=tmp_path)
+
+    def txl(*words: str) -> str:
+        return run("-P", "-m", "txl_dist", *words, cwd=elsewhere, path=target)
+
+    configs = {
+        each["name"]: each for each in json.loads(txl("config", "list", "--json"))["configs"]
+    }
+    shipped = (ROOT / "configs").rglob("*.yaml")
+    assert {*configs} == {
+        path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in shipped
+    }
+    assert all(Path(each["path"]).is_relative_to(target) for each in configs.values())
+    settings = json.loads(txl("config", "show", "quickstart", "seed=7", "--json"))
+    assert (settings["seed"], settings["directory"]) == (7, "runs/quickstart")
+    assert "wt103-base" in txl("reproduce", "--list")
+    assert not [*elsewhere.iterdir()]

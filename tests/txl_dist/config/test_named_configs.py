@@ -1,0 +1,81 @@
+"""A config is a file or a name of the package, from every directory; a file wins."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import run_txl
+from txl_dist.config.config_file import load_run_config
+from txl_dist.config.named_configs import find_config, named_configs, summary
+from txl_dist.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+FILE = "directory: runs/mine\ndata: {path: d}\ntraining: {num_steps: 4}\n"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_config_has_a_name_and_a_summary_of_one_line() -> None:
+    assert {*named_configs().values()} == {*CONFIGS.rglob("*.yaml")}
+    for name, path in named_configs().items():
+        assert find_config(name) == path
+        assert 30 < len(summary(path)) < 150
+        assert summary(path).endswith(".")
+
+
+@pytest.mark.parametrize(
+    "given", ["modern/125m", "configs/modern/125m.yaml", Path("configs/modern/125m")]
+)
+def test_names_and_the_paths_of_documents_work_in_every_directory(given: str | Path) -> None:
+    assert load_run_config(given) == load_run_config(CONFIGS / "modern" / "125m.yaml")
+
+
+def test_a_file_wins_over_a_name() -> None:
+    Path("quickstart").write_text(FILE)
+    assert load_run_config("quickstart").directory == "runs/mine"
+    Path("configs").mkdir()
+    Path("configs/tiny.yaml").write_text(FILE)
+    assert load_run_config("configs/tiny.yaml").directory == "runs/mine"
+
+
+def test_a_directory_is_not_a_config_and_hides_none() -> None:
+    Path("quickstart").mkdir()
+    assert find_config("quickstart") == CONFIGS / "quickstart.yaml"
+
+
+def test_a_name_that_may_also_mean_a_file_here_is_refused() -> None:
+    Path("tiny.yaml").write_text(FILE)
+    with pytest.raises(ConfigError, match=r"Write tiny\.yaml .* or configs/tiny\.yaml"):
+        find_config("tiny")
+    assert find_config("tiny.yaml") == Path("tiny.yaml")
+    assert find_config("configs/tiny.yaml") == CONFIGS / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("quikstart", "did you mean quickstart"),
+        ("125m", "did you mean modern/125m"),
+        ("wt103-base", "nvidia/wt103-base or paper/wt103-base"),
+        ("enwik8-bass", "paper/enwik8-base"),
+        ("xyz", "Configs in .: none. Those of the package: txl config list"),
+        ("../configs/quickstart", "not a config file"),
+    ],
+)
+@pytest.mark.parametrize("command", [("config", "show"), ("train",)], ids=" ".join)
+def test_an_unknown_name_is_refused_with_close_ones(
+    command: tuple[str, ...], given: str, message: str
+) -> None:
+    code, output = run_txl(*command, given)
+    assert code == 2
+    assert message in output
+
+
+def test_the_starting_file_is_found_by_its_name_and_not_confused() -> None:
+    assert run_txl("config", "init", "mine")[0] == 0
+    assert run_txl("config", "validate", "mine.yaml")[0] == 0
+    code, output = run_txl("config", "validate", "mine")
+    assert (code, "did you mean mine.yaml?" in output) == (2, True)

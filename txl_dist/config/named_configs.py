@@ -1,0 +1,86 @@
+"""Finding a config: a file, or one of the configs that the package brings, by its name.
+
+A name is the path below configs/ without its suffix, such as `quickstart` or `paper/wt103-base`.
+In the repository the files are in configs/, which the wheel has as txl_dist/configs (setup.py).
+"""
+
+import difflib
+import itertools
+import re
+from functools import cache
+from pathlib import Path
+
+from txl_dist.errors import ConfigError
+
+_PACKAGE = Path(__file__).parents[1]
+_SUFFIX = ".yaml"
+
+
+def configs_directory() -> Path:
+    """The directory of the package's configs, in a wheel or in a checkout."""
+    in_wheel = _PACKAGE / "configs"
+    return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / "configs"
+
+
+@cache
+def named_configs() -> dict[str, Path]:
+    """Path by name, sorted: first those of the top level."""
+    directory = configs_directory()
+    paths = [*sorted(directory.glob("*.yaml")), *sorted(directory.glob("*/*.yaml"))]
+    return {path.relative_to(directory).with_suffix("").as_posix(): path for path in paths}
+
+
+def find_config(given: str | Path) -> Path:
+    """The file `given`, or the package's config of that name.
+
+    A file wins. `configs/NAME.yaml` is also the name NAME, so that commands of the documents work
+    in every directory. Raises ConfigError if there is neither, or if a name may mean two files.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path
+    name = path.as_posix().removeprefix("configs/").removesuffix(_SUFFIX)
+    named = named_configs().get(name)
+    if named is None:
+        raise ConfigError(f"{path} is not a config file{_suggestion(path, name)}")
+    # `txl config init quickstart` writes quickstart.yaml.
+    namesake = Path(f"{given}{_SUFFIX}")
+    if namesake.is_file() and not namesake.samefile(named):
+        raise ConfigError(
+            f"{path} is a config of the package, and there is a file {namesake}. Write {namesake} "
+            f"for the file, or configs/{name}{_SUFFIX} for that of the package"
+        )
+    return named
+
+
+def is_sent_with_the_code(path: Path) -> bool:
+    """Whether a job on a cluster has the file, because it is in the package `txl_dist`."""
+    return path.is_relative_to(_PACKAGE)
+
+
+def summary(path: Path) -> str:
+    """The first sentence of a config's header: what the run is for, and its size."""
+    paragraph = itertools.takewhile(
+        lambda line: line.strip("# "), path.read_text("utf-8").splitlines()
+    )
+    text = " ".join(line.removeprefix("#").strip() for line in paragraph)
+    return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
+
+
+def _suggestion(path: Path, name: str) -> str:
+    directory = path if path.is_dir() else path.parent
+    files = {config.stem: config for config in sorted(directory.glob("*.yaml"))}
+    wanted = "config" if path.is_dir() else path.stem
+    if nearest := difflib.get_close_matches(wanted, files, n=1, cutoff=0.5):
+        return f"; did you mean {files[nearest[0]]}?"
+    names = named_configs()
+    last_parts = {full.rpartition("/")[2]: full for full in reversed(names)}
+    similar = [full for full in names if full.rpartition("/")[2] == name]
+    similar = similar or difflib.get_close_matches(name, names, n=3)
+    similar = similar or [
+        last_parts[part] for part in difflib.get_close_matches(name, last_parts, n=3)
+    ]
+    if similar:
+        return f", and the package has none of that name; did you mean {' or '.join(similar)}?"
+    found = ", ".join(map(str, files.values())) or "none"
+    return f". Configs in {directory}: {found}. Those of the package: txl config list"

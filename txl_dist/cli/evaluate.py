@@ -4,9 +4,8 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -189,6 +188,7 @@ def evaluate(
     with running("loading torch"):
         from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
         from txl_dist.evaluation.job import combinations
+        from txl_dist.tracking.evaluations import log_evaluations, scores_of_runs
 
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
@@ -245,7 +245,8 @@ def evaluate(
                 scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
                 objects = contents = score_objects(planned, scored, workers)
                 _write_documents(per_document, planned, scored)
-        _log_to_mlflow(objects)
+        with running("recording the scores in MLflow"):
+            log_evaluations(scores_of_runs(objects))
         # What --json prints: one object, or a list of them; in a sweep one per model.
         content = contents[0] if len(contents) == 1 else contents
         if staged:
@@ -340,24 +341,3 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
         f"no score was computed. Finished chunks are kept in {places}: run the same command with "
         "--resume to continue"
     )
-
-
-def _log_to_mlflow(objects: "Sequence[Mapping[str, Any]]") -> None:
-    """Log child runs of the training run, for the checkpoints that are in its run directory."""
-    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-    from txl_dist.errors import CheckpointError
-    from txl_dist.tracking.evaluations import log_evaluations
-    from txl_dist.tracking.tracker import STATE
-
-    scored = []
-    for content in objects:
-        checkpoint = Path(content["checkpoint"])
-        run = checkpoint.resolve().parent.parent
-        if (run / STATE).exists():
-            save_id = None
-            with suppress(CheckpointError):  # its run has removed it since
-                save_id = load_checkpoint_manifest(checkpoint).save_id
-            name = checkpoint.resolve().name
-            scored.append((run, {**content, "checkpoint": name, "save_id": save_id}))
-    with running("recording the scores in MLflow"):
-        log_evaluations(scored)

@@ -17,12 +17,15 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.config.redaction import redact
+from txl_dist.errors import CheckpointError
 from txl_dist.tracking.journal import MetricsJournal, parse_line
 from txl_dist.tracking.process import SENDER, sync_command
 from txl_dist.tracking.tracker import (
@@ -52,6 +55,21 @@ log = logging.getLogger("txl_dist.tracking")
 
 Scored = tuple[Path, Mapping[str, Any]]
 """A run directory, and the result of an evaluation of one of its checkpoints."""
+
+
+def scores_of_runs(results: Sequence[Mapping[str, Any]]) -> list[Scored]:
+    """The results, as JSON of `txl eval`, of checkpoints that are in the directory of their run."""
+    scored: list[Scored] = []
+    for result in results:
+        checkpoint = Path(result["checkpoint"])
+        run = checkpoint.resolve().parent.parent
+        if (run / STATE).exists():
+            save_id = None
+            with suppress(CheckpointError):  # its run has removed it since
+                save_id = load_checkpoint_manifest(checkpoint).save_id
+            name = checkpoint.resolve().name
+            scored.append((run, {**result, "checkpoint": name, "save_id": save_id}))
+    return scored
 
 
 def log_evaluations(scored: Sequence[Scored], *, timeout_seconds: float | None = None) -> bool:

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
-from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.begin import begin_run, open_inputs
 from txl_dist.training.computation import build_evaluator, build_step
 from txl_dist.training.job import TrainJob
@@ -26,7 +25,7 @@ from txl_dist.training.saving import open_saver
 from txl_dist.training.score_watch import open_score_watch
 from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.start_state import initial_state, open_run, resume_at
-from txl_dist.training.tracked import start_tracker
+from txl_dist.training.tracked import TrackingProcess, start_tracker
 
 
 def build_trainer(

@@ -46,7 +46,9 @@ def manifest_fields() -> str:
 def _fields(model: type[BaseModel]) -> list[str]:
     texts: dict[str, str] = {}
     for each in model.__mro__:
-        if issubclass(each, BaseModel) and each.__module__.startswith(("data_pipeline", "txl_dist")):
+        if issubclass(each, BaseModel) and each.__module__.startswith(
+            ("data_pipeline", "txl_dist")
+        ):
             texts |= documentation_of(each)
     lines = []
     for name, field in model.model_fields.items():

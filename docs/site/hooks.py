@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from api_reference import api_reference
-from command_reference import command_reference
 from code_reference import decision_list, exit_codes, manifest_fields
+from command_reference import command_reference
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from plain_text import write_index, write_page

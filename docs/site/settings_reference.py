@@ -19,7 +19,7 @@ _UNKNOWN = "?"
 
 
 def settings_reference() -> str:
-    """Markdown: a heading per section, and name, type, range, default and meaning of each setting."""
+    """Markdown: a heading per section; type, range, default and meaning of each setting."""
     schema = RunConfig.model_json_schema()
     definitions = schema["$defs"]
     lines = ["## The run", ""]

@@ -17,14 +17,20 @@ def repository_path(target: str, source: str) -> str | None:
     """Path in the repository that a link in `source` (a path in docs/) leads to; None: a URL."""
     if re.match(r"[a-z]+:", target):
         return None
-    place = source.removeprefix("source/").removesuffix(".md") if source.startswith("source/") else f"docs/{source}"
+    place = (
+        source.removeprefix("source/").removesuffix(".md")
+        if source.startswith("source/")
+        else f"docs/{source}"
+    )
     return posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
 
 
 def linked_files(docs: Path) -> list[str]:
     """Files and folders outside docs/ that documents lead to, and those that these lead to."""
     found: list[str] = []
-    waiting = [(path.relative_to(docs).as_posix(), path.read_text("utf-8")) for path in docs.rglob("*.md")]
+    waiting = [
+        (path.relative_to(docs).as_posix(), path.read_text("utf-8")) for path in docs.rglob("*.md")
+    ]
     while waiting:
         source, text = waiting.pop()
         for _, target, _, _ in _LINK.findall(_CODE.sub("", text)):

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from shutil import copytree
 
+import numpy as np
 import pytest
-import torch
 from mlflow.tracking import MlflowClient
 
 from tests.support.commands import ENVIRONMENT, run_txl
@@ -22,8 +22,10 @@ from tests.support.documented_blocks import ROOT, Block, blocks, commands_outsid
 SMALL = (
     *("data.num_lanes=4", "data.tgt_len=16", "model.n_layer=1", "model.d_model=16"),
     *("model.n_head=2", "model.d_head=8", "model.d_inner=16", "training.num_steps=3"),
-    *("optimizer.warmup_steps=0", "evaluation.max_tokens=2000"),
+    *("optimizer.warmup_steps=0", "evaluation.interval_steps=3", "evaluation.max_tokens=2000"),
 )
+LENGTHS = ("training.num_steps", "optimizer.warmup_steps", "evaluation.interval_steps")
+"""Settings of SMALL that replace those of a command."""
 SMALLER = {"--positions": "20", "--vocab-size": "300"}
 """Values of options that would take long on a small machine, or need more text."""
 LEFT_OUT = ("--workers", "--ranks")
@@ -112,7 +114,7 @@ def test_the_blocks_of_a_page_run(
 
 
 def run_page(page: str) -> None:
-    names: dict[str, object] = {"losses": torch.rand(2, 3, 50)}  # of somebody's own program
+    names: dict[str, object] = {"losses": np.ones((2, 3, 50))}  # of somebody's own program
     for block in blocks(page):
         if block.is_here:
             run_block(block, names)
@@ -146,8 +148,9 @@ def smaller(words: list[str]) -> list[str]:
             continue
         kept.append(SMALLER.get(before, word))
     if words[0] == "train":
-        given = {word.partition("=")[0] for word in words}
-        kept += [each for each in SMALL if each.partition("=")[0] not in given]
+        kept = [word for word in kept if word.partition("=")[0] not in LENGTHS]
+        given = {word.partition("=")[0] for word in kept}
+        kept += [setting for setting in SMALL if setting.partition("=")[0] not in given]
         kept += [] if "--on" in words else ["--on", "processes"]
     return kept
 

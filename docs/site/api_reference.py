@@ -1,7 +1,5 @@
 """The page of the public API: every name of `txl_dist.__all__`, from its docstring."""
 
-import inspect
-
 import txl_dist
 
 _GROUPS = {
@@ -14,7 +12,7 @@ _GROUPS = {
 
 def api_reference() -> str:
     """Markdown with mkdocstrings' blocks. Every public name is in one group."""
-    lines = [inspect.cleandoc(txl_dist.__doc__ or ""), ""]
+    lines: list[str] = []
     left = {name: getattr(txl_dist, name).__module__ for name in txl_dist.__all__}
     for title, packages in _GROUPS.items():
         lines += [f"## {title}", ""]

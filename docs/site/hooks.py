@@ -30,6 +30,7 @@ REFERENCES = {
     "manifests": manifest_fields,
     "settings": settings_reference,
 }
+DATED = ("decisions/0", "experiments.md")
 _MARKER = re.compile(r"^<!-- generated: ([a-z ]+) -->$", re.MULTILINE)
 _pages: dict[str, tuple[Page, str]] = {}
 """Every page by its path in docs/, with its Markdown as it is in the site."""
@@ -59,6 +60,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     """Fill in what is generated, and let links lead to pages of the site."""
     markdown = _MARKER.sub(lambda match: REFERENCES[match[1]](), markdown)
     source = page.file.src_uri
+    if source.startswith(DATED):
+        page.meta["search"] = {"boost": 0.3}  # after the pages about what is
     markdown = with_site_links(markdown, source)
     _pages[source] = (page, markdown)
     return markdown

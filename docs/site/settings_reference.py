@@ -73,7 +73,7 @@ def _limits(schema: dict[str, Any]) -> Iterator[str]:
     for each in (schema, *schema.get("anyOf", ())):
         for key, words in _LIMITS.items():
             if key in each:
-                yield f"{words} {each[key]}"
+                yield f"{words} {'2^63' if each[key] == 2**63 else each[key]}"
         if "pattern" in each and each.get("type") == "string":
             yield f"matches `{each['pattern']}`"
 

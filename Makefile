@@ -24,7 +24,7 @@ test: setup      ## the test suite, 9 minutes on 2 cores
 	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster and not gpu' --numprocesses 2 --dist loadfile
 
 docs: setup      ## the documentation site in build/site, without network; a broken link fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean
 
 test-all: setup  ## also the exhaustive grids, with all examples of property tests
 	$(BIN)/python -m pytest -m 'not fault and not cluster and not gpu' --hypothesis-profile=all

@@ -109,7 +109,7 @@ def test_the_blocks_of_a_page_run(
         Path("data/mine").symlink_to("books")
         Path("runs/memory").rename("runs/mine")
     run_page(page)
-    if page == "docs/how_to/see_runs_in_mlflow.md":
+    if page == "docs/how_to/track_with_mlflow.md":
         client = MlflowClient(tracking_uri="sqlite:///runs/mlflow.db")  # as `mlflow ui` opens it
         (experiment,) = client.search_experiments(filter_string="name = 'txl'")
         names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}

@@ -82,7 +82,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("run", "mine"):
             text = Path(f"{name}.yaml").read_text()
             Path(f"{name}.yaml").write_text(text.replace(f"data/{name}", "data/books"))
-        for run, settings in (("my_run", ""), ("memory", ""), ("no_memory", "model.mem_len=0")):
+        for run in ("my_run", "books", "memory", "no_memory"):
+            settings = "model.mem_len=0" if run == "no_memory" else ""
             execute(f"txl train run.yaml directory=runs/{run} {settings}")
         Path("RUN").symlink_to("runs/my_run")
     return folder
@@ -113,7 +114,7 @@ def test_the_blocks_of_a_page_run(
         client = MlflowClient(tracking_uri="sqlite:///runs/mlflow.db")  # as `mlflow ui` opens it
         (experiment,) = client.search_experiments(filter_string="name = 'txl'")
         names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
-        assert names == {"my_run", "memory", "no_memory"}
+        assert names == {"my_run", "books", "memory", "no_memory"}
 
 
 def run_page(page: str) -> None:
@@ -133,11 +134,12 @@ def run_block(block: Block, names: dict[str, object]) -> None:
 
 
 def execute(line: str) -> None:
-    """Run one line of a shell, txl in this process."""
+    """Run one line of a shell, txl in this process if it is alone."""
     words = shlex.split(line, comments=True)
-    if words[0] != "txl":
-        shell = ["bash", "-euc", line.replace("python ", f"{sys.executable} ")]
-        subprocess.run(shell, check=True, env=ENVIRONMENT, timeout=300)
+    if words[0] != "txl" or ">" in words:
+        txl = f'txl() {{ {sys.executable} -m txl_dist "$@"; }}'
+        shell = ["bash", "-euc", f"{txl}; {line.replace('python ', f'{sys.executable} ')}"]
+        subprocess.run(shell, check=True, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, timeout=300)
         return
     code, output = run_txl(*smaller(words[1:]))
     assert code == 0, f"{line}\n{output}"

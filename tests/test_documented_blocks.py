@@ -117,6 +117,16 @@ def test_the_blocks_of_a_page_run(
         assert names == {"my_run", "books", "memory", "no_memory"}
 
 
+@pytest.mark.slow
+def test_every_metric_of_a_run_is_on_the_page_of_metrics(trained: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
+    documented = set(re.findall(r"`([\w/]+)`", page))
+    lines = (trained / "runs" / "my_run" / "metrics.jsonl").read_text().splitlines()
+    names = {name for line in lines for name in json.loads(line)}
+    assert "valid/loss" in names
+    assert {name.replace("valid/", "SPLIT/") for name in names} <= documented
+
+
 def run_page(page: str) -> None:
     names: dict[str, object] = {"losses": np.ones((2, 3, 50))}  # of somebody's own program
     for block in blocks(page):

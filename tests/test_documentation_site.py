@@ -136,7 +136,10 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
         for loaded in LOADED.findall(path.read_text("utf-8")):
             address = "".join(loaded)
             assert not re.match(r"(https?:)?//", address), (path, address)
-    assert "<!-- generated" not in (tmp_path / "reference/settings.md").read_text()
+    for name in ("settings", "commands", "python", "file_formats"):
+        text = (tmp_path / "reference" / f"{name}.md").read_text()
+        assert "<!-- generated" not in text
+        assert not re.search("^:::", text, re.MULTILINE)
     listed = re.findall(r"\]\(([\w/.]+)\)", (tmp_path / "llms.txt").read_text())
     assert len(listed) > 40
     assert all((tmp_path / name).is_file() for name in listed)

@@ -1,5 +1,9 @@
 """The page of the public API: every name of `txl_dist.__all__`, from its docstring."""
 
+import inspect
+import re
+from importlib import import_module
+
 import txl_dist
 
 _GROUPS = {
@@ -22,3 +26,15 @@ def api_reference() -> str:
                 del left[name]
     assert not left, f"{left} are in no group of {__file__}"
     return "\n".join(lines)
+
+
+def as_text(markdown: str) -> str:
+    """The Markdown with signature and docstring in place of mkdocstrings' blocks."""
+
+    def describe(block: re.Match[str]) -> str:
+        module, _, name = block[1].rpartition(".")
+        described = getattr(import_module(module), name)
+        signature = f"{name}{inspect.signature(described)}"
+        return f"### {name}\n\n```python\n{signature}\n```\n\n{inspect.getdoc(described)}"
+
+    return re.sub(r"^::: ([\w.]+)$", describe, markdown, flags=re.MULTILINE)

@@ -13,10 +13,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from api_reference import api_reference
+from api_reference import api_reference, as_text
 from code_reference import decision_list, exit_codes, manifest_fields
 from command_reference import command_reference
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from plain_text import write_index, write_page
 from settings_reference import settings_reference
@@ -36,8 +37,12 @@ _pages: dict[str, tuple[Page, str]] = {}
 """Every page by its path in docs/, with its Markdown as it is in the site."""
 
 
+_in_navigation: list[Page] = []
+
+
 def on_config(config: Any) -> None:
     _pages.clear()
+    _in_navigation.clear()
     for name in ("mkdocs.plugins", "griffe"):  # links in docstrings are of no page
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -56,6 +61,10 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_nav(nav: Navigation, config: Any, files: Files) -> None:
+    _in_navigation.extend(nav.pages)
+
+
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     """Fill in what is generated, and let links lead to pages of the site."""
     markdown = _MARKER.sub(lambda match: REFERENCES[match[1]](), markdown)
@@ -70,6 +79,5 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 def on_post_build(config: Any) -> None:
     site = Path(config.site_dir)
     for page, markdown in _pages.values():
-        write_page(site, page, markdown)
-    nav = [page for page, _ in _pages.values() if not page.file.src_uri.startswith("source/")]
-    write_index(site, nav, (ROOT / "docs" / "index.md").read_text("utf-8"))
+        write_page(site, page, as_text(markdown))
+    write_index(site, _in_navigation, (ROOT / "docs" / "index.md").read_text("utf-8"))

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup quickstart test test-all faults cluster-tests gpu chaos check format clean
+.PHONY: help setup quickstart test docs test-all faults cluster-tests gpu chaos check format clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -22,6 +22,9 @@ quickstart: setup  ## real text to a trained, evaluated, tracked model in a few 
 
 test: setup      ## the test suite, 9 minutes on 2 cores
 	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster and not gpu' --numprocesses 2 --dist loadfile
+
+docs: setup      ## the documentation site in build/site, without network; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean
 
 test-all: setup  ## also the exhaustive grids, with all examples of property tests
 	$(BIN)/python -m pytest -m 'not fault and not cluster and not gpu' --hypothesis-profile=all

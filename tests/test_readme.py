@@ -48,6 +48,17 @@ def write_inputs(folder: Path) -> None:
     (folder / "transfo-xl-dir").symlink_to(ROOT / "tests" / "hf-transfo-xl")
 
 
+def test_the_first_screen_has_commands_a_picture_and_the_limits() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 150, "what is longer belongs into a page of docs/"
+    first = "\n".join(lines[:40])
+    for command in ("make quickstart", "make test"):
+        assert f"\n{command} " in first
+    (picture,) = re.findall(r"^!\[.+\]\((.+)\)$", first, re.MULTILINE)
+    assert (ROOT / picture).is_file()
+    assert "docs/limitations.md" in first
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_inputs(tmp_path)

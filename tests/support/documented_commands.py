@@ -48,9 +48,7 @@ def mentioned_commands() -> Iterator[DocumentedCommand]:
 
     Not those of experiments.md and decisions/, which are dated: commands of that day.
     """
-    documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("c*/**/*.md")]
-    dated = (ROOT / "docs/experiments.md", *ROOT.glob("docs/decisions/*.md"))
-    documents = [path for path in documents if path not in dated]
+    documents = _documents()
     for package in ("data_pipeline", "txl_dist", "cluster"):
         documents += (ROOT / package).rglob("*.py")
     for path in documents:
@@ -58,10 +56,15 @@ def mentioned_commands() -> Iterator[DocumentedCommand]:
             yield DocumentedCommand(_name(path), tuple(text.split()))
 
 
+def _documents() -> list[Path]:
+    documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("c*/**/*.md")]
+    dated = (ROOT / "docs/experiments.md", *ROOT.glob("docs/decisions/*.md"))
+    return [path for path in documents if path not in dated]
+
+
 def _texts() -> Iterator[tuple[str, str]]:
     """Texts of commands, one per line, each with its place."""
-    documents = [ROOT / "README.md", *ROOT.glob("docs/how_to/*.md"), *ROOT.glob("c*/**/*.md")]
-    for path in documents:
+    for path in _documents():
         text = path.read_text()
         for block in (*_FENCED.findall(text), *_INDENTED.findall(_FENCED.sub("", text))):
             yield _name(path), re.sub("^ +", "", block, flags=re.MULTILINE)

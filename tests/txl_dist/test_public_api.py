@@ -15,7 +15,7 @@ import txl_dist
 from tests.support.training_runs import TINY
 from txl_dist import ModelConfig, TransformerXL
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "python.md"
 PUBLIC = {
     "EvaluationJob",
     "EvaluationSettings",
@@ -74,8 +74,8 @@ def docstring_example() -> str:
     return textwrap.dedent("\n".join(line for line in doc.splitlines() if line[:4] == "    "))
 
 
-def test_the_example_of_the_readme_is_that_of_the_docstring() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+def test_the_example_of_the_page_is_that_of_the_docstring() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     imports, _, rest = example.partition("\n\n")
     statements = [line.split("  #")[0] for line in rest.splitlines()]
     assert statements == docstring_example().splitlines()[: len(statements)]

@@ -62,14 +62,14 @@ def starting_file(name: str) -> str:
 
 
 def _settings(config: RunConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    documentation = _documentation(RunConfig)
+    documentation = documentation_of(RunConfig)
     for name, value in values.items():
         if name in documentation:
             yield from _setting(name, value, documentation[name], indent="", in_use=name in IN_USE)
             continue
         section = getattr(config, name)
         yield from ("", f"{name}:")
-        for key, text in _documentation(type(section)).items():
+        for key, text in documentation_of(type(section)).items():
             in_use = key in IN_USE.get(name, ())
             yield from _setting(key, value[key], text, indent="  ", in_use=in_use)
 
@@ -86,7 +86,7 @@ def _setting(name: str, value: Any, text: str, *, indent: str, in_use: bool) -> 
     yield f"{indent if in_use else comment}{name}: {shown}"
 
 
-def _documentation(section: type) -> dict[str, str]:
+def documentation_of(section: type) -> dict[str, str]:
     """The docstring under each setting of a section, in their order."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)

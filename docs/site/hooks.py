@@ -1,0 +1,83 @@
+"""MkDocs hooks: what the site has besides the files of docs/.
+
+    docs/*.md ---- links to other files of the repository -> pages below source/ (sources.py)
+              ---- "<!-- generated: NAME -->" -> reference from the code (REFERENCES)
+              ---- every page -> the same page as .md in the site, and llms.txt (plain_text.py)
+
+The pages stay readable where no site is built: links are relative to the file, and a generated page
+says on its first lines what it will hold.
+"""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from api_reference import api_reference, as_text
+from code_reference import decision_list, exit_codes, manifest_fields
+from command_reference import command_reference
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.nav import Navigation
+from mkdocs.structure.pages import Page
+from plain_text import write_index, write_page
+from settings_reference import settings_reference
+from sources import ROOT, linked_files, page_of, source_page, with_site_links
+
+REFERENCES = {
+    "api": api_reference,
+    "commands": command_reference,
+    "decisions": decision_list,
+    "exit codes": exit_codes,
+    "manifests": manifest_fields,
+    "settings": settings_reference,
+}
+DATED = ("decisions/0", "experiments.md")
+_MARKER = re.compile(r"^<!-- generated: ([a-z ]+) -->$", re.MULTILINE)
+_pages: dict[str, tuple[Page, str]] = {}
+"""Every page by its path in docs/, with its Markdown as it is in the site."""
+
+
+_in_navigation: list[Page] = []
+
+
+def on_config(config: Any) -> None:
+    _pages.clear()
+    _in_navigation.clear()
+    for name in ("mkdocs.plugins", "griffe"):  # links in docstrings are of no page
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add a page for each file outside docs/ that a page links to."""
+    for path in linked_files(Path(config.docs_dir)):
+        files.append(
+            File.generated(
+                config,
+                page_of(path),
+                content=source_page(path),
+                inclusion=InclusionLevel.NOT_IN_NAV,
+            )
+        )
+    return files
+
+
+def on_nav(nav: Navigation, config: Any, files: Files) -> None:
+    _in_navigation.extend(nav.pages)
+
+
+def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
+    """Fill in what is generated, and let links lead to pages of the site."""
+    markdown = _MARKER.sub(lambda match: REFERENCES[match[1]](), markdown)
+    source = page.file.src_uri
+    if source.startswith(DATED):
+        page.meta["search"] = {"boost": 0.3}  # after the pages about what is
+    markdown = with_site_links(markdown, source)
+    _pages[source] = (page, markdown)
+    return markdown
+
+
+def on_post_build(config: Any) -> None:
+    site = Path(config.site_dir)
+    for page, markdown in _pages.values():
+        write_page(site, page, as_text(markdown))
+    write_index(site, _in_navigation, (ROOT / "docs" / "index.md").read_text("utf-8"))

@@ -1,0 +1,166 @@
+"""The documentation site: what is generated is complete, and the built site needs no network."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copyfile, copytree
+
+import pytest
+import typer.main
+import yaml
+
+import txl_dist
+from tests.support.documented_commands import leaf_commands
+from txl_dist.cli.app import app
+from txl_dist.config.run_config import RunConfig
+from txl_dist.config.starting_file import documentation_of
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source)[^>]+src=\"?([^\" >]+)|<link[^>]+href=\"?([^\" >]+)"
+)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, str]:
+    """Each generated part of the reference by its name."""
+    sys.path.insert(0, str(DOCS / "site"))
+    import hooks
+
+    sys.path.remove(str(DOCS / "site"))
+    return {name: generate() for name, generate in hooks.REFERENCES.items()}
+
+
+def settings() -> Iterator[str]:
+    yield from documentation_of(RunConfig)
+    for name, field in RunConfig.model_fields.items():
+        if name not in documentation_of(RunConfig):
+            assert isinstance(field.annotation, type)
+            yield from (f"{name}.{key}" for key in documentation_of(field.annotation))
+
+
+def test_every_setting_has_its_type_range_default_and_meaning(references: dict[str, str]) -> None:
+    page = references["settings"]
+    names = [*settings()]
+    assert len(names) > 100
+    for name in names:
+        (entry,) = re.findall(rf"### `{re.escape(name)}` {{#.*?}}\n\n(.*?)(?=\n##|\Z)", page, re.S)
+        facts, _, meaning = entry.partition("{.setting}")
+        assert re.search(r"^`.+` · .*(default|required)", facts), name
+        assert len(meaning.split()) > 2, name
+    assert "in [0, 0.99]" in page, "ranges that the model checks itself"
+    assert "one of layernorm, rmsnorm" in page
+
+
+def test_every_command_and_option_is_in_the_reference(references: dict[str, str]) -> None:
+    page = references["commands"]
+    for words, command in leaf_commands(typer.main.get_command(app)).items():
+        entry = page.partition(f" txl {words} {{#")[2].partition("\n#")[0]
+        assert entry, words
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and not parameter.hidden:
+                assert all(f"`{name}" in entry for name in parameter.opts[:1]), (words, parameter)
+
+
+def test_every_public_name_is_in_the_reference(references: dict[str, str]) -> None:
+    documented = re.findall(r"^::: [\w.]+\.(\w+)$", references["api"], re.MULTILINE)
+    assert sorted(documented) == sorted(txl_dist.__all__)
+
+
+def test_every_page_is_in_the_navigation_and_generated_parts_exist(
+    references: dict[str, str],
+) -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    in_navigation = set(_pages(config["nav"]))
+    pages = {
+        path.relative_to(DOCS).as_posix(): path.read_text("utf-8") for path in DOCS.rglob("*.md")
+    }
+    assert in_navigation == {page for page in pages if not page.startswith("decisions/0")}
+    markers = {
+        name
+        for text in pages.values()
+        for name in re.findall(r"<!-- generated: ([a-z ]+) -->", text)
+    }
+    assert markers == set(references)
+
+
+def _pages(nav: object) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, list | dict):
+        for each in nav.values() if isinstance(nav, dict) else nav:
+            yield from _pages(each)
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None:
+    """Each part of a message between two "..." is in a text of the code."""
+    texts = "\n".join(_texts_of_the_code())
+    messages = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.M)
+    assert len(messages) > 25
+    for message in messages:
+        for part in filter(None, (part.strip() for part in message.split("..."))):
+            assert part in texts, message
+
+
+def _texts_of_the_code() -> Iterator[str]:
+    """The sources, with literals of several lines joined."""
+    for package in ("data_pipeline", "txl_dist", "cluster"):
+        for path in (ROOT / package).rglob("*.py"):
+            yield re.sub(r"\"\s*\n\s*f?\"", "", path.read_text("utf-8"))
+
+
+def test_the_picture_of_the_readme_has_the_figures_of_the_experiments() -> None:
+    from benchmarks.memory_picture import EXPERIMENTS, PICTURE, picture
+
+    assert PICTURE.read_text("utf-8") == picture(EXPERIMENTS.read_text("utf-8"))
+
+
+def build(docs: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(out)]
+    return subprocess.run(
+        command, cwd=docs, check=False, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    result = build(ROOT, tmp_path)
+    assert result.returncode == 0, result.stderr
+    pages = [path for path in tmp_path.rglob("*.html") if path.name != "404.html"]
+    assert len(pages) > 150
+    for path in pages:
+        assert path.with_suffix(".md").is_file(), "every page is there as Markdown"
+        for loaded in LOADED.findall(path.read_text("utf-8")):
+            address = "".join(loaded)
+            assert not re.match(r"(https?:)?//", address), (path, address)
+    for name in ("settings", "commands", "python", "file_formats"):
+        text = (tmp_path / "reference" / f"{name}.md").read_text()
+        assert "<!-- generated" not in text
+        assert not re.search("^:::", text, re.MULTILINE)
+    listed = re.findall(r"\]\(([\w/.]+)\)", (tmp_path / "llms.txt").read_text())
+    assert len(listed) > 40
+    assert all((tmp_path / name).is_file() for name in listed)
+
+
+@pytest.mark.slow
+def test_broken_links_and_anchors_fail_and_are_named(tmp_path: Path) -> None:
+    broken = (
+        "[a page](no_such_page.md)",
+        "[a section](glossary.md#no-such-section)",
+        "[a file](../txl_dist/no_such_file.py)",
+        "[a generated section](reference/settings.md#model.no_such_setting)",
+    )
+    for name in ("txl_dist", "data_pipeline", "cluster", "tests", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    copyfile(ROOT / "mkdocs.yml", tmp_path / "mkdocs.yml")
+    copytree(DOCS, tmp_path / "docs")
+    with (tmp_path / "docs" / "faq.md").open("a") as page:
+        page.writelines(f"\n{link}\n" for link in broken)
+    result = build(tmp_path, tmp_path / "site")
+    assert result.returncode != 0
+    for link in broken:
+        name = re.split("[/#]", link.rstrip(")"))[-1].removeprefix("[a page](")
+        assert name in result.stderr + result.stdout

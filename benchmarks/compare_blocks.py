@@ -89,6 +89,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "tied": ("modern/quickstart", "model.tie_weight=true"),
     "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
     "gru-gate": ("modern/quickstart", "model.residual_gate=gru", "model.zero_init=false"),
+    "rate-12e-3": ("modern/quickstart", "optimizer.lr=12e-3"),
     "cosine": ("modern/quickstart", "optimizer.schedule=cosine"),
 }  # fmt: skip
 """Config and overrides of each run: the modern block, and one ingredient changed."""

@@ -1,11 +1,11 @@
 """`txl config`, `txl estimate` and `txl doctor`: output, exit codes, few imports."""
 
 import json
+import re
 import shlex
 import socket
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -153,8 +153,7 @@ def test_the_example_of_the_how_to_is_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = (ROOT / "docs" / "how_to" / "estimate_a_run.md").read_text("utf-8")
-    example = textwrap.dedent(text[text.index("    txl estimate") : text.index("How to read it")])
-    command, _, expected = example.partition("\n\n")
+    command, expected = re.findall(r"```(?:bash|text)\n(.*?)```", text, re.DOTALL)[:2]
     monkeypatch.chdir(ROOT)
     result = CliRunner().invoke(app, shlex.split(command.replace("\\\n", ""))[1:])
     assert result.exit_code == 0, result.exception

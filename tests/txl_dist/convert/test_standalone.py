@@ -25,8 +25,13 @@ from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.pretrained import HARD_STRINGS
 from tests.support.small_models import MODERN, SHORT_AND_LONG, VOCAB_SIZE, random_text, small_model
 from txl_dist.convert.hub import write_for_hub
-from txl_dist.convert.standalone import FILE_NAME, require_supported, source_for, text
-from txl_dist.convert.standalone.model import KINDS
+from txl_dist.convert.standalone import (
+    FILE_NAME,
+    MODULES_OF_KIND,
+    require_supported,
+    source_for,
+    text,
+)
 from txl_dist.convert.stored_model import Reading
 from txl_dist.errors import ConfigError
 from txl_dist.generation.generate import generate_texts
@@ -169,7 +174,8 @@ def test_the_same_in_a_process_in_which_this_project_cannot_be_imported(tmp_path
 
 def test_every_kind_of_memory_and_encoding_is_compared() -> None:
     configs = [ModelConfig(**({"vocab_size": VOCAB_SIZE} | options)) for options in CASES.values()]
-    assert {config.memory for config in configs} == {*MEMORY_KINDS} == {*KINDS}
+    kinds = [name for name, facts in MEMORY_KINDS.items() if "txl_dist" in facts.implementation]
+    assert {config.memory for config in configs} == {*kinds} == {*MODULES_OF_KIND}
     assert {config.distance_encoding for config in configs} == {*DISTANCE_ENCODINGS}
 
 
@@ -195,7 +201,7 @@ def test_it_draws_the_same_tokens(name: str, tmp_path: Path) -> None:
         assert drawn == ours.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODULES_OF_KIND)
 def test_a_memory_can_be_stored_and_its_rows_selected(kind: str, tmp_path: Path) -> None:
     export(tmp_path, small_model(memory=kind))
     model, _ = text.load(tmp_path, dtype=torch.float64)
@@ -239,7 +245,7 @@ def test_its_tokenizer_gives_the_same_ids_and_texts(name: str) -> None:
 
 def test_it_imports_nothing_but_torch_and_the_standard_library() -> None:
     allowed = {"torch", *sys.stdlib_module_names}
-    for kind in KINDS:
+    for kind in MODULES_OF_KIND:
         config = ModelConfig(vocab_size=VOCAB_SIZE, memory=kind)
         source = source_for(config, written_by="tests")
         tree = ast.parse(source)
@@ -254,7 +260,7 @@ def test_it_imports_nothing_but_torch_and_the_standard_library() -> None:
 
 
 def test_a_joined_file_is_in_the_format_of_this_project(tmp_path: Path) -> None:
-    for kind in KINDS:
+    for kind in MODULES_OF_KIND:
         config = ModelConfig(vocab_size=VOCAB_SIZE, memory=kind)
         (tmp_path / f"{kind}.py").write_text(source_for(config, written_by="tests"))
     for words in (("check", "--select=E,F,I,B"), ("format", "--check")):

@@ -18,7 +18,7 @@ from txl_dist.model.config import ModelConfig
 
 FILE_NAME = "transformer_xl.py"
 
-_MODULE_OF_KIND = {
+MODULES_OF_KIND = {
     "recurrent": (),
     "compressive": ("compressive",),
     "tokens": ("tokens",),
@@ -37,7 +37,7 @@ def source_for(config: ModelConfig, *, written_by: str) -> str:
     require_supported(config)
     statements: list[ast.stmt] = []
     bodies = []
-    for name in ("model", *_MODULE_OF_KIND[config.memory], "text"):
+    for name in ("model", *MODULES_OF_KIND[config.memory], "text"):
         text = _text_of(name)
         imports = [each for each in ast.parse(text).body if isinstance(each, _IMPORTS)]
         statements += imports
@@ -55,7 +55,7 @@ def require_supported(config: ModelConfig) -> None:
             "caller's, which the run does not have. Export it without --format hf"
         )
     for setting, value, known in (
-        ("memory", config.memory, _MODULE_OF_KIND),
+        ("memory", config.memory, MODULES_OF_KIND),
         ("distance_encoding", config.distance_encoding, _ENCODINGS),
     ):
         if value not in known:

@@ -55,6 +55,15 @@ def test_every_setting_has_its_type_range_default_and_meaning(references: dict[s
     assert "one of layernorm, rmsnorm" in page
 
 
+def test_the_api_as_text_has_methods_and_is_the_same_in_every_build(
+    references: dict[str, str],
+) -> None:
+    text = sys.modules["api_reference"].as_text(references["api"])
+    assert re.search(r"^Memory\.read\(\n    self,\n    model: TransformerXL,\n", text, re.M)
+    assert "at 0x" not in text
+    assert max(map(len, text.splitlines())) < 200, "a signature in one line"
+
+
 def test_every_command_and_option_is_in_the_reference(references: dict[str, str]) -> None:
     page = references["commands"]
     for words, command in leaf_commands(typer.main.get_command(app)).items():

@@ -158,6 +158,11 @@ def find_published(corpus: Corpus, given: Path) -> FoundFiles:
     `given` can also be one of those files. Raises DataError if there are none, or if several
     folders have them.
     """
+    if not given.exists():
+        raise DataError(
+            f"{printable(str(given))}: there is no such file or directory. --data is the directory "
+            f"of the published files of {corpus.source}"
+        )
     directory = given.parent if given.is_file() else given
     # Archives may have folders above their files.
     places = [directory, *sorted(path for path in directory.glob("*/") if path.is_dir())]

@@ -141,7 +141,7 @@ ConfigPath = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[k.e.y=value ...]", help="Settings that replace those of the file."),
+    typer.Argument(metavar="k.e.y=value", help="Settings that replace those of the file."),
 ]
 
 CHECKPOINT_HELP = (

@@ -222,7 +222,9 @@ class _Work:
         done, seconds = self.done - self._first_done, self._updated - self._phase_start
         if done > 0 and seconds > 0:
             rate = done / seconds
-            left = (self.total - self.done) / rate
+            # Counted down between two updates: a line that is repeated says so.
+            waited = time.monotonic() - self._updated
+            left = max(0.0, (self.total - self.done) / rate - waited)
             return f"{amount}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
         seconds = time.monotonic() - self.start
         if self.workers and not self.workers.status() and (missing := self.workers.missing()):

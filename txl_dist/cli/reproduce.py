@@ -9,7 +9,7 @@ import difflib
 import json
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,7 +98,7 @@ def reproduce(
             f"txl reproduce {name}: give the directory of the published files with --data DIR. "
             f"Source: {experiment.corpus.source}"
         )
-    plan = _Plan(
+    plan = Plan(
         name=name,
         experiment=experiment,
         found=find_published(experiment.corpus, data),
@@ -121,6 +121,9 @@ def reproduce(
         ]
         for difference in differences:  # before hours of training
             print(f"not the paper's data: {difference}", file=sys.stderr)
+        if shrink:
+            plan = plan.for_vocabulary(manifest.vocab_size)
+            commands = plan.commands(on=on, ranks=ranks, workers=workers)
         _run_command(commands["train"])
         _run_command(commands["eval"])
     result = json.loads((plan.out / experiment.split / RESULT_NAME).read_text())
@@ -147,7 +150,7 @@ def shrunk_memory(experiment: Experiment, *, shrink: bool) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
+class Plan:
     """What one `txl reproduce` does."""
 
     name: str
@@ -168,6 +171,17 @@ class _Plan:
         """All overrides of the config."""
         places = (f"directory={self.out / 'run'}", f"data.path={self.dataset}")
         return [*places, *self.experiment.settings, *self.overrides, *self.own_overrides]
+
+    def for_vocabulary(self, vocab_size: int) -> "Plan":
+        """The plan with the cutoffs that a sample of the corpus, with fewer words, can have."""
+        from txl_dist.config.config_file import load_run_config
+
+        cutoffs = load_run_config(self.experiment.config, self.settings()).model.cutoffs
+        possible = [cutoff for cutoff in cutoffs if cutoff < vocab_size]
+        if len(possible) == len(cutoffs):
+            return self
+        listed = ",".join(map(str, possible))
+        return replace(self, overrides=(*self.overrides, f"model.cutoffs=[{listed}]"))
 
     def lengths(self) -> dict[str, int]:
         most = SHRUNK_LENGTHS if self.is_shrunk else {}
@@ -213,7 +227,7 @@ class _Plan:
         }
 
 
-def _print_dry_run(plan: _Plan, commands: dict[str, list[str]], *, as_json: bool) -> None:
+def _print_dry_run(plan: Plan, commands: dict[str, list[str]], *, as_json: bool) -> None:
     from txl_dist.config.config_file import load_run_config
 
     load_run_config(plan.experiment.config, plan.settings())

@@ -375,7 +375,8 @@ def export(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="With `hf`: a result of txl eval --json for the card; can be repeated.",
+            help="With `hf`: a result of txl eval --json for the card; can be repeated. Default: "
+            "all results of these weights that txl eval has kept in the run.",
             parser=path_argument,
         ),
     ] = None,

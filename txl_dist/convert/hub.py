@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.checkpoint.manifest import TOKENIZER_NAME, load_checkpoint_manifest
-from txl_dist.convert.model_card import card, read_facts, read_result
+from txl_dist.convert.model_card import card, kept_results, read_facts, read_result
 from txl_dist.convert.standalone import FILE_NAME, require_supported, source_for
 from txl_dist.convert.stored_model import (
     DEFAULT_READING,
@@ -39,7 +39,10 @@ def export_for_hub(
     *,
     scores: Sequence[Path] = (),
 ) -> None:
-    """Write the directory for a checkpoint of a run. `scores`: files of `txl eval --json`.
+    """Write the directory for a checkpoint of a run.
+
+    `scores`: files of `txl eval --json` for the card. If there are none, it has all results of
+    these weights that `txl eval` has kept in the run.
 
     Raises ConfigError for a model that the stand-alone file cannot compute, CheckpointError for
     scores of another model.
@@ -47,6 +50,7 @@ def export_for_hub(
     require_supported(model.config)
     stored, manifest = find_model(checkpoint), load_checkpoint_manifest(checkpoint)
     is_in_run = checkpoint.parent.name == "checkpoints"
+    results = [read_result(path, stored.digest) for path in scores]
     facts = read_facts(
         checkpoint,
         manifest,
@@ -54,7 +58,7 @@ def export_for_hub(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         tokenizer=tokenizer,
         weights=stored.weights,
-        results=[read_result(path, stored.digest) for path in scores],
+        results=results or (kept_results(checkpoint, stored.digest) if is_in_run else []),
     )
     write_for_hub(directory, model, tokenizer, reading, card=card(facts))
 

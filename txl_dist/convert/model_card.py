@@ -3,7 +3,7 @@
     checkpoint   model, settings, steps, digests of the data, ranks
     run          seconds (goodput.json), device (logs/rank-0.log), scores (evaluations/)
     dataset      its parts, if it still lies at `data.path` with the digest of the training
-    --scores     results of `txl eval --json`
+    --scores     results of `txl eval --json`; without it those that the run keeps (evaluations/)
 
 Nothing is guessed: a fact that none of them has is left out. The first lines are the YAML that
 model hubs read (https://huggingface.co/docs/hub/model-cards). Licence and language are never
@@ -13,6 +13,7 @@ written: no run knows them.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from txl_dist.convert.standalone import FILE_NAME
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.training.goodput import read_goodput
-from txl_dist.training.scores import Score, ScoreTable
+from txl_dist.training.scores import FOLDER, Score, ScoreTable
 from txl_dist.training.state import CorpusEntry, load_state
 
 MEMORY_TEXTS = {
@@ -133,6 +134,18 @@ def read_result(path: Path, model_digest: str) -> dict[str, Any]:
         )
     result: dict[str, Any] = content
     return result
+
+
+def kept_results(checkpoint: Path, model_digest: str) -> list[dict[str, Any]]:
+    """What `txl eval` has kept in the run about these weights (RUN/evaluations), sorted by name.
+
+    A broken file, or one of another model, is not of interest here.
+    """
+    results = []
+    for path in sorted((checkpoint.parent.parent / FOLDER).glob("*.json")):
+        with suppress(CheckpointError):
+            results.append(read_result(path, model_digest))
+    return results
 
 
 def card(facts: CardFacts) -> str:
@@ -302,7 +315,7 @@ def _scores(facts: CardFacts) -> str:
             + f", {limit}: {score.tokens_scored:,} tokens scored, mode exact, with the settings of "
             "training."
         )
-    return "\n\n".join(parts) or "None were given to this card."
+    return "\n\n".join(parts) or "None were computed for these weights."
 
 
 def _limits(facts: CardFacts) -> str:

@@ -57,6 +57,13 @@ class Memory:
     def __len__(self) -> int:
         return len(self.age_B)
 
+    def __repr__(self) -> str:
+        """Sizes only: the tensors would fill the screen."""
+        tensors = self.tensors()
+        first = next(iter(tensors.values()))
+        cached = ", cached" if isinstance(self.state, _CachedMemory) else ""
+        return f"Memory({_shapes(self)}, {first.dtype}, {first.device}{cached})"
+
     def read(
         self,
         model: TransformerXL,

@@ -135,6 +135,22 @@ def test_time_spent_finding_finished_work_is_not_in_the_rate(lines_at: Lines) ->
     assert lines[-1].endswith("10.0 MiB/s, 4 s left")
 
 
+def test_the_time_left_counts_down_while_nothing_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+    work = _Work(TOKENS, None)
+    work.update("scoring", 0, 1000)
+    clock = 10.0
+    work.update("scoring", 100, 1000)
+    assert work.line().endswith("10 tokens/s, 90 s left")
+    clock = 18.0
+    assert work.line().endswith("10 tokens/s, 82 s left")
+    clock = 500.0
+    assert work.line().endswith(" 0 s left")
+
+
 class BusyWorkers(InProcess):
     """Workers that show a status, and some that have not started."""
 

@@ -21,7 +21,7 @@ from tests.support.commands import run_txl, txl
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app
 from txl_dist.cli.experiments import Corpus, Layout, experiments, find_published
-from txl_dist.cli.reproduce import SHRUNK, shrunk_memory
+from txl_dist.cli.reproduce import SHRUNK, Plan, shrunk_memory
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError, DataError
 
@@ -53,6 +53,7 @@ def write_enwik8(folder: Path) -> None:
         (["wt103-128m-half"], ConfigError, "cannot be run. table 6, 28.33: needs a loss of the"),
         (["enwik8-base"], ConfigError, "--data DIR. Source: mattmahoney.net"),
         (["wt103-base", "--data", "."], DataError, "wiki.train.tokens, wiki.valid.tokens, "),
+        (["wt103-base", "--data", "none"], DataError, "none: there is no such file or directory"),
     ],
 )
 def test_what_is_missing_is_named_before_anything_starts(
@@ -137,6 +138,30 @@ def test_every_experiment_can_be_shrunk(name: str) -> None:
     assert (config.model.mem_len == 0) == (original.model.mem_len == 0)
     assert config.model.distance_encoding == original.model.distance_encoding
     assert (config.num_steps, config.model.d_model) == (20, 64)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "cutoffs"),
+    [(267736, (20000, 40000, 200000)), (33279, (20000,)), (12703, ())],
+    ids=["published", "WikiText-2", "sample"],
+)
+def test_a_sample_of_a_corpus_can_be_shrunk(
+    vocab_size: int, cutoffs: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_tokens(tmp_path)
+    plan = Plan(
+        name="wt103-base",
+        experiment=experiments()["wt103-base"],
+        found=find_published(WT103, tmp_path),
+        out=tmp_path,
+        overrides=SHRUNK,
+        own_overrides=(),
+        is_shrunk=True,
+    ).for_vocabulary(vocab_size)
+    _, config, *settings = plan.commands(on="processes", ranks=1, workers=1)["train"]
+    settings = settings[: settings.index("--on")]
+    loaded = load_run_config(config, [*settings, f"model.vocab_size={vocab_size}"])
+    assert loaded.model.cutoffs == cutoffs
 
 
 @pytest.mark.slow

@@ -142,6 +142,17 @@ def test_scores_are_in_the_card_with_their_protocol_and_as_hubs_read_them(
     assert yaml.safe_load(card.split("---")[1])["model-index"][0]["name"] == "run"
 
 
+def test_without_scores_the_card_has_those_of_these_weights_that_the_run_keeps(
+    run: Path, dataset: Path, tmp_path: Path
+) -> None:
+    code, result = run_txl("eval", run, dataset, "--split", "valid", "--json")
+    assert code == 0, result
+    protocol = json.loads(result)["protocol"]
+    assert f"Protocol: {protocol}" in export(run, tmp_path / "hf")
+    saving.save(run, step=3)
+    assert "Protocol:" not in export(run, tmp_path / "other weights")
+
+
 def test_the_score_of_another_model_is_refused(run: Path, dataset: Path, tmp_path: Path) -> None:
     saving.save(tmp_path / "other", step=3)
     _, result = run_txl("eval", tmp_path / "other", dataset, "--split", "valid", "--json")

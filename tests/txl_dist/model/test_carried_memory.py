@@ -232,3 +232,13 @@ def test_a_model_of_vectors_has_no_tables() -> None:
     assert not names & {"table", "softmax"}
     with pytest.raises(ValueError, match="no tables for cutoffs"):
         of_vectors(div_val=2)
+
+
+def test_a_memory_is_shown_by_its_shapes() -> None:
+    model = of_vectors()
+    memory = Memory.empty(model, NUM_ROWS)
+    shape = [NUM_ROWS, NUM_TOKENS, WIDTH]
+    assert f"layer-0 {shape}" in repr(memory)
+    assert "tensor(" not in repr(memory)
+    assert "cached" not in repr(memory)
+    assert repr(memory.cached(model)).endswith(", cached)")

@@ -253,6 +253,7 @@ def test_the_page_is_kept_with_the_run_in_mlflow(run: Path) -> None:
         ("mem_len: 8\n  memory: associative\n  d_memory_key: 32", "associative, d_memory_key 32"),
         ("mem_len: 8\n  memory: compressive\n  compressed_len: 4",
          "compressive, 8 tokens per layer, compressed_len 4"),
+        ("mem_len: edited\n  memory: recurrent", "recurrent, edited tokens per layer"),
     ],
 )  # fmt: skip
 def test_the_kind_of_memory_is_named(run: Path, settings: str, described: str) -> None:

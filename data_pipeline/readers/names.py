@@ -281,9 +281,8 @@ def _kind_of_description(
     """
     folder, name = posixpath.split(file.name)
     suffix = posixpath.splitext(name)[1]
-    if name in _DESCRIPTIONS or (name == "state.json" and folder in listed):
-        return name
-    if name == "export.json" and _describes_export(file):
+    is_export = name == "export.json" and _describes_export(file)
+    if name in _DESCRIPTIONS or is_export or (name == "state.json" and folder in listed):
         return name
     if file.name.startswith(copies):
         return "blobs and refs"

@@ -189,7 +189,8 @@ def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[tuple[int, d
     """The lines that the server does not have, each with the offset of its end in the file."""
     try:
         with (run_dir / EVALUATIONS).open("rb") as file:
-            offset = file.seek(state.evaluations_bytes)
+            is_new = os.fstat(file.fileno()).st_size < state.evaluations_bytes  # it was removed
+            offset = file.seek(0 if is_new else state.evaluations_bytes)
             raw_lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return []

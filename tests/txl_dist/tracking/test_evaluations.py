@@ -221,6 +221,19 @@ def test_a_damaged_line_does_not_stop_the_delivery(run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_process")
+def test_evaluations_after_the_file_was_removed_are_sent(run_dir: Path) -> None:
+    sender = sender_for(run_dir)
+    sender.pump()
+    log_evaluations([(run_dir, _result(mem_len=0)), (run_dir, _result())])
+    sender.pump()
+    (run_dir / EVALUATIONS).unlink()
+    log_evaluations([(run_dir, _result(mem_len=128))])
+    sender.pump()
+    sender.pump()
+    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 3
+
+
+@pytest.mark.usefixtures("no_process")
 def test_processes_write_their_lines_one_after_another(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

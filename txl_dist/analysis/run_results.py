@@ -186,7 +186,8 @@ def read_results(directories: Sequence[Path]) -> Results:
                 results.attention.append(Attention.model_validate(content))
             else:
                 evaluations += map(Evaluation.model_validate, _scored(content))
-        except (OSError, ValueError, RecursionError) as error:  # ValidationError is a ValueError
+        # ValidationError is a ValueError.
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else error
             results.notes.append(f"{path} is not shown: {problem}")
     evaluations.sort(key=lambda each: (each.name, each.split, each.mem_len, not each.details))

@@ -178,6 +178,7 @@ def test_results_of_other_commands_are_drawn(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "problem"),
     [
+        ("result.json", '"reported": []', '"reported": 1.5', "must be an iterable"),
         ("recl.json", '"recl": [{', '"recl": [], "x": [{', "the same fractions r"),
         ("attention.json", '"memory": [[0.25]', '"memory": [[]', "memory is not [layers, heads]"),
         ("attention.json", "[[[0.3, 0.3, 0.4]]]", "[[]]", "by_distance is not [layers"),

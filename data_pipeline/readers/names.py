@@ -60,7 +60,7 @@ _SOURCE_CODE = {
 _MAX_LISTED = 3
 _MAX_STATE_BYTES = 16 * 2**20
 _DESCRIPTIONS = {
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "export.json"),
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
     *("metadata.csv", "metadata.tsv"),
 }
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
@@ -281,7 +281,8 @@ def _kind_of_description(
     """
     folder, name = posixpath.split(file.name)
     suffix = posixpath.splitext(name)[1]
-    if name in _DESCRIPTIONS or (name == "state.json" and folder in listed):
+    is_export = name == "export.json" and _describes_export(file)
+    if name in _DESCRIPTIONS or is_export or (name == "state.json" and folder in listed):
         return name
     if file.name.startswith(copies):
         return "blobs and refs"
@@ -296,6 +297,16 @@ def _kind_of_description(
         if any(text in names or f"{text}.gz" in names for text in texts):
             return "OSCAR metadata"
     return ""
+
+
+def _describes_export(file: InputFile) -> bool:
+    """Whether it is of `txl data export`: other programs write data to files of this name."""
+    try:
+        with open_input(file) as stream:
+            content = parse_json(stream.read(_MAX_STATE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and {"dataset_digest", "splits"} <= content.keys()
 
 
 def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:

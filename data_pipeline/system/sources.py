@@ -347,6 +347,10 @@ class DecompressedStream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def tell(self) -> int:
+        """The bytes read so far: a compressed member of a .zip is limited by its stored size."""
+        return self._size
+
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._file.read1(len(buffer))

@@ -127,7 +127,8 @@ def _memory(run: RunRecord) -> str:
         return "none (mem_len 0)"
     parts = [str(kind)]
     if kind not in ("tokens", "associative"):  # mem_len has no effect on these
-        parts.append(f"{length:,} tokens per layer")
+        shown = f"{length:,}" if isinstance(length, int) else f"{length}"
+        parts.append(f"{shown} tokens per layer")
     for name, kinds in (
         ("compressed_len", ("compressive",)),
         ("compression_rate", ("compressive",)),

@@ -117,6 +117,12 @@ class Recl(_Content):
     protocol: str
     models: tuple[ReclModel, ...]
 
+    @model_validator(mode="after")
+    def _require_rows(self) -> Self:
+        if len({tuple(each.r for each in model.recl) for model in self.models}) > 1:
+            raise ValueError("the models do not have recl of the same fractions r")
+        return self
+
 
 class _Heads(_Content):
     by_distance: list[list[list[float]]]
@@ -142,14 +148,15 @@ class Attention(_Content):
 
     @model_validator(mode="after")
     def _require_arrays(self) -> Self:
-        sizes = {
-            len(distances)
-            for mass in (self.heads, self.even)
-            for heads in mass.by_distance
-            for distances in heads
-        }
-        num_heads = {len(heads) for heads in self.heads.by_distance}
-        if len(sizes) != 1 or len(num_heads) != 1 or 0 in sizes or not self.even.by_distance:
+        sizes = set[int]()
+        for mass in (self.heads, self.even):
+            sizes |= {len(distances) for heads in mass.by_distance for distances in heads}
+            num_heads = {len(heads) for heads in mass.by_distance}
+            if len(num_heads) != 1 or 0 in num_heads:
+                raise ValueError("by_distance is not [layers, heads, distances]")
+            if {len(heads) for heads in mass.memory} != num_heads:
+                raise ValueError("memory is not [layers, heads]")
+        if len(sizes) != 1 or 0 in sizes:
             raise ValueError("by_distance is not [layers, heads, distances]")
         return self
 
@@ -179,7 +186,8 @@ def read_results(directories: Sequence[Path]) -> Results:
                 results.attention.append(Attention.model_validate(content))
             else:
                 evaluations += map(Evaluation.model_validate, _scored(content))
-        except (OSError, ValueError, RecursionError) as error:  # ValidationError is a ValueError
+        # ValidationError is a ValueError.
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             problem = first_problem(error) if isinstance(error, ValidationError) else error
             results.notes.append(f"{path} is not shown: {problem}")
     evaluations.sort(key=lambda each: (each.name, each.split, each.mem_len, not each.details))

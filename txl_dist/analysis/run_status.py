@@ -9,6 +9,7 @@ Clocks of hosts are not compared (decision 20): where no lock is seen, heartbeat
 until one has changed, at most SILENT_SECONDS.
 """
 
+import math
 import os
 import socket
 import time
@@ -68,7 +69,11 @@ class RunStatus:
     mlflow_server: str | None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """With null for the loss of a diverged run, because JSON has no NaN."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from data_pipeline.system.files import write_file
 from txl_dist.cli.experiments import (
     Experiment,
     FoundFiles,
@@ -128,7 +129,7 @@ def reproduce(
         _run_command(commands["eval"])
     result = json.loads((plan.out / experiment.split / RESULT_NAME).read_text())
     comparison = plan.comparison(result, differences)
-    (plan.out / RESULT).write_text(json.dumps(comparison, indent=1) + "\n")
+    write_file(plan.out / RESULT, f"{json.dumps(comparison, indent=1)}\n".encode())
     print_result(comparison, _text_of(comparison), as_json=as_json)
 
 

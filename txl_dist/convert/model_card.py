@@ -47,6 +47,8 @@ _TRAINING = (
 )  # fmt: skip
 """Settings in the table; those of the optimizer follow."""
 _DEVICE = re.compile(r"\| (\d+) ranks on (\w+) \|")
+_TEXTS = ("protocol", "split", "data_sha256")
+"""Texts that every result of `txl eval` has."""
 _SCORE_NAMES = ("perplexity", "bits_per_byte", "bits_per_token", "word_perplexity")
 
 
@@ -120,13 +122,21 @@ def read_result(path: Path, model_digest: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
         found = content["model_sha256"]
-        complete = all(isinstance(content[key], str) for key in ("protocol", "split"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        complete = all(isinstance(content[key], str) for key in _TEXTS) and all(
+            content.get(name) is None or type(content[name]) in (int, float)
+            for name in _SCORE_NAMES
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a result of txl eval ({error!r:.80}). Write one: txl eval CHECKPOINT "
             "DATA --json > FILE"
         ) from None
-    if found != model_digest or not complete:
+    if not complete:
+        raise CheckpointError(
+            f"{path} is not a result of txl eval: a score or one of {', '.join(_TEXTS)} has "
+            "another type. Write one: txl eval CHECKPOINT DATA --json > FILE"
+        )
+    if found != model_digest:
         raise CheckpointError(
             f"{path} is the score of another model (sha256 {str(found)[:12]}) than the one that is "
             f"exported (sha256 {model_digest[:12]}). Score this one: txl eval CHECKPOINT DATA "

@@ -8,6 +8,7 @@ A line of the file has everything that is recorded, and the key by which the run
 created already. `TrackingState.evaluations_bytes` is how much of the file the server has.
 """
 
+import errno
 import logging
 import math
 import os
@@ -48,7 +49,11 @@ from txl_dist.tracking.tracker import (
 EVALUATION_SECONDS = 30.0
 """For one result; each further result of a table has RESULT_SECONDS more."""
 RESULT_SECONDS = 2.0
+LOCK_SECONDS = 10.0
+"""For the file of a run, in which other processes write a line at a time."""
 _COUNTS = ("nats", "tokens_scored", "bytes_scored", "characters_scored", "words_scored")
+_EDITED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+"""Errors of a line that somebody has edited."""
 _STEP_NAME = re.compile(r"(?:superseded-)?step-(\d{8,})")
 
 log = logging.getLogger("txl_dist.tracking")
@@ -121,10 +126,19 @@ def _write(run_dir: Path, result: Mapping[str, Any]) -> bool:
     """Append a result to the file of its run; False if that is not tracked, or not writable."""
     if TrackingState.load(run_dir / STATE) is None:
         return False
+    path = run_dir / EVALUATIONS
     try:
-        with MetricsJournal(run_dir / EVALUATIONS) as journal:
-            journal.append(_line(result))
-            journal.sync()
+        # One `txl eval` at a time: a journal removes the incomplete line that it finds at its end,
+        # and that may be the line which another process is writing.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            if not wait_for_lock(file.fileno(), timeout_seconds=LOCK_SECONDS):
+                raise OSError(errno.EAGAIN, f"another process has locked {path}")
+            with MetricsJournal(path) as journal:
+                journal.append(_line(result))
+                journal.sync()
+                if journal.num_held:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         log.warning("the evaluation was not recorded in MLflow: %s", error)
         return False
@@ -175,7 +189,8 @@ def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[tuple[int, d
     """The lines that the server does not have, each with the offset of its end in the file."""
     try:
         with (run_dir / EVALUATIONS).open("rb") as file:
-            offset = file.seek(state.evaluations_bytes)
+            is_new = os.fstat(file.fileno()).st_size < state.evaluations_bytes  # it was removed
+            offset = file.seek(0 if is_new else state.evaluations_bytes)
             raw_lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return []
@@ -201,10 +216,11 @@ def record_evaluation(tracker: Tracker, line: Mapping[str, Any], state: Tracking
         datasets=[TrackedDataset(**dataset)] if dataset else [],
         evaluates=line["model"],
     )
-    run_id, milliseconds = tracker.start(run), int(line["time"] * 1000)
+    milliseconds = int(line["time"] * 1000)
     points = [
         Point(name, value, line["step"], milliseconds) for name, value in line["metrics"].items()
     ]
+    run_id = tracker.start(run)
     # All or none of the points were recorded, so one of them tells.
     if points and not tracker.recorded(run_id, points[0].metric):
         tracker.log(run_id, points)
@@ -216,10 +232,13 @@ def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> T
     for end, line in unsent_evaluations(run_dir, state):
         try:
             record_evaluation(tracker, line, state)
-        except (RefusedError, KeyError, TypeError, AttributeError) as error:  # edited, perhaps
+        except (RefusedError, *_EDITED) as error:
             log.warning("an evaluation was refused: %s", redact(str(error)))
         state = replace(state, evaluations_bytes=end)
-        state.save(run_dir / STATE)
+        try:
+            state.save(run_dir / STATE)
+        except OSError as error:  # a full disk; the run can still be found by its key
+            log.warning("%s not written: %s", STATE, error)
     return state
 
 

@@ -66,6 +66,11 @@ class MetricsJournal:
         """
         self._write_held(sync=True)
 
+    @property
+    def num_held(self) -> int:
+        """Lines that wait in memory, because the disk did not take them."""
+        return len(self._held)
+
     def _write_held(self, *, sync: bool) -> None:
         try:
             while self._held:

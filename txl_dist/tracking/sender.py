@@ -292,6 +292,8 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
             experiment=request.experiment,
             directory=directory,
             previous=state.run_id if state else None,
+            # The server has those of the original, below its run.
+            evaluations_bytes=state.evaluations_bytes if state and state.server == server else 0,
         )
     return replace(state, directory=directory, delivered=False, status="running")
 

@@ -84,8 +84,10 @@ class SystemMetrics(Observer):
 
 def _network_megabytes() -> tuple[float, float]:
     """Received and sent since the start of the machine; 0 where it is not known."""
-    counters = psutil.net_io_counters()
-    return (counters.bytes_recv / 1e6, counters.bytes_sent / 1e6) if counters else (0.0, 0.0)
+    with suppress(OSError):  # a container may hide /proc/net
+        if counters := psutil.net_io_counters():
+            return counters.bytes_recv / 1e6, counters.bytes_sent / 1e6
+    return 0.0, 0.0
 
 
 def gpu_values(device: torch.device) -> Values:

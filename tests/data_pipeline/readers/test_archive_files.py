@@ -187,6 +187,22 @@ def test_a_bomb_and_a_dictionary_of_any_size_are_refused(
         find_files([str(archive)], format="auto", exclude=Path("/nowhere"))
 
 
+def test_compressed_texts_of_any_size_are_read_from_an_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts above MIN_BYTES are compared with their stored bytes."""
+    monkeypatch.setattr("data_pipeline.system.sources.MIN_BYTES", 2**10)
+    text = "".join(f"line {n}\n" for n in range(2000))
+    (tmp_path / "in").mkdir()
+    for suffix, compress in ((".bz2", bz2.compress), (".xz", lzma.compress)):
+        (tmp_path / "in" / f"a.txt{suffix}").write_bytes(compress(text.encode()))
+    for suffix in (".zip", ".tar", ".tar.gz"):
+        archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
+        found = find_files([str(archive)], format="auto", exclude=Path("/nowhere"))
+        texts = [each.text for file in found.files for each in read(file)]  # type: ignore[union-attr]
+        assert texts == [text, text], suffix
+
+
 # --- damaged and hostile archives -----------------------------------------------------------------
 
 

@@ -175,6 +175,30 @@ def test_results_of_other_commands_are_drawn(run: Path) -> None:
 
 
 @without_charts
+@pytest.mark.parametrize(
+    ("name", "old", "new", "problem"),
+    [
+        ("result.json", '"reported": []', '"reported": 1.5', "must be an iterable"),
+        ("recl.json", '"recl": [{', '"recl": [], "x": [{', "the same fractions r"),
+        ("attention.json", '"memory": [[0.25]', '"memory": [[]', "memory is not [layers, heads]"),
+        ("attention.json", "[[[0.3, 0.3, 0.4]]]", "[[]]", "by_distance is not [layers"),
+    ],
+)
+def test_results_of_other_shapes_are_named(
+    run: Path, name: str, old: str, new: str, problem: str
+) -> None:
+    write_results(run / "sweep", "my run")
+    path = run / "sweep" / name
+    content = json.loads(path.read_text())
+    if name == "recl.json":  # a second model
+        content["models"] *= 2
+    text = json.dumps(content)
+    path.write_text(new.join(text.rsplit(old, 1)))
+    assert f"{name} is not shown" in (page := page_of(run))
+    assert problem in page
+
+
+@without_charts
 def test_what_the_memory_is_worth_is_shown_or_named_with_the_command(run: Path) -> None:
     assert "--sweep mem_len=0,8" in page_of(run)
     write_results(run / "sweep", "my run")
@@ -253,6 +277,7 @@ def test_the_page_is_kept_with_the_run_in_mlflow(run: Path) -> None:
         ("mem_len: 8\n  memory: associative\n  d_memory_key: 32", "associative, d_memory_key 32"),
         ("mem_len: 8\n  memory: compressive\n  compressed_len: 4",
          "compressive, 8 tokens per layer, compressed_len 4"),
+        ("mem_len: edited\n  memory: recurrent", "recurrent, edited tokens per layer"),
     ],
 )  # fmt: skip
 def test_the_kind_of_memory_is_named(run: Path, settings: str, described: str) -> None:

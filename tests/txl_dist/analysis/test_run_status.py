@@ -48,6 +48,14 @@ def beat(number: int, *, host: str) -> Heartbeat:
     )  # fmt: skip
 
 
+def test_a_loss_that_is_not_finite_is_null_in_json(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 31, "loss": "nan", "tokens_per_second": "inf"}\n')
+    (status,) = read_status([run])
+    values = json.loads(json.dumps(status.to_json(), allow_nan=False))
+    assert (values["step"], values["loss"], values["tokens_per_second"]) == (31, None, None)
+    assert "loss nan" in next(status_lines(status))
+
+
 @pytest.mark.parametrize(
     ("last", "state"),
     [

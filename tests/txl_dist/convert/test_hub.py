@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +20,9 @@ from tests.support.commands import run_txl
 from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
 from txl_dist.convert.hub import write_for_hub
+from txl_dist.convert.model_card import read_result
 from txl_dist.convert.stored_model import Reading, find_model
+from txl_dist.errors import CheckpointError
 from txl_dist.training.scores import ScoreTable
 
 ROOT = Path(__file__).parents[3]
@@ -151,6 +154,25 @@ def test_without_scores_the_card_has_those_of_these_weights_that_the_run_keeps(
     assert f"Protocol: {protocol}" in export(run, tmp_path / "hf")
     saving.save(run, step=3)
     assert "Protocol:" not in export(run, tmp_path / "other weights")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"perplexity": "<script>"}, {"data_sha256": None}, {"protocol": 1}, {"bits_per_byte": True}],
+    ids=str,
+)
+def test_an_edited_score_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    result = {"model_sha256": "m", "data_sha256": "d", "split": "test", "protocol": "p"}
+    result |= {"perplexity": 2.5, "bits_per_byte": None}
+    path = tmp_path / "score.json"
+    path.write_text(json.dumps(result))
+    assert read_result(path, "m") == result
+    path.write_text(json.dumps({**result, **changes}))
+    with pytest.raises(CheckpointError, match="not a result of txl eval"):
+        read_result(path, "m")
+    path.write_text(json.dumps({key: result[key] for key in result if key != "data_sha256"}))
+    with pytest.raises(CheckpointError, match="not a result of txl eval"):
+        read_result(path, "m")
 
 
 def test_the_score_of_another_model_is_refused(run: Path, dataset: Path, tmp_path: Path) -> None:

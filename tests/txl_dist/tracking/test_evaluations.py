@@ -1,6 +1,9 @@
 """Scores of `txl eval` in MLflow: a run below the training run, once, also after an outage."""
 
+import errno
+import json
 import logging
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -9,8 +12,10 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from data_pipeline.system.files import try_lock
 from tests.support.checkpoint_manifests import write_manifest
 from txl_dist.tracking.evaluations import deliver_evaluations, log_evaluations
+from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import EVALUATIONS, TrackingState, UnavailableError
 
 from .conftest import (
@@ -183,12 +188,12 @@ def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`deliver_evaluations` waits for it and sends nothing twice."""
-    monkeypatch.setattr(
-        "txl_dist.tracking.evaluations.wait_for_lock", lambda _, timeout_seconds: False
-    )
     sender = sender_for(run_dir)
     sender.pump()
     log_evaluations([(run_dir, _result())])
+    monkeypatch.setattr(
+        "txl_dist.tracking.evaluations.wait_for_lock", lambda _, timeout_seconds: False
+    )
     waiting = threading.Thread(target=deliver_evaluations, args=([run_dir],))
     waiting.start()
     assert waiting.is_alive()
@@ -205,9 +210,88 @@ def test_a_damaged_line_does_not_stop_the_delivery(run_dir: Path) -> None:
     log_evaluations([(run_dir, _result())])
     with (run_dir / EVALUATIONS).open("a") as file:
         file.write('{"step": 5, "key": "edited"}\nnot JSON\n')
+        line = json.loads((run_dir / EVALUATIONS).read_text().splitlines()[0])
+        file.write(json.dumps({**line, "key": "edited too", "time": "nan"}) + "\n")
     log_evaluations([(run_dir, _result(mem_len=0))])
     sender.pump()
     assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 2
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
     assert state.evaluations_bytes == (run_dir / EVALUATIONS).stat().st_size
+
+
+@pytest.mark.usefixtures("no_process")
+def test_evaluations_after_the_file_was_removed_are_sent(run_dir: Path) -> None:
+    sender = sender_for(run_dir)
+    sender.pump()
+    log_evaluations([(run_dir, _result(mem_len=0)), (run_dir, _result())])
+    sender.pump()
+    (run_dir / EVALUATIONS).unlink()
+    log_evaluations([(run_dir, _result(mem_len=128))])
+    sender.pump()
+    sender.pump()
+    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 3
+
+
+@pytest.mark.usefixtures("no_process")
+def test_processes_write_their_lines_one_after_another(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An incomplete line is only removed when no process writes it any more."""
+    monkeypatch.setattr("txl_dist.tracking.evaluations.LOCK_SECONDS", 0.1)
+    sender_for(run_dir).pump()
+    path = run_dir / EVALUATIONS
+    with path.open("wb", buffering=0) as writer:
+        assert try_lock(writer.fileno())
+        writer.write(b'{"step": 5, ')
+        log_evaluations([(run_dir, _result())])
+        assert path.read_bytes() == b'{"step": 5, '
+    assert "another process has locked" in caplog.text
+    log_evaluations([(run_dir, _result())])
+    assert json.loads(path.read_bytes())["step"] == 5
+
+
+def test_a_result_that_the_disk_did_not_take_is_not_called_recorded(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sender_for(run_dir).pump()
+    monkeypatch.setattr(MetricsJournal, "_append", full)
+    assert not log_evaluations([(run_dir, _result())])
+    assert "the evaluation was not recorded in MLflow: [Errno 28]" in caplog.text
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_full_disk_does_not_end_the_sender(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = sender_for(run_dir)
+    sender.pump()
+    log_evaluations([(run_dir, _result())])
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TrackingState, "save", full)
+    sender.pump()
+    sender.pump()
+    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_copy_of_the_directory_leaves_the_evaluations_of_the_original_as_they_are(
+    run_dir: Path,
+) -> None:
+    sender = sender_for(run_dir)
+    sender.pump()
+    log_evaluations([(run_dir, _result())])
+    sender.pump()
+    copy = run_dir.with_name("copy")
+    shutil.copytree(run_dir, copy)
+    sender_for(copy).pump()
+    database = run_dir.parent / "mlflow.db"
+    (child,) = _children(database, run_dir)
+    assert tags_of(database, child)["txl.training_run"] == run_id_of(run_dir) != run_id_of(copy)
+    assert _children(database, copy) == []

@@ -48,6 +48,19 @@ def test_names_and_units_are_those_of_mlflow(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 <= values["system/cpu_utilization_percentage"] <= 100
 
 
+def test_a_host_that_hides_its_network_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden() -> Any:
+        raise FileNotFoundError("/proc/net/dev")
+
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(system_metrics.psutil, "net_io_counters", hidden)
+    observer = SystemMetrics(World(0, 1))
+    clock.now = 11
+    values = _step(observer)
+    assert values["system/network_receive_megabytes"] == 0
+    assert values["system/system_memory_usage_megabytes"] > 0
+
+
 def test_measurements_become_rare_in_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     observer, times = SystemMetrics(World(0, 1)), list[float]()

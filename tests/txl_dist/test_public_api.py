@@ -89,7 +89,7 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
     assert len(example.splitlines()) == 6
     overrides = [f"data.path={dataset}", f"directory={tmp_path / 'run'}", "evaluation.split=null"]
     for text, replacement in (
-        ('"configs/quickstart.yaml"', repr(str(TINY))),
+        ('"quickstart"', repr(str(TINY))),
         ('["training.num_steps=100"]', repr([*overrides, "training.num_steps=4"])),
         ('"data/stdlib"', repr(str(dataset))),
         ("max_tokens=10_000", "max_tokens=20"),

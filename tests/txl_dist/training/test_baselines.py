@@ -1,29 +1,20 @@
 """The configs of the comparison: they differ in memory and positions, and all of them train."""
 
 import math
+import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import losses, train
+from txl_dist.cli.experiments import experiments
 from txl_dist.config.config_file import flatten_config, load_run_config
 from txl_dist.training.job import TrainJob
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 BASELINES = sorted((CONFIGS / "baselines").glob("*.yaml"))
-WT103 = CONFIGS / "paper" / "wt103-base.yaml"
-ABLATION = {
-    "recurrence, Shaw": ("model.distance_encoding=shaw", "model.clamp_len=299"),
-    "no recurrence": ("model.mem_len=0",),
-    "no recurrence, Shaw": (
-        "model.mem_len=0",
-        "model.distance_encoding=shaw",
-        "model.clamp_len=149",
-    ),
-    "vanilla": ("model.mem_len=0", "model.distance_encoding=absolute"),
-}
-"""The table of configs/baselines/README.md."""
 
 
 def test_the_baselines_differ_in_memory_and_positions_only() -> None:
@@ -33,12 +24,16 @@ def test_the_baselines_differ_in_memory_and_positions_only() -> None:
     assert keys == {"directory", "model.mem_len", "model.distance_encoding"}
 
 
-@pytest.mark.parametrize("row", ABLATION)
-def test_the_rows_of_the_ablation_are_valid_and_in_the_table(row: str) -> None:
-    config = load_run_config(WT103, ABLATION[row])
-    assert config.model != load_run_config(WT103).model
+def test_the_rows_of_the_ablation_are_the_experiments_of_the_table() -> None:
     readme = (CONFIGS / "baselines" / "README.md").read_text()
-    assert f"| `{' '.join(ABLATION[row])}` |" in readme
+    rows = re.findall(r"\| `([a-z0-9-]+)` \|$", readme, re.MULTILINE)
+    ablation = [name for name in experiments() if name.startswith(("wt103-128m", "lm1b-300m"))]
+    assert rows == ablation
+    models = [
+        load_run_config(experiments()[name].config, experiments()[name].settings).model
+        for name in rows
+    ]
+    assert all(one != other for one, other in combinations(models, 2))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
     python benchmarks/archive_reading.py [--megabytes 20] [--rounds 3]
 
 The text is Python source code of this installation: 40 text files, and one file with all of them.
-Every form is prepared once per round, in turn, each in a process of its own with one worker and
+Every form is prepared once per round, in turn, each in a separate process with one worker and
 byte tokens. Prints the median over rounds of the CPU seconds (imports included), their ratio to the
 unpacked form, and the peak memory. Exits with 1 if an archive gives another dataset than its
 folder.

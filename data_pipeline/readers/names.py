@@ -145,7 +145,7 @@ def _split_of_parts(parts: Iterable[str]) -> str:
 
 def _given_folder(file: InputFile) -> str:
     """The name of the folder in which the file's name begins."""
-    if file.member:  # the archive stands for the folder
+    if file.member:  # the folder is the archive
         return posixpath.basename(file.path).partition(".")[0]
     return posixpath.basename(posixpath.dirname(file.path.removesuffix(file.name) + "x"))
 

@@ -31,6 +31,7 @@ from data_pipeline.system.files import StagedDirectory, explain_disk_errors, wri
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizers.ids import IdTokenizer
 
 FORMATS = ("jsonl", "parquet", "bin")
 EXPORT_NAME = "export.json"
@@ -110,7 +111,7 @@ def export_dataset(
 def _description(
     manifest: ShardManifest, tokenizer: Tokenizer, format: str, splits: dict[str, Any]
 ) -> dict[str, Any]:
-    text = "none" if _is_of_ids(tokenizer) or format == "bin" else "decoded"
+    text = "none" if isinstance(tokenizer, IdTokenizer) or format == "bin" else "decoded"
     return {
         "format": format,
         "dataset_digest": manifest.digest,
@@ -134,16 +135,15 @@ def _require_empty(out: Path, staging: Path) -> None:
         )
 
 
-def _is_of_ids(tokenizer: Tokenizer) -> bool:
-    return tokenizer.description.model_dump().get("type") == "ids"
-
-
 def _writer_of(format: str, tokenizer: Tokenizer) -> _Writer:
     def documents(split: SplitReader, advance: Callable[[int], None]) -> Iterator[_Document]:
         for id_, tokens in _documents(split):
             content = tokens[tokens != tokenizer.end_of_document]
             yield _Document(
-                id_, content if _is_of_ids(tokenizer) else _text_of(split, id_, tokens, tokenizer)
+                id_,
+                content
+                if isinstance(tokenizer, IdTokenizer)
+                else _text_of(split, id_, tokens, tokenizer),
             )
             advance(len(tokens))
 
@@ -158,7 +158,9 @@ def _writer_of(format: str, tokenizer: Tokenizer) -> _Writer:
         return text_bytes
 
     def write_parquet(split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
-        return _write_parquet(documents(split, advance), split, file, is_ids=_is_of_ids(tokenizer))
+        return _write_parquet(
+            documents(split, advance), split, file, is_ids=isinstance(tokenizer, IdTokenizer)
+        )
 
     return {"jsonl": write_jsonl, "parquet": write_parquet, "bin": _write_bin}[format]
 
@@ -176,7 +178,7 @@ def _text_of(split: SplitReader, id_: str, tokens: np.ndarray, tokenizer: Tokeni
 
 
 def _documents(split: SplitReader) -> Iterator[tuple[str, np.ndarray]]:
-    """Id and tokens of every document, in order. Reads whole blocks of short documents at once."""
+    """Id and tokens of every document of the split. Each block is read once."""
     listed = split.documents()
     for block, num_tokens in enumerate(split.block_tokens.tolist()):
         tokens = split.read(block, 0, num_tokens)

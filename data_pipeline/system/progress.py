@@ -13,6 +13,13 @@ Both count only the work of this run. Work that was finished before is in neithe
 total may decrease.
 """
 
+
+def clock(seconds: float) -> str:
+    """`3:12:44`; of days, `75:12:44`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 _counter: Any = None
 """Has the bytes of the unit that this process is working on as its `value`. None: no unit."""
 

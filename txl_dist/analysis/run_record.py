@@ -18,20 +18,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
-from txl_dist.analysis.run_log import RunLog, read_log
 from txl_dist.analysis.run_results import Results, read_results
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.config.config_file import flatten_settings
+from txl_dist.config.data_config import dataset_paths
 from txl_dist.config.yaml_file import YamlTextError, read_yaml
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.tracking.journal import JOURNAL, SUPERSEDED, read_metrics
 from txl_dist.training.goodput import GoodputFile
+from txl_dist.training.run_log import RunLog, read_log
 
 Series: TypeAlias = Sequence[tuple[int, float]]
 """(step, value), in the order of the steps."""
@@ -108,27 +109,24 @@ def read_run(run: Path, *, results: Sequence[Path] = ()) -> RunRecord:
             f"{run} has no {JOURNAL}: it is not a run directory, or no step was trained yet. Give "
             "the `directory` of a config that `txl train` has run"
         )
-    metrics, last, first_time = _read_journal(journal)
-    if not last:
+    lines = _read_journal(journal)
+    if not lines.last:
         raise CheckpointError(f"{journal} has no complete line; run the report again after a step")
     notes: list[str] = []
     log, goodput = _read_log(run, notes), _read_goodput(run / "goodput.json", notes)
     manifest, (config, settings) = _read_manifest(run, notes), _read_config(run, notes)
-    data, sample = _read_data(settings, manifest, metrics, notes)
-    given_up = _read_journal(run / SUPERSEDED)[0] if (run / SUPERSEDED).is_file() else {}
+    data, sample = _read_data(settings, manifest, lines.metrics, notes)
+    superseded = run / SUPERSEDED
+    given_up = _read_journal(superseded).metrics if superseded.is_file() else {}
     found = read_results([run, *results])
     return RunRecord(
         path=run,
         name=run.resolve().name,
-        metrics=metrics,
+        metrics=lines.metrics,
         given_up=given_up.get("loss", ()),
-        loss_by_tokens=[
-            (int(line["tokens"]), line["loss"])
-            for line in read_metrics(journal)
-            if isinstance(line.get("tokens"), int) and isinstance(line.get("loss"), int | float)
-        ],
-        last=last,
-        first_time=first_time,
+        loss_by_tokens=lines.loss_by_tokens,
+        last=lines.last,
+        first_time=lines.first_time,
         log=log,
         goodput=goodput,
         checkpoints=_checkpoints(run),
@@ -142,19 +140,30 @@ def read_run(run: Path, *, results: Sequence[Path] = ()) -> RunRecord:
     )
 
 
-def _read_journal(path: Path) -> tuple[dict[str, Series], dict[str, float], float]:
-    """Metrics by name, the newest values, and the time of the first line."""
+class _Journal(NamedTuple):
+    """What the lines of a journal say; the fields of `RunRecord` with these names."""
+
+    metrics: dict[str, Series]
+    loss_by_tokens: Series
+    last: dict[str, float]
+    first_time: float
+
+
+def _read_journal(path: Path) -> _Journal:
     metrics: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    loss_by_tokens: list[tuple[int, float]] = []
     last: dict[str, float] = {}
     first_time = 0.0
     for line in read_metrics(path):
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
         first_time = first_time or numbers.get("time", 0.0)
         last |= numbers
+        if "tokens" in numbers and "loss" in numbers:
+            loss_by_tokens.append((int(numbers["tokens"]), numbers["loss"]))
         for name, value in numbers.items():
             if name not in ("step", "tokens", "time"):
                 metrics[name].append((line["step"], value))
-    return {**metrics}, last, first_time
+    return _Journal({**metrics}, loss_by_tokens, last, first_time)
 
 
 def _read_log(run: Path, notes: list[str]) -> RunLog:
@@ -203,11 +212,8 @@ def _read_config(run: Path, notes: list[str]) -> tuple[str, Settings]:
 
 def _checkpoints(run: Path) -> list[tuple[int, str]]:
     directory = CheckpointDirectory(run)
-    pointers = {name: directory.pointer(name) for name in ("LATEST", "BEST")}
-    return [
-        (step, ", ".join(name for name, target in pointers.items() if target == step))
-        for step in directory.steps()
-    ]
+    names = directory.pointers_by_step()
+    return [(step, ", ".join(names.get(step, ()))) for step in directory.steps()]
 
 
 # --- the data of a run ----------------------------------------------------------------------------
@@ -221,7 +227,7 @@ def _read_data(
 ) -> tuple[list[tuple[str, str]], str]:
     """A description of each dataset, and the beginning of the held-out text."""
     recorded = _recorded_corpora(manifest)
-    paths = _dataset_paths(settings)
+    paths = dataset_paths(settings)
     described, sample = [], ""
     split = _held_out_split(settings, metrics)
     for name, path in paths.items():
@@ -249,18 +255,6 @@ def _recorded_corpora(manifest: CheckpointManifest | None) -> dict[str, Mapping[
         corpora = manifest.state["phases"][-1]["corpora"] if manifest else []
         return {each["name"]: each for each in corpora}
     return {}
-
-
-def _dataset_paths(settings: Settings) -> dict[str, str]:
-    """By name of the corpus; the name of a single one is empty."""
-    if settings.get("data.path"):
-        return {"": str(settings["data.path"])}
-    prefix, end = "data.mixture.", ".path"
-    return {
-        key.removeprefix(prefix).removesuffix(end): str(value)
-        for key, value in settings.items()
-        if key.startswith(prefix) and key.endswith(end)
-    }
 
 
 def _held_out_split(settings: Settings, metrics: Mapping[str, Series]) -> str:

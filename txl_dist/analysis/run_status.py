@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.system.files import try_lock
-from txl_dist.analysis.run_log import RunLog, last_error, read_log
+from data_pipeline.system.progress import clock
 from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.config.yaml_file import YamlTextError, read_yaml
@@ -29,7 +29,8 @@ from txl_dist.runtime.heartbeat import BEAT_SECONDS, SILENT_BEATS, Heartbeat, re
 from txl_dist.tracking.journal import JOURNAL, READ_BYTES, parse_line
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.tracker import STATE, TrackingState
-from txl_dist.training.goodput import GoodputFile
+from txl_dist.training.goodput import read_goodput
+from txl_dist.training.run_log import RunLog, last_error, read_log
 
 SILENT_SECONDS = BEAT_SECONDS * SILENT_BEATS
 POLL_SECONDS = 0.5
@@ -161,7 +162,7 @@ def _status(run: Path, beats: dict[int, Heartbeat], *, is_alive: bool) -> RunSta
         log = read_log(run)
     except OSError:
         log = RunLog()
-    last, goodput = _last_values(run / JOURNAL), _goodput(run)
+    last, goodput = _last_values(run / JOURNAL), read_goodput(run / "goodput.json")
     attempt = newest_record(run / FOLDER)
     state = _state(log, is_alive=is_alive)
     checkpoints = CheckpointDirectory(run)
@@ -218,12 +219,6 @@ def _last_values(journal: Path) -> dict[str, float]:
             values = (line or {}).items()
             last |= {name: value for name, value in values if isinstance(value, int | float)}
     return last
-
-
-def _goodput(run: Path) -> GoodputFile | None:
-    with suppress(OSError, ValueError):  # missing, damaged or being written
-        return GoodputFile.model_validate_json((run / "goodput.json").read_bytes())
-    return None
 
 
 def _num_steps(run: Path) -> int | None:
@@ -291,7 +286,5 @@ def _progress(status: RunStatus) -> Iterator[str]:
 
 def duration(seconds: float) -> str:
     """`3:12:44`, or `2 days 3:12:44`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{f'{days} days ' if days else ''}{hours}:{minutes:02}:{rest:02}"
+    days, rest = divmod(round(seconds), 86_400)
+    return f"{days} days {clock(rest)}" if days else clock(rest)

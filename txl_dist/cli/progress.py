@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from data_pipeline.system.progress import counted_bytes
+from data_pipeline.system.progress import clock, counted_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,7 +106,7 @@ class RunDisplay:
         row.add_column(width=BAR_COLUMNS)
         row.add_column(no_wrap=True, overflow="crop")
         row.add_row(bar, self.summary())
-        second = self._step_line or f"{self._stage} ({_clock(time.monotonic() - self._begin)})"
+        second = self._step_line or f"{self._stage} ({clock(time.monotonic() - self._begin)})"
         return Group(row, Text(second, no_wrap=True, overflow="ellipsis"))
 
     def summary(self) -> str:
@@ -116,15 +116,10 @@ class RunDisplay:
         if not self._step_line:
             parts.append("starting")
         elif math.isfinite(self._end):
-            parts.append(f"{_clock(max(0.0, self._end - time.monotonic()))} left")
+            parts.append(f"{clock(max(0.0, self._end - time.monotonic()))} left")
         if (restarts := self._num_starts - 1) > 0:
             parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
         return " | ".join(parts)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 @contextmanager

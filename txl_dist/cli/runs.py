@@ -125,7 +125,7 @@ def _with_generated_text(record: "RunRecord", max_tokens: int) -> "RunRecord":
 
 def _keep_in_mlflow(run: Path, page: Path) -> None:
     from txl_dist.config.redaction import HIDDEN, redact
-    from txl_dist.tracking.tracker import STATE, TrackingState, child_environment
+    from txl_dist.tracking.tracker import STATE, TrackingState, child_environment, server_of
 
     state = TrackingState.load(run / STATE)
     if state is None or state.run_id is None:
@@ -133,7 +133,7 @@ def _keep_in_mlflow(run: Path, page: Path) -> None:
             f"{page} is written, but {run} has no run in MLflow: it was not tracked "
             "(tracking.enabled), or its metrics were not delivered yet (txl track sync RUN)"
         )
-    server = state.server or f"sqlite:///{run.resolve().parent / 'mlflow.db'}"
+    server = server_of(state.server, run)
     if HIDDEN in server:  # credentials are not stored
         server = os.environ.get("MLFLOW_TRACKING_URI", server)
     command = [sys.executable, "-m", "mlflow", "artifacts", "log-artifact"]
@@ -214,11 +214,11 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     directory = CheckpointDirectory(run)
     if not directory.path.is_dir():
         raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
-    pointed_at = {name: directory.pointer(name) for name in ("LATEST", "BEST")}
+    pointers = directory.pointers_by_step()
     scores, rows = ScoreTable(directory, is_due=lambda step: False), []
     for step in directory.steps():
         row: dict[str, Any] = {"step": step, "path": str(directory.at(step))}
-        row["pointers"] = [name for name, target in pointed_at.items() if target == step]
+        row["pointers"] = pointers.get(step, [])
         try:
             manifest = load_checkpoint_manifest(directory.at(step))
             state = load_state(directory.at(step), manifest)

@@ -1,6 +1,6 @@
 """Section, the base of all sections, and the section `data`: corpora, and how lanes read them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -113,3 +113,18 @@ class DataConfig(Section):
     def corpora(self) -> dict[str, CorpusConfig]:
         """All corpora by name; `path` counts as a mixture of one."""
         return self.mixture or {SINGLE_CORPUS_NAME: CorpusConfig(path=self.path or "", weight=1.0)}
+
+
+def dataset_paths(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Path or URL of each corpus by its name, from settings by dotted name.
+
+    The name of a single one is empty. Settings of another version may have none.
+    """
+    if settings.get("data.path"):
+        return {"": str(settings["data.path"])}
+    prefix, end = "data.mixture.", ".path"
+    return {
+        key.removeprefix(prefix).removesuffix(end): str(value)
+        for key, value in settings.items()
+        if key.startswith(prefix) and key.endswith(end)
+    }

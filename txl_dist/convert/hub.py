@@ -44,7 +44,7 @@ def export_for_hub(
     `scores`: files of `txl eval --json` for the card. If there are none, it has all results of
     these weights that `txl eval` has kept in the run.
 
-    Raises ConfigError for a model that the stand-alone file cannot compute, CheckpointError for
+    Raises ConfigError for a model that the standalone file cannot compute, CheckpointError for
     scores of another model.
     """
     require_supported(model.config)
@@ -73,7 +73,7 @@ def write_for_hub(
 ) -> None:
     """Write the directory, completely or not at all.
 
-    `card`: text of README.md. Raises ConfigError for a model that the stand-alone file cannot
+    `card`: text of README.md. Raises ConfigError for a model that the standalone file cannot
     compute, and as `write_exported`.
     """
     written_by = f"txl-dist {version('txl-dist')}"

@@ -12,7 +12,7 @@ written: no run knows them.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,16 @@ from typing import Any
 from data_pipeline.shards.manifest import ShardManifest, load_manifest
 from data_pipeline.system.sources import is_url
 from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizers.ids import IdTokenizer
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest
+from txl_dist.config.data_config import dataset_paths
 from txl_dist.config.redaction import redact_field
 from txl_dist.convert.standalone import FILE_NAME
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.training.goodput import read_goodput
+from txl_dist.training.run_log import read_log
 from txl_dist.training.scores import FOLDER, Score, ScoreTable
 from txl_dist.training.state import CorpusEntry, load_state
 
@@ -46,7 +49,7 @@ _TRAINING = (
     "deepspeed.zero_stage", "model.dropout", "model.dropatt",
 )  # fmt: skip
 """Settings in the table; those of the optimizer follow."""
-_DEVICE = re.compile(r"\| (\d+) ranks on (\w+) \|")
+_DEVICE = re.compile(r"\d+ ranks on (\w+)")
 _TEXTS = ("protocol", "split", "data_sha256")
 """Texts that every result of `txl eval` has."""
 _SCORE_NAMES = ("perplexity", "bits_per_byte", "bits_per_token", "word_perplexity")
@@ -108,7 +111,7 @@ def read_facts(
         weights=weights,
         tokens=state.tokens,
         train_seconds=seconds,
-        device=_device(run / "logs" / "rank-0.log") if run else None,
+        device=_device(run) if run else None,
         validation=scores.get(manifest.step) if scores else None,
         results=results,
     )
@@ -175,7 +178,7 @@ def card(facts: CardFacts) -> str:
 def _front_matter(facts: CardFacts) -> str:
     # JSON is YAML: strings from names of runs and datasets need no other escaping.
     content: dict[str, Any] = {"library_name": "pytorch"}
-    if facts.tokenizer.description.model_dump()["type"] != "ids":
+    if not isinstance(facts.tokenizer, IdTokenizer):
         content["pipeline_tag"] = "text-generation"
     content["tags"] = ["transformer-xl", "recurrent-memory", "txl-dist"]
     if results := [_hub_result(result) for result in facts.results]:
@@ -214,7 +217,7 @@ def _summary(facts: CardFacts) -> str:
 def _how_to_run(facts: CardFacts) -> str:
     description = facts.tokenizer.description.model_dump()
     library = " and `pip install tokenizers`" if "tokenizer" in description else ""
-    prompt = "60 62 64" if description["type"] == "ids" else "Once upon a time"
+    prompt = "60 62 64" if isinstance(facts.tokenizer, IdTokenizer) else "Once upon a time"
     return f"""## How to run it
 
 `{FILE_NAME}` has the model, its memory, the tokenizer and generation in one file of Python. It
@@ -351,7 +354,9 @@ def _cell(text: str) -> str:
 def _datasets(manifest: CheckpointManifest, digests: set[str]) -> dict[str, ShardManifest]:
     """The datasets that are still at their paths, by digest."""
     found = {}
-    for path in _data_paths(manifest.run):
+    for path in dataset_paths(manifest.run).values():
+        if is_url(path):
+            continue
         try:
             dataset = load_manifest(path)
         except (TxlError, OSError):
@@ -361,19 +366,9 @@ def _datasets(manifest: CheckpointManifest, digests: set[str]) -> dict[str, Shar
     return found
 
 
-def _data_paths(run: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in run.items():
-        is_path = name == "data.path" or (
-            name.startswith("data.mixture.") and name.endswith(".path")
-        )
-        if is_path and isinstance(value, str) and not is_url(value):
-            yield value
-
-
-def _device(log: Path) -> str | None:
+def _device(run: Path) -> str | None:
     """The kind of device in the newest start of the log of rank 0."""
-    try:
-        starts = _DEVICE.findall(log.read_text("utf-8", errors="replace"))
-    except OSError:
-        return None
-    return str(starts[-1][1]) if starts else None
+    with suppress(OSError):
+        match = _DEVICE.match(read_log(run).ranks)
+        return match[1] if match else None
+    return None

@@ -30,7 +30,7 @@ class CheckpointModels:
 
         `scores` by step. Raises OSError if the directory cannot be read.
         """
-        pointers = {name: self._directory.pointer(name) for name in ("LATEST", "BEST")}
+        pointers = self._directory.pointers_by_step()
         models, manifests = [], {}
         for step in self._directory.steps():
             path = self._directory.at(step)
@@ -39,7 +39,10 @@ class CheckpointModels:
                 model = self._model(path, manifests[path][1])
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
                 continue  # removed meanwhile, or damaged: it is no model
-            tags = {f"txl.{name.lower()}": str(at == step).lower() for name, at in pointers.items()}
+            tags = {
+                f"txl.{name.lower()}": str(name in pointers.get(step, ())).lower()
+                for name in ("LATEST", "BEST")
+            }
             models.append(
                 TrackedModel(
                     **{**model, "tags": {**model["tags"], **tags}},

@@ -42,6 +42,7 @@ from txl_dist.tracking.tracker import (
     TrackedModel,
     TrackedRun,
     UnavailableError,
+    server_of,
 )
 
 # The limits of MLflow's REST API for one request, one parameter and one name.
@@ -114,8 +115,7 @@ class MlflowTracker:
 
     @_translated()
     def __init__(self, server: str | None, run_dir: Path) -> None:
-        """Without a `server`: the SQLite file mlflow.db in the parent of the run directory."""
-        server = server or f"{_SQLITE}{run_dir.resolve().parent / 'mlflow.db'}"
+        server = server_of(server, run_dir)
         self._artifact_location: str | None = None  # the server decides
         if server.startswith(_SQLITE):
             database = Path(server.removeprefix(_SQLITE).split("?")[0])

@@ -39,6 +39,7 @@ from txl_dist.tracking.tracker import (
     TrackingState,
     as_text,
     child_environment,
+    server_of,
 )
 
 if TYPE_CHECKING:
@@ -211,10 +212,10 @@ def wait_for_delivery(
 
 def page_command(run_dir: Path, uri: str | None) -> str:
     """What opens the page of a tracking server: a command for an SQLite file, or an address."""
-    uri = uri or f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
-    if uri.startswith("http"):
-        return redact(uri)
-    return f"mlflow ui --backend-store-uri {redact(uri)}"
+    server = server_of(uri, run_dir)
+    if server.startswith("http"):
+        return redact(server)
+    return f"mlflow ui --backend-store-uri {redact(server)}"
 
 
 def _is_sending(run_dir: Path, waited_seconds: float) -> bool:

@@ -32,6 +32,11 @@ EVALUATIONS = "logs/evaluations.jsonl"
 """The results of `txl eval` for checkpoints of the run, which the sender records as runs."""
 
 
+def server_of(uri: str | None, run_dir: Path) -> str:
+    """`tracking.uri`; without one, the SQLite file mlflow.db in the parent of the run directory."""
+    return uri or f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
+
+
 class UnavailableError(Exception):
     """The server cannot be reached or reports a failure: try again later."""
 

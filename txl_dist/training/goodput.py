@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, ValidationError
 
 from data_pipeline.system.files import overwrite_page, remove_leftovers, write_file
+from data_pipeline.system.progress import clock
 from data_pipeline.system.strict import StrictModel
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
 from txl_dist.training.observer import Observer, Values
@@ -198,7 +199,7 @@ class Goodput(Observer):
         return " | ".join(
             (
                 f"summary | {restarts}, {self._lost_steps} steps lost",
-                f"goodput {goodput_of(seconds):.1%} of {_duration(wall_seconds)}",
+                f"goodput {goodput_of(seconds):.1%} of {clock(wall_seconds)}",
                 *(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 5e-4),
             )
         )
@@ -244,9 +245,3 @@ def read_goodput(path: Path) -> GoodputFile | None:
     except (OSError, ValidationError) as error:
         log.warning("%s cannot be read (%s): the goodput before is not known", path, error)
         return None
-
-
-def _duration(seconds: float) -> str:
-    """`3:12:44`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
@@ -260,11 +261,10 @@ def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str
     The most important values come first, because a narrow terminal cuts the line off.
     """
     bits = f" | bpb {values['bits_per_byte']:.3f}" if "bits_per_byte" in values else ""
-    minutes, seconds = divmod(math.ceil(eta_seconds), 60)
     return (
         f"step {step} | loss {values['loss']:.4f} | ppl {values['perplexity']:.2f}"
         f" | tok/s {values['tokens_per_second']:,.0f}"
-        f" | eta {minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        f" | eta {clock(math.ceil(eta_seconds))}"
         f"{bits} | lr {values['lr']:.2e} | grad {values['gradient_norm']:.3f}"
         f" | mfu {values['mfu']:.0%} | mem valid {values['memory_valid']:.0%}"
         f" | data wait {values['data_wait']:.1%}"

@@ -1,6 +1,6 @@
-"""The stand-alone file computes what the model computes, where nothing of this project exists.
+"""The standalone file computes what the model computes, where nothing of this project exists.
 
-Its logits are compared in a process of its own, `python -I`, in which an import of this project, or
+Its logits are compared in a separate process, `python -I`, in which an import of this project, or
 of anything but torch and the standard library, fails.
 """
 
@@ -72,7 +72,7 @@ import importlib.abc, json, pathlib, runpy, sys
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in REFUSED:
-            raise ImportError(f"{name} is imported by the stand-alone file")
+            raise ImportError(f"{name} is imported by the standalone file")
 
 REFUSED = ["txl_dist", "data_pipeline", "cluster", "safetensors", *sys.argv[2].split()]
 sys.meta_path.insert(0, Refuse())
@@ -168,7 +168,7 @@ def test_the_same_in_a_process_in_which_this_project_cannot_be_imported(tmp_path
     ours = export_cases(tmp_path)
     alone(LOGITS, tmp_path)
     require_equal(tmp_path, ours)
-    with pytest.raises(AssertionError, match="txl_dist is imported by the stand-alone file"):
+    with pytest.raises(AssertionError, match="txl_dist is imported by the standalone file"):
         alone("import txl_dist", tmp_path)
 
 

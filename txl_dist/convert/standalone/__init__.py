@@ -1,4 +1,4 @@
-"""The stand-alone file of `txl export --format hf`: a model that runs with torch alone.
+"""The standalone file of `txl export --format hf`: a model that runs with torch alone.
 
     model.py        layers, distances, vocabulary, the paper's memory
     compressive.py, tokens.py, associative.py    the other kinds of memory
@@ -48,7 +48,7 @@ def source_for(config: ModelConfig, *, written_by: str) -> str:
 
 
 def require_supported(config: ModelConfig) -> None:
-    """Raises ConfigError for a model that the stand-alone file cannot compute."""
+    """Raises ConfigError for a model that the standalone file cannot compute."""
     if config.vocab_size is None:
         raise ConfigError(
             "model.vocab_size=null: a model of vectors has an encoder and an output of its "
@@ -60,7 +60,7 @@ def require_supported(config: ModelConfig) -> None:
     ):
         if value not in known:
             raise ConfigError(
-                f"model.{setting}={value} is not in the stand-alone file, which has "
+                f"model.{setting}={value} is not in the standalone file, which has "
                 f"{', '.join(known)}. Export it without --format hf"
             )
 

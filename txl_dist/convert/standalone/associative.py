@@ -1,4 +1,4 @@
-"""`model.memory: associative` of the stand-alone file."""
+"""`model.memory: associative` of the standalone file."""
 
 from typing import Any
 

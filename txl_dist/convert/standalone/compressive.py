@@ -1,4 +1,4 @@
-"""`model.memory: compressive` of the stand-alone file."""
+"""`model.memory: compressive` of the standalone file."""
 
 from typing import Any
 

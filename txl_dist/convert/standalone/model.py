@@ -1,4 +1,4 @@
-"""The model of the stand-alone file: layers, distances, vocabulary and the paper's memory.
+"""The model of the standalone file: layers, distances, vocabulary and the paper's memory.
 
 See the docstring of this package. Nothing of txl_dist may be used in here.
 """

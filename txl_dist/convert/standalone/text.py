@@ -1,4 +1,4 @@
-"""Loading, tokenizer and generation of the stand-alone file. Nothing of txl_dist is in here."""
+"""Loading, tokenizer and generation of the standalone file. Nothing of txl_dist is in here."""
 
 import argparse
 import hashlib

@@ -1,4 +1,4 @@
-"""`model.memory: tokens` and `recurrent+tokens` of the stand-alone file."""
+"""`model.memory: tokens` and `recurrent+tokens` of the standalone file."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from txl_dist.analysis.run_log import last_error, parse_log, read_log
+from txl_dist.training.run_log import last_error, parse_log, read_log
 
 STEP = "12:00:05 step 10 | loss 3.0 | ppl 20 | tok/s 1,000 | eta 1:02:03 | lr 1e-3"
 LOG = f"""12:00:00 rank 0 is up

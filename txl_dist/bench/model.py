@@ -24,6 +24,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.training.compilation import compile_model
+from txl_dist.training.cuda_graphs import record_layers
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
 
@@ -136,7 +137,9 @@ class TrainingStep:
         if compiled:
             # All models share one function, of which torch compiles 8 variants and no more.
             torch.compiler.reset()
-            compile_model(self._model, device, draws_by_kernel=True, cuda_graphs=cuda_graphs)
+            compile_model(self._model, device, draws_by_kernel=True)
+        if cuda_graphs:
+            record_layers(self._model, device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._memory = self._model.empty_memory(num_lanes)
         self._number = 0

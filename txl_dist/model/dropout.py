@@ -14,7 +14,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from copy import copy
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
@@ -182,7 +181,7 @@ class LaneDropoutMasks:
     def on(self, device: torch.device) -> "LaneDropoutMasks | GpuLaneDropoutMasks":
         """The same masks, drawn on `device` where triton can run."""
         if device.type == "cuda" and _has_triton(device):
-            return GpuLaneDropoutMasks(self, device)
+            return GpuLaneDropoutMasks.of(self, device)
         return self
 
     def of_segment(self, number: int, num_segments: int) -> "LaneDropoutMasks":
@@ -231,10 +230,16 @@ class GpuLaneDropoutMasks:
 
     reads_tensors = True
 
-    def __init__(self, masks: LaneDropoutMasks, device: torch.device) -> None:
-        lanes = [*(lane % 2**32 for lane in masks.lanes), _ALL_LANES]
-        numbers = to_device(torch.tensor([*masks.key, *lanes]), device)
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+        """Seed and step, lanes, and the number of masks that all lanes share."""
         self.key_2, self.lane_B, self.all_1 = numbers[:2], numbers[2:-1], numbers[-1:]
+
+    @classmethod
+    def of(cls, masks: LaneDropoutMasks, device: torch.device) -> Self:
+        """Those of `masks` on a GPU."""
+        lanes = [*(lane % 2**32 for lane in masks.lanes), _ALL_LANES]
+        return cls(to_device(torch.tensor([*masks.key, *lanes]), device))
 
     def on(self, device: torch.device) -> Self:
         """Itself."""
@@ -242,10 +247,9 @@ class GpuLaneDropoutMasks:
 
     def of_segment(self, number: int, num_segments: int) -> Self:
         """As those on the host."""
-        masks = copy(self)
         seed, step = self.key_2.unbind()
-        masks.key_2 = torch.stack([seed, step * num_segments + number])
-        return masks
+        key_2 = torch.stack([seed, step * num_segments + number])
+        return type(self)(torch.cat([key_2, self.numbers[2:]]))
 
     def scale(
         self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool

@@ -11,7 +11,7 @@ The model has no state: `forward` takes the memory and returns the next one. The
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -34,6 +34,9 @@ from txl_dist.model.visibility import Visibility, check_segment, check_targets
 from txl_dist.model.vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
+
+
+RunLayers = Callable[[Tensor, Sequence[Any], Sequence[SegmentContext]], list[Tensor]]
 
 
 class TransformerXL(nn.Module):
@@ -59,8 +62,8 @@ class TransformerXL(nn.Module):
         self.recompute_layers = recompute_layers
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
-        self.before_layers: Callable[[], None] = _nothing
-        """Called at the start of `forward`."""
+        self.recorded_layers: RunLayers | None = None
+        """Takes the place of `run_layers` (training/cuda_graphs.py)."""
         self.encoding = encoding_class(config)
         if config.vocab_size is not None:
             self.table = AdaptiveEmbedding(config)
@@ -102,7 +105,6 @@ class TransformerXL(nn.Module):
         vocabulary and negative ages.
         """
         check_targets(self.config, target_BT, input_BT)
-        self.before_layers()
         if num_segments == 1:
             hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, dropout_masks)
             return self.softmax(hidden_BTD, target_BT, self.table), memory
@@ -143,27 +145,46 @@ class TransformerXL(nn.Module):
         read_age_BT = age_BT
         if self.added_tokens is not None:
             x_BTD, read_age_BT = self.added_tokens(x_BTD, age_BT, memory)
-        first_BTD = x_BTD
+        pasts = [memory.past(number, x_BTD) for number in range(len(self.layers))]
         # Built once for all layers of a memory length, including the mask that follows from the
         # ages.
-        contexts: dict[int, SegmentContext] = {}
-        hidden = []  # the input of each layer, and the last output: the next memory
-        for number, layer in enumerate(self.layers):
-            x_BTD = self.layer_input(number, x_BTD, first_BTD)
-            hidden.append(x_BTD)
-            num_past = memory.num_past_in(number)
-            if num_past not in contexts:
-                contexts[num_past] = self._segment_context(
-                    x_BTD, memory.reach(read_age_BT), num_past, dropout_masks, on_attention_weights
-                )
-            x_BTD = self._run_layer(layer, x_BTD, memory.past(number, x_BTD), contexts[num_past])
-        hidden.append(x_BTD)
+        num_pasts = [memory.num_past_in(number) for number in range(len(self.layers))]
+        context_of = {
+            num_past: self._segment_context(
+                x_BTD, memory.reach(read_age_BT), num_past, dropout_masks, on_attention_weights
+            )
+            for num_past in dict.fromkeys(num_pasts)
+        }
+        contexts = [context_of[num_past] for num_past in num_pasts]
+        run_layers = self.recorded_layers or self.run_layers
+        hidden = run_layers(x_BTD, pasts, contexts)
+        x_BTD = hidden[-1]
         # Gradients stop at the memory (section 3.2 of the paper), unless the caller continues.
         with torch.set_grad_enabled(keeps_graph and torch.is_grad_enabled()):
             memory = memory.after(self._written(hidden), age_BT)
         if self.added_tokens is not None:
             x_BTD = self.added_tokens.removed(x_BTD)
         return self.output_dropout(self.output(x_BTD), dropout_masks), memory
+
+    def run_layers(
+        self,
+        x_BTD: Tensor,
+        pasts: Sequence[Any],
+        contexts: Sequence[SegmentContext],
+        first_BTD: Tensor | None = None,
+        *,
+        start: int = 0,
+    ) -> list[Tensor]:
+        """The input of each layer from `start` on, as many as `pasts`, and the last output.
+
+        `first_BTD`: x_0, if `x_BTD` is not.
+        """
+        first_BTD = x_BTD if first_BTD is None else first_BTD
+        hidden = []
+        for number, (past, context) in enumerate(zip(pasts, contexts, strict=True), start):
+            hidden.append(self.layer_input(number, x_BTD, first_BTD))
+            x_BTD = self._run_layer(self.layers[number], hidden[-1], past, context)
+        return [*hidden, x_BTD]
 
     def _written(self, hidden: list[Tensor]) -> list[Tensor]:
         """What the layers' writers compute, or `hidden` for a kind of memory without writers."""
@@ -286,10 +307,6 @@ class TransformerXL(nn.Module):
         return memory_kind(self.config).for_inference(
             num_lanes, max_tokens=max_tokens, dtype=weight.dtype, device=weight.device
         )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _compute_layer(layer: nn.Module, x_BTD: Tensor, past: Any, context: SegmentContext) -> Tensor:

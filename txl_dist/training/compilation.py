@@ -12,7 +12,6 @@ there the feed-forward layers and norms are compiled.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from txl_dist.model.layer import Layer
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
+from txl_dist.training.cuda_graphs import record_layers
 
 VECTOR_BYTES = 16
 """Size of the largest load instruction of a GPU, whose address must be a multiple of it."""
@@ -41,22 +41,17 @@ def compile_layers(
     """
     _require_compiler(world.device)
     model.to(world.device)
-    compile_model(
-        model,
-        world.device,
-        draws_by_kernel=config.training.dropout_rng == "lane",
-        cuda_graphs=config.training.cuda_graphs,
-    )
+    compile_model(model, world.device, draws_by_kernel=config.training.dropout_rng == "lane")
     _run_once(model, config, world.device, lanes)
+    if config.training.cuda_graphs:
+        record_layers(model, world.device)
 
 
-def compile_model(
-    model: TransformerXL, device: torch.device, *, draws_by_kernel: bool, cuda_graphs: bool = False
-) -> None:
+def compile_model(model: TransformerXL, device: torch.device, *, draws_by_kernel: bool) -> None:
     """Let the next forward compile the layers.
 
     `draws_by_kernel`: dropout masks are by lane, which on GPUs with triton are operators of the
-    compiled graph. `cuda_graphs`: there layers are recorded as CUDA graphs, too.
+    compiled graph.
     """
     draws_by_kernel = draws_by_kernel and device.type == "cuda" and has_triton(device)
     if not _attention_can_be_compiled(model, device):
@@ -70,28 +65,13 @@ def compile_model(
             # numpy or a generator of torch draws; code would be compiled again for every layer.
             for name in ("draw", "draw_bits"):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    options: dict[str, Any] = {}
-    if cuda_graphs and draws_by_kernel:
-        options["triton.cudagraphs"] = True
-        _use_cuda_graphs(model)
     # One graph per memory length, and one more where the memory has a gradient.
     dynamo_config = torch._dynamo.config
     dynamo_config.recompile_limit = max(
         dynamo_config.recompile_limit, 2 * len({*model.config.mem_lens})
     )
     # dynamic=False: all segments have one shape.
-    model.compute_layer = torch.compile(model.compute_layer, dynamic=False, options=options or None)
-
-
-def _use_cuda_graphs(model: TransformerXL) -> None:
-    """Keep nothing in the memory of the graphs, which the next micro-batch overwrites.
-
-    The recurrent memory is a copy in any case (memory/recurrent.py).
-    """
-    model.before_layers = torch.compiler.cudagraph_mark_step_begin
-    shared = [model.content_bias_HK, model.distance_bias_HK] if model.config.shares_biases else []
-    for parameter in (*model.layers.parameters(), *shared):
-        parameter.register_hook(torch.clone)  # its gradient, which may be kept for several batches
+    model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
 
 
 def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:

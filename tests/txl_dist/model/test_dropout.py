@@ -238,7 +238,7 @@ def kernel() -> Iterator[None]:
 
 def by_kernel(masks: LaneDropoutMasks, x: Tensor, rate: float, layer: int, place: Place) -> Tensor:
     """By the kernel, in triton's interpreter."""
-    on_gpu = GpuLaneDropoutMasks(masks, torch.device("cpu"))
+    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
     return on_gpu.scale(x, rate=rate, layer=layer, place=place, by_lane=True)
 
 
@@ -269,7 +269,7 @@ def test_bits_are_those_of_the_mask(kernel: None, shape: tuple[int, ...]) -> Non
     on_cpu = masks.keep_bits(x, rate=0.25, layer=17, place=place)
     expected = masks.scale(x, rate=0.25, layer=17, place=place, by_lane=True)
     assert torch.equal(unpack(on_cpu, shape), expected)
-    on_gpu = GpuLaneDropoutMasks(masks, torch.device("cpu"))
+    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
     bits = on_gpu.keep_bits(x, rate=0.25, layer=torch.tensor(17), place=place)
     assert (bits.words.dtype, bits.words.shape) == (on_cpu.words.dtype, on_cpu.words.shape)
     assert bits.factor == on_cpu.factor
@@ -279,12 +279,14 @@ def test_bits_are_those_of_the_mask(kernel: None, shape: tuple[int, ...]) -> Non
 def test_a_mask_that_lanes_share_has_the_last_lane_number(kernel: None) -> None:
     masks, x = LaneDropoutMasks(seed=3, step=5, lanes=LANES), torch.empty(9, 6)
     expected = masks.scale(x, rate=0.5, layer=0, place="distances", by_lane=False)
-    on_gpu = GpuLaneDropoutMasks(masks, torch.device("cpu"))
+    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
     scale = on_gpu.scale(x, rate=0.5, layer=0, place="distances", by_lane=False)
     assert torch.equal(scale, expected)
 
 
 def test_an_empty_tensor_needs_no_kernel(kernel: None) -> None:
-    masks = GpuLaneDropoutMasks(LaneDropoutMasks(seed=3, step=5, lanes=[1, 2]), torch.device("cpu"))
+    masks = GpuLaneDropoutMasks.of(
+        LaneDropoutMasks(seed=3, step=5, lanes=[1, 2]), torch.device("cpu")
+    )
     x = torch.empty(2, 0, 4)
     assert masks.scale(x, rate=0.1, layer=0, place="inner", by_lane=True).shape == (2, 0, 4)

@@ -1,0 +1,141 @@
+"""Layers in groups, as they are recorded: the values, gradients and memory of layers in turn.
+
+A CPU records nothing: here a replay computes again. The tests on a GPU record
+(tests/gpu/test_training_on_gpu.py).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.dropout import GpuLaneDropoutMasks, LaneDropoutMasks
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.training import cuda_graphs
+from txl_dist.training.cuda_graphs import RecordedLayers
+
+B, T, V = 2, 3, 11
+
+
+class Masks(GpuLaneDropoutMasks):
+    """Those of a GPU, drawn on the CPU."""
+
+    def scale(self, x: torch.Tensor, *, rate: float, by_lane: bool, **place: Any) -> torch.Tensor:
+        seed, step, *lanes = self.numbers.tolist()
+        lanes = lanes[:-1] if by_lane else lanes[-1:]
+        on_host = LaneDropoutMasks(seed=seed, step=step, lanes=lanes)
+        return on_host.scale(x, rate=rate, by_lane=True, **place)
+
+
+Recordings = list[Callable[[], None]]
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
+    """What is recorded. A replay computes it again and puts the results where they were first."""
+    functions: Recordings = []
+
+    def recorded(compute: Any, pool: None) -> Callable[[], None]:
+        functions.append(compute)
+        group, name = compute.__self__, {"forward": "hidden", "backward": "gradients"}
+        results = name[compute.__name__]
+        compute()
+        first = getattr(group, results)
+
+        def replay() -> None:
+            with torch.enable_grad():
+                compute()
+            for old, new in zip(first, getattr(group, results), strict=True):
+                if old is not None:
+                    old.data.copy_(new)
+            setattr(group, results, first)
+
+        return replay
+
+    monkeypatch.setattr(cuda_graphs, "recorded", recorded)
+    monkeypatch.setattr(cuda_graphs, "_warm_up", lambda group: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "GpuLaneDropoutMasks", Masks)
+    return functions
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"untie_r": False},
+        {"distance_encoding": "rotary", "residual_scalars": True, "pre_lnorm": True},
+        {"distance_encoding": "alibi", "mem_shares": (0.4, 1.0)},
+        {"distance_encoding": "shaw", "clamp_len": 4},
+    ],
+    ids=str,
+)
+def test_groups_have_the_results_of_layers_in_turn(
+    options: dict[str, Any], recordings: Recordings
+) -> None:
+    config = ModelConfig(
+        vocab_size=V, n_layer=6, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5, dropout=0.2,
+        **options,
+    )  # fmt: skip
+    results = []
+    for is_recorded in (False, True):
+        model = TransformerXL(config, seed=1)
+        if is_recorded:
+            model.recorded_layers = RecordedLayers(model)
+        memory, numbers = model.empty_memory(B), []
+        generator = torch.Generator().manual_seed(2)
+        for step in range(3):
+            text_BT = torch.randint(V, (B, T + 1), generator=generator)
+            age_BT = torch.arange(T).expand(B, -1) + step * T
+            masks = Masks(torch.tensor([3, step, 0, 1, 2**32 - 1]))
+            nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory, masks)
+            nats_BT.sum().backward()
+            numbers.append(nats_BT.detach())
+        gradients = {name: x.grad for name, x in model.named_parameters()}
+        results.append((numbers, memory.tensors(), gradients))
+    (*expected, expected_gradients), (*actual, actual_gradients) = results
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    # Those of shared parameters are summed by group.
+    torch.testing.assert_close(actual_gradients, expected_gradients, rtol=1e-5, atol=1e-9)
+    assert len(recordings) == 2 * 2  # groups of 4 and 2 layers, each forward and backward
+
+
+def test_other_shapes_and_addresses_are_recorded_again(recordings: Recordings) -> None:
+    config = ModelConfig(
+        vocab_size=V, n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
+    )
+    model = TransformerXL(config)
+    model.recorded_layers = RecordedLayers(model)
+
+    def read(num_lanes: int) -> None:
+        token_BT = torch.zeros(num_lanes, T, dtype=torch.int64)
+        model(token_BT, token_BT, token_BT, model.empty_memory(num_lanes))
+
+    read(B)
+    read(B)
+    assert len(recordings) == 2
+    read(B + 1)
+    assert len(recordings) == 4
+    weight = next(model.layers.parameters())
+    weight.data = weight.data.clone()
+    read(B + 1)
+    assert len(recordings) == 6
+    with torch.no_grad():
+        read(B)
+    assert len(recordings) == 6
+
+
+def test_backward_after_another_forward_is_refused(recordings: Recordings) -> None:
+    config = ModelConfig(
+        vocab_size=V, n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
+    )
+    model = TransformerXL(config)
+    model.recorded_layers = RecordedLayers(model)
+    token_BT = torch.zeros(B, T, dtype=torch.int64)
+    first_BT, memory = model(token_BT, token_BT, token_BT, model.empty_memory(B))
+    second_BT, _ = model(token_BT, token_BT, token_BT, memory)
+    second_BT.sum().backward()
+    with pytest.raises(RuntimeError, match="call backward before the next forward"):
+        first_BT.sum().backward()

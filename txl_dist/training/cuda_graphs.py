@@ -1,0 +1,227 @@
+"""`training.cuda_graphs`: the compiled layers as CUDA graphs, which the host starts as one.
+
+A few layers are one graph, and their backward is another. What surrounds the layers stays outside:
+the rows of an adaptive softmax's clusters change from step to step. They are recorded in the first
+step, when DeepSpeed has given the parameters their addresses, and again if an address or a shape
+changes.
+
+A graph reads its inputs from, and writes its results to, memory of its own, which the next
+micro-batch overwrites. So inputs are copied, except parameters. Memories that a model returns are
+copies in any case (`SequenceState.after`), and so are gradients that autograd accumulates.
+
+Not `torch.cuda.make_graphed_callables`: it does not allow other threads to use CUDA while it
+records, as NCCL's does, and it copies what one graph passes to the next.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_unflatten
+
+from txl_dist.model.attention import SegmentContext
+from txl_dist.model.devices import has_triton
+from txl_dist.model.dropout import GpuLaneDropoutMasks
+from txl_dist.model.encodings import DistanceTerms
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.visibility import Visibility
+
+# Shapes: B lanes, T segment tokens, D d_model
+
+LAYERS_PER_GRAPH = 4
+"""Gradients of a group can be reduced between GPUs while the next one is computed."""
+WARM_UP_CALLS = 2
+"""Compilers and libraries allocate what they keep. The first call may compile."""
+
+for _dataclass in (DistanceTerms, Visibility):
+    register_dataclass(_dataclass)
+
+
+def record_layers(model: TransformerXL, device: torch.device) -> None:
+    """Let the model record its layers in the next forward with gradients. On CPUs: nothing."""
+    if device.type == "cuda" and has_triton(device):
+        model.recorded_layers = RecordedLayers(model)
+
+
+class RecordedLayers:
+    """`TransformerXL.run_layers`, replayed. Without gradients it is that method."""
+
+    def __init__(self, model: TransformerXL) -> None:
+        self._model = model
+        self._key: object = None
+        self._groups: list[LayerGroup] = []
+
+    def __call__(
+        self, x_BTD: Tensor, pasts: Sequence[Any], contexts: Sequence[SegmentContext]
+    ) -> list[Tensor]:
+        if not torch.is_grad_enabled():
+            return self._model.run_layers(x_BTD, pasts, contexts)
+        first = (x_BTD,) if self._model.config.residual_scalars else ()
+        starts = range(0, len(self._model.layers), LAYERS_PER_GRAPH)
+        ranges = [slice(start, start + LAYERS_PER_GRAPH) for start in starts]
+        inputs = [
+            (x_BTD, tuple(pasts[layers]), tuple(map(_tensors_of, contexts[layers])), *first)
+            for layers in ranges
+        ]
+        shapes = [(x.shape, x.stride(), x.dtype) for x in tree_leaves(inputs)]
+        key = shapes, [x.data_ptr() for x in _parameters(self._model, self._model.layers)]
+        if key != self._key:
+            self._groups = []  # before others take memory
+            self._groups = [
+                LayerGroup(self._model, layers, contexts[layers], each)
+                for layers, each in zip(ranges, inputs, strict=True)
+            ]
+            _record(self._groups)
+            self._key = key
+        hidden = []
+        for group, (_, *others) in zip(self._groups, inputs, strict=True):
+            x_BTD = group(x_BTD, *others)
+            hidden += group.hidden
+        return [*hidden, x_BTD]
+
+
+class LayerGroup:
+    """group(x_BTD, pasts, tensors of contexts, x_0 if needed) -> the last layer's output."""
+
+    hidden: list[Tensor]
+    """The input of each layer, without gradient; a replay overwrites them."""
+    output_BTD: Tensor
+    d_output_BTD: Tensor
+    gradients: list[Tensor | None]
+    """Of each input and parameter."""
+    replay_forward: Callable[[], None]
+    replay_backward: Callable[[], None]
+    num_replays = 0
+
+    def __init__(
+        self,
+        model: TransformerXL,
+        layers: slice,
+        contexts: Sequence[SegmentContext],
+        inputs: tuple[Any, ...],
+    ) -> None:
+        self._run_layers = partial(model.run_layers, start=layers.start)
+        self._contexts = contexts
+        self.parameters = _parameters(model, model.layers[layers])
+        leaves, self._structure = tree_flatten(inputs)
+        self.inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
+        """Where the graph reads its inputs."""
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        output_BTD: Tensor = _Replay.apply(self, *tree_leaves(inputs), *self.parameters)
+        return output_BTD
+
+    def forward(self) -> None:
+        """Compute the layers from `self.inputs`."""
+        x_BTD, pasts, tensors, *first = tree_unflatten(self.inputs, self._structure)
+        contexts = [
+            replace(context, distances=distances, visibility=visibility, dropout_masks=masks)
+            for context, (distances, visibility, *numbers) in zip(
+                self._contexts, tensors, strict=True
+            )
+            for masks in [GpuLaneDropoutMasks(*numbers) if numbers else None]
+        ]
+        *hidden, self.output_BTD = self._run_layers(x_BTD, pasts, contexts, *first)
+        self.hidden = [x.detach() for x in hidden]
+
+    def backward(self) -> None:
+        """Compute `self.gradients` from `self.d_output_BTD`."""
+        tensors = [*self.inputs, *self.parameters]
+        gradients = torch.autograd.grad(
+            self.output_BTD,
+            [x for x in tensors if x.requires_grad],
+            self.d_output_BTD,
+            allow_unused=True,
+        )
+        remaining = iter(gradients)
+        self.gradients = [next(remaining) if x.requires_grad else None for x in tensors]
+
+
+class _Replay(Function):
+    @staticmethod
+    def forward(ctx: Any, group: LayerGroup, *tensors: Tensor) -> Tensor:
+        group.num_replays += 1
+        ctx.group, ctx.number = group, group.num_replays
+        pairs = list(zip(group.inputs, tensors, strict=False))  # parameters are where they were
+        pairs = [(own, new) for own, new in pairs if own.data_ptr() != new.data_ptr()]
+        for own, new in pairs:
+            own.copy_(new)
+        group.replay_forward()
+        return group.output_BTD.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        group: LayerGroup = ctx.group
+        if ctx.number != group.num_replays:
+            raise RuntimeError(
+                "backward of a forward whose activations another forward has overwritten: with "
+                "CUDA graphs, call backward before the next forward with gradients"
+            )
+        (d_output_BTD,) = d_outputs
+        if d_output_BTD.data_ptr() != group.d_output_BTD.data_ptr():
+            group.d_output_BTD.copy_(d_output_BTD)
+        group.replay_backward()
+        # Autograd copies gradients to which there are references, as here, before it keeps them.
+        return (None, *group.gradients)
+
+
+def _record(groups: Sequence[LayerGroup]) -> None:
+    """Record all forwards, then all backwards, in the order of a step: they share memory."""
+    for group in groups:
+        _warm_up(group)
+    pool = torch.cuda.graph_pool_handle()
+    for group, next_group in zip(groups, [*groups[1:], None], strict=True):
+        group.replay_forward = recorded(group.forward, pool)
+        if next_group is not None:
+            next_group.inputs[0] = group.output_BTD.detach().requires_grad_()
+    d_output_BTD = torch.zeros_like(groups[-1].output_BTD)
+    for group in reversed(groups):
+        group.d_output_BTD = d_output_BTD
+        group.replay_backward = recorded(group.backward, pool)
+        group.output_BTD = group.output_BTD.detach()  # frees the activations for other graphs
+        assert group.gradients[0] is not None
+        d_output_BTD = group.gradients[0]
+
+
+def _warm_up(group: LayerGroup) -> None:
+    """On a stream of its own, as graphs are recorded."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_CALLS):
+            group.forward()
+            group.d_output_BTD = torch.zeros_like(group.output_BTD)
+            group.backward()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def recorded(compute: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """The work of `compute` on the GPU, to be repeated."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        # Autocast's cache would keep tensors of one graph for the next. Compiled layers, which cast
+        # inside, have no use for it.
+        dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
+            compute()
+    return graph.replay
+
+
+def _parameters(model: TransformerXL, layers: nn.Module) -> list[nn.Parameter]:
+    """Those that `layers` of the model read."""
+    shared = [model.content_bias_HK, model.distance_bias_HK] if model.config.shares_biases else []
+    if model.config.residual_scalars:
+        shared = [*shared, model.residual_scalars]
+    return [*layers.parameters(), *shared]
+
+
+def _tensors_of(context: SegmentContext) -> tuple[Any, ...]:
+    masks = context.dropout_masks
+    tensors = context.distances, context.visibility
+    return (*tensors, masks.numbers) if isinstance(masks, GpuLaneDropoutMasks) else tensors

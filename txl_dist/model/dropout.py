@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.library import define, impl, register_fake
+from torch.library import define, impl, register_autograd, register_fake
 
 from txl_dist.model.devices import has_triton, to_device
 
@@ -86,6 +86,12 @@ class Dropout(nn.Module):
     def keep_bits(self, x: Tensor, masks: DropoutMasks | None) -> KeepBits | None:
         """`scale` as bits."""
         return None if masks is None or self.rate == 0 else self.draw_bits(x, masks)
+
+    def of_relu(self, x: Tensor, masks: DropoutMasks | None) -> Tensor | None:
+        """`forward(relu(x))` by one kernel of a GPU; None without one, or if nothing is dropped."""
+        if not isinstance(masks, GpuLaneDropoutMasks) or self.rate == 0:
+            return None
+        return masks.scaled_relu(x, rate=self.rate, layer=self.layer_number, place=self.place)
 
     def draw(self, x: Tensor, masks: DropoutMasks) -> Tensor:
         """The masks for `x`. Separate, because `training.compile` may not compile it."""
@@ -197,7 +203,7 @@ class LaneDropoutMasks:
         lanes = self.lanes if by_lane else (_ALL_LANES,)
         keep_BN = self._levels(lanes, int(layer), place, x.numel() // len(lanes)) >= threshold
         mask = torch.from_numpy(keep_BN).view(x.shape).to(x.device)
-        return mask.to(x.dtype) * _factor(threshold)
+        return mask.to(x.dtype) * keep_factor(threshold)
 
     def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
         """The same mask as bits, on the host. Dimension 0 of `x` is the lanes."""
@@ -207,7 +213,7 @@ class LaneDropoutMasks:
         keep = np.pad(keep.reshape(x.shape), [*no_padding, padding])
         octets = np.packbits(keep, axis=-1, bitorder="little")
         words = torch.from_numpy(octets.view("<i2").astype(np.int16))
-        return KeepBits(words, _factor(threshold))
+        return KeepBits(words, keep_factor(threshold))
 
     def _levels(self, lanes: Sequence[int], layer: int, place: Place, count: int) -> np.ndarray:
         """`count` uniform integers in [0, 65536) per lane, [B, N]."""
@@ -267,7 +273,14 @@ class GpuLaneDropoutMasks:
         words = torch.ops.txl_dist.lane_dropout_bits(
             self.lane_B, self.key_2, self._layer(layer), _PLACES[place], threshold, x.shape
         )
-        return KeepBits(words, _factor(threshold))
+        return KeepBits(words, keep_factor(threshold))
+
+    def scaled_relu(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> Tensor:
+        """relu(x) multiplied by `scale`, without a mask in memory."""
+        product: Tensor = torch.ops.txl_dist.lane_dropout_relu(
+            x, self.lane_B, self.key_2, self._layer(layer), _PLACES[place], round(rate * _LEVELS)
+        )
+        return product
 
     def _layer(self, layer: int | Tensor) -> Tensor:
         if isinstance(layer, Tensor):
@@ -275,8 +288,14 @@ class GpuLaneDropoutMasks:
         return to_device(torch.tensor(layer), self.key_2.device)
 
 
-def _factor(threshold: int) -> float:
-    return _LEVELS / (_LEVELS - threshold)
+def keep_factor(threshold: int, dtype: torch.dtype = torch.float64) -> float:
+    """What kept elements are multiplied by, rounded as torch rounds a number for this dtype."""
+    factor = _LEVELS / (_LEVELS - threshold)
+    for each in (torch.float32, dtype) if dtype != torch.float64 else ():
+        num_bits = 1 - round(math.log2(torch.finfo(each).eps))
+        mantissa, exponent = math.frexp(factor)
+        factor = math.ldexp(round(math.ldexp(mantissa, num_bits)), exponent - num_bits)
+    return factor
 
 
 # Operators of torch, so that torch.compile and fake tensors know their shapes. Not `custom_op`,
@@ -289,6 +308,10 @@ define(
 define(
     "txl_dist::lane_dropout_bits",
     "(Tensor lane, Tensor key, Tensor layer, int place, int threshold, SymInt[] shape) -> Tensor",
+)
+define(
+    "txl_dist::lane_dropout_relu",
+    "(Tensor x, Tensor lane, Tensor key, Tensor layer, int place, int threshold) -> Tensor",
 )
 
 
@@ -321,6 +344,32 @@ def _(
     lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, shape: list[int]
 ) -> Tensor:
     return lane_B.new_empty(*shape[:-1], math.ceil(shape[-1] / 16), dtype=torch.int16)
+
+
+@impl("txl_dist::lane_dropout_relu", "default")
+def _(x: Tensor, *mask: Any) -> Tensor:
+    from txl_dist.model.dropout_kernel import lane_dropout_relu
+
+    return lane_dropout_relu(x, *mask)
+
+
+@register_fake("txl_dist::lane_dropout_relu")
+def _(x: Tensor, *mask: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_result(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.factor = keep_factor(inputs[-1], output.dtype)
+    ctx.save_for_backward(output)
+
+
+def _gradient_of_relu(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
+    """The result is positive where the input was and the mask is."""
+    (output,) = ctx.saved_tensors
+    return torch.where(output <= 0, 0, d_output * ctx.factor), None, None, None, None, None
+
+
+register_autograd("txl_dist::lane_dropout_relu", _gradient_of_relu, setup_context=_save_result)
 
 
 _has_triton = cache(has_triton)  # asked in every micro-batch

@@ -10,12 +10,13 @@ The tests run this with TRITON_INTERPRET=1 on a CPU, against numpy.
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from txl_dist.model.dropout import keep_factor
 
 # Shapes: B rows (lanes), N elements of a row, C counters of a program
 
@@ -42,10 +43,26 @@ def lane_dropout_scale(
     if num_elements:
         num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
         _scale_kernel[num_programs, len(lane_B)](
-            lane_B, key_2, layer, scale, num_elements, place, threshold, _factor(threshold, dtype),
-            NUM_COUNTERS=_COUNTERS,
+            lane_B, key_2, layer, scale, scale, num_elements, place, threshold,
+            keep_factor(threshold, dtype), HAS_INPUT=False, NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return scale
+
+
+def lane_dropout_relu(
+    x: Tensor, lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int
+) -> Tensor:
+    """relu(x) multiplied by the mask, which is not stored; contiguous."""
+    x = x.contiguous()
+    result = torch.empty_like(x)
+    num_elements = x.numel() // len(lane_B)
+    if num_elements:
+        num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
+        _scale_kernel[num_programs, len(lane_B)](
+            lane_B, key_2, layer, x, result, num_elements, place, threshold,
+            keep_factor(threshold, x.dtype), HAS_INPUT=True, NUM_COUNTERS=_COUNTERS,
+        )  # fmt: skip
+    return result
 
 
 def lane_dropout_bits(
@@ -63,12 +80,6 @@ def lane_dropout_bits(
             IS_ALIGNED=row_size % 16 == 0, NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return words
-
-
-@cache
-def _factor(threshold: int, dtype: torch.dtype) -> float:
-    """65,536 / (65,536 - threshold), rounded as torch rounds it on a CPU."""
-    return float(torch.ones((), dtype=dtype, device="cpu") * (65536 / (65536 - threshold)))
 
 
 @triton.jit
@@ -108,9 +119,10 @@ _ARGUMENTS = ["place", "threshold"]
 
 @triton.jit(do_not_specialize=_ARGUMENTS)
 def _scale_kernel(  # type: ignore[no-untyped-def]
-    lane_B, key_2, layer, scale_BN, num_elements, place, threshold, factor,
-    NUM_COUNTERS: tl.constexpr,
+    lane_B, key_2, layer, x_BN, result_BN, num_elements, place, threshold, factor,
+    HAS_INPUT: tl.constexpr, NUM_COUNTERS: tl.constexpr,
 ):  # fmt: skip
+    """The mask, or with HAS_INPUT its product with relu(x)."""
     row = tl.program_id(1).to(tl.int64)
     index_C = tl.program_id(0).to(tl.int64) * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS)
     word0_C, word1_C, word2_C, word3_C = _random_words(
@@ -122,12 +134,19 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
     shift_4 = (tl.arange(0, 4) * 16).to(tl.uint64)
     level_C44 = (word_C4[:, :, None] >> shift_4[None, None, :]).to(tl.uint16).to(tl.int32)
     level_C16 = level_C44.reshape([NUM_COUNTERS, 16])
-    if scale_BN.dtype.element_ty == tl.float64:  # an argument is fp32
+    if result_BN.dtype.element_ty == tl.float64:  # an argument is fp32
         factor = 65536.0 / (65536 - threshold).to(tl.float64)
-    value_C16 = tl.where(level_C16 >= threshold, factor, 0.0).to(scale_BN.dtype.element_ty)
     element_C16 = index_C[:, None] * 16 + part_16
-    target = scale_BN + row * num_elements + element_C16
-    tl.store(target, value_C16, mask=element_C16 < num_elements)
+    inside = element_C16 < num_elements
+    is_kept, value_C16 = level_C16 >= threshold, factor
+    if HAS_INPUT:
+        input_C16 = tl.load(x_BN + row * num_elements + element_C16, mask=inside, other=0.0)
+        if result_BN.dtype.element_ty != tl.float64:
+            input_C16 = input_C16.to(tl.float32)
+        # A comparison that NaN passes, as in torch's ReLU.
+        is_kept, value_C16 = is_kept & ~(input_C16 <= 0), input_C16 * factor
+    value_C16 = tl.where(is_kept, value_C16, 0.0).to(result_BN.dtype.element_ty)
+    tl.store(result_BN + row * num_elements + element_C16, value_C16, mask=inside)
 
 
 @triton.jit

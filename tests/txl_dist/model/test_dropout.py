@@ -23,6 +23,7 @@ from txl_dist.model.dropout import (
     GpuLaneDropoutMasks,
     LaneDropoutMasks,
     Place,
+    keep_factor,
 )
 
 PLACES = get_args(Place)
@@ -259,6 +260,43 @@ def test_every_element_equals_that_of_the_cpu(
     expected = masks.scale(x, rate=rate, layer=layer, place=place, by_lane=True)
     assert torch.equal(by_kernel(masks, x, rate, layer, place), expected)
     assert 0 < (expected == 0).double().mean() < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_relu_and_dropout_in_one_are_those_of_the_cpu(kernel: None, dtype: torch.dtype) -> None:
+    """Values and gradients, also of 0 and NaN."""
+    masks = LaneDropoutMasks(seed=3, step=5, lanes=LANES)
+    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
+    scale = masks.scale(
+        torch.empty(4, 3, 23, dtype=dtype), rate=0.3, layer=2, place="inner", by_lane=True
+    )
+    values = torch.randn(4, 3, 23, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values[1, 2, :9], values[2, 1, :9] = 0, torch.nan
+    d_output = torch.randn(4, 3, 23, generator=torch.Generator().manual_seed(1)).to(dtype)
+    results = []
+    for in_one in (False, True):
+        x = values.clone().requires_grad_()
+        if in_one:
+            output = Dropout(0.3, layer=2, place="inner").of_relu(x, on_gpu)
+            assert output is not None
+        else:
+            output = torch.where(scale == 0, 0, x.relu() * scale)
+        output.backward(d_output)
+        assert x.grad is not None
+        results.append((output.detach(), x.grad))
+    expected, actual = results
+    # Triton's interpreter does not round to the nearest.
+    rtol = 2**-7 if dtype == torch.bfloat16 else 0
+    assert_close(actual[0], expected[0], rtol=rtol, atol=0, equal_nan=True)
+    assert_close(actual[1], expected[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rate", [0.1, 0.2, 0.3, 0.5, 0.99])
+def test_the_factor_is_rounded_as_torch_rounds_numbers(dtype: torch.dtype, rate: float) -> None:
+    threshold = round(rate * 65536)
+    expected = torch.ones((), dtype=dtype) * (65536 / (65536 - threshold))
+    assert keep_factor(threshold, dtype) == float(expected)
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 3, 5), (4, 7, 19), (4, 3, 700), (4, 2, 3, 16), (4, 2048)])

@@ -13,6 +13,8 @@ Sources: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4; Dao 2023, arXiv:
 section 3.1 (one pass over key blocks for dk and dv, one over query blocks for dq).
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -26,6 +28,10 @@ NUM_CLASSES = tl.constexpr(8)
 LOWEST_SCORE = tl.constexpr(-1.0e30)
 """The initial maximum of a row. Finite, because of a row without visible keys in its first tiles:
 exp(-inf - LOWEST_SCORE) is 0, and exp(-inf + inf) would be NaN."""
+
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+"""exp(x) is exp2(LOG2_E x): one multiplication and addition, and one instruction of the GPU."""
 
 
 @triton.jit
@@ -64,25 +70,26 @@ def distance_tile(t, s, class_stride, row_stride, num_queries, num_columns):
 
 
 @triton.jit
-def masked_scores(
-    left, right, t, s, reach, by_distance, class_stride, row_stride, num_queries, mem_len,
+def tile_scores(
+    left, right, t, s, reach, is_free, by_distance, class_stride, row_stride, num_queries, mem_len,
     num_columns, HAS_DISTANCE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of scores, minus infinity where the query does not see the key.
 
     `left` and `right` are queries and keys, or keys and queries for transposed scores; `t`, `s`
-    and `reach` are shaped to broadcast to the tile.
+    and `reach` are shaped to broadcast to the tile. `is_free`: every query sees every key.
     """
     score = tl.dot(left, tl.trans(right), input_precision=PRECISION, out_dtype=ACC)
-    distance = mem_len + t - s
-    # Also false for keys beyond the last: they are in the future of every query.
-    visible = (distance >= 0) & (distance <= reach)
     if HAS_DISTANCE:
         # Also of keys that the query does not see: a mask that changes from key to key would load
         # number by number.
         place, exists = distance_tile(t, s, class_stride, row_stride, num_queries, num_columns)
         score += tl.load(by_distance + place, mask=exists, other=0.0)
-    return tl.where(visible, score, float("-inf"))
+    if not is_free:
+        distance = mem_len + t - s
+        # Also false for keys beyond the last: they are in the future of every query.
+        score = tl.where((distance >= 0) & (distance <= reach), score, float("-inf"))
+    return score
 
 
 @triton.jit
@@ -100,14 +107,15 @@ def load_keep(
     inside = (t[:, None] < num_queries) & (word[None, :] < num_words)
     words = tl.load(keep + t[:, None] * num_words + word[None, :], mask=inside, other=0)
     repeated = tl.broadcast_to(words[:, :, None], [BLOCK_T, BLOCK_S // 16, 16])
-    bit = tl.arange(0, BLOCK_S) % 16
-    kept = (repeated.reshape([BLOCK_T, BLOCK_S]).to(tl.int32) >> bit[None, :]) & 1
+    # The same in every tile, so it is computed once.
+    bit = 1 << (tl.arange(0, BLOCK_S) % 16)
+    kept = repeated.reshape([BLOCK_T, BLOCK_S]).to(tl.int32) & bit[None, :]
     if IS_WIDE:
         # triton 3.7 lays out the operand of a product for the narrowest load that it depends on:
         # with int16, products of float64 do not compile, and those of fp32 are slower. A sum of
         # one element ends the dependency.
         kept = tl.sum(kept[:, :, None], 2)
-    return kept == 1
+    return kept != 0
 
 
 @triton.jit
@@ -115,6 +123,12 @@ def first_key(t, reach, num_queries, mem_len, BLOCK_S: tl.constexpr):
     """The first key of the first tile that any of these queries sees."""
     oldest = tl.where(t < num_queries, mem_len + t - reach, mem_len + num_queries)
     return tl.maximum(tl.min(oldest, 0), 0) // BLOCK_S * BLOCK_S
+
+
+@triton.jit
+def first_free_key(t, reach, num_queries, mem_len):
+    """The first key that all of these queries see, if it is not in the future of one."""
+    return tl.max(tl.where(t < num_queries, mem_len + t - reach, 0), 0)
 
 
 @triton.jit
@@ -127,7 +141,10 @@ def forward_kernel(
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Outputs [B, T, H, K] and logsumexp [H, B, T] of BLOCK_T queries of one head and lane."""
+    """Outputs [B, T, H, K] and logsumexp [H, B, T] of BLOCK_T queries of one head and lane.
+
+    The logarithm is binary: log2(sum of exp(score)) over keys.
+    """
     head = (tl.program_id(1) // num_lanes).to(tl.int64)
     lane = (tl.program_id(1) % num_lanes).to(tl.int64)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
@@ -146,31 +163,34 @@ def forward_kernel(
     total = tl.zeros([BLOCK_T], ACC)
     mixed = tl.zeros([BLOCK_T, BLOCK_K], ACC)
     start = first_key(t, reach_T, num_queries, mem_len, BLOCK_S)
+    free_start = first_free_key(t, reach_T, num_queries, mem_len)
     for s_first in range(start, tl.minimum(mem_len + first + BLOCK_T, num_keys), BLOCK_S):
         s = s_first + tl.arange(0, BLOCK_S)
         k_SK = load_rows(k, s, stride_ks, num_keys, d_head, BLOCK_K)
         v_SK = load_rows(v, s, stride_vs, num_keys, d_head, BLOCK_K)
-        score = masked_scores(
-            q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], by_distance, stride_dj, stride_dn,
-            num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
+        is_free = (s_first >= free_start) & (s_first + BLOCK_S - 1 <= mem_len + first)
+        score = tile_scores(
+            q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], is_free, by_distance, stride_dj,
+            stride_dn, num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
         )  # fmt: skip
-        new_highest = tl.maximum(highest, tl.max(score, 1))
-        shrink = tl.exp(highest - new_highest)
-        weight = tl.exp(score - new_highest[:, None])
+        new_highest = tl.maximum(highest, tl.max(score, 1) * LOG2_E)
+        shrink = tl.exp2(highest - new_highest)
+        weight = tl.exp2(score * LOG2_E - new_highest[:, None])
         total = total * shrink + tl.sum(weight, 1)
         if HAS_KEEP:
             kept = load_keep(
                 keep, t, s_first, num_queries, num_keys, BLOCK_T, BLOCK_S,
                 k_SK.dtype.primitive_bitwidth > 16,
             )  # fmt: skip
-            weight = tl.where(kept, weight * KEEP_FACTOR, 0.0)
+            weight = tl.where(kept, weight, 0.0)
         mixed *= shrink[:, None]
         mixed += tl.dot(weight.to(v_SK.dtype), v_SK, input_precision=PRECISION, out_dtype=ACC)
         highest = new_highest
     total = tl.where(t < num_queries, total, 1.0)
-    store_rows(out, t, num_heads * d_head, num_queries, d_head, mixed / total[:, None], BLOCK_K)
+    factor = (KEEP_FACTOR if HAS_KEEP else 1.0) / total
+    store_rows(out, t, num_heads * d_head, num_queries, d_head, mixed * factor[:, None], BLOCK_K)
     pointers = logsumexp + row * num_queries + t
-    tl.store(pointers, highest + tl.log(total), mask=t < num_queries)
+    tl.store(pointers, highest + tl.log2(total), mask=t < num_queries)
 
 
 @triton.jit
@@ -251,6 +271,7 @@ def query_gradient_kernel(
     logsumexp_T = tl.load(logsumexp + row * num_queries + t, mask=t < num_queries, other=0.0)
 
     start = first_key(t, reach_T, num_queries, mem_len, BLOCK_S)
+    free_start = first_free_key(t, reach_T, num_queries, mem_len)
     stop = tl.minimum(mem_len + first + BLOCK_T, num_keys)
     if WANTS_DISTANCE_GRADIENT:
         store_zeros_beside(
@@ -263,19 +284,22 @@ def query_gradient_kernel(
         s = s_first + tl.arange(0, BLOCK_S)
         k_SK = load_rows(k, s, stride_ks, num_keys, d_head, BLOCK_K)
         v_SK = load_rows(v, s, stride_vs, num_keys, d_head, BLOCK_K)
-        score = masked_scores(
-            q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], by_distance, stride_dj, stride_dn,
-            num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
+        is_free = (s_first >= free_start) & (s_first + BLOCK_S - 1 <= mem_len + first)
+        score = tile_scores(
+            q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], is_free, by_distance, stride_dj,
+            stride_dn, num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
         )  # fmt: skip
-        weight = tl.exp(score - logsumexp_T[:, None])
+        weight = tl.exp2(score * LOG2_E - logsumexp_T[:, None])
         d_weight = tl.dot(d_out_TK, tl.trans(v_SK), input_precision=PRECISION, out_dtype=ACC)
         if HAS_KEEP:
             kept = load_keep(
                 keep, t, s_first, num_queries, num_keys, BLOCK_T, BLOCK_S,
                 k_SK.dtype.primitive_bitwidth > 16,
             )  # fmt: skip
-            d_weight = tl.where(kept, d_weight * KEEP_FACTOR, 0.0)
-        d_score = (weight * (d_weight - mean_T[:, None])).to(k_SK.dtype)
+            d_weight = tl.where(kept, d_weight * KEEP_FACTOR - mean_T[:, None], -mean_T[:, None])
+        else:
+            d_weight -= mean_T[:, None]
+        d_score = (weight * d_weight).to(k_SK.dtype)
         d_q_TK += tl.dot(d_score, k_SK, input_precision=PRECISION, out_dtype=ACC)
         if WANTS_DISTANCE_GRADIENT:
             place, exists = distance_tile(
@@ -325,11 +349,14 @@ def key_value_gradient_kernel(
         pointers = row * num_queries + t
         logsumexp_T = tl.load(logsumexp + pointers, mask=t < num_queries, other=0.0)
         mean_T = tl.load(mean + pointers, mask=t < num_queries, other=0.0)
-        score = masked_scores(
-            k_SK, q_TK, t[None, :], s[:, None], reach_T[None, :], by_distance, stride_dj, stride_dn,
-            num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
+        free_start = first_free_key(t, reach_T, num_queries, mem_len)
+        # A row of padding has no score: its weights would be exp2(0 - 0), of a query of zeros.
+        is_free = (first >= free_start) & (first + BLOCK_S - 1 <= mem_len + t_first)
+        score = tile_scores(
+            k_SK, q_TK, t[None, :], s[:, None], reach_T[None, :], is_free, by_distance, stride_dj,
+            stride_dn, num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
         )  # fmt: skip
-        weight = tl.exp(score - logsumexp_T[None, :])
+        weight = tl.exp2(score * LOG2_E - logsumexp_T[None, :])
         d_weight = tl.dot(v_SK, tl.trans(d_out_TK), input_precision=PRECISION, out_dtype=ACC)
         used = weight
         if HAS_KEEP:
@@ -338,10 +365,14 @@ def key_value_gradient_kernel(
                 k_SK.dtype.primitive_bitwidth > 16,
             )  # fmt: skip
             kept = tl.trans(kept_TS)
-            used = tl.where(kept, weight * KEEP_FACTOR, 0.0)
-            d_weight = tl.where(kept, d_weight * KEEP_FACTOR, 0.0)
+            used = tl.where(kept, weight, 0.0)
+            d_weight = tl.where(kept, d_weight * KEEP_FACTOR - mean_T[None, :], -mean_T[None, :])
+        else:
+            d_weight -= mean_T[None, :]
         d_v_SK += tl.dot(used.to(v_SK.dtype), d_out_TK, input_precision=PRECISION, out_dtype=ACC)
-        d_score = (weight * (d_weight - mean_T[None, :])).to(q_TK.dtype)
+        d_score = (weight * d_weight).to(q_TK.dtype)
         d_k_SK += tl.dot(d_score, q_TK, input_precision=PRECISION, out_dtype=ACC)
     store_rows(d_k, s, d_head, num_keys, d_head, d_k_SK, BLOCK_K)
+    if HAS_KEEP:
+        d_v_SK *= KEEP_FACTOR
     store_rows(d_v, s, d_head, num_keys, d_head, d_v_SK, BLOCK_K)

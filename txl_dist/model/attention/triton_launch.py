@@ -48,7 +48,7 @@ _TILES = {
     (2, 256): [Tiles(32, 32, num_warps=4, num_stages=1)] * 3,
     (4, 64): [Tiles(32, 32, num_warps=4, num_stages=2)] * 3,
     (4, 128): [
-        Tiles(32, 32, num_warps=8, num_stages=1),
+        Tiles(32, 16, num_warps=8, num_stages=1),
         Tiles(32, 32, num_warps=8, num_stages=1),
         Tiles(32, 16, num_warps=8, num_stages=1),
     ],

@@ -62,6 +62,8 @@ class TransformerXL(nn.Module):
         self.recompute_layers = recompute_layers
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
+        self.compute_input = _compute_input
+        """The same for a layer's input."""
         self.recorded_layers: RunLayers | None = None
         """Takes the place of `run_layers` (training/cuda_graphs.py)."""
         self.encoding = encoding_class(config)
@@ -206,8 +208,8 @@ class TransformerXL(nn.Module):
         """What layer `number` reads: a x + b x_0, or x without `residual_scalars`."""
         if not self.config.residual_scalars:
             return x_BTD
-        a, b = self.residual_scalars[number].unbind()
-        return a * x_BTD + b * first_BTD
+        compute_input = self.compute_input if torch.is_grad_enabled() else _compute_input
+        return compute_input(x_BTD, first_BTD, self.residual_scalars[number])
 
     def output(self, x_BTD: Tensor) -> Tensor:
         """The model's output before dropout, from that of the last layer."""
@@ -312,6 +314,11 @@ class TransformerXL(nn.Module):
 def _compute_layer(layer: nn.Module, x_BTD: Tensor, past: Any, context: SegmentContext) -> Tensor:
     output_BTD: Tensor = layer(x_BTD, past, context)
     return output_BTD
+
+
+def _compute_input(x_BTD: Tensor, first_BTD: Tensor, scalars_2: Tensor) -> Tensor:
+    a, b = scalars_2.unbind()
+    return a * x_BTD + b * first_BTD
 
 
 def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:

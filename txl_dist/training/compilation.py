@@ -72,6 +72,7 @@ def compile_model(model: TransformerXL, device: torch.device, *, draws_by_kernel
     )
     # dynamic=False: all segments have one shape.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
+    model.compute_input = torch.compile(model.compute_input, dynamic=False)
 
 
 def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:

@@ -204,12 +204,10 @@ def _warm_up(group: LayerGroup) -> None:
 def recorded(compute: Callable[[], None], pool: Any) -> Callable[[], None]:
     """The work of `compute` on the GPU, to be repeated."""
     graph = torch.cuda.CUDAGraph()
+    # Under the autocast of the caller, for which the layers are compiled. Its cache keeps nothing:
+    # compiled layers cast inside.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        # Autocast's cache would keep tensors of one graph for the next. Compiled layers, which cast
-        # inside, have no use for it.
-        dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
-            compute()
+        compute()
     return graph.replay
 
 

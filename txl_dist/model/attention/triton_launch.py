@@ -36,17 +36,21 @@ _KERNELS = ["forward_kernel", "query_gradient_kernel", "key_value_gradient_kerne
 
 _TILES = {
     (2, 64): [
-        Tiles(64, 32, num_warps=4, num_stages=3),
+        Tiles(64, 32, num_warps=4, num_stages=1),
         Tiles(64, 64, num_warps=4, num_stages=3),
         Tiles(64, 32, num_warps=4, num_stages=1),
     ],
     (2, 128): [
-        Tiles(64, 32, num_warps=4, num_stages=3),
+        Tiles(64, 64, num_warps=4, num_stages=2),
         Tiles(64, 64, num_warps=4, num_stages=2),
         Tiles(64, 32, num_warps=4, num_stages=1),
     ],
     (2, 256): [Tiles(32, 32, num_warps=4, num_stages=1)] * 3,
-    (4, 64): [Tiles(32, 32, num_warps=4, num_stages=2)] * 3,
+    (4, 64): [
+        Tiles(32, 32, num_warps=4, num_stages=2),
+        Tiles(32, 32, num_warps=4, num_stages=2),
+        Tiles(32, 16, num_warps=4, num_stages=2),
+    ],
     (4, 128): [
         Tiles(32, 16, num_warps=8, num_stages=1),
         Tiles(32, 32, num_warps=8, num_stages=1),
@@ -56,23 +60,34 @@ _TILES = {
 """Of each kernel, by bytes per element and the most channels."""
 
 _BEFORE_HOPPER = {
+    ("forward_kernel", 2, 128): Tiles(64, 32, num_warps=4, num_stages=3),
     ("query_gradient_kernel", 2, 64): Tiles(64, 32, num_warps=4, num_stages=2),
     ("query_gradient_kernel", 2, 128): Tiles(64, 32, num_warps=8, num_stages=2),
 }
 """Instead, on GPUs with fewer registers for the results of products: others would be spilled."""
 
+_WITHOUT_DISTANCES = {
+    ("forward_kernel", 2, 64): Tiles(64, 64, num_warps=4, num_stages=3),
+}
+"""Instead, without scores by distance."""
 
-def tiles_of(kernel: str, element_bytes: int, block_channels: int, *, is_hopper: bool) -> Tiles:
+
+def tiles_of(
+    kernel: str, element_bytes: int, block_channels: int, *, is_hopper: bool, has_distance: bool
+) -> Tiles:
     """The tiles of the kernel of this name, for heads of `block_channels`, padding included.
 
-    Those of 2 bytes and up to 128 channels are, of 13 on an H100, a compromise for the models of
+    Those of 2 bytes and up to 128 channels are, of 11 on an H100, a compromise for the models of
     `txl bench gpu` (docs/experiments.md, 2026-11-26). The others were never timed; the compiler
     reports few or no spilled registers for sm_80 and sm_90.
     """
     for (num_bytes, most_channels), tiles in _TILES.items():
         if num_bytes == element_bytes and block_channels <= most_channels:
-            older = _BEFORE_HOPPER.get((kernel, num_bytes, most_channels))
-            return older if older and not is_hopper else tiles[_KERNELS.index(kernel)]
+            place = kernel, num_bytes, most_channels
+            chosen = tiles[_KERNELS.index(kernel)]
+            if not has_distance:
+                chosen = _WITHOUT_DISTANCES.get(place, chosen)
+            return chosen if is_hopper else _BEFORE_HOPPER.get(place, chosen)
     return Tiles(16, 16, num_warps=4, num_stages=1)
 
 
@@ -201,7 +216,13 @@ class _Call(NamedTuple):
         """Run a kernel, which divides `num_rows` queries or keys into tiles."""
         q_HBTK = self.tensors[0]
         size, is_hopper = q_HBTK.element_size(), _is_hopper(q_HBTK.device)
-        tiles = tiles_of(kernel.__name__, size, self.constants["BLOCK_K"], is_hopper=is_hopper)
+        tiles = tiles_of(
+            kernel.__name__,
+            size,
+            self.constants["BLOCK_K"],
+            is_hopper=is_hopper,
+            has_distance=self.constants["HAS_DISTANCE"],
+        )
         blocks = {"BLOCK_T": tiles.num_rows, "BLOCK_S": tiles.num_columns}
         if kernel is key_value_gradient_kernel:
             blocks = {"BLOCK_T": tiles.num_columns, "BLOCK_S": tiles.num_rows}

@@ -48,6 +48,8 @@ class AttentionImplementation:
     """It runs on GPUs, and elsewhere in triton's interpreter only, which is slow."""
     masks_by_reach: bool = False
     """It needs no mask [B, T, S] (visibility.py)."""
+    reads_projections: bool = False
+    """Its module has a function `NAME_of_projections`, too, which copies no keys and values."""
     max_d_head: int | None = None
     can_be_compiled: bool = True
     """Whether torch.compile accepts it (training/compilation.py)."""
@@ -56,6 +58,11 @@ class AttentionImplementation:
     def function(self) -> str:
         """Where its `AttentionFunction` is, as "module:name"."""
         return f"txl_dist.model.attention.{self.name}:{self.name}"
+
+    @property
+    def function_of_projections(self) -> str | None:
+        """The same for a function that reads projections."""
+        return f"{self.function}_of_projections" if self.reads_projections else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +161,7 @@ _ATTENTION = (
     AttentionImplementation(
         name="triton",
         reads_keep_bits=True,
+        reads_projections=True,
         needs_triton=True,
         masks_by_reach=True,
         max_d_head=256,

@@ -303,6 +303,15 @@ def align_padded_distances(by_distance: Tensor) -> Tensor:
 
 # Shapes: B lanes, T segment tokens, S keys, R = 1 + S, H heads, K d_head, N = H B
 
+Heads = tuple[int, int]
+"""H and K."""
+
+
+def heads_first(key_value_BNX: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Keys and values [H, B, N, K], views of their projection [B, N, X]."""
+    keys, values = key_value_BNX.unflatten(-1, (2, *heads)).permute(2, 3, 0, 1, 4).unbind()
+    return keys, values
+
 
 def cast_like(x: Tensor | None, q_HBTK: Tensor) -> Tensor | None:
     """`x` in the dtype of the queries, which under autocast is not that of the parameters."""

@@ -259,6 +259,9 @@ class TransformerXL(nn.Module):
                 (self.content_bias_HK, self.distance_bias_HK) if config.shares_biases else None
             ),
             attention=resolve_name(implementation.function),
+            attention_of_projections=(
+                resolve_name(name) if (name := implementation.function_of_projections) else None
+            ),
             reads_keep_bits=implementation.reads_keep_bits,
             visibility=Visibility.of(
                 age_BT,

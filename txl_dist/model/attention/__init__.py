@@ -24,7 +24,14 @@ from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, AttentionImplement
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import has_triton
 from txl_dist.model.dropout import Dropout, DropoutMasks, KeepBits
-from txl_dist.model.encodings import Biases, DistanceTerms, apply_rotary, encoding_class
+from txl_dist.model.encodings import (
+    Biases,
+    DistanceTerms,
+    Heads,
+    apply_rotary,
+    encoding_class,
+    heads_first,
+)
 from txl_dist.model.linear import StackedLinear
 from txl_dist.model.memory.kv_cache import LayerKVCache
 from txl_dist.model.norms import normalise
@@ -94,6 +101,9 @@ class SegmentContext:
     """u and v; None if every layer has its own (`untie_r`) or the encoding has none."""
     attention: AttentionFunction
     """The implementation that `choose_implementation` has chosen."""
+    attention_of_projections: AttentionFunction | None
+    """The same of keys and values as they are projected, [B, N, 2 H K] of memory and segment; None
+    if the implementation has no such function."""
     reads_keep_bits: bool
     """Whether this implementation takes a dropout mask as bits."""
     visibility: Visibility
@@ -138,8 +148,16 @@ class Attention(nn.Module):
             # Two projections, because one of both inputs would compute a gradient for the memory:
             # 4 % more operations in a training step of `txl bench model`.
             projected = self.key_value(memory), self.key_value(x_BTD)
-            k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
             terms = self._terms(context)
+            if self._reads_projections(context, terms):
+                q_HBTK = self.scaled_queries(q_HBTK, terms)
+                keep = self._dropout_scale(x_BTD, context, memory.shape[1] + x_BTD.shape[1])
+                read = context.attention_of_projections
+                assert read is not None
+                return self._output(
+                    x_BTD, read(q_HBTK, *projected, terms, context.visibility, keep)
+                )
+            k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
             if self.qk_norm:
                 k_HBSK = normalise(k_HBSK, rotary_SK=terms.rotary_SK)
             elif terms.rotary_SK is not None:
@@ -150,6 +168,19 @@ class Attention(nn.Module):
             context.on_attention_weights(self.weight_dropout.layer, weights)
         keep_BHTS = self._dropout_scale(x_BTD, context, k_HBSK.shape[2])
         mixed_BTHK = context.attention(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep_BHTS)
+        return self._output(x_BTD, mixed_BTHK)
+
+    def _reads_projections(self, context: SegmentContext, terms: DistanceTerms) -> bool:
+        """Whether nothing changes keys and values before attention reads them."""
+        return (
+            context.attention_of_projections is not None
+            and context.on_attention_weights is None
+            and not self.qk_norm
+            and terms.rotary_SK is None
+            and self.heads[1] % 16 == 0
+        )
+
+    def _output(self, x_BTD: Tensor, mixed_BTHK: Tensor) -> Tensor:
         if self.gate is not None:
             mixed_BTHK = mixed_BTHK * head_gates(self.gate(x_BTD))
         return self.out(mixed_BTHK.flatten(-2))
@@ -183,22 +214,12 @@ class Attention(nn.Module):
         return self.weight_dropout.scale(like_BHTS, context.dropout_masks)
 
 
-Heads = tuple[int, int]
-"""H and K."""
-
-
 def head_gates(x_BTH: Tensor) -> Tensor:
     """Gates [B, T, H, 1] of the heads' outputs: 1 at 0, as the weights start.
 
     Source: Qiu et al. 2025, arXiv:2505.06708, per head; twice the sigmoid.
     """
     return (2 * x_BTH.sigmoid())[..., None]
-
-
-def heads_first(key_value_BNX: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Keys and values [H, B, N, K], views of their projection [B, N, X]."""
-    keys, values = key_value_BNX.unflatten(-1, (2, *heads)).permute(2, 3, 0, 1, 4).unbind()
-    return keys, values
 
 
 def pack_heads(memory_BMX: Tensor, segment_BTX: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ This module does not import triton; triton_launch.py is imported when a kernel r
 runs in triton's interpreter if TRITON_INTERPRET=1 is set before triton is imported.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ from torch.library import define, impl, register_autograd, register_fake
 from torch.nn.functional import pad
 
 from txl_dist.model.dropout import KeepBits
-from txl_dist.model.encodings import DistanceTerms, cast_like, pad_channels, scaled_query
+from txl_dist.model.encodings import (
+    DistanceTerms,
+    cast_like,
+    heads_first,
+    pad_channels,
+    scaled_query,
+)
 from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, S keys, H heads, K d_head, C classes of queries,
@@ -41,16 +48,50 @@ def triton(
     keep: KeepBits | None,
 ) -> Tensor:
     """Weighted sums of the values, [B, T, H, K]."""
-    reach_BT = visibility.reach_BT.expand(q_HBTK.shape[1], -1).to(torch.int32).contiguous()
     mixed_BTHK, _ = torch.ops.txl_dist.relative_attention(
-        pad_channels(scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK))),
-        pad_channels(k_HBSK),
-        pad_channels(v_HBSK),
+        _content_query(q_HBTK, terms),
+        *(_contiguous_for_gradient(pad_channels(x)) for x in (k_HBSK, v_HBSK)),
         _distance_scores(q_HBTK, terms),
-        reach_BT,
+        _reach(q_HBTK, visibility),
         *(keep or (None, 0.0)),
     )
     return mixed_BTHK[..., : q_HBTK.shape[-1]]
+
+
+def triton_of_projections(
+    q_HBTK: Tensor,
+    memory_BMX: Tensor,
+    segment_BTX: Tensor,
+    terms: DistanceTerms,
+    visibility: Visibility,
+    keep: KeepBits | None,
+) -> Tensor:
+    """`triton`, of keys and values [B, N, 2, H, K] side by side as they are projected.
+
+    They are not copied, so K must be a multiple of 16.
+    """
+    mixed_BTHK, _ = torch.ops.txl_dist.relative_attention_of_projections(
+        _content_query(q_HBTK, terms),
+        memory_BMX,
+        segment_BTX,
+        _distance_scores(q_HBTK, terms),
+        _reach(q_HBTK, visibility),
+        *(keep or (None, 0.0)),
+    )
+    return mixed_BTHK
+
+
+def _content_query(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
+    return pad_channels(scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK)))
+
+
+def _contiguous_for_gradient(x: Tensor) -> Tensor:
+    """The gradient is written with strides of `x`. Those of a KV cache, without any, are views."""
+    return x.contiguous() if torch.is_grad_enabled() else x
+
+
+def _reach(q_HBTK: Tensor, visibility: Visibility) -> Tensor:
+    return visibility.reach_BT.expand(q_HBTK.shape[1], -1).to(torch.int32).contiguous()
 
 
 def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
@@ -98,47 +139,75 @@ def _by_class(by_distance: Tensor, num_queries: int, num_classes: int) -> Tensor
     )
 
 
-define(
-    "txl_dist::relative_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? distance, Tensor reach, Tensor? keep_words,"
-    " float keep_factor) -> (Tensor, Tensor)",
-)
-define(
-    "txl_dist::relative_attention_backward",
-    "(Tensor d_mixed, Tensor q, Tensor k, Tensor v, Tensor? distance, Tensor reach,"
-    " Tensor? keep_words, float keep_factor, Tensor mixed, Tensor logsumexp, bool wants_distance)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
+_OPTIONS = "Tensor? distance, Tensor reach, Tensor? keep_words, float keep_factor"
+_SAVED = f"{_OPTIONS}, Tensor mixed, Tensor logsumexp, bool wants_distance"
+for _name in ("relative_attention", "relative_attention_of_projections"):
+    define(
+        f"txl_dist::{_name}",
+        f"(Tensor q, Tensor first, Tensor second, {_OPTIONS}) -> (Tensor, Tensor)",
+    )
+    define(
+        f"txl_dist::{_name}_backward",
+        f"(Tensor d_mixed, Tensor q, Tensor first, Tensor second, {_SAVED})"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+    )
+# `first` and `second` are keys and values [H, B, S, K], or projections of memory and segment
+# [B, N, 2 H K]; q is scaled. They and q are contiguous, but keys and values without gradients need
+# not be. `distance`: see `_distance_scores`.
+# `keep_words` and its factor are those of `KeepBits`. Results are the weighted sums of the values
+# [B, T, H, K] and the logsumexp of the scores [H, B, T]; those of backward are gradients of q,
+# `first`, `second` and `distance`, the last empty unless `wants_distance`.
 
 
-@impl("txl_dist::relative_attention", "default")
-def _relative_attention(
-    q_HBTK: Tensor,
-    k_HBSK: Tensor,
-    v_HBSK: Tensor,
-    distance_HCBNW: Tensor | None,
-    reach_BT: Tensor,
-    keep_words: Tensor | None,
-    keep_factor: float,
-) -> tuple[Tensor, Tensor]:
-    """Weighted sums of the values [B, T, H, K], and the logsumexp of the scores [H, B, T].
+def _register(name: str, views_of: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+    """The two operators of this name. `views_of`: the `Keys` of q, `first` and `second`."""
 
-    `q_HBTK` is scaled and contiguous. `distance_HCBNW`: see `_distance_scores`.
-    `keep_words` and its factor are those of `KeepBits`.
-    """
-    from txl_dist.model.attention.triton_launch import forward
+    def inputs_of(q_HBTK: Tensor, first: Tensor, second: Tensor, *options: Any) -> Any:
+        from txl_dist.model.attention.triton_launch import Inputs
 
-    outputs = _outputs(q_HBTK)
-    forward((q_HBTK, k_HBSK, v_HBSK, distance_HCBNW, reach_BT, keep_words), keep_factor, outputs)
-    return outputs
+        return Inputs(q_HBTK, views_of(q_HBTK, first, second), *options)
+
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        from txl_dist.model.attention.triton_launch import forward
+
+        outputs = _outputs(*inputs)
+        forward(inputs_of(*inputs), outputs)
+        return outputs
+
+    def backward(d_mixed_BTHK: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+        from txl_dist.model.attention.triton_launch import backward
+
+        *inputs, mixed_BTHK, logsumexp_HBT, _ = saved
+        d_q, d_first, d_second, d_distance = gradients = _gradients(d_mixed_BTHK, *saved)
+        backward(
+            d_mixed_BTHK.contiguous(),
+            inputs_of(*inputs),
+            (mixed_BTHK, logsumexp_HBT),
+            (d_q, views_of(d_q, d_first, d_second), d_distance),
+        )
+        return gradients
+
+    def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.keep_factor = inputs
+        ctx.save_for_backward(*tensors, *output)
+
+    def gradient(ctx: Any, d_mixed_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        wants_distance = ctx.needs_input_grad[3]
+        *inputs, mixed_BTHK, logsumexp_HBT = ctx.saved_tensors
+        operator = getattr(torch.ops.txl_dist, f"{name}_backward")
+        *gradients, d_distance = operator(
+            d_mixed_BTHK, *inputs, ctx.keep_factor, mixed_BTHK, logsumexp_HBT, wants_distance
+        )
+        return (*gradients, d_distance if wants_distance else None, None, None, None)
+
+    impl(f"txl_dist::{name}", "default")(forward)
+    impl(f"txl_dist::{name}_backward", "default")(backward)
+    register_fake(f"txl_dist::{name}")(_outputs)
+    register_fake(f"txl_dist::{name}_backward")(_gradients)
+    register_autograd(f"txl_dist::{name}", gradient, setup_context=save_for_backward)
 
 
-@register_fake("txl_dist::relative_attention")
-def _(q_HBTK: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(q_HBTK)
-
-
-def _outputs(q_HBTK: Tensor) -> tuple[Tensor, Tensor]:
+def _outputs(q_HBTK: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
     dtype = torch.promote_types(q_HBTK.dtype, torch.float32)
     return (
@@ -147,75 +216,36 @@ def _outputs(q_HBTK: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-@impl("txl_dist::relative_attention_backward", "default")
-def _relative_attention_backward(
-    d_mixed_BTHK: Tensor,
-    q_HBTK: Tensor,
-    k_HBSK: Tensor,
-    v_HBSK: Tensor,
-    distance_HCBNW: Tensor | None,
-    reach_BT: Tensor,
-    keep_words: Tensor | None,
-    keep_factor: float,
-    mixed_BTHK: Tensor,
-    logsumexp_HBT: Tensor,
-    wants_distance: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and `distance_HCBNW`; the last is empty unless `wants_distance`."""
-    from txl_dist.model.attention.triton_launch import backward
-
-    gradients = _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HCBNW, wants_distance)
-    inputs = q_HBTK, k_HBSK, v_HBSK, distance_HCBNW, reach_BT, keep_words
-    outputs = mixed_BTHK, logsumexp_HBT
-    backward(d_mixed_BTHK.contiguous(), inputs, keep_factor, outputs, gradients)
-    return gradients
-
-
-@register_fake("txl_dist::relative_attention_backward")
-def _(
-    d_mixed_BTHK: Tensor,
-    q_HBTK: Tensor,
-    k_HBSK: Tensor,
-    v_HBSK: Tensor,
-    distance_HCBNW: Tensor | None,
-    reach_BT: Tensor,
-    keep_words: Tensor | None,
-    keep_factor: float,
-    mixed_BTHK: Tensor,
-    logsumexp_HBT: Tensor,
-    wants_distance: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HCBNW, wants_distance)
-
-
 def _gradients(
+    d_mixed_BTHK: Tensor,
     q_HBTK: Tensor,
-    k_HBSK: Tensor,
-    v_HBSK: Tensor,
+    first: Tensor,
+    second: Tensor,
     distance_HCBNW: Tensor | None,
-    wants_distance: bool,
+    *saved: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty and contiguous. The kernels store every element exactly once."""
     d_distance = q_HBTK.new_empty(0)
-    if wants_distance:
+    if saved[-1]:  # wants_distance
         assert distance_HCBNW is not None
         d_distance = distance_HCBNW.new_empty(distance_HCBNW.shape)
-    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q_HBTK, k_HBSK, v_HBSK))
-    return d_q, d_k, d_v, d_distance
+    d_q, d_first, d_second = (x.new_empty(x.shape) for x in (q_HBTK, first, second))
+    return d_q, d_first, d_second, d_distance
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.keep_factor = inputs
-    ctx.save_for_backward(*tensors, *output)
+def _views_of_keys(q_HBTK: Tensor, k_HBSK: Tensor, v_HBSK: Tensor) -> Any:
+    from txl_dist.model.attention.triton_launch import Keys
+
+    return Keys(k_HBSK, v_HBSK)
 
 
-def _backward(ctx: Any, d_mixed_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    wants_distance = ctx.needs_input_grad[3]
-    *inputs, mixed_BTHK, logsumexp_HBT = ctx.saved_tensors
-    *gradients, d_distance = torch.ops.txl_dist.relative_attention_backward(
-        d_mixed_BTHK, *inputs, ctx.keep_factor, mixed_BTHK, logsumexp_HBT, wants_distance
-    )
-    return (*gradients, d_distance if wants_distance else None, None, None, None)
+def _views_of_projections(q_HBTK: Tensor, memory_BMX: Tensor, segment_BTX: Tensor) -> Any:
+    from txl_dist.model.attention.triton_launch import Keys
+
+    heads = q_HBTK.shape[0], q_HBTK.shape[3]
+    both = (memory_BMX, segment_BTX)
+    return Keys(*(x for part_BNX in both for x in heads_first(part_BNX, heads)))
 
 
-register_autograd("txl_dist::relative_attention", _backward, setup_context=_save_for_backward)
+_register("relative_attention", _views_of_keys)
+_register("relative_attention_of_projections", _views_of_projections)

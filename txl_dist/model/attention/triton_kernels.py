@@ -5,6 +5,9 @@ row n. Key s of that query is in column s + C (N - 1 - n), so the relative shift
 row, and a multiple of C: rows of a tile begin at multiples of 16 bytes, in bf16, and are loaded and
 stored 16 bytes at a time. Scores that are equal for all queries have row stride 0.
 
+Keys, and values, are one matrix or two, one of the memory and one of the segment, with any strides.
+So projections [B, N, 2, H, K] are read where they are, and their gradients are written like them.
+
 A query sees the keys at distances 0 to its reach (visibility.py). The softmax is computed online,
 with accumulation in fp32 (float64 for float64 inputs). No kernel uses atomics: every output element
 is stored exactly once, so results repeat bit for bit.
@@ -40,6 +43,56 @@ def load_rows(matrix, row, stride, num_rows, d_head, BLOCK_K: tl.constexpr):
     column = tl.arange(0, BLOCK_K)
     inside = (row[:, None] < num_rows) & (column[None, :] < d_head)
     return tl.load(matrix + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def key_pointers(
+    first, second, s_first, stride_first, stride_second, split, BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of keys or values, of which `split` are in the first of two matrices.
+
+    SPLIT: 0 all are, 1 each tile is in one of them, 2 a tile may be in both.
+    """
+    s = s_first + tl.arange(0, BLOCK_S)
+    if SPLIT == 0:
+        row = first + s * stride_first
+    elif SPLIT == 1:
+        in_first = s_first < split
+        stride = tl.where(in_first, stride_first, stride_second)
+        row = tl.where(in_first, first, second) + (s - tl.where(in_first, 0, split)) * stride
+    else:
+        in_second = second + (s - split) * stride_second
+        row = tl.where(s < split, first + s * stride_first, in_second)
+    return row[:, None] + tl.arange(0, BLOCK_K)[None, :]
+
+
+@triton.jit
+def load_keys(
+    first, second, s_first, stride_first, stride_second, split, num_keys, d_head,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values, padded with zeros."""
+    s, column = s_first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
+    inside = (s[:, None] < num_keys) & (column[None, :] < d_head)
+    pointers = key_pointers(
+        first, second, s_first, stride_first, stride_second, split, BLOCK_S, BLOCK_K, SPLIT
+    )
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_keys(
+    first, second, s_first, stride_first, stride_second, split, num_keys, d_head, values,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The opposite of `load_keys`, in the dtype of the matrices."""
+    s, column = s_first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
+    inside = (s[:, None] < num_keys) & (column[None, :] < d_head)
+    pointers = key_pointers(
+        first, second, s_first, stride_first, stride_second, split, BLOCK_S, BLOCK_K, SPLIT
+    )
+    tl.store(pointers, values.to(first.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -133,12 +186,13 @@ def first_free_key(t, reach, num_queries, mem_len):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, by_distance, reach, keep, out, logsumexp,
-    stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
+    q, k1, v1, k2, v2, by_distance, reach, keep, out, logsumexp,
+    stride_k1h, stride_k1b, stride_k1s, stride_v1h, stride_v1b, stride_v1s,
+    stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
-    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
-    HAS_DISTANCE: tl.constexpr, HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns, split,
+    SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
+    HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Outputs [B, T, H, K] and logsumexp [H, B, T] of BLOCK_T queries of one head and lane.
@@ -149,8 +203,10 @@ def forward_kernel(
     lane = (tl.program_id(1) % num_lanes).to(tl.int64)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
-    k += head * stride_kh + lane * stride_kb
-    v += head * stride_vh + lane * stride_vb
+    k1 += head * stride_k1h + lane * stride_k1b
+    v1 += head * stride_v1h + lane * stride_v1b
+    k2 += head * stride_k2h + lane * stride_k2b
+    v2 += head * stride_v2h + lane * stride_v2b
     by_distance += head * stride_dh + lane * stride_db
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
@@ -166,8 +222,32 @@ def forward_kernel(
     free_start = first_free_key(t, reach_T, num_queries, mem_len)
     for s_first in range(start, tl.minimum(mem_len + first + BLOCK_T, num_keys), BLOCK_S):
         s = s_first + tl.arange(0, BLOCK_S)
-        k_SK = load_rows(k, s, stride_ks, num_keys, d_head, BLOCK_K)
-        v_SK = load_rows(v, s, stride_vs, num_keys, d_head, BLOCK_K)
+        k_SK = load_keys(
+            k1,
+            k2,
+            s_first,
+            stride_k1s,
+            stride_k2s,
+            split,
+            num_keys,
+            d_head,
+            BLOCK_S,
+            BLOCK_K,
+            SPLIT,
+        )
+        v_SK = load_keys(
+            v1,
+            v2,
+            s_first,
+            stride_v1s,
+            stride_v2s,
+            split,
+            num_keys,
+            d_head,
+            BLOCK_S,
+            BLOCK_K,
+            SPLIT,
+        )
         is_free = (s_first >= free_start) & (s_first + BLOCK_S - 1 <= mem_len + first)
         score = tile_scores(
             q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], is_free, by_distance, stride_dj,
@@ -232,11 +312,13 @@ def store_zeros_beside(
 
 @triton.jit
 def query_gradient_kernel(
-    q, k, v, by_distance, reach, keep, out, logsumexp, d_out, mean, d_q, d_by_distance,
-    stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
+    q, k1, v1, k2, v2, by_distance, reach, keep, out, logsumexp,
+    d_out, mean, d_q, d_by_distance,
+    stride_k1h, stride_k1b, stride_k1s, stride_v1h, stride_v1b, stride_v1s,
+    stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
-    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
-    HAS_DISTANCE: tl.constexpr, WANTS_DISTANCE_GRADIENT: tl.constexpr,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns, split,
+    SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr, WANTS_DISTANCE_GRADIENT: tl.constexpr,
     HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -244,18 +326,18 @@ def query_gradient_kernel(
 
     `mean` is the sum of weight * d_weight over keys. It equals that of out * d_out over channels.
     """
-    head = (tl.program_id(1) // num_lanes).to(tl.int64)
-    lane = (tl.program_id(1) % num_lanes).to(tl.int64)
-    row, num_keys = head * num_lanes + lane, mem_len + num_queries
+    row, num_keys = tl.program_id(1).to(tl.int64), mem_len + num_queries
+    head, lane = row // num_lanes, row % num_lanes
     q += row * num_queries * d_head
     d_q += row * num_queries * d_head
-    k += head * stride_kh + lane * stride_kb
-    v += head * stride_vh + lane * stride_vb
+    k1 += head * stride_k1h + lane * stride_k1b
+    v1 += head * stride_v1h + lane * stride_v1b
+    k2 += head * stride_k2h + lane * stride_k2b
+    v2 += head * stride_v2h + lane * stride_v2b
     by_distance += head * stride_dh + lane * stride_db
     num_rows = tl.cdiv(num_queries, NUM_CLASSES)
-    row_columns = (num_rows * num_columns).to(tl.int64)
-    class_columns = row_columns * num_lanes
-    d_by_distance += head * NUM_CLASSES * class_columns + lane * row_columns
+    class_columns = (num_rows * num_columns).to(tl.int64) * num_lanes
+    d_by_distance += head * NUM_CLASSES * class_columns + lane * num_rows * num_columns
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
     d_out += (lane * num_queries * num_heads + head) * d_head
@@ -282,8 +364,32 @@ def query_gradient_kernel(
     d_q_TK = tl.zeros([BLOCK_T, BLOCK_K], ACC)
     for s_first in range(start, stop, BLOCK_S):
         s = s_first + tl.arange(0, BLOCK_S)
-        k_SK = load_rows(k, s, stride_ks, num_keys, d_head, BLOCK_K)
-        v_SK = load_rows(v, s, stride_vs, num_keys, d_head, BLOCK_K)
+        k_SK = load_keys(
+            k1,
+            k2,
+            s_first,
+            stride_k1s,
+            stride_k2s,
+            split,
+            num_keys,
+            d_head,
+            BLOCK_S,
+            BLOCK_K,
+            SPLIT,
+        )
+        v_SK = load_keys(
+            v1,
+            v2,
+            s_first,
+            stride_v1s,
+            stride_v2s,
+            split,
+            num_keys,
+            d_head,
+            BLOCK_S,
+            BLOCK_K,
+            SPLIT,
+        )
         is_free = (s_first >= free_start) & (s_first + BLOCK_S - 1 <= mem_len + first)
         score = tile_scores(
             q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], is_free, by_distance, stride_dj,
@@ -312,31 +418,41 @@ def query_gradient_kernel(
 
 @triton.jit
 def key_value_gradient_kernel(
-    q, k, v, by_distance, reach, keep, logsumexp, d_out, mean, d_k, d_v,
-    stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
+    q, k1, v1, k2, v2, by_distance, reach, keep, logsumexp, d_out, mean,
+    d_k1, d_v1, d_k2, d_v2,
+    stride_k1h, stride_k1b, stride_k1s, stride_v1h, stride_v1b, stride_v1s,
+    stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
-    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
-    HAS_DISTANCE: tl.constexpr, HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns, split,
+    SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
+    HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """d_k and d_v [H, B, S, K] of BLOCK_S keys. Tiles are transposed: keys by queries."""
+    """d_k and d_v of BLOCK_S keys, with strides of k and v. Tiles are transposed."""
     head = (tl.program_id(1) // num_lanes).to(tl.int64)
     lane = (tl.program_id(1) % num_lanes).to(tl.int64)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
-    k += head * stride_kh + lane * stride_kb
-    v += head * stride_vh + lane * stride_vb
-    d_k += row * num_keys * d_head
-    d_v += row * num_keys * d_head
+    k1 += head * stride_k1h + lane * stride_k1b
+    v1 += head * stride_v1h + lane * stride_v1b
+    k2 += head * stride_k2h + lane * stride_k2b
+    v2 += head * stride_v2h + lane * stride_v2b
+    d_k1 += head * stride_k1h + lane * stride_k1b
+    d_v1 += head * stride_v1h + lane * stride_v1b
+    d_k2 += head * stride_k2h + lane * stride_k2b
+    d_v2 += head * stride_v2h + lane * stride_v2b
     by_distance += head * stride_dh + lane * stride_db
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     d_out += (lane * num_queries * num_heads + head) * d_head
 
     first = tl.program_id(0) * BLOCK_S
     s = first + tl.arange(0, BLOCK_S)
-    k_SK = load_rows(k, s, stride_ks, num_keys, d_head, BLOCK_K)
-    v_SK = load_rows(v, s, stride_vs, num_keys, d_head, BLOCK_K)
+    k_SK = load_keys(
+        k1, k2, first, stride_k1s, stride_k2s, split, num_keys, d_head, BLOCK_S, BLOCK_K, SPLIT
+    )
+    v_SK = load_keys(
+        v1, v2, first, stride_v1s, stride_v2s, split, num_keys, d_head, BLOCK_S, BLOCK_K, SPLIT
+    )
     d_k_SK = tl.zeros([BLOCK_S, BLOCK_K], ACC)
     d_v_SK = tl.zeros([BLOCK_S, BLOCK_K], ACC)
     # Key s is in the future of queries before s - M.
@@ -372,7 +488,13 @@ def key_value_gradient_kernel(
         d_v_SK += tl.dot(used.to(v_SK.dtype), d_out_TK, input_precision=PRECISION, out_dtype=ACC)
         d_score = (weight * d_weight).to(q_TK.dtype)
         d_k_SK += tl.dot(d_score, q_TK, input_precision=PRECISION, out_dtype=ACC)
-    store_rows(d_k, s, d_head, num_keys, d_head, d_k_SK, BLOCK_K)
+    store_keys(
+        d_k1, d_k2, first, stride_k1s, stride_k2s, split, num_keys, d_head, d_k_SK,
+        BLOCK_S, BLOCK_K, SPLIT,
+    )  # fmt: skip
     if HAS_KEEP:
         d_v_SK *= KEEP_FACTOR
-    store_rows(d_v, s, d_head, num_keys, d_head, d_v_SK, BLOCK_K)
+    store_keys(
+        d_v1, d_v2, first, stride_v1s, stride_v2s, split, num_keys, d_head, d_v_SK,
+        BLOCK_S, BLOCK_K, SPLIT,
+    )  # fmt: skip

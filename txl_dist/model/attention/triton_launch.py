@@ -3,6 +3,7 @@
 Imports triton, so triton.py imports this module when a kernel runs.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -101,14 +102,33 @@ def padded_channels(d_head: int) -> int:
     return max(16, triton.next_power_of_2(d_head))
 
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
-"""q, k, v, scores by distance, reach and dropout bits: see the operators in attention/triton.py."""
+class Keys(NamedTuple):
+    """Keys and values [H, B, N, K]: of memory and segment, or of both as `k1` and `v1`.
+
+    Their strides are any, but 1 between channels.
+    """
+
+    k1: Tensor
+    v1: Tensor
+    k2: Tensor | None = None
+    v2: Tensor | None = None
 
 
-def forward(inputs: Inputs, keep_factor: float, outputs: tuple[Tensor, Tensor]) -> None:
+class Inputs(NamedTuple):
+    """See the operators in attention/triton.py."""
+
+    q_HBTK: Tensor
+    keys: Keys
+    distance_HCBNW: Tensor | None
+    reach_BT: Tensor
+    keep_words: Tensor | None
+    keep_factor: float
+
+
+def forward(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> None:
     """Write `outputs`: the weighted sums of values, and the logsumexp."""
     mixed_BTHK, logsumexp_HBT = _interpretable(outputs)
-    call = _Call.of(*_interpretable(inputs), keep_factor=keep_factor)
+    call = _Call.of(inputs)
     call.launch(forward_kernel, mixed_BTHK.shape[1], mixed_BTHK, logsumexp_HBT)
     _copy_back((mixed_BTHK, logsumexp_HBT), outputs)
 
@@ -116,26 +136,31 @@ def forward(inputs: Inputs, keep_factor: float, outputs: tuple[Tensor, Tensor]) 
 def backward(
     d_mixed_BTHK: Tensor,
     inputs: Inputs,
-    keep_factor: float,
     outputs: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Keys, Tensor],
 ) -> None:
-    """Write `gradients`: of q, k, v and the scores by distance, which may be empty."""
+    """Write `gradients`: of q, keys and values, and the scores by distance, which may be empty.
+
+    Those of keys and values have the strides of these.
+    """
     mixed_BTHK, logsumexp_HBT, d_mixed_BTHK = _interpretable((*outputs, d_mixed_BTHK))
-    computed = _interpretable(gradients)
-    d_q_HBTK, d_k_HBSK, d_v_HBSK, d_distance = computed
+    d_q, d_keys, d_distance = gradients
+    results = (d_q, *d_keys, d_distance)
+    computed = _interpretable(results)
+    d_q, d_k1, d_v1, d_k2, d_v2, d_distance = computed
     mean_HBT = torch.empty_like(logsumexp_HBT)
-    call = _Call.of(*_interpretable(inputs), keep_factor=keep_factor)
+    call = _Call.of(inputs)
     call.launch(
-        query_gradient_kernel, d_q_HBTK.shape[2],
-        mixed_BTHK, logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_q_HBTK, d_distance,
+        query_gradient_kernel, d_q.shape[2],
+        mixed_BTHK, logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_q, d_distance,
         WANTS_DISTANCE_GRADIENT=d_distance.numel() > 0,
     )  # fmt: skip
     call.launch(
-        key_value_gradient_kernel, d_k_HBSK.shape[2],
-        logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_k_HBSK, d_v_HBSK,
+        key_value_gradient_kernel, call.num_keys,
+        logsumexp_HBT, d_mixed_BTHK, mean_HBT,
+        d_k1, d_v1, d_k1 if d_k2 is None else d_k2, d_v1 if d_v2 is None else d_v2,
     )  # fmt: skip
-    _copy_back(computed, gradients)
+    _copy_back(computed, results)
 
 
 def _interpretable(tensors: Any) -> Any:
@@ -145,9 +170,9 @@ def _interpretable(tensors: Any) -> Any:
     return tuple(x.float() if x is not None and x.dtype == torch.bfloat16 else x for x in tensors)
 
 
-def _copy_back(computed: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
+def _copy_back(computed: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
     for source, result in zip(computed, results, strict=True):
-        if source is not result:
+        if source is not None and result is not None and source is not result:
             result.copy_(source)
 
 
@@ -156,22 +181,23 @@ class _Call(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     numbers: tuple[int, ...]
+    num_keys: int
+    split: int
+    """How many of them are in the first matrix."""
     constants: dict[str, Any]
 
     @classmethod
-    def of(
-        cls,
-        q_HBTK: Tensor,
-        k_HBSK: Tensor,
-        v_HBSK: Tensor,
-        distance_HCBNW: Tensor | None,
-        reach_BT: Tensor,
-        keep_words: Tensor | None,
-        *,
-        keep_factor: float,
-    ) -> "_Call":
+    def of(cls, inputs: Inputs) -> "_Call":
+        q_HBTK, keys, distance_HCBNW, reach_BT, keep_words, keep_factor = inputs
+        q_HBTK, k1, v1, k2, v2 = _interpretable((q_HBTK, *keys))
+        distance_HCBNW, reach_BT, keep_words = _interpretable(
+            (distance_HCBNW, reach_BT, keep_words)
+        )
         num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
-        for matrix in (k_HBSK, v_HBSK, distance_HCBNW):
+        split = k1.shape[2]
+        num_keys = split if k2 is None else split + num_queries
+        matrices = k1, v1, k1 if k2 is None else k2, v1 if v2 is None else v2
+        for matrix in (*matrices, distance_HCBNW):
             assert matrix is None or matrix.stride(-1) == 1
         # A kernel without scores by distance or dropout gets, but does not read, another pointer.
         distance_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -182,23 +208,24 @@ class _Call(NamedTuple):
         return cls(
             tensors=(
                 q_HBTK,
-                k_HBSK,
-                v_HBSK,
+                *matrices,
                 q_HBTK if distance_HCBNW is None else distance_HCBNW,
                 reach_BT,
                 q_HBTK if keep_words is None else keep_words,
             ),
             numbers=(
-                *k_HBSK.stride()[:3],
-                *v_HBSK.stride()[:3],
+                *(stride for matrix in matrices for stride in matrix.stride()[:3]),
                 *distance_strides,
                 num_heads,
                 num_lanes,
                 num_queries,
-                k_HBSK.shape[2] - num_queries,
+                num_keys - num_queries,
                 d_head,
                 num_columns,
+                split,
             ),
+            num_keys=num_keys,
+            split=split,
             constants={
                 "HAS_DISTANCE": distance_HCBNW is not None,
                 "HAS_KEEP": keep_words is not None,
@@ -226,6 +253,10 @@ class _Call(NamedTuple):
         blocks = {"BLOCK_T": tiles.num_rows, "BLOCK_S": tiles.num_columns}
         if kernel is key_value_gradient_kernel:
             blocks = {"BLOCK_T": tiles.num_columns, "BLOCK_S": tiles.num_rows}
+        if self.split == self.num_keys:
+            constants["SPLIT"] = 0
+        else:
+            constants["SPLIT"] = 2 if self.split % blocks["BLOCK_S"] else 1
         grid = (triton.cdiv(num_rows, tiles.num_rows), q_HBTK.shape[0] * q_HBTK.shape[1])
         with torch.cuda.device_of(q_HBTK):
             kernel[grid](

@@ -26,8 +26,10 @@ from tests.support.attention_inputs import TERMS, Inputs
 from tests.support.small_models import random_text, small_model
 from tests.support.token_sources import TextSource
 from txl_dist.evaluation.scoring import Scorer
+from txl_dist.model.attention import pack_heads
+from txl_dist.model.attention import triton as triton_module
 from txl_dist.model.attention.reference import reference
-from txl_dist.model.attention.triton import triton
+from txl_dist.model.attention.triton import triton, triton_of_projections
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.visibility import Visibility
@@ -166,6 +168,59 @@ def test_every_element_of_every_result_is_stored_exactly_once(
             visible[:, t % 8, lane, t // 8, s + 8 * (1 - t // 8)] = True
     assert (d_distance[~visible] == 0).all()
     assert (d_distance[visible] != 0).double().mean() > 0.9  # 0 for a query with a single key
+
+
+@pytest.mark.parametrize("mem_len", [0, 5, 8])
+@pytest.mark.parametrize("tiles", [(8, 4), (16, 16)])
+def test_projections_give_the_numbers_of_packed_heads(
+    mem_len: int, tiles: tuple[int, int], use_tiles: Any
+) -> None:
+    """Tiles that lie in memory or segment, and tiles that lie in both."""
+    use_tiles(tiles)
+    B, T, H, K = 2, 6, 3, 16
+    inputs = Inputs.of([B, T, mem_len, H, K], "paper")
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(B, num_tokens, 2 * H * K) for num_tokens in (mem_len, T)]
+    projected = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    d_mixed = torch.randn(B, T, H, K, generator=generator, dtype=torch.float64)
+    results = []
+    for packs in (True, False):
+        x_HBTK, *parts = (x.clone().requires_grad_() for x in (inputs.q_HBTK.detach(), *projected))
+        others = inputs.terms, inputs.visibility, None
+        if packs:
+            mixed = triton(x_HBTK, *pack_heads(*parts, (H, K)), *others)
+        else:
+            mixed = triton_of_projections(x_HBTK, *parts, *others)
+        gradients = torch.autograd.grad(mixed, [x_HBTK, *parts], d_mixed)
+        results.append([mixed.detach(), *gradients])
+    assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"distance_encoding": "alibi"}, {"dropatt": 0.3}], ids=str)
+def test_a_layer_without_norm_or_rotation_of_keys_reads_projections(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the losses are those of `reference`."""
+    calls = []
+    of_projections = triton_module.triton_of_projections
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        return of_projections(*arguments)
+
+    monkeypatch.setattr(triton_module, "triton_of_projections", counted)
+    nats = []
+    for name in ("triton", "reference"):
+        model = small_model(attention=name, d_head=16, n_layer=2, mem_len=5, **options).double()
+        memory = model.empty_memory(2)
+        for start in (0, 3):
+            text_BT = random_text(2, 7)[:, start : start + 4]
+            age_BT = torch.arange(start, start + 3).expand(2, -1)
+            masks = LaneDropoutMasks(seed=1, step=2, lanes=[0, 1])
+            nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory, masks)
+        nats.append(nats_BT.detach())
+    assert len(calls) == 4
+    assert_close(nats[0], nats[1])
 
 
 def test_keys_and_values_may_be_views_of_longer_buffers(use_tiles: Any) -> None:

@@ -174,6 +174,10 @@ class RunConfig(Section):
             "training.dropout_rng=device: its generators are on the host": (
                 training.dropout_rng == "device"
             ),
+            f"training.backprop_segments={training.backprop_segments}: the graphs of a segment "
+            "would overwrite what backward needs of the one before": (
+                training.backprop_segments > 1
+            ),
         }
         return [
             f"training.cuda_graphs=true is not supported with {reason}; change one of them"

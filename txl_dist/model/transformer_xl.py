@@ -255,9 +255,7 @@ class TransformerXL(nn.Module):
             distances=self.encoding.prepare(
                 config, num_keys, x_BTD, lambda x: self.distance_dropout(x, dropout_masks)
             ),
-            biases_HK=(
-                (self.content_bias_HK, self.distance_bias_HK) if config.shares_biases else None
-            ),
+            biases_HK=self.shared_biases,
             attention=resolve_name(implementation.function),
             attention_of_projections=(
                 resolve_name(name) if (name := implementation.function_of_projections) else None
@@ -278,6 +276,13 @@ class TransformerXL(nn.Module):
         if self.config.vocab_size is None:
             raise ValueError("a model with vocab_size=null has no logits: it has no vocabulary")
         return self.softmax.logits(hidden_BTD, self.table)
+
+    @property
+    def shared_biases(self) -> tuple[nn.Parameter, nn.Parameter] | None:
+        """u and v, if all layers share them."""
+        if not self.config.shares_biases:
+            return None
+        return self.content_bias_HK, self.distance_bias_HK
 
     @property
     def weight(self) -> Tensor:

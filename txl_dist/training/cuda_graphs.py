@@ -13,9 +13,9 @@ Not `torch.cuda.make_graphed_callables`: it does not allow other threads to use 
 records, as NCCL's does, and it copies what one graph passes to the next.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,9 +105,9 @@ class LayerGroup:
         contexts: Sequence[SegmentContext],
         inputs: tuple[Any, ...],
     ) -> None:
-        self._run_layers = partial(model.run_layers, start=layers.start)
-        self._contexts = contexts
+        self._model, self._start, self._contexts = model, layers.start, contexts
         self.parameters = _parameters(model, model.layers[layers])
+        self._own_leaves = [nn.Parameter(parameter.detach()) for parameter in self.parameters]
         leaves, self._structure = tree_flatten(inputs)
         self.inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
         """Where the graph reads its inputs."""
@@ -119,19 +119,28 @@ class LayerGroup:
     def forward(self) -> None:
         """Compute the layers from `self.inputs`."""
         x_BTD, pasts, tensors, *first = tree_unflatten(self.inputs, self._structure)
-        contexts = [
-            replace(context, distances=distances, visibility=visibility, dropout_masks=masks)
-            for context, (distances, visibility, *numbers) in zip(
-                self._contexts, tensors, strict=True
+        model = self._model
+        with _exchanged(model, self.parameters, self._own_leaves):
+            contexts = [
+                replace(
+                    context,
+                    distances=distances,
+                    biases_HK=model.shared_biases,
+                    visibility=visibility,
+                    dropout_masks=GpuLaneDropoutMasks(*numbers) if numbers else None,
+                )
+                for context, (distances, visibility, *numbers) in zip(
+                    self._contexts, tensors, strict=True
+                )
+            ]
+            *hidden, self.output_BTD = model.run_layers(
+                x_BTD, pasts, contexts, *first, start=self._start
             )
-            for masks in [GpuLaneDropoutMasks(*numbers) if numbers else None]
-        ]
-        *hidden, self.output_BTD = self._run_layers(x_BTD, pasts, contexts, *first)
         self.hidden = [x.detach() for x in hidden]
 
     def backward(self) -> None:
         """Compute `self.gradients` from `self.d_output_BTD`."""
-        tensors = [*self.inputs, *self.parameters]
+        tensors = [*self.inputs, *self._own_leaves]
         gradients = torch.autograd.grad(
             self.output_BTD,
             [x for x in tensors if x.requires_grad],
@@ -169,6 +178,31 @@ class _Replay(Function):
         group.replay_backward()
         # Autograd copies gradients to which there are references, as here, before it keeps them.
         return (None, *group.gradients)
+
+
+@contextmanager
+def _exchanged(
+    model: TransformerXL, parameters: Sequence[nn.Parameter], leaves: Sequence[nn.Parameter]
+) -> Iterator[None]:
+    """In which the model has other leaves of autograd, with the same memory.
+
+    DeepSpeed keeps the nodes that accumulate gradients of the parameters, and they belong to the
+    stream on which it found them, which a recording must not wait for.
+    """
+    leaf_of = {id(parameter): leaf for parameter, leaf in zip(parameters, leaves, strict=True)}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in leaf_of
+    ]
+    for module, name, parameter in places:
+        setattr(module, name, leaf_of[id(parameter)])
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
 
 
 def _record(groups: Sequence[LayerGroup]) -> None:
@@ -213,9 +247,9 @@ def recorded(compute: Callable[[], None], pool: Any) -> Callable[[], None]:
 
 def _parameters(model: TransformerXL, layers: nn.Module) -> list[nn.Parameter]:
     """Those that `layers` of the model read."""
-    shared = [model.content_bias_HK, model.distance_bias_HK] if model.config.shares_biases else []
+    shared = [*(model.shared_biases or ())]
     if model.config.residual_scalars:
-        shared = [*shared, model.residual_scalars]
+        shared.append(model.residual_scalars)
     return [*layers.parameters(), *shared]
 
 

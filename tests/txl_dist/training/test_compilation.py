@@ -47,6 +47,7 @@ def test_stage_3_is_refused_with_the_reason(dataset: Path, tmp_path: Path) -> No
         ("training.compile=false",),
         (COMPILE, "training.activation_checkpointing=true"),
         (COMPILE, "training.dropout_rng=device"),
+        (COMPILE, "training.backprop_segments=2"),
     ],
     ids=str,
 )

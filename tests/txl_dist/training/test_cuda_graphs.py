@@ -139,3 +139,21 @@ def test_backward_after_another_forward_is_refused(recordings: Recordings) -> No
     second_BT.sum().backward()
     with pytest.raises(RuntimeError, match="call backward before the next forward"):
         first_BT.sum().backward()
+
+
+def test_only_the_step_touches_gradients_of_parameters(recordings: Recordings) -> None:
+    """Not what is recorded: DeepSpeed's hooks would run, on another stream of the GPU."""
+    config = ModelConfig(
+        vocab_size=V, n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
+    )
+    model = TransformerXL(config)
+    model.recorded_layers = RecordedLayers(model)
+    calls = []
+    for parameter in model.layers.parameters():
+        parameter.register_hook(lambda gradient, parameter=parameter: calls.append(id(parameter)))
+    before = list(model.layers.parameters())
+    token_BT = torch.zeros(B, T, dtype=torch.int64)
+    nats_BT, _ = model(token_BT, token_BT, token_BT, model.empty_memory(B))
+    nats_BT.sum().backward()
+    assert sorted(calls) == sorted(map(id, before))
+    assert all(x is y for x, y in zip(model.layers.parameters(), before, strict=True))

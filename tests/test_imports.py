@@ -206,6 +206,7 @@ def test_plots_have_no_global_state() -> None:
 # stream of its generator does not change between versions.
 OF_THE_MODEL = {
     "triton_kernels.py": {"triton"},
+    "triton_tiles.py": {"triton"},
     "triton_launch.py": {"triton"},
     "dropout_kernel.py": {"triton"},
     "cross_entropy_kernel.py": {"triton"},

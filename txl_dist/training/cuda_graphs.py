@@ -214,12 +214,12 @@ def _record(groups: Sequence[LayerGroup]) -> None:
         group.replay_forward = recorded(group.forward, pool)
         if next_group is not None:
             next_group.inputs[0] = group.output_BTD.detach().requires_grad_()
-    d_output_BTD = torch.zeros_like(groups[-1].output_BTD)
+    d_output_BTD: Tensor | None = torch.zeros_like(groups[-1].output_BTD)
     for group in reversed(groups):
+        assert d_output_BTD is not None  # the input of every group but the first has a gradient
         group.d_output_BTD = d_output_BTD
         group.replay_backward = recorded(group.backward, pool)
         group.output_BTD = group.output_BTD.detach()  # frees the activations for other graphs
-        assert group.gradients[0] is not None
         d_output_BTD = group.gradients[0]
 
 

@@ -127,6 +127,19 @@ def test_other_shapes_and_addresses_are_recorded_again(recordings: Recordings) -
     assert len(recordings) == 6
 
 
+def test_a_model_of_vectors_without_gradient_is_recorded(recordings: Recordings) -> None:
+    config = ModelConfig(
+        vocab_size=None, n_layer=5, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
+    )
+    model, x_BTD = TransformerXL(config), torch.ones(B, T, 8)
+    age_BT = torch.zeros(B, T, dtype=torch.int64)
+    expected, _ = model.hidden(x_BTD, age_BT, model.empty_memory(B))
+    model.recorded_layers = RecordedLayers(model)
+    actual, _ = model.hidden(x_BTD, age_BT, model.empty_memory(B))
+    assert torch.equal(actual, expected)
+    assert len(recordings) == 4
+
+
 def test_backward_after_another_forward_is_refused(recordings: Recordings) -> None:
     config = ModelConfig(
         vocab_size=V, n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,123 +37,140 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.result import EvaluationResult
 
 
+CheckpointsArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="CHECKPOINT...",
+        help=CHECKPOINT_HELP,
+        parser=checkpoint_path,
+        show_default=False,
+    ),
+]
+DataArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="DATA",
+        help="Directory that txl prepare wrote, or the URL of a copy.",
+        show_default=False,
+    ),
+]
+WatchOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Instead of checkpoints: score each checkpoint of this run whose evaluation is "
+        "due, by the settings of its config.yaml, until the run has ended. BEST moves to the "
+        "best one. Uses --workers and --on.",
+        parser=checkpoint_path,
+    ),
+]
+SplitOption = Annotated[
+    str, typer.Option(metavar="NAME,...", help="Splits to score, such as valid,test.")
+]
+ModeOption = Annotated[
+    Literal["exact", "fast"],
+    typer.Option(
+        help="exact: the score of one sequential pass. fast: less context before each chunk, "
+        "so the score is approximate."
+    ),
+]
+SameLengthOption = Annotated[
+    bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
+]
+WeightsOption = Annotated[
+    Literal["auto", "averaged", "last"],
+    typer.Option(
+        help="averaged: the average over steps (optimizer.averaging); last: those of the last "
+        "step; auto: the average if the checkpoint has one."
+    ),
+]
+WorkersOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Number of workers. On a CPU each has one thread, so that the score does not "
+        "depend on their number: take one per core.",
+    ),
+]
+OnOption = Annotated[
+    str | None,
+    typer.Option(
+        help="processes: on this machine, one worker in this process. ray: a Ray started for "
+        "this command. An address: a running Ray cluster, whose nodes must all see the "
+        "checkpoints and the data. Default: processes for one worker, else ray."
+    ),
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Do not score again the chunks that a stopped command has finished."
+    ),
+]
+ScoresOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where the sums of finished chunks are kept. Default: RUN/evaluations for the "
+        "checkpoints of a run; for other models they are not kept.",
+        parser=path_argument,
+    ),
+]
+DetailsOption = Annotated[
+    bool,
+    typer.Option(
+        "--details",
+        help="Also: loss by position in document and segment, loss by token frequency, and a "
+        "95 % interval by resampling documents.",
+    ),
+]
+PerDocumentOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the id, tokens, bytes and nats of each document to this file, one JSON "
+        "object per line.",
+        parser=path_argument,
+    ),
+]
+SweepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=N,...",
+        help="Score every combination of these values of tgt_len, mem_len and clamp_len on the "
+        "first split, and the best one on the other splits. Can be repeated.",
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Write result.json, and the plots of --details, to this directory.",
+        parser=path_argument,
+    ),
+]
+
+
 def evaluate(
-    checkpoints: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="CHECKPOINT...",
-            help=CHECKPOINT_HELP,
-            parser=checkpoint_path,
-            show_default=False,
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="DATA",
-            help="Directory that txl prepare wrote, or the URL of a copy.",
-            show_default=False,
-        ),
-    ] = None,
-    watch: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Instead of checkpoints: score each checkpoint of this run whose evaluation is "
-            "due, by the settings of its config.yaml, until the run has ended. BEST moves to the "
-            "best one. Uses --workers and --on.",
-            parser=checkpoint_path,
-        ),
-    ] = None,
-    split: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Splits to score, such as valid,test.")
-    ] = "valid",
-    mode: Annotated[
-        Literal["exact", "fast"],
-        typer.Option(
-            help="exact: the score of one sequential pass. fast: less context before each chunk, "
-            "so the score is approximate."
-        ),
-    ] = "exact",
+    checkpoints: CheckpointsArgument = None,
+    data: DataArgument = None,
+    watch: WatchOption = None,
+    split: SplitOption = "valid",
+    mode: ModeOption = "exact",
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
     clamp_len: ClampLen = None,
-    same_length: Annotated[
-        bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
-    ] = False,
+    same_length: SameLengthOption = False,
     precision: PrecisionOption = "fp32",
     batch: Batch = 8,
-    weights: Annotated[
-        Literal["auto", "averaged", "last"],
-        typer.Option(
-            help="averaged: the average over steps (optimizer.averaging); last: those of the last "
-            "step; auto: the average if the checkpoint has one."
-        ),
-    ] = "auto",
-    workers: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Number of workers. On a CPU each has one thread, so that the score does not "
-            "depend on their number: take one per core.",
-        ),
-    ] = 1,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            help="processes: on this machine, one worker in this process. ray: a Ray started for "
-            "this command. An address: a running Ray cluster, whose nodes must all see the "
-            "checkpoints and the data. Default: processes for one worker, else ray."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Do not score again the chunks that a stopped command has finished."
-        ),
-    ] = False,
-    scores: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where the sums of finished chunks are kept. Default: RUN/evaluations for the "
-            "checkpoints of a run; for other models they are not kept.",
-            parser=path_argument,
-        ),
-    ] = None,
-    details: Annotated[
-        bool,
-        typer.Option(
-            "--details",
-            help="Also: loss by position in document and segment, loss by token frequency, and a "
-            "95 % interval by resampling documents.",
-        ),
-    ] = False,
-    per_document: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the id, tokens, bytes and nats of each document to this file, one JSON "
-            "object per line.",
-            parser=path_argument,
-        ),
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=N,...",
-            help="Score every combination of these values of tgt_len, mem_len and clamp_len on the "
-            "first split, and the best one on the other splits. Can be repeated.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write result.json, and the plots of --details, to this directory.",
-            parser=path_argument,
-        ),
-    ] = None,
+    weights: WeightsOption = "auto",
+    workers: WorkersOption = 1,
+    on: OnOption = None,
+    resume: ResumeOption = False,
+    scores: ScoresOption = None,
+    details: DetailsOption = False,
+    per_document: PerDocumentOption = None,
+    sweep: SweepOption = None,
+    out: OutOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Score splits. Every target is scored once, with the memory of one sequential pass.
@@ -175,29 +192,18 @@ def evaluate(
     if watch is not None:
         _watch(watch, on, workers)
         return
-    from txl_dist.cli.evaluation_output import (
-        RESULT_NAME,
-        print_scores,
-        score_objects,
-        sweep_content,
-        sweep_objects,
-    )
-
     if not checkpoints or data is None:
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
     with running("loading torch"):
-        from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
-        from txl_dist.evaluation.job import combinations
-        from txl_dist.tracking.evaluations import log_evaluations, scores_of_runs
+        from txl_dist.cli.evaluation_output import print_scores
+        from txl_dist.evaluation.distributed import default_scores_directory, plan_job
+        from txl_dist.evaluation.job import combinations, evaluation_job
 
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
     _require_usable(per_document, swept)
 
     def plan(checkpoint: Path, name: str, setting: Mapping[str, int]) -> "PlannedJob":
-        from txl_dist.evaluation.distributed import default_scores_directory, plan_job
-        from txl_dist.evaluation.job import evaluation_job
-
         job = evaluation_job(
             checkpoint,
             data,
@@ -225,6 +231,38 @@ def evaluate(
             [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
             for checkpoint in checkpoints
         ]
+    objects, content = _score(
+        sweeps, [*swept], on=on, workers=workers, per_document=per_document, out=out
+    )
+    if as_json:
+        print(json.dumps(content, allow_nan=False))
+    else:
+        print_scores(objects, [*swept])
+
+
+def _score(
+    sweeps: "Sequence[Sequence[Sequence[PlannedJob]]]",
+    swept: Sequence[str],
+    *,
+    on: str,
+    workers: int,
+    per_document: Path | None,
+    out: Path | None,
+) -> tuple[list[dict[str, Any]], Any]:
+    """Score, record and write. Returns one object per score, and what --json prints.
+
+    `sweeps`: by checkpoint, setting and split. `swept`: names of the settings of --sweep.
+    """
+    from txl_dist.cli.evaluation_output import (
+        RESULT_NAME,
+        score_objects,
+        sweep_content,
+        sweep_objects,
+        write_evaluation,
+    )
+    from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
+    from txl_dist.tracking.evaluations import log_evaluations, scores_of_runs
+
     planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
     with staged_output(out, RESULT_NAME) as staged:
         with (
@@ -240,7 +278,7 @@ def evaluate(
                     for sweep in sweeps
                 ]
                 objects = [each for model in models for each in model]
-                contents = [sweep_content(model, [*swept]) for model in models]
+                contents = [sweep_content(model, swept) for model in models]
             else:
                 scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
                 objects = contents = score_objects(planned, scored, workers)
@@ -250,14 +288,9 @@ def evaluate(
         # What --json prints: one object, or a list of them; in a sweep one per model.
         content = contents[0] if len(contents) == 1 else contents
         if staged:
-            from txl_dist.cli.evaluation_output import write_evaluation
-
             names = write_evaluation(staged, content, objects)
             _note(f"wrote {', '.join(names)} to {out}")
-    if as_json:
-        print(json.dumps(content, allow_nan=False))
-    else:
-        print_scores(objects, [*swept])
+    return objects, content
 
 
 def _watch(run: Path, on: str, workers: int) -> None:

@@ -32,127 +32,145 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
+InputsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT...",
+        help="Files (also .gz, .zst, .bz2, .xz), folders, archives (.zip, .tar, .tar.gz, ...), "
+        "parts of archives ('a.zip/train/*'), patterns ('data/**/*.jsonl', 's-{00..99}.tar') "
+        "and URLs (s3, gs, http, https); or all with their splits: train=A valid=B test=C.",
+    ),
+]
+OutOption = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR",
+        help="Output directory: new, empty, or that of an interrupted run.",
+        parser=path_argument,
+    ),
+]
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        help="auto (by suffix and content of each file; .json must hold JSON lines), or one of "
+        f"{', '.join(format_names())}. "
+        "tar reads the samples of a WebDataset, every other format the files of an archive."
+    ),
+]
+TextKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Key of the text in a JSON line, or column in Parquet. Default: text; ids with "
+        "--format ids."
+    ),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="byte|char|word|bpe|PATH",
+        help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint. "
+        "Default: that of --recipe, or byte. One of token ids implies --format ids, and gives "
+        "size, end-of-document id and names.",
+    ),
+]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Conventions and tokenizer of a dataset of the paper: wt103, wt2, ptb, lm1b "
+        "(words), or enwik8, text8 (one document with fixed splits)."
+    ),
+]
+VocabSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Maximum number of ids. Default for bpe: 32768, else none. With --format ids: "
+        "the number of ids."
+    ),
+]
+EndOfDocumentOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID|NAME",
+        help="--format ids: the id that begins documents, and separates them in arrays.",
+    ),
+]
+PaddingOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID|NAME",
+        help="--format ids: the id that fills up rows of different lengths. It is dropped.",
+    ),
+]
+NamesOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="--format ids: JSON with the names of the ids, for text that people read, or a "
+        "trained tokenizer of MidiTok.",
+        parser=path_argument,
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="--format ids: type of the integers in raw .bin files, such as uint16."),
+]
+MinFreqOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Minimum count of a symbol, or of a pair to merge. Default: 3 with --recipe lm1b, "
+        "else none."
+    ),
+]
+SplitOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME=FRACTION,...|none",
+        help="Fractions to hold out, such as valid=0.01,test=0.01. The rest is train. Default: "
+        "the splits in the names of files and folders (train, valid, test, ...); none merges "
+        "them.",
+    ),
+]
+SplitByOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="document|file|position",
+        help="--split keeps these together. Default: documents, and the parts of one work in a "
+        "file. position: cut the only document, held-out parts at its end.",
+    ),
+]
+ShuffleOption = Annotated[
+    int | None, typer.Option(metavar="SEED", help="Shuffle the documents with this seed.")
+]
+MaxRejectRateOption = Annotated[
+    float,
+    typer.Option(help="Fraction of records that may be unusable. 1 also allows broken files."),
+]
+DedupOption = Annotated[
+    str, typer.Option(help="none, or exact: keep the first of documents with the same text.")
+]
+ShardSizeOption = Annotated[int, typer.Option(metavar="MIB", help="Maximum MiB of text per shard.")]
+
+
 def prepare(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Files (also .gz, .zst, .bz2, .xz), folders, archives (.zip, .tar, .tar.gz, ...), "
-            "parts of archives ('a.zip/train/*'), patterns ('data/**/*.jsonl', 's-{00..99}.tar') "
-            "and URLs (s3, gs, http, https); or all with their splits: train=A valid=B test=C.",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR",
-            help="Output directory: new, empty, or that of an interrupted run.",
-            parser=path_argument,
-        ),
-    ],
+    inputs: InputsArgument,
+    out: OutOption,
     *,
-    format: Annotated[
-        str,
-        typer.Option(
-            help="auto (by suffix and content of each file; .json must hold JSON lines), or one of "
-            f"{', '.join(format_names())}. "
-            "tar reads the samples of a WebDataset, every other format the files of an archive."
-        ),
-    ] = "auto",
-    text_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key of the text in a JSON line, or column in Parquet. Default: text; ids with "
-            "--format ids."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="byte|char|word|bpe|PATH",
-            help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint. "
-            "Default: that of --recipe, or byte. One of token ids implies --format ids, and gives "
-            "size, end-of-document id and names.",
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="Conventions and tokenizer of a dataset of the paper: wt103, wt2, ptb, lm1b "
-            "(words), or enwik8, text8 (one document with fixed splits)."
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum number of ids. Default for bpe: 32768, else none. With --format ids: "
-            "the number of ids."
-        ),
-    ] = None,
-    end_of_document: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID|NAME",
-            help="--format ids: the id that begins documents, and separates them in arrays.",
-        ),
-    ] = None,
-    padding: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID|NAME",
-            help="--format ids: the id that fills up rows of different lengths. It is dropped.",
-        ),
-    ] = None,
-    names: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="--format ids: JSON with the names of the ids, for text that people read, or a "
-            "trained tokenizer of MidiTok.",
-            parser=path_argument,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="--format ids: type of the integers in raw .bin files, such as uint16."),
-    ] = None,
-    min_freq: Annotated[
-        int | None,
-        typer.Option(
-            help="Minimum count of a symbol, or of a pair to merge. Default: 3 with --recipe lm1b, "
-            "else none."
-        ),
-    ] = None,
-    split: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME=FRACTION,...|none",
-            help="Fractions to hold out, such as valid=0.01,test=0.01. The rest is train. Default: "
-            "the splits in the names of files and folders (train, valid, test, ...); none merges "
-            "them.",
-        ),
-    ] = "",
-    split_by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="document|file|position",
-            help="--split keeps these together. Default: documents, and the parts of one work in a "
-            "file. position: cut the only document, held-out parts at its end.",
-        ),
-    ] = None,
-    shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Shuffle the documents with this seed.")
-    ] = None,
-    max_reject_rate: Annotated[
-        float,
-        typer.Option(help="Fraction of records that may be unusable. 1 also allows broken files."),
-    ] = 0.001,
-    dedup: Annotated[
-        str, typer.Option(help="none, or exact: keep the first of documents with the same text.")
-    ] = "none",
-    shard_size: Annotated[
-        int, typer.Option(metavar="MIB", help="Maximum MiB of text per shard.")
-    ] = 64,
+    format: FormatOption = "auto",
+    text_key: TextKeyOption = None,
+    tokenizer: TokenizerOption = None,
+    recipe: RecipeOption = None,
+    vocab_size: VocabSizeOption = None,
+    end_of_document: EndOfDocumentOption = None,
+    padding: PaddingOption = None,
+    names: NamesOption = None,
+    dtype: DtypeOption = None,
+    min_freq: MinFreqOption = None,
+    split: SplitOption = "",
+    split_by: SplitByOption = None,
+    shuffle: ShuffleOption = None,
+    max_reject_rate: MaxRejectRateOption = 0.001,
+    dedup: DedupOption = "none",
+    shard_size: ShardSizeOption = 64,
     workers: NumWorkers = 1,
     on: On = "local",
     as_json: AsJson = False,

@@ -41,44 +41,51 @@ SHRUNK_LENGTHS = {"tgt_len": 128, "mem_len": 32}
 NOTE_OF_SHRUNK = "a smoke run of a tiny model (--shrink): NO REPRODUCTION, its score means nothing"
 
 
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Directory of the published files, or an archive, as published.",
+        parser=path_argument,
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="For dataset, run and result. Default: runs/NAME, or runs/NAME-shrunk.",
+        parser=path_argument,
+    ),
+]
+DryRunOption = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Check the files and the config, print the commands, stop."),
+]
+ShrinkOption = Annotated[
+    bool,
+    typer.Option(
+        "--shrink",
+        help="A smoke run on a laptop: the whole corpus, a tiny model, 20 steps. Its score "
+        "means nothing.",
+    ),
+]
+ListOption = Annotated[
+    bool, typer.Option("--list", help="List the experiments, and the rows without one.")
+]
+
+
 def reproduce(
     name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, see --list.")] = "",
     overrides: Overrides = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory of the published files, or an archive, as published.",
-            parser=path_argument,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="For dataset, run and result. Default: runs/NAME, or runs/NAME-shrunk.",
-            parser=path_argument,
-        ),
-    ] = None,
+    data: DataOption = None,
+    out: OutOption = None,
     on: Annotated[str, typer.Option(help="As for txl train and txl eval.")] = "ray",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks and evaluation workers.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes of the preparation.")] = 1,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check the files and the config, print the commands, stop."),
-    ] = False,
-    shrink: Annotated[
-        bool,
-        typer.Option(
-            "--shrink",
-            help="A smoke run on a laptop: the whole corpus, a tiny model, 20 steps. Its score "
-            "means nothing.",
-        ),
-    ] = False,
+    dry_run: DryRunOption = False,
+    shrink: ShrinkOption = False,
     as_json: AsJson = False,
-    list_: Annotated[
-        bool, typer.Option("--list", help="List the experiments, and the rows without one.")
-    ] = False,
+    list_: ListOption = False,
 ) -> None:
     """Prepare, train and evaluate one of the paper's experiments, and compare with its result.
 

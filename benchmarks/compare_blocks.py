@@ -6,8 +6,9 @@
 DATA is prepared as by `make quickstart`. Every run trains on one thread, in one process, on the
 same tokens for all runs of a seed, and scores the same held-out tokens from time to time. CPU
 seconds are those of steps alone, without data, evaluation and start. Each run is one line of --out;
-a second call runs what is missing. `--table` prints mean and range over seeds, and how many steps
-and CPU-seconds each run took to the final loss of `paper-adamw`.
+a second call runs what is missing. `--table` prints means over seeds, differences from `modern`
+with the same seed (the loss varies more between seeds than between runs), and how many steps and
+CPU-seconds each run took to the final loss of `paper-adamw`.
 
 `gpt` is a GPT without memory in the manner of nanoGPT (rival_gpt.py), at two learning rates.
 """
@@ -258,28 +259,41 @@ def table(runs: list[dict[str, Any]]) -> Iterator[str]:
     reference = by_name.get(REFERENCE)
     goal = statistics.fmean(run["curve"][-1][2] for run in reference) if reference else None
     preset = by_name.get("modern", [])
-    budget = statistics.fmean(run["curve"][-1][1] for run in preset) if preset else None
     yield (
-        "| run | parameters | nats | range | CPU-s | nats at the CPU-s of modern "
+        "| run | parameters | seeds | nats | minus modern | lowest to highest | CPU-s "
+        "| nats at the CPU-s of modern, minus its nats "
         f"| steps to {goal or 0:.4f} | share of its CPU-s |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for name, group in by_name.items():
         final = [run["curve"][-1][2] for run in group]
         seconds = statistics.fmean(run["curve"][-1][1] for run in group)
         yield (
-            f"| {name} | {group[0]['parameters']:,} | {statistics.fmean(final):.4f} "
-            f"| {max(final) - min(final):.4f} | {seconds:.0f} | {at_budget(group, budget)} "
+            f"| {name} | {group[0]['parameters']:,} | {len(group)} | {statistics.fmean(final):.4f} "
+            f"| {differences(group, preset, at_its_seconds=False)} | {seconds:.0f} "
+            f"| {differences(group, preset, at_its_seconds=True).partition(' |')[0]} "
             f"| {reached(group, goal, reference)} |"
         )
 
 
-def at_budget(group: list[dict[str, Any]], budget: float | None) -> str:
-    """The loss on the curve where a run has used these CPU-seconds; `-` if it used fewer."""
-    values = [interpolated(run["curve"], budget) for run in group if budget]
-    if not values or None in values:
-        return "-"
-    return f"{statistics.fmean(value for value in values if value is not None):.4f}"
+def differences(
+    group: list[dict[str, Any]], preset: list[dict[str, Any]], *, at_its_seconds: bool
+) -> str:
+    """Mean and range of a run's loss minus that of `modern` with the same seed, so the same tokens.
+
+    `at_its_seconds`: of the loss on the curve where the run has used as many CPU-seconds as
+    `modern` in all, or at its end if it used fewer.
+    """
+    finals = {run["seed"]: run["curve"][-1] for run in preset}
+    values = []
+    for run in group:
+        if run["seed"] in finals:
+            _, seconds, nats = finals[run["seed"]]
+            at = interpolated(run["curve"], seconds) if at_its_seconds else None
+            values.append((run["curve"][-1][2] if at is None else at) - nats)
+    if not values:
+        return "- | -"
+    return f"{statistics.fmean(values):+.3f} | {min(values):+.3f} to {max(values):+.3f}"
 
 
 def interpolated(curve: list[list[float]], seconds: float) -> float | None:

@@ -269,10 +269,14 @@ def evaluate_on_ranks(
 ) -> LossSums | None:
     """Collective: every rank scores its chunks, and every rank returns the sums of all.
 
-    If `stop` becomes true on any rank, that rank stops scoring and all ranks return None.
+    If `stop` becomes true on any rank, that rank stops scoring and all ranks return None. The name
+    of the activity, which `txl status` shows, has the rank's share.
     """
     indices = range(world.rank, len(chunks), world.num_ranks)
-    scored = list(scorer.scores([chunks[i] for i in indices], stop=stop))
+    name, scored = world.activity.name, list[LossSums]()
+    for sums in scorer.scores([chunks[i] for i in indices], stop=stop):
+        scored.append(sums)
+        world.activity.name = f"{name}, {len(scored)} of {len(indices)} parts of this rank"
     # One all-reduce: each chunk has its own row, so adding zeros keeps every sum bit for bit. The
     # last row counts the chunks that a stop left unscored.
     table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)

@@ -9,6 +9,7 @@ import tracemalloc
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +19,18 @@ from hypothesis import strategies as st
 from data_pipeline.streams import cursor
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import small_model
-from tests.support.token_sources import NumberedSource
+from tests.support.token_sources import NumberedSource, TextSource
 from txl_dist.evaluation import batches, scoring
 from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.scoring import (
     MIN_CONTEXTS_PER_CHUNK,
     EvaluationChunk,
     Scorer,
+    evaluate_on_ranks,
     overhead,
     plan_chunks,
 )
+from txl_dist.runtime.world import World
 
 shapes = st.fixed_dictionaries(
     {
@@ -152,3 +155,29 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
     for split in ("valid", "valid", "test", "valid"):
         batches.open_scorer(replace(job, settings=replace(settings, split=split)))
     assert len(alive) == 3, "opened once for batches of one job in a row"
+
+
+def test_the_activity_of_a_rank_says_how_much_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So `txl status` shows that a long evaluation goes on."""
+    world, names = World(0, 1), []
+    world.activity.name = "evaluation of split valid"
+    scorer = Scorer(
+        model=small_model(vocab_size=11),
+        source=TextSource([[[token % 11 for token in range(13)]]]),
+        tgt_len=2,
+        reset="stream",
+        batch_chunks=2,
+        byte_counts_V=torch.ones(11),
+    )
+    chunks = [EvaluationChunk(start, start, start + 4) for start in (0, 4, 8)]
+    score_group = Scorer._score_group
+
+    def noted(scorer: Scorer, *arguments: Any) -> Any:
+        names.append(world.activity.name)
+        return score_group(scorer, *arguments)
+
+    monkeypatch.setattr(Scorer, "_score_group", noted)
+    assert evaluate_on_ranks(scorer, chunks, world=world) is not None
+    name = "evaluation of split valid"
+    assert names == [name, f"{name}, 2 of 3 parts of this rank"]
+    assert world.activity.name == f"{name}, 3 of 3 parts of this rank"

@@ -27,6 +27,9 @@ COMPARISON = "comparison.html"
 PROMPT_CHARACTERS = 80
 """Of the held-out text, for `txl report --generate`."""
 
+MLFLOW_SECONDS = 120.0
+"""For a page: the import of mlflow, and one file."""
+
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", parser=path_argument)]
 
 
@@ -139,15 +142,20 @@ def _keep_in_mlflow(run: Path, page: Path) -> None:
     command = [sys.executable, "-m", "mlflow", "artifacts", "log-artifact"]
     command += ["--local-file", str(page), "--run-id", state.run_id]
     with running(f"recording {page.name} in MLflow"):
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**child_environment(), "MLFLOW_TRACKING_URI": server},
-            check=False,
-        )
-    if done.returncode:
-        reason = redact(done.stderr.strip().rpartition("\n")[2])
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=MLFLOW_SECONDS,
+                env={**child_environment(), "MLFLOW_TRACKING_URI": server},
+                check=False,
+            )
+            last_line = done.stderr.strip().rpartition("\n")[2]
+            reason = redact(last_line or f"exit code {done.returncode}") if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            reason = f"no response within {MLFLOW_SECONDS:g} s"
+    if reason:
         raise TxlError(
             f"{page} is written, but MLflow does not have it: {reason}. Check the server "
             "(credentials: MLFLOW_TRACKING_URI), and run the command again"

@@ -17,8 +17,9 @@ from txl_dist.analysis.page import html_page
 from txl_dist.analysis.run_charts import charts_of_runs, memory_charts, thin_out
 from txl_dist.analysis.run_record import read_run
 from txl_dist.analysis.run_report import MAX_EVENTS, run_page
+from txl_dist.cli import runs
 from txl_dist.cli.app import app
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.tracking.tracker import STATE, TrackedRun, TrackingState
 
 CURVES = [
@@ -252,6 +253,17 @@ def test_a_page_of_a_run_without_tracking_is_not_recorded(run: Path) -> None:
     code, message = run_txl("report", run, "--to-mlflow")
     assert code == 2
     assert "has no run in MLflow" in message
+
+
+def test_a_server_that_does_not_answer_does_not_hold_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = TrackingState(key="k", server=None, experiment="tests", run_id="r")
+    (tmp_path / STATE).parent.mkdir(parents=True, exist_ok=True)
+    state.save(tmp_path / STATE)
+    monkeypatch.setattr(runs, "MLFLOW_SECONDS", 0.05)
+    with pytest.raises(TxlError, match=r"no response within 0\.05 s"):
+        runs._keep_in_mlflow(tmp_path, tmp_path / "report.html")
 
 
 @pytest.mark.slow

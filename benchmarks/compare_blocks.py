@@ -87,6 +87,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no-zero-init": ("modern/quickstart", "model.zero_init=false"),
     "no-residual-scalars": ("modern/quickstart", "model.residual_scalars=false"),
     "no-softcap": ("modern/quickstart", "model.softcap=null"),
+    "reduced": (
+        "modern/quickstart", "model.embedding_norm=false", "model.zero_init=false",
+        "model.softcap=null",
+    ),
     "tied": ("modern/quickstart", "model.tie_weight=true"),
     "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
     "gru-gate": ("modern/quickstart", "model.residual_gate=gru", "model.zero_init=false"),

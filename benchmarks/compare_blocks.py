@@ -75,7 +75,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "associative": ("modern/quickstart", "model.memory=associative", *TWO_SEGMENTS),
     "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
-    "no-embedding-norm": ("modern/quickstart", "model.embedding_norm=false"),
+    "embedding-norm": ("modern/quickstart", "model.embedding_norm=true"),
     "no-qk-norm": (
         "modern/quickstart", "model.qk_norm=false", "model.attention_scale=null",
     ),
@@ -84,16 +84,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "relu2": ("modern/quickstart", "model.feed_forward=relu2", "model.d_inner=512"),
     "relu": ("modern/quickstart", "model.feed_forward=relu", "model.d_inner=512"),
     "biases": ("modern/quickstart", "model.biases=true"),
-    "no-zero-init": ("modern/quickstart", "model.zero_init=false"),
+    "zero-init": ("modern/quickstart", "model.zero_init=true"),
     "no-residual-scalars": ("modern/quickstart", "model.residual_scalars=false"),
-    "no-softcap": ("modern/quickstart", "model.softcap=null"),
-    "reduced": (
-        "modern/quickstart", "model.embedding_norm=false", "model.zero_init=false",
-        "model.softcap=null",
-    ),
+    "softcap": ("modern/quickstart", "model.softcap=15"),
     "tied": ("modern/quickstart", "model.tie_weight=true"),
     "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
-    "gru-gate": ("modern/quickstart", "model.residual_gate=gru", "model.zero_init=false"),
+    "gru-gate": ("modern/quickstart", "model.residual_gate=gru"),
     "rate-12e-3": ("modern/quickstart", "optimizer.lr=12e-3"),
     "cosine": ("modern/quickstart", "optimizer.schedule=cosine"),
 }  # fmt: skip

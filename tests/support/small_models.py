@@ -14,7 +14,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 VOCAB_SIZE = 11
 
 MODERN: dict[str, dict[str, Any]] = {
-    "modern": RECIPES["modern"] | {"zero_init": False, "init_std": 0.4},
+    "modern": RECIPES["modern"] | {"embedding_norm": True, "softcap": 15.0, "init_std": 0.4},
     "gated": {"residual_gate": "gru", "feed_forward": "relu2", "output_gate": True},
     "normed": {
         "qk_norm": True,

@@ -115,9 +115,12 @@ def test_the_norm_of_zeros_is_zero_and_bf16_keeps_its_dtype() -> None:
     assert_close(normalise(x), rms_norm(x.float()).bfloat16())
 
 
-def test_a_new_model_of_the_recipe_knows_nothing_and_every_weight_learns() -> None:
-    sizes: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "n_head": 2, "d_head": 4}
-    model = TransformerXL(ModelConfig.of_recipe("modern", **sizes, d_inner=6, mem_len=5))
+def test_a_new_model_with_zero_init_knows_nothing_and_every_weight_learns() -> None:
+    options: dict[str, Any] = {
+        "vocab_size": 11, "d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 6, "mem_len": 5,
+        "zero_init": True,
+    }  # fmt: skip
+    model = TransformerXL(ModelConfig.of_recipe("modern", **options))
     text_BN = random_text(2, 10)
     nats_BN, _ = read_stream(model.double(), text_BN, tgt_len=3)
     assert_close(nats_BN, torch.full_like(nats_BN, torch.log(torch.tensor(11.0)).item()))
@@ -133,7 +136,7 @@ def test_a_new_model_of_the_recipe_knows_nothing_and_every_weight_learns() -> No
 
 def test_the_recipe_of_the_paper_is_the_default_and_settings_can_be_changed() -> None:
     assert ModelConfig.of_recipe("paper") == ModelConfig()
-    changed = ModelConfig.of_recipe("modern", softcap=None)
-    assert (changed.softcap, changed.norm) == (None, RECIPES["modern"]["norm"])
+    changed = ModelConfig.of_recipe("modern", qk_norm=False)
+    assert (changed.qk_norm, changed.norm) == (False, RECIPES["modern"]["norm"])
     with pytest.raises(ValueError, match="recipe='modrn' must be one of paper, modern"):
         ModelConfig.of_recipe("modrn")

@@ -11,7 +11,7 @@ The model has no state: `forward` takes the memory and returns the next one. The
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -36,7 +36,7 @@ from txl_dist.model.vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
 
-RunLayers = Callable[[Tensor, Sequence[Any], Sequence[SegmentContext]], list[Tensor]]
+RunLayers = Callable[[Tensor, Iterable[Any], Sequence[SegmentContext]], list[Tensor]]
 
 
 class TransformerXL(nn.Module):
@@ -147,7 +147,8 @@ class TransformerXL(nn.Module):
         read_age_BT = age_BT
         if self.added_tokens is not None:
             x_BTD, read_age_BT = self.added_tokens(x_BTD, age_BT, memory)
-        pasts = [memory.past(number, x_BTD) for number in range(len(self.layers))]
+        # One at a time: a memory of another dtype or device is copied for its layer.
+        pasts = (memory.past(number, x_BTD) for number in range(len(self.layers)))
         # Built once for all layers of a memory length, including the mask that follows from the
         # ages.
         num_pasts = [memory.num_past_in(number) for number in range(len(self.layers))]
@@ -171,7 +172,7 @@ class TransformerXL(nn.Module):
     def run_layers(
         self,
         x_BTD: Tensor,
-        pasts: Sequence[Any],
+        pasts: Iterable[Any],
         contexts: Sequence[SegmentContext],
         first_BTD: Tensor | None = None,
         *,

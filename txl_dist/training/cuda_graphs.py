@@ -13,7 +13,7 @@ Not `torch.cuda.make_graphed_callables`: it does not allow other threads to use 
 records, as NCCL's does, and it copies what one graph passes to the next.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -57,15 +57,16 @@ class RecordedLayers:
         self._groups: list[LayerGroup] = []
 
     def __call__(
-        self, x_BTD: Tensor, pasts: Sequence[Any], contexts: Sequence[SegmentContext]
+        self, x_BTD: Tensor, pasts: Iterable[Any], contexts: Sequence[SegmentContext]
     ) -> list[Tensor]:
         if not torch.is_grad_enabled():
             return self._model.run_layers(x_BTD, pasts, contexts)
+        pasts = tuple(pasts)
         first = (x_BTD,) if self._model.config.residual_scalars else ()
         starts = range(0, len(self._model.layers), LAYERS_PER_GRAPH)
         ranges = [slice(start, start + LAYERS_PER_GRAPH) for start in starts]
         inputs = [
-            (x_BTD, tuple(pasts[layers]), tuple(map(_tensors_of, contexts[layers])), *first)
+            (x_BTD, pasts[layers], tuple(map(_tensors_of, contexts[layers])), *first)
             for layers in ranges
         ]
         shapes = [(x.shape, x.stride(), x.dtype) for x in tree_leaves(inputs)]

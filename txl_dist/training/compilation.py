@@ -44,6 +44,7 @@ def compile_layers(
     compile_model(model, world.device, draws_by_kernel=config.training.dropout_rng == "lane")
     _run_once(model, config, world.device, lanes)
     if config.training.cuda_graphs:
+        _require_compiled_attention(model, world.device)
         record_layers(model, world.device)
 
 
@@ -81,6 +82,16 @@ def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bo
     return choose_implementation(
         config.attention, device=device, with_dropout=config.dropatt > 0, d_head=config.d_head
     ).can_be_compiled
+
+
+def _require_compiled_attention(model: TransformerXL, device: torch.device) -> None:
+    """Autocast keeps weights of operations that are not compiled, which a graph must not read."""
+    if device.type == "cuda" and not _attention_can_be_compiled(model, device):
+        raise ConfigError(
+            f"training.cuda_graphs=true needs compiled attention, and model.attention="
+            f"{model.config.attention} is not compiled on this GPU. Set model.attention=triton (it "
+            "says why if it cannot run), or training.cuda_graphs=false"
+        )
 
 
 def _run_once(

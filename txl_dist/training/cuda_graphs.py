@@ -43,7 +43,10 @@ for _dataclass in (DistanceTerms, Visibility):
 
 
 def record_layers(model: TransformerXL, device: torch.device) -> None:
-    """Let the model record its layers in the next forward with gradients. On CPUs: nothing."""
+    """Let the model record its layers in the next forward with gradients. On CPUs: nothing.
+
+    The next forward overwrites what `run_layers` returns, so use it before.
+    """
     if device.type == "cuda" and has_triton(device):
         model.recorded_layers = RecordedLayers(model)
 
@@ -69,10 +72,12 @@ class RecordedLayers:
             (x_BTD, pasts[layers], tuple(map(_tensors_of, contexts[layers])), *first)
             for layers in ranges
         ]
-        shapes = [(x.shape, x.stride(), x.dtype) for x in tree_leaves(inputs)]
-        key = shapes, [x.data_ptr() for x in _parameters(self._model, self._model.layers)]
+        kinds = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tree_leaves(inputs)]
+        addresses = [x.data_ptr() for x in _parameters(self._model, self._model.layers)]
+        device = x_BTD.device.type
+        key = kinds, addresses, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         if key != self._key:
-            self._groups = []  # before others take memory
+            self._groups, self._key = [], None  # before others take memory
             self._groups = [
                 LayerGroup(self._model, layers, contexts[layers], each)
                 for layers, each in zip(ranges, inputs, strict=True)
@@ -255,6 +260,11 @@ def _parameters(model: TransformerXL, layers: nn.Module) -> list[nn.Parameter]:
 
 
 def _tensors_of(context: SegmentContext) -> tuple[Any, ...]:
+    """What differs between segments. Raises TypeError for masks that are drawn on the host."""
     masks = context.dropout_masks
     tensors = context.distances, context.visibility
-    return (*tensors, masks.numbers) if isinstance(masks, GpuLaneDropoutMasks) else tensors
+    if masks is None:
+        return tensors
+    if not isinstance(masks, GpuLaneDropoutMasks):
+        raise TypeError(f"CUDA graphs need masks by lane, drawn on the GPU; these are {masks!r}")
+    return *tensors, masks.numbers

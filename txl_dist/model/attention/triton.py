@@ -72,8 +72,7 @@ def triton_of_projections(
     """
     mixed_BTHK, _ = torch.ops.txl_dist.relative_attention_of_projections(
         _content_query(q_HBTK, terms),
-        memory_BMX,
-        segment_BTX,
+        *map(_contiguous_for_gradient, (memory_BMX, segment_BTX)),
         _distance_scores(q_HBTK, terms),
         _reach(q_HBTK, visibility),
         *(keep or (None, 0.0)),
@@ -153,10 +152,10 @@ for _name in ("relative_attention", "relative_attention_of_projections"):
     )
 # `first` and `second` are keys and values [H, B, S, K], or projections of memory and segment
 # [B, N, 2 H K]; q is scaled. They and q are contiguous, but keys and values without gradients need
-# not be. `distance`: see `_distance_scores`.
-# `keep_words` and its factor are those of `KeepBits`. Results are the weighted sums of the values
-# [B, T, H, K] and the logsumexp of the scores [H, B, T]; those of backward are gradients of q,
-# `first`, `second` and `distance`, the last empty unless `wants_distance`.
+# not be. `distance`: see `_distance_scores`. `keep_words` and its factor are those of `KeepBits`.
+# Results are the weighted sums of the values [B, T, H, K] and the binary logsumexp of the scores
+# [H, B, T]; those of backward are gradients of q, `first`, `second` and `distance`, the last empty
+# unless `wants_distance`.
 
 
 def _register(name: str, views_of: Callable[[Tensor, Tensor, Tensor], Any]) -> None:

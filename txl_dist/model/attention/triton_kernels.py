@@ -55,7 +55,7 @@ def forward_kernel(
     stride_k1h, stride_k1b, stride_k1s, stride_v1h, stride_v1b, stride_v1s,
     stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
-    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns, split,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
     SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
     HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -93,7 +93,7 @@ def forward_kernel(
             s_first,
             stride_k1s,
             stride_k2s,
-            split,
+            mem_len,
             num_keys,
             d_head,
             BLOCK_S,
@@ -106,7 +106,7 @@ def forward_kernel(
             s_first,
             stride_v1s,
             stride_v2s,
-            split,
+            mem_len,
             num_keys,
             d_head,
             BLOCK_S,
@@ -145,7 +145,7 @@ def query_gradient_kernel(
     stride_k1h, stride_k1b, stride_k1s, stride_v1h, stride_v1b, stride_v1s,
     stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
-    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns, split,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
     SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr, WANTS_DISTANCE_GRADIENT: tl.constexpr,
     HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -178,7 +178,10 @@ def query_gradient_kernel(
     d_out_TK = load_rows(d_out, t, num_heads * d_head, num_queries, d_head, BLOCK_K)
     mean_T = tl.sum(out_TK.to(ACC) * d_out_TK.to(ACC), 1)
     tl.store(mean + row * num_queries + t, mean_T, mask=t < num_queries)
-    logsumexp_T = tl.load(logsumexp + row * num_queries + t, mask=t < num_queries, other=0.0)
+    # Infinite for rows of padding, so that their weights are 0 also where nothing is masked.
+    logsumexp_T = tl.load(
+        logsumexp + row * num_queries + t, mask=t < num_queries, other=float("inf")
+    )
 
     start = first_key(t, reach_T, num_queries, mem_len, BLOCK_S)
     free_start = first_free_key(t, reach_T, num_queries, mem_len)
@@ -198,7 +201,7 @@ def query_gradient_kernel(
             s_first,
             stride_k1s,
             stride_k2s,
-            split,
+            mem_len,
             num_keys,
             d_head,
             BLOCK_S,
@@ -211,7 +214,7 @@ def query_gradient_kernel(
             s_first,
             stride_v1s,
             stride_v2s,
-            split,
+            mem_len,
             num_keys,
             d_head,
             BLOCK_S,
@@ -251,7 +254,7 @@ def key_value_gradient_kernel(
     stride_k1h, stride_k1b, stride_k1s, stride_v1h, stride_v1b, stride_v1s,
     stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
-    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns, split,
+    num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
     SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
     HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -276,10 +279,10 @@ def key_value_gradient_kernel(
     first = tl.program_id(0) * BLOCK_S
     s = first + tl.arange(0, BLOCK_S)
     k_SK = load_keys(
-        k1, k2, first, stride_k1s, stride_k2s, split, num_keys, d_head, BLOCK_S, BLOCK_K, SPLIT
+        k1, k2, first, stride_k1s, stride_k2s, mem_len, num_keys, d_head, BLOCK_S, BLOCK_K, SPLIT
     )
     v_SK = load_keys(
-        v1, v2, first, stride_v1s, stride_v2s, split, num_keys, d_head, BLOCK_S, BLOCK_K, SPLIT
+        v1, v2, first, stride_v1s, stride_v2s, mem_len, num_keys, d_head, BLOCK_S, BLOCK_K, SPLIT
     )
     d_k_SK = tl.zeros([BLOCK_S, BLOCK_K], ACC)
     d_v_SK = tl.zeros([BLOCK_S, BLOCK_K], ACC)
@@ -291,10 +294,9 @@ def key_value_gradient_kernel(
         q_TK = load_rows(q, t, d_head, num_queries, d_head, BLOCK_K)
         d_out_TK = load_rows(d_out, t, num_heads * d_head, num_queries, d_head, BLOCK_K)
         pointers = row * num_queries + t
-        logsumexp_T = tl.load(logsumexp + pointers, mask=t < num_queries, other=0.0)
+        logsumexp_T = tl.load(logsumexp + pointers, mask=t < num_queries, other=float("inf"))
         mean_T = tl.load(mean + pointers, mask=t < num_queries, other=0.0)
         free_start = first_free_key(t, reach_T, num_queries, mem_len)
-        # A row of padding has no score: its weights would be exp2(0 - 0), of a query of zeros.
         is_free = (first >= free_start) & (first + BLOCK_S - 1 <= mem_len + t_first)
         score = tile_scores(
             k_SK, q_TK, t[None, :], s[:, None], reach_T[None, :], is_free, by_distance, stride_dj,
@@ -317,12 +319,12 @@ def key_value_gradient_kernel(
         d_score = (weight * d_weight).to(q_TK.dtype)
         d_k_SK += tl.dot(d_score, q_TK, input_precision=PRECISION, out_dtype=ACC)
     store_keys(
-        d_k1, d_k2, first, stride_k1s, stride_k2s, split, num_keys, d_head, d_k_SK,
+        d_k1, d_k2, first, stride_k1s, stride_k2s, mem_len, num_keys, d_head, d_k_SK,
         BLOCK_S, BLOCK_K, SPLIT,
     )  # fmt: skip
     if HAS_KEEP:
         d_v_SK *= KEEP_FACTOR
     store_keys(
-        d_v1, d_v2, first, stride_v1s, stride_v2s, split, num_keys, d_head, d_v_SK,
+        d_v1, d_v2, first, stride_v1s, stride_v2s, mem_len, num_keys, d_head, d_v_SK,
         BLOCK_S, BLOCK_K, SPLIT,
     )  # fmt: skip

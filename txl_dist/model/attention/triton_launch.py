@@ -126,7 +126,7 @@ class Inputs(NamedTuple):
 
 
 def forward(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> None:
-    """Write `outputs`: the weighted sums of values, and the logsumexp."""
+    """Write `outputs`: the weighted sums of values, and the binary logsumexp."""
     mixed_BTHK, logsumexp_HBT = _interpretable(outputs)
     call = _Call.of(inputs)
     call.launch(forward_kernel, mixed_BTHK.shape[1], mixed_BTHK, logsumexp_HBT)
@@ -222,7 +222,6 @@ class _Call(NamedTuple):
                 num_keys - num_queries,
                 d_head,
                 num_columns,
-                split,
             ),
             num_keys=num_keys,
             split=split,

@@ -21,10 +21,10 @@ def load_rows(matrix, row, stride, num_rows, d_head, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def key_pointers(
-    first, second, s_first, stride_first, stride_second, split, BLOCK_S: tl.constexpr,
+    first, second, s_first, stride_first, stride_second, mem_len, BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of keys or values, of which `split` are in the first of two matrices.
+    """Of a tile of keys or values; the first `mem_len` of all are in the first of two matrices.
 
     SPLIT: 0 all are, 1 each tile is in one of them, 2 a tile may be in both.
     """
@@ -32,39 +32,39 @@ def key_pointers(
     if SPLIT == 0:
         row = first + s * stride_first
     elif SPLIT == 1:
-        in_first = s_first < split
+        in_first = s_first < mem_len
         stride = tl.where(in_first, stride_first, stride_second)
-        row = tl.where(in_first, first, second) + (s - tl.where(in_first, 0, split)) * stride
+        row = tl.where(in_first, first, second) + (s - tl.where(in_first, 0, mem_len)) * stride
     else:
-        in_second = second + (s - split) * stride_second
-        row = tl.where(s < split, first + s * stride_first, in_second)
+        in_second = second + (s - mem_len) * stride_second
+        row = tl.where(s < mem_len, first + s * stride_first, in_second)
     return row[:, None] + tl.arange(0, BLOCK_K)[None, :]
 
 
 @triton.jit
 def load_keys(
-    first, second, s_first, stride_first, stride_second, split, num_keys, d_head,
+    first, second, s_first, stride_first, stride_second, mem_len, num_keys, d_head,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values, padded with zeros."""
     s, column = s_first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
     inside = (s[:, None] < num_keys) & (column[None, :] < d_head)
     pointers = key_pointers(
-        first, second, s_first, stride_first, stride_second, split, BLOCK_S, BLOCK_K, SPLIT
+        first, second, s_first, stride_first, stride_second, mem_len, BLOCK_S, BLOCK_K, SPLIT
     )
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_keys(
-    first, second, s_first, stride_first, stride_second, split, num_keys, d_head, values,
+    first, second, s_first, stride_first, stride_second, mem_len, num_keys, d_head, values,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The opposite of `load_keys`, in the dtype of the matrices."""
     s, column = s_first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
     inside = (s[:, None] < num_keys) & (column[None, :] < d_head)
     pointers = key_pointers(
-        first, second, s_first, stride_first, stride_second, split, BLOCK_S, BLOCK_K, SPLIT
+        first, second, s_first, stride_first, stride_second, mem_len, BLOCK_S, BLOCK_K, SPLIT
     )
     tl.store(pointers, values.to(first.dtype.element_ty), mask=inside)
 
@@ -104,7 +104,8 @@ def tile_scores(
     """A tile of scores, minus infinity where the query does not see the key.
 
     `left` and `right` are queries and keys, or keys and queries for transposed scores; `t`, `s`
-    and `reach` are shaped to broadcast to the tile. `is_free`: every query sees every key.
+    and `reach` are shaped to broadcast to the tile. `is_free`: every
+    query of the segment sees every key.
     """
     score = tl.dot(left, tl.trans(right), input_precision=PRECISION, out_dtype=ACC)
     if HAS_DISTANCE:

@@ -32,6 +32,7 @@ from txl_dist.model.attention.reference import reference
 from txl_dist.model.attention.triton import triton, triton_of_projections
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
+from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.visibility import Visibility
 
 
@@ -125,6 +126,31 @@ def test_the_kernels_equal_the_equation_for_all_terms_and_sizes(
         use_tiles(tiles)
         sizes = (2, num_queries, mem_len, 1, d_head)
         check(Case(sizes, terms, tiles, dropout=dropout, same_length=same_length))
+
+
+def test_rows_of_padding_have_no_weight_in_tiles_without_a_mask(use_tiles: Any) -> None:
+    """Scores whose exponential is infinite in fp32, of one query: its class has seven more rows."""
+    use_tiles((8, 4))
+    inputs = Inputs.of([1, 1, 15, 1, 16], "paper", age_BT=torch.tensor([[15]]))
+
+    def leaf(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return (scale * x.detach()).float().requires_grad_()
+
+    terms = {name: leaf(getattr(inputs.terms, name)) for name in TERMS["paper"]}
+    inputs = replace(
+        inputs,
+        q_HBTK=leaf(inputs.q_HBTK, 60.0),
+        k_HBSK=leaf(inputs.k_HBSK),
+        v_HBSK=leaf(inputs.v_HBSK),
+        terms=DistanceTerms(**terms),
+    )
+    d_mixed = torch.ones(1, 1, 1, 16)
+    mixed, gradients = inputs.output_and_gradients(triton, d_mixed)
+    expected, expected_gradients = inputs.output_and_gradients(reference, d_mixed)
+    assert_close(mixed, expected)
+    for name, gradient in gradients.items():
+        assert gradient.isfinite().all(), name
+        assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-3)
 
 
 def test_every_element_of_every_result_is_stored_exactly_once(

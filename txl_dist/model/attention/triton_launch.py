@@ -64,6 +64,7 @@ _BEFORE_HOPPER = {
     ("forward_kernel", 2, 128): Tiles(64, 32, num_warps=4, num_stages=3),
     ("query_gradient_kernel", 2, 64): Tiles(64, 32, num_warps=4, num_stages=2),
     ("query_gradient_kernel", 2, 128): Tiles(64, 32, num_warps=8, num_stages=2),
+    ("key_value_gradient_kernel", 2, 128): Tiles(32, 32, num_warps=4, num_stages=1),
 }
 """Instead, on GPUs with fewer registers for the results of products: others would be spilled."""
 

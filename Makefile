@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 quickstart: setup  ## real text to a trained, evaluated, tracked model in a few minutes
 	$(BIN)/python benchmarks/quickstart.py
 
-test: setup      ## the test suite, 7 minutes on 2 quiet cores
+test: setup      ## the test suite, 7 to 8 minutes on 2 quiet cores
 	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster and not gpu' --numprocesses 2 --dist loadfile
 
 docs: setup      ## the documentation site in build/site, without network; a broken link fails

@@ -268,18 +268,19 @@ def table(runs: list[dict[str, Any]]) -> Iterator[str]:
     for name, group in by_name.items():
         final = [run["curve"][-1][2] for run in group]
         seconds = statistics.fmean(run["curve"][-1][1] for run in group)
+        values = differences(group, preset, at_its_seconds=False)
         yield (
             f"| {name} | {group[0]['parameters']:,} | {len(group)} | {statistics.fmean(final):.4f} "
-            f"| {differences(group, preset, at_its_seconds=False)} | {seconds:.0f} "
-            f"| {differences(group, preset, at_its_seconds=True).partition(' |')[0]} "
+            f"| {mean(values)} | {lowest_to_highest(values)} | {seconds:.0f} "
+            f"| {mean(differences(group, preset, at_its_seconds=True))} "
             f"| {reached(group, goal, reference)} |"
         )
 
 
 def differences(
     group: list[dict[str, Any]], preset: list[dict[str, Any]], *, at_its_seconds: bool
-) -> str:
-    """Mean and range of a run's loss minus that of `modern` with the same seed, so the same tokens.
+) -> list[float]:
+    """A run's loss minus that of `modern` with the same seed, so on the same tokens, by seed.
 
     `at_its_seconds`: of the loss on the curve where the run has used as many CPU-seconds as
     `modern` in all, or at its end if it used fewer.
@@ -291,9 +292,15 @@ def differences(
             _, seconds, nats = finals[run["seed"]]
             at = interpolated(run["curve"], seconds) if at_its_seconds else None
             values.append((run["curve"][-1][2] if at is None else at) - nats)
-    if not values:
-        return "- | -"
-    return f"{statistics.fmean(values):+.3f} | {min(values):+.3f} to {max(values):+.3f}"
+    return values
+
+
+def mean(values: list[float]) -> str:
+    return f"{statistics.fmean(values):+.3f}" if values else "-"
+
+
+def lowest_to_highest(values: list[float]) -> str:
+    return f"{min(values):+.3f} to {max(values):+.3f}" if values else "-"
 
 
 def interpolated(curve: list[list[float]], seconds: float) -> float | None:

@@ -230,7 +230,7 @@ def _record(groups: Sequence[LayerGroup]) -> None:
 
 
 def _warm_up(group: LayerGroup) -> None:
-    """On a stream of its own, as graphs are recorded."""
+    """On a separate stream, as graphs are recorded."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

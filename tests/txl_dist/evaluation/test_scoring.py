@@ -158,7 +158,7 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
 
 
 def test_the_activity_of_a_rank_says_how_much_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So `txl status` shows that a long evaluation goes on."""
+    """`txl status` shows it, so a long evaluation can be told from one that hangs."""
     world, names = World(0, 1), []
     world.activity.name = "evaluation of split valid"
     scorer = Scorer(

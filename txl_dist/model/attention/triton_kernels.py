@@ -88,31 +88,13 @@ def forward_kernel(
     for s_first in range(start, tl.minimum(mem_len + first + BLOCK_T, num_keys), BLOCK_S):
         s = s_first + tl.arange(0, BLOCK_S)
         k_SK = load_keys(
-            k1,
-            k2,
-            s_first,
-            stride_k1s,
-            stride_k2s,
-            mem_len,
-            num_keys,
-            d_head,
-            BLOCK_S,
-            BLOCK_K,
-            SPLIT,
-        )
+            k1, k2, s_first, stride_k1s, stride_k2s, mem_len, num_keys, d_head,
+            BLOCK_S, BLOCK_K, SPLIT,
+        )  # fmt: skip
         v_SK = load_keys(
-            v1,
-            v2,
-            s_first,
-            stride_v1s,
-            stride_v2s,
-            mem_len,
-            num_keys,
-            d_head,
-            BLOCK_S,
-            BLOCK_K,
-            SPLIT,
-        )
+            v1, v2, s_first, stride_v1s, stride_v2s, mem_len, num_keys, d_head,
+            BLOCK_S, BLOCK_K, SPLIT,
+        )  # fmt: skip
         is_free = (s_first >= free_start) & (s_first + BLOCK_S - 1 <= mem_len + first)
         score = tile_scores(
             q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], is_free, by_distance, stride_dj,
@@ -196,31 +178,13 @@ def query_gradient_kernel(
     for s_first in range(start, stop, BLOCK_S):
         s = s_first + tl.arange(0, BLOCK_S)
         k_SK = load_keys(
-            k1,
-            k2,
-            s_first,
-            stride_k1s,
-            stride_k2s,
-            mem_len,
-            num_keys,
-            d_head,
-            BLOCK_S,
-            BLOCK_K,
-            SPLIT,
-        )
+            k1, k2, s_first, stride_k1s, stride_k2s, mem_len, num_keys, d_head,
+            BLOCK_S, BLOCK_K, SPLIT,
+        )  # fmt: skip
         v_SK = load_keys(
-            v1,
-            v2,
-            s_first,
-            stride_v1s,
-            stride_v2s,
-            mem_len,
-            num_keys,
-            d_head,
-            BLOCK_S,
-            BLOCK_K,
-            SPLIT,
-        )
+            v1, v2, s_first, stride_v1s, stride_v2s, mem_len, num_keys, d_head,
+            BLOCK_S, BLOCK_K, SPLIT,
+        )  # fmt: skip
         is_free = (s_first >= free_start) & (s_first + BLOCK_S - 1 <= mem_len + first)
         score = tile_scores(
             q_TK, k_SK, t[:, None], s[None, :], reach_T[:, None], is_free, by_distance, stride_dj,
@@ -279,11 +243,13 @@ def key_value_gradient_kernel(
     first = tl.program_id(0) * BLOCK_S
     s = first + tl.arange(0, BLOCK_S)
     k_SK = load_keys(
-        k1, k2, first, stride_k1s, stride_k2s, mem_len, num_keys, d_head, BLOCK_S, BLOCK_K, SPLIT
-    )
+        k1, k2, first, stride_k1s, stride_k2s, mem_len, num_keys, d_head,
+        BLOCK_S, BLOCK_K, SPLIT,
+    )  # fmt: skip
     v_SK = load_keys(
-        v1, v2, first, stride_v1s, stride_v2s, mem_len, num_keys, d_head, BLOCK_S, BLOCK_K, SPLIT
-    )
+        v1, v2, first, stride_v1s, stride_v2s, mem_len, num_keys, d_head,
+        BLOCK_S, BLOCK_K, SPLIT,
+    )  # fmt: skip
     d_k_SK = tl.zeros([BLOCK_S, BLOCK_K], ACC)
     d_v_SK = tl.zeros([BLOCK_S, BLOCK_K], ACC)
     # Key s is in the future of queries before s - M.

@@ -20,15 +20,16 @@ def load_rows(matrix, row, stride, num_rows, d_head, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def key_pointers(
-    first, second, s_first, stride_first, stride_second, mem_len, BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+def key_tile(
+    first, second, s_first, stride_first, stride_second, mem_len, num_keys, d_head,
+    BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of keys or values; the first `mem_len` of all are in the first of two matrices.
+    """Where a tile of keys or values is, and which of these places exist.
 
-    SPLIT: 0 all are, 1 each tile is in one of them, 2 a tile may be in both.
+    The first `mem_len` keys are in the first of two matrices. SPLIT: 0 all keys are, 1 each tile is
+    in one of them, 2 a tile may be in both.
     """
-    s = s_first + tl.arange(0, BLOCK_S)
+    s, column = s_first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
     if SPLIT == 0:
         row = first + s * stride_first
     elif SPLIT == 1:
@@ -38,7 +39,8 @@ def key_pointers(
     else:
         in_second = second + (s - mem_len) * stride_second
         row = tl.where(s < mem_len, first + s * stride_first, in_second)
-    return row[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    exists = (s[:, None] < num_keys) & (column[None, :] < d_head)
+    return row[:, None] + column[None, :], exists
 
 
 @triton.jit
@@ -47,12 +49,11 @@ def load_keys(
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values, padded with zeros."""
-    s, column = s_first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
-    inside = (s[:, None] < num_keys) & (column[None, :] < d_head)
-    pointers = key_pointers(
-        first, second, s_first, stride_first, stride_second, mem_len, BLOCK_S, BLOCK_K, SPLIT
-    )
-    return tl.load(pointers, mask=inside, other=0.0)
+    place, exists = key_tile(
+        first, second, s_first, stride_first, stride_second, mem_len, num_keys, d_head,
+        BLOCK_S, BLOCK_K, SPLIT,
+    )  # fmt: skip
+    return tl.load(place, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -61,12 +62,11 @@ def store_keys(
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The opposite of `load_keys`, in the dtype of the matrices."""
-    s, column = s_first + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
-    inside = (s[:, None] < num_keys) & (column[None, :] < d_head)
-    pointers = key_pointers(
-        first, second, s_first, stride_first, stride_second, mem_len, BLOCK_S, BLOCK_K, SPLIT
-    )
-    tl.store(pointers, values.to(first.dtype.element_ty), mask=inside)
+    place, exists = key_tile(
+        first, second, s_first, stride_first, stride_second, mem_len, num_keys, d_head,
+        BLOCK_S, BLOCK_K, SPLIT,
+    )  # fmt: skip
+    tl.store(place, values.to(first.dtype.element_ty), mask=exists)
 
 
 @triton.jit

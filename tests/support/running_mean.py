@@ -19,7 +19,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import MemoryKind, SequenceState
 
 MEMORY_KINDS["running_mean"] = MemoryFacts(
-    implementation="tests.support.running_mean:RunningMean", uses_mem_len=False
+    implementation="tests.support.running_mean:RunningMean", settings=()
 )
 KINDS = list(MEMORY_KINDS)
 OTHER_KINDS = [

@@ -151,7 +151,7 @@ def attention_by_distance(
 
 
 def _require_tokens_as_keys(config: ModelConfig) -> None:
-    if config.memory != "recurrent":
+    if not config.memory_facts.keys_are_tokens:
         raise ConfigError(
             f"attention by distance in tokens is not defined for model.memory={config.memory}: its "
             "keys are not one token each. Use txl recl or txl bench recall, which measure how far "

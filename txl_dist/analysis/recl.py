@@ -383,7 +383,6 @@ def write_report(staged: StagedDirectory, report: ReclReport) -> None:
         staging = staged.stage()
         plots = write_figure(plot_group(report), staging, "recl")
         write_synced(staging / JSON_NAME, json.dumps(report, allow_nan=False).encode())
-        (staged.directory / "curve.csv").unlink(missing_ok=True)  # earlier versions wrote it
         staged.publish([*plots, JSON_NAME])
 
 

@@ -24,6 +24,7 @@ from txl_dist.analysis.page import (
 from txl_dist.analysis.run_charts import charts_of_runs, memory_charts
 from txl_dist.analysis.run_record import RunRecord, differing_settings, with_distinct_names
 from txl_dist.analysis.run_results import Attention, Evaluation, Recl, curves_by_mem_len
+from txl_dist.model.choices import MEMORY_KINDS
 
 _T = TypeVar("_T")
 MAX_EVENTS = 500
@@ -126,19 +127,13 @@ def _memory(run: RunRecord) -> str:
     if kind == "recurrent" and not length:
         return "none (mem_len 0)"
     parts = [str(kind)]
-    if kind not in ("tokens", "associative"):  # mem_len has no effect on these
-        shown = f"{length:,}" if isinstance(length, int) else f"{length}"
-        parts.append(f"{shown} tokens per layer")
-    for name, kinds in (
-        ("compressed_len", ("compressive",)),
-        ("compression_rate", ("compressive",)),
-        ("memory_tokens", ("tokens", "recurrent+tokens", "associative")),
-        ("d_memory_key", ("associative",)),
-    ):
-        if kind in kinds and settings.get(f"model.{name}") is not None:
-            parts.append(f"{name} {settings[f'model.{name}']}")
-    if settings.get("model.mem_shares", "[]") != "[]":
-        parts.append(f"mem_shares {settings['model.mem_shares']}")
+    for name in MEMORY_KINDS[kind].settings if kind in MEMORY_KINDS else ():
+        value = settings.get(f"model.{name}")
+        if name == "mem_len":
+            shown = f"{value:,}" if isinstance(value, int) else f"{value}"
+            parts.append(f"{shown} tokens per layer")
+        elif value not in (None, "[]"):
+            parts.append(f"{name} {value}")
     return ", ".join(parts)
 
 

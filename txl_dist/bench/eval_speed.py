@@ -156,7 +156,7 @@ def _window_path(model: TransformerXL, length: int, generator: torch.Generator) 
 def _reuse_path(
     model: TransformerXL, length: int, tgt_len: int, generator: torch.Generator
 ) -> _Path:
-    if model.config.memory != "recurrent":
+    if not model.config.memory_facts.keys_are_tokens:
         raise ConfigError(
             "eval-speed compares a memory of a given number of tokens with windows of as many; "
             f"model.memory={model.config.memory} has no such number. Use a checkpoint of a "

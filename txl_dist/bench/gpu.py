@@ -23,15 +23,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from txl_dist.bench.model import TrainingStep
 from txl_dist.config.config_file import load_run_config
+from txl_dist.config.named_configs import named_configs
 from txl_dist.config.run_config import Precision
-from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
@@ -61,11 +60,8 @@ class BenchModel:
     """Goal of this project on one H100, against its data sheet."""
 
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-
 class PublishedModel(NamedTuple):
-    """A config of this repository, what its dataset would add, and its micro-batch on one GPU."""
+    """A config of the package, what its dataset would add, and its micro-batch on one GPU."""
 
     config: str
     vocab_size: int
@@ -86,15 +82,9 @@ MODELS = {
 
 
 def load_model(name: str) -> BenchModel:
-    """One of MODELS. Raises ConfigError where the configs are not installed."""
+    """One of MODELS."""
     published = MODELS[name]
-    path = CONFIGS / f"{published.config}.yaml"
-    if not path.exists():
-        raise ConfigError(
-            f"{path} does not exist: the configs are part of the repository, not of the "
-            "installed package. Install txl from a clone: pip install -e ."
-        )
-    config = load_run_config(path)
+    config = load_run_config(named_configs()[published.config])
     return BenchModel(
         config=replace(config.model, vocab_size=published.vocab_size),
         tgt_len=config.data.tgt_len,

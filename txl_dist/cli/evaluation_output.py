@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.result import EvaluationResult
 
 RESULT_NAME = "result.json"
-_OLD_NAMES = ("scores.csv", "sweep.png", *(f"by_{table}.csv" for table in TABLES))
-"""Files that earlier versions wrote."""
 
 Scored = Mapping[str, Any]
 """The JSON object of one result."""
@@ -54,7 +52,7 @@ def write_evaluation(staged: StagedDirectory, content: Any, scored: Sequence[Sco
             staging / RESULT_NAME, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
         )
         names = sorted(path.name for path in staging.iterdir())
-        for name in (*_OLD_NAMES, *(f"by_{table}.png" for table in TABLES)):
+        for name in (f"by_{table}.png" for table in TABLES):
             if name not in names:
                 (staged.directory / name).unlink(missing_ok=True)
         staged.publish(names)
@@ -204,6 +202,11 @@ def print_score(scored: Scored) -> None:
         f"  {scored['num_chunks']:,} chunks, {scored['context_overhead']:.1%} more tokens read as "
         "context"
     )
+    if scored["context_tokens"] is None:
+        print(
+            f"  memory={scored['memory']} reaches back without limit: a chunk begins with a "
+            f"document, and more than {scored['num_chunks']:,} workers would wait"
+        )
     print(f"  protocol: {scored['protocol']}")
 
 

@@ -112,7 +112,7 @@ class RunConfig(Section):
                 )
         problems += self._problems_of_backprop_segments()
         problems += self._problems_of_cuda_graphs()
-        if self.model.memory == "compressive":
+        if "compression_rate" in self.model.memory_facts.settings:
             problems += self._problems_of_compression()
         if problems:
             raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.

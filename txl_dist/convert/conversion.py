@@ -17,7 +17,7 @@ from torch import Tensor
 from data_pipeline.system.strict import first_problem
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.original_weights import from_original, to_original
+from txl_dist.model.original_weights import BLOCK_SETTINGS, from_original, to_original
 from txl_dist.model.transformer_xl import TransformerXL
 
 _SAME_NAME = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "mem_len")
@@ -105,6 +105,12 @@ def _shared_fields(options: Mapping[str, Any], *, origin: str) -> dict[str, Any]
             f"{origin}: attn_type={kind!r} is not supported; only 0, the relative "
             "positions of Dai et al. 2019"
         )
+    for name in BLOCK_SETTINGS:
+        if name in options:
+            raise ConfigError(
+                f"{origin}: {name}={options[name]!r} is no option of these programs, so its block "
+                "is not theirs; a model of txl export needs no import"
+            )
     values = {name: _required(options, name, origin=origin) for name in _SAME_NAME}
     values |= {name: options[name] for name in _SAME_NAME_OPTIONAL if name in options}
     clamp_len = options.get("clamp_len", -1)
@@ -144,10 +150,14 @@ def model_from_original(
     """Build the model from tensors with the original's names.
 
     A tied tensor may be present under one or all of its names. Raises CheckpointError naming a
-    tensor that is missing, unknown, not finite, of the wrong shape, or tied to a different one.
+    tensor that is missing, unknown, not finite, of the wrong shape, or tied to a different one, and
+    ConfigError naming a setting that the original does not have.
     """
     model = empty_model(config, origin=origin, num_tensors=len(tensors))
-    expected = to_original(model.state_dict(), config)
+    try:
+        expected = to_original(model.state_dict(), config)
+    except ValueError as error:
+        raise ConfigError(f"{origin}: {error}") from None
     tied = _tied_names(config)
     parameters = {name: tensor for name, tensor in tensors.items() if name not in _BUFFERS}
     for other, name in tied.items():

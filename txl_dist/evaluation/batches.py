@@ -19,9 +19,16 @@ from txl_dist.evaluation.breakdown import (
 )
 from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores
 from txl_dist.evaluation.job import EvaluationJob
-from txl_dist.evaluation.result import EvaluationResult, ScoredText, Subject, model_name
+from txl_dist.evaluation.result import (
+    EvaluationResult,
+    ScoredText,
+    Subject,
+    context_tokens,
+    model_name,
+)
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
+from txl_dist.model.config import ModelConfig
 from txl_dist.runtime.device import torch_threads
 from txl_dist.runtime.fault_injection import fault_point
 
@@ -111,6 +118,7 @@ class PlannedJob:
     data: Subject
     given: EvaluationJob
     """The job as it was given, whose paths may be relative."""
+    trained: ModelConfig
     counted_split: str | None
     """The split whose token frequencies are used for the details; None: without details."""
     per_document: bool = False
@@ -146,6 +154,8 @@ class PlannedJob:
             kernels=tuple(sorted({scores.kernel for _, scores in batches})),
             breakdown=total_breakdown(breakdowns) if self.counted_split else None,
             counted_split=self.counted_split,
+            memory=self.trained.memory,
+            context_tokens=context_tokens(self.job.settings, self.trained),
         )
 
 

@@ -139,6 +139,7 @@ def plan_job(
         finished=FinishedScores(path, key=key, description=description, resume=resume),
         text=scored_text(source, max_tokens=job.settings.max_tokens),
         data=Subject(job.data.name, manifest.digest),
+        trained=model.config,
         counted_split=counted,
         per_document=per_document,
     )

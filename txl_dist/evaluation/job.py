@@ -22,6 +22,7 @@ from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation.scoring import Mode, Scorer
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import EXACT_THREADS
 from txl_dist.runtime.process import keep_freed_memory
@@ -162,15 +163,17 @@ def evaluation_job(
     trained = stored.config
     try:  # Here, and not on the workers, so that wrong options start nothing.
         new_mem_len = trained.with_mem_len(mem_len).tokens_kept
-        if mode == "fast" and trained.has_memory and not trained.memory_facts.uses_mem_len:
+        read_len = stored.tgt_len if tgt_len is None else tgt_len
+        is_unbounded = memory_kind(trained).receptive_tokens(read_len) is None
+        if mode == "fast" and is_unbounded:
             raise ValueError(
-                f"mode=fast would be exact for a model with memory={trained.memory}, which has no "
-                "shorter context; omit the option"
+                f"mode=fast would be exact for memory={trained.memory} read in segments of "
+                f"{read_len} tokens, which has no shorter context; omit the option"
             )
         settings = EvaluationSettings(
             split=split,
             mode=mode,
-            tgt_len=stored.tgt_len if tgt_len is None else tgt_len,
+            tgt_len=read_len,
             mem_len=new_mem_len,
             # In a config, no clamping is null, which is here the setting of training.
             clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),

@@ -134,6 +134,11 @@ class EvaluationResult:
     """None without details."""
     counted_split: str | None = field(default=None, compare=False)
     """The split whose token frequencies are used for the details."""
+    memory: str = "recurrent"
+    """`model.memory`."""
+    context_tokens: int | None = 0
+    """Tokens before a segment that determine its memory; None: there is no limit, so only whole
+    documents, or else the whole split, can be scored independently."""
 
     @property
     def protocol(self) -> str:
@@ -145,6 +150,7 @@ class EvaluationResult:
             f"{self.sums.num_tokens:,} tokens scored",
             f"mode {settings.mode}",
             f"tgt_len {settings.tgt_len}",
+            *([f"memory {self.memory}"] if self.memory != "recurrent" else ()),
             f"mem_len {settings.mem_len}",
             f"clamp_len {'none' if settings.clamp_len is None else settings.clamp_len}",
             f"same_length {str(settings.same_length).lower()}",
@@ -192,6 +198,8 @@ class EvaluationResult:
                 else {f"{name}_scored": count for name, count in self.text.counts}
             ),
             **asdict(self.settings),
+            "memory": self.memory,
+            "context_tokens": self.context_tokens,
             "num_chunks": self.num_chunks,
             "context_overhead": self.overhead,
             "data_sha256": self.data.digest,
@@ -204,10 +212,7 @@ class EvaluationResult:
 def plan_evaluation(
     source: TokenSource, settings: EvaluationSettings, model: ModelConfig
 ) -> list[EvaluationChunk]:
-    """The chunks of a split for this model. Raises DataError if the split has no target.
-
-    Mode `fast` has the context of a model of one layer, and is not exact.
-    """
+    """The chunks of a split for this model. Raises DataError if the split has no target."""
     num_tokens = int(source.block_tokens.sum())
     num_targets = min(num_tokens, settings.max_tokens or num_tokens) - 1
     if num_targets < 1:
@@ -221,6 +226,21 @@ def plan_evaluation(
         _, age = read_range(source, position, position + 1)
         return position - int(age[0])
 
+    context = context_tokens(settings, model)
+    knows_start = context is not None or memory_kind(model).documents_are_independent
+    return plan_chunks(
+        num_targets=num_targets,
+        tgt_len=settings.tgt_len,
+        context_tokens=context,
+        document_start=document_start if settings.reset == "document" and knows_start else None,
+    )
+
+
+def context_tokens(settings: EvaluationSettings, model: ModelConfig) -> int | None:
+    """The tokens that are read before a chunk; None: there is no limit within a document.
+
+    Mode `fast` has the context of a model of one layer, and is not exact.
+    """
     reaching = replace(
         model,
         n_layer=model.n_layer if settings.mode == "exact" else 1,
@@ -228,12 +248,4 @@ def plan_evaluation(
         mem_shares=model.mem_shares if settings.mode == "exact" else (),
         same_length=settings.same_length,
     )
-    kind = memory_kind(reaching)
-    context_tokens = kind.receptive_tokens(settings.tgt_len)
-    knows_start = context_tokens is not None or kind.documents_are_independent
-    return plan_chunks(
-        num_targets=num_targets,
-        tgt_len=settings.tgt_len,
-        context_tokens=context_tokens,
-        document_start=document_start if settings.reset == "document" and knows_start else None,
-    )
+    return memory_kind(reaching).receptive_tokens(settings.tgt_len)

@@ -313,7 +313,7 @@ class TransformerXLModel(TemplateLM):
     def _check_lengths(self, config: ModelConfig) -> None:
         if self.mode == "memory" and not config.has_memory:
             raise ConfigError("mode=memory: the model has no memory (mem_len=0); use mode=windowed")
-        if self.mode == "windowed" and self.mem_len == 0 and self.max_length > self.tgt_len:
+        if self.mode == "windowed" and not config.has_memory and self.max_length > self.tgt_len:
             raise ConfigError(
                 f"max_length={self.max_length}: without memory the model sees tgt_len="
                 f"{self.tgt_len} tokens; give max_length={self.tgt_len} or less"

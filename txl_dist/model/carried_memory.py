@@ -11,9 +11,10 @@ and no token sees one of another episode.
 
 One step at a time, a window, and windows cut anywhere give the same numbers, as long as an episode
 is not longer than the shortest memory of a layer: a layer sees that many tokens before the window.
+With `same_length` every token sees exactly `mem_len` keys, so they do for episodes of any length.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.model.attention import AttentionWeightsCallback
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
 from txl_dist.model.memory.recurrent import RecurrentMemory
@@ -74,9 +76,9 @@ class Memory:
     ) -> tuple[Tensor, "Memory"]:
         """The model's output [B, T, D] for a window, and the memory after it.
 
-        `input_BT`: vectors [B, T, D], or ids for a model with a vocabulary. `starts` [B, T]: true
-        at the first token of an episode. Gradients reach the weights and the window, and stop at
-        the memory. In training mode the model has dropout, except with a cached memory. Raises
+        `input_BT`: vectors [B, T, D], or ids [B, T] for a model with a vocabulary. `starts` [B, T]:
+        true at the first token of an episode. Gradients reach the weights and the window, and stop
+        at the memory. In training mode the model has dropout, except with a cached memory. Raises
         ValueError for wrong shapes, and if a cached memory has been read before.
         """
         age_BT = self._ages(input_BT, starts)
@@ -117,11 +119,12 @@ class Memory:
         begin_BT = torch.where(starts_BT.to(device), position_T, -1).cummax(dim=1).values
         return torch.where(begin_BT >= 0, position_T - begin_BT, age_BT)
 
-    def reset(self, rows: Tensor) -> "Memory":
+    def reset(self, rows: Tensor | Sequence[int]) -> "Memory":
         """`rows` begin a new episode: a mask [B] of torch.bool, or row numbers.
 
         Raises ValueError for a number below 0 or above the last row.
         """
+        rows = torch.as_tensor(rows, device=self.age_B.device)
         if (
             rows.dtype != torch.bool
             and rows.numel()
@@ -138,13 +141,16 @@ class Memory:
         return self._mapped(lambda tensor: tensor[rows], self.age_B[rows])
 
     def with_rows(self, rows: Any, other: "Memory") -> "Memory":
-        """This memory with the rows of `other` in place of `rows`. Raises ValueError if the layers
-        of `other` have other lengths."""
-        mine, new = self.uncached(), other.uncached().tensors()
-        tensors = {name: tensor.clone() for name, tensor in mine.tensors().items()}
+        """This memory with the rows of `other` in place of `rows`. Raises ValueError if `other` has
+        other layers, or another number of rows."""
+        rows = [rows] if isinstance(rows, int) else rows
+        new = other.tensors()
+        tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        if {name: x[rows].shape for name, x in tensors.items()} != {
+            name: x.shape for name, x in new.items()
+        }:
+            raise ValueError(f"{_shapes(other)} do not fit rows {rows} of {_shapes(self)}")
         for name, tensor in tensors.items():
-            if name not in new or tensor.shape[1:] != new[name].shape[1:]:
-                raise ValueError(f"{name} of the other memory has other sizes: {_shapes(other)}")
             tensor[rows] = new[name].to(tensor.device, tensor.dtype)
         return _of_recurrent(tensors)
 
@@ -275,15 +281,16 @@ class _CachedMemory(SequenceState):
         return self.inputs.num_past_in(number)
 
     def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
-        if self.shared_reads[0] != self.num_reads:
+        # Counted when layer 0 reads: a read that fails later has moved on its keys and values.
+        if self.shared_reads[0] != self.num_reads + (number > 0):
             raise ValueError(
                 "this cached memory was read before, and its keys and values are those after that: "
                 "call `uncached()` to read it again"
             )
+        self.shared_reads[0] += number == 0
         return self.keys_values.past(number, x_BTD)
 
     def after(self, hidden_BTD: Any, age_BT: Tensor) -> "_CachedMemory":
-        self.shared_reads[0] += 1
         inputs = self.inputs.after(hidden_BTD, age_BT)
         return _CachedMemory(self.keys_values, inputs, self.shared_reads, self.shared_reads[0])
 
@@ -292,3 +299,6 @@ class _CachedMemory(SequenceState):
 
     def select(self, lanes: Any, num_removed: Any) -> "_CachedMemory":
         raise ValueError("select rows of a Memory by memory[rows]")
+
+    def check(self, config: ModelConfig, num_lanes: int) -> None:
+        self.inputs.check(config, num_lanes)

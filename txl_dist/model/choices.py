@@ -77,7 +77,12 @@ class MemoryFacts:
     adds_tokens: bool = False
     """It adds `memory_tokens` tokens to every segment, which write the state. So the state depends
     on where segments end, and only the losses of later segments train what is written."""
-    uses_mem_len: bool = True
+    settings: tuple[str, ...] = ()
+    """The settings of `ModelConfig` that have an effect on it."""
+
+    @property
+    def uses_mem_len(self) -> bool:
+        return "mem_len" in self.settings
 
 
 DISTANCE_ENCODINGS = {
@@ -134,21 +139,28 @@ the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-
 
 MEMORY_KINDS = {
     "recurrent": MemoryFacts(
-        implementation="txl_dist.model.memory.recurrent:Recurrent", keys_are_tokens=True
+        implementation="txl_dist.model.memory.recurrent:Recurrent",
+        keys_are_tokens=True,
+        settings=("mem_len", "mem_shares"),
     ),
-    "compressive": MemoryFacts(implementation="txl_dist.model.memory.compressive:Compressive"),
+    "compressive": MemoryFacts(
+        implementation="txl_dist.model.memory.compressive:Compressive",
+        settings=("mem_len", "compressed_len", "compression_rate"),
+    ),
     "tokens": MemoryFacts(
         implementation="txl_dist.model.memory.tokens:MemoryTokens",
         adds_tokens=True,
-        uses_mem_len=False,
+        settings=("memory_tokens",),
     ),
     "recurrent+tokens": MemoryFacts(
-        implementation="txl_dist.model.memory.tokens:RecurrentAndTokens", adds_tokens=True
+        implementation="txl_dist.model.memory.tokens:RecurrentAndTokens",
+        adds_tokens=True,
+        settings=("mem_len", "mem_shares", "memory_tokens"),
     ),
     "associative": MemoryFacts(
         implementation="txl_dist.model.memory.associative:Associative",
         adds_tokens=True,
-        uses_mem_len=False,
+        settings=("memory_tokens", "d_memory_key", "memory_decay"),
     ),
 }
 """By the value of `ModelConfig.memory`."""

@@ -216,7 +216,7 @@ class ModelConfig:
                 f"same_length=true is not supported by memory={self.memory}, which attention does "
                 "not see as one key per token; use false"
             )
-        if self.mem_shares and (self.memory == "compressive" or not self.memory_facts.uses_mem_len):
+        if self.mem_shares and "mem_shares" not in self.memory_facts.settings:
             raise ValueError(
                 f"mem_shares is not supported by memory={self.memory}, whose layers have one "
                 "length; use []"
@@ -232,13 +232,11 @@ class ModelConfig:
             raise ValueError(f"compression_rate={self.compression_rate} must be at least 2")
         if (self.compressed_len or 0) < 0:
             raise ValueError(f"compressed_len={self.compressed_len} must not be negative")
-        if self.memory != "compressive":
-            if self.compressed_len is not None:
-                raise ValueError(
-                    f"compressed_len={self.compressed_len} needs memory=compressive; memory="
-                    f"{self.memory} compresses nothing"
-                )
-            return
+        if self.compressed_len is not None and "compressed_len" not in self.memory_facts.settings:
+            raise ValueError(
+                f"compressed_len={self.compressed_len} needs memory=compressive; memory="
+                f"{self.memory} compresses nothing"
+            )
 
     def _check_memory_shares(self) -> None:
         shares = self.mem_shares

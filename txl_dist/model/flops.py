@@ -23,17 +23,24 @@ def forward_flops(
     """
     kind = memory_kind(config)
     num_tokens = tgt_len + kind.num_added_tokens
-    return (
-        _memory(config, num_lanes)
-        + sum(_distances(config, past + num_tokens) for past in _pasts(kind))
-        + inference_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
-    )
+    distances = sum(_distances(config, past + num_tokens) for past in _pasts(kind))
+    without = _without_past(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
+    return _memory(config, num_lanes) + distances + without
 
 
 def inference_flops(
     config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int] = ()
 ) -> int:
-    """As `forward_flops`, with a KVCache: the memory and the distances are already projected."""
+    """As `forward_flops`, with `TransformerXL.inference_state`: a kind that caches keys has already
+    projected the memory and the distances."""
+    count = _without_past if memory_kind(config).caches_keys else forward_flops
+    return count(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
+
+
+def _without_past(
+    config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int]
+) -> int:
+    """All but the projections of the memory and of distances."""
     kind = memory_kind(config)
     num_tokens = tgt_len + kind.num_added_tokens
     rows = num_lanes * num_tokens

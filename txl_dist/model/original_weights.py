@@ -68,6 +68,27 @@ class _Rows:
     stop: int | None = None
 
 
+BLOCK_SETTINGS = (
+    *("norm", "embedding_norm", "final_norm", "qk_norm", "attention_scale", "output_gate"),
+    *("feed_forward", "biases", "residual_scalars", "residual_gate", "softcap"),
+    *("memory", "mem_shares"),
+)
+"""Settings of the block that the original does not have: its models have their defaults."""
+
+
+def _require_original(config: ModelConfig) -> None:
+    """Raise ValueError for a model whose function the original's weights do not describe."""
+    defaults = ModelConfig()
+    for name in BLOCK_SETTINGS:
+        if (value := getattr(config, name)) != (default := getattr(defaults, name)):
+            raise ValueError(f"{name}={value!r}: models of the original have {default!r}")
+    if config.distance_encoding not in _ENCODINGS:
+        raise ValueError(
+            f"distance_encoding={config.distance_encoding}: the original has only "
+            f"{', '.join(_ENCODINGS)}"
+        )
+
+
 def _originals(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
     """Original name -> our rows, which are concatenated in the original's tensor."""
     names, encoding = _ends(config), _ENCODINGS[config.distance_encoding]
@@ -116,8 +137,10 @@ def from_original(
 ) -> dict[str, Tensor]:
     """Our state dict from the original's; a tied tensor is read from one of its names.
 
-    `clusters_reversed=False` reads clusters in ascending order, as transformers stores them.
+    `clusters_reversed=False` reads clusters in ascending order, as transformers stores them. Raises
+    ValueError for a model with settings that the original does not have.
     """
+    _require_original(config)
     tensors = _unstack(tensors, config)
     rows_of: dict[str, list[tuple[int, Tensor]]] = {}
     for original, rows in _originals(config).items():
@@ -136,6 +159,7 @@ def from_original(
 
 def to_original(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """The inverse: tensors by our names (weights or gradients) under the original's names."""
+    _require_original(config)
     named = {}
     for original, rows in _originals(config).items():
         tensor = torch.cat([tensors[part.name][part.start : part.stop] for part in rows])

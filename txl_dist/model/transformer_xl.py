@@ -5,7 +5,8 @@
     nats    = softmax(x_L, targets)
 
 With `residual_scalars` layer l reads x_l' = a_l x_l + b_l x_0, and its memory holds x_l'. Layers
-are in layer.py. A model without a vocabulary takes vectors x_0 and has no softmax.
+are in layer.py. Every model takes vectors x_0 in place of ids; one without a vocabulary takes
+nothing else, and has no softmax.
 
 The model has no state: `forward` takes the memory and returns the next one. The data decides with
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
@@ -134,8 +135,8 @@ class TransformerXL(nn.Module):
     ) -> tuple[Tensor, SequenceState]:
         """The model's output [B, T, D], and the memory for the next segment.
 
-        `input_BT`: ids, or without a vocabulary vectors [B, T, D]. `keeps_graph`: gradients of the
-        next segment pass through the memory into this one.
+        `input_BT`: ids, or vectors [B, T, D] in place of those of the table. `keeps_graph`:
+        gradients of the next segment pass through the memory into this one.
         """
         check_segment(self.config, input_BT, age_BT, memory)
         is_trained = self.training and memory.is_trainable
@@ -199,7 +200,7 @@ class TransformerXL(nn.Module):
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""
         # An encoder under autocast gives bf16; the residual stream and the memory stay fp32.
-        is_vectors = self.config.vocab_size is None
+        is_vectors = input_BT.is_floating_point()
         x_BTD = input_BT.to(self.weight.dtype) if is_vectors else self.table(input_BT)
         # Only absolute positions change the input; other encodings act on the scores.
         x_BTD = self.encoding.add_to_input(self.config, x_BTD)

@@ -86,9 +86,9 @@ _INTEGERS = (torch.int64, torch.int32)
 def check_segment(
     config: ModelConfig, input_BT: Tensor, age_BT: Tensor, memory: SequenceState
 ) -> None:
-    """Raises ValueError, or TypeError for another kind of memory."""
+    """Raises ValueError, or TypeError for something that is no memory."""
     is_read = _can_be_read(input_BT)
-    if config.vocab_size is None:
+    if config.vocab_size is None or input_BT.is_floating_point():
         _check_vectors(input_BT, config.d_model)
     else:
         if input_BT.dim() != 2 or not input_BT.numel():
@@ -118,7 +118,7 @@ def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> N
         raise ValueError(
             "a model with vocab_size=null scores nothing: call `hidden`, which returns its output"
         )
-    if target_BT.shape != input_BT.shape:
+    if target_BT.shape != input_BT.shape[:2]:
         raise ValueError(
             f"target_BT has the shape {list(target_BT.shape)}, input_BT {list(input_BT.shape)}: "
             "every token needs a target, which is -1 where nothing is scored"
@@ -131,8 +131,8 @@ def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> N
 def _check_vectors(x_BTD: Tensor, width: int) -> None:
     if x_BTD.dim() != 3 or not x_BTD.numel() or x_BTD.shape[2] != width:
         raise ValueError(
-            f"the input has the shape {list(x_BTD.shape)}: a model with vocab_size=null expects "
-            f"vectors [lanes, tokens, d_model={width}], at least one of each"
+            f"the input has the shape {list(x_BTD.shape)}: vectors need [lanes, tokens, "
+            f"d_model={width}], at least one of each"
         )
     if not x_BTD.is_floating_point():
         raise ValueError(f"the input has the dtype {x_BTD.dtype}: expected floating-point vectors")

@@ -49,7 +49,6 @@ _FREE = (
     "training.cuda_graphs",
     "training.deterministic",
     "training.profile_",
-    "training.statistics_interval_steps",  # of earlier versions
     "evaluation.",
     "tracking.",
     "deepspeed.",

@@ -328,6 +328,3 @@ def _on_rank_zero(work: Callable[[], T], world: World) -> T:
         queue.close(timeout_seconds=0)
     result: T = world.broadcast(results[0] if results else None)
     return result
-
-
-log = logging.getLogger(__name__)

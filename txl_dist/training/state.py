@@ -160,7 +160,7 @@ def after_step(
     A step that was skipped or rejected counts as a step, but not as an update.
     """
     changes = _updated(state, result, config) if result.is_update else _skipped(state, segment)
-    position = {"step": state.step + 1, "position": segment.next_position, "score": None}
+    position = {"step": state.step + 1, "position": segment.next_position}
     return state.model_copy(update={**position, **changes})
 
 

@@ -30,7 +30,7 @@ from txl_dist.analysis.plots import (
     sum_over_bins,
     write_figure,
 )
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, ConfigError
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 
@@ -134,6 +134,16 @@ cases = st.builds(
     target_num_chunks=st.integers(1, 30),
     max_tokens=st.none() | st.integers(2, 30),
 )
+
+
+@pytest.mark.parametrize("kind", ["compressive", "tokens", "associative"])
+def test_keys_that_are_not_tokens_are_refused(kind: str) -> None:
+    case = Case(
+        lengths=[[9]], tgt_len=4, model_options={"memory": kind}, reset="document",
+        batch_chunks=1, max_tokens=None,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=f"model.memory={kind}: its keys are not one token each"):
+        case.measure()
 
 
 @examples(25)

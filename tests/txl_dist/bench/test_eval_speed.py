@@ -15,6 +15,7 @@ from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, smal
 from txl_dist.analysis.windows import WindowScorer
 from txl_dist.bench import eval_speed
 from txl_dist.bench.eval_speed import bench_eval_speed
+from txl_dist.errors import ConfigError
 from txl_dist.model.flops import inference_flops, window_flops
 
 CONTRACT = {
@@ -30,6 +31,13 @@ CONTRACT = {
 def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval_speed, "REUSE_TOKENS", 32)
     monkeypatch.setattr(eval_speed, "LANES", {"cpu": 2})
+
+
+@pytest.mark.parametrize("kind", ["compressive", "tokens"])
+def test_a_memory_without_a_number_of_tokens_is_refused(kind: str) -> None:
+    model = small_model(memory=kind).float()
+    with pytest.raises(ConfigError, match=f"model.memory={kind} has no such number"):
+        list(bench_eval_speed(model, attention_lengths=[20], tgt_len=8, rounds=1))
 
 
 def test_the_share_follows_from_times_and_operations() -> None:

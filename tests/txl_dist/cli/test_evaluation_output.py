@@ -73,8 +73,6 @@ def test_the_files_are_the_same_bytes_every_time_and_replace_earlier_ones(tmp_pa
     assert {"result.json", "by_document_position.png"} <= set(files)
     plain = scored()
     del plain["details"]
-    for name in ("scores.csv", "sweep.png", "by_token_frequency.csv"):  # of an earlier version
-        (tmp_path / "one" / name).touch()
     assert set(write(tmp_path / "one", [plain])) == {"result.json"}
 
 
@@ -226,4 +224,25 @@ def test_a_new_score_is_one_function(
     low, high = content["details"]["interval"]["nats_per_kilobyte"]
     assert low < expected < high
     print_scores([content])
-    assert f"nats per kilobyte  {expected:.4f}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"nats per kilobyte  {expected:.4f}" in printed
+    assert "without limit" not in printed
+
+
+@pytest.mark.parametrize("job", ["byte"], indirect=True)
+@pytest.mark.parametrize(("kind", "is_unbounded"), [("recurrent", False), ("tokens", True)])
+def test_a_memory_without_limit_is_said_with_the_number_of_independent_chunks(
+    job: EvaluationJob,
+    kind: str,
+    is_unbounded: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    exported = export_small_model(tmp_path / "model", Path(str(job.data)), memory=kind)
+    planned = [plan_job(evaluation_job(exported, job.data, split="train"))]
+    (content,) = score_objects(planned, evaluate_on_workers(planned, InProcess()), 1)
+    print_scores([content])
+    expected = f"more than {len(planned[0].chunks):,} workers would wait"
+    assert (expected in capsys.readouterr().out) == is_unbounded
+    assert ("memory tokens, mem_len" in content["protocol"]) == is_unbounded
+    assert (content["context_tokens"] is None) == is_unbounded

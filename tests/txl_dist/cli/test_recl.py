@@ -37,8 +37,6 @@ def test_it_writes_the_curve_and_recl_and_says_how(
     group: list[Path], dataset: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "recl"
-    out.mkdir()
-    (out / "curve.csv").touch()  # of an earlier version
     words = (
         "recl",
         *group,

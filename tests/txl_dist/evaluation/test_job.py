@@ -50,6 +50,7 @@ def test_the_settings_are_those_of_training_unless_given(model: Path, dataset: P
         ({}, {"same_length": True, "mem_len": 0}, "same_length=true"),
         ({"memory": "associative"}, {"mem_len": 3}, "mem_len=3 has no effect"),
         ({"memory": "tokens"}, {"mode": "fast"}, "mode=fast would be exact"),
+        ({"memory": "recurrent+tokens"}, {"mode": "fast"}, "mode=fast would be exact"),
     ],
 )
 def test_memory_options_that_a_model_does_not_support_are_refused(

@@ -19,7 +19,12 @@ from txl_dist.model.transformer_xl import TransformerXL
 # Shapes: B rows, N tokens, L layers, M memory tokens, D d_model
 
 NUM_ROWS, NUM_TOKENS, WIDTH = 3, 9, 6
-OPTIONS: dict[str, dict[str, Any]] = {"paper": {}, **MODERN}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    **MODERN,
+    # Episodes are longer than the memory.
+    "same_length": {"same_length": True, "mem_len": 3, "n_layer": 3},
+}
 
 
 def of_vectors(**options: Any) -> TransformerXL:
@@ -84,7 +89,7 @@ def test_a_reset_row_reads_as_a_new_one_and_the_others_go_on() -> None:
     _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND)
     continued, _ = memory.read(model, x_BND)
     new, _ = Memory.empty(model, NUM_ROWS).read(model, x_BND)
-    for rows in (torch.tensor([False, True, False]), torch.tensor([1])):
+    for rows in (torch.tensor([False, True, False]), torch.tensor([1]), [1]):
         output, _ = memory.reset(rows).read(model, x_BND)
         assert_close(output[1], new[1])
         assert torch.equal(output[[0, 2]], continued[[0, 2]])
@@ -155,6 +160,18 @@ def test_a_model_of_ids_scores_with_a_memory_as_with_ages() -> None:
     assert torch.equal(torch.cat(nats, 1), torch.cat(expected, 1))
 
 
+def read_after_an_interrupt(memory: Memory, model: TransformerXL) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        memory.read(model, random_vectors())
+    handle.remove()
+    with torch.no_grad():
+        memory.read(model, random_vectors())
+
+
 def read_twice(memory: Memory, model: TransformerXL) -> None:
     for _ in range(2):
         with torch.no_grad():
@@ -181,7 +198,7 @@ def test_one_row_and_vectors_and_memories_of_another_precision() -> None:
     [
         (lambda model, memory: memory.read(model, torch.zeros(2, 4, WIDTH)), "expected 3 rows"),
         (lambda model, memory: memory.read(model, torch.zeros(3, 4, 5)), "d_model=6"),
-        (lambda model, memory: memory.read(model, torch.zeros(3, 4)), "expects vectors"),
+        (lambda model, memory: memory.read(model, torch.zeros(3, 4)), "vectors need"),
         (
             lambda model, memory: memory.read(
                 model, torch.zeros(3, 4, WIDTH), starts=torch.zeros(3, 4)
@@ -213,8 +230,23 @@ def test_one_row_and_vectors_and_memories_of_another_precision() -> None:
         (lambda model, memory: memory.reset(torch.tensor([3])), "of a memory of 3 rows"),
         (
             lambda model, memory: memory.with_rows([0], Memory.empty(of_vectors(mem_len=2), 1)),
-            "other sizes",
+            "do not fit rows",
         ),
+        (
+            lambda model, memory: memory.with_rows([0], Memory.empty(of_vectors(n_layer=3), 1)),
+            "do not fit rows",
+        ),
+        (
+            lambda model, memory: memory.with_rows([0, 1], memory[[2]]),
+            "do not fit rows",
+        ),
+        (
+            lambda model, memory: Memory.of_vectors(
+                of_vectors(same_length=True), torch.zeros(1, 2, 0, WIDTH), torch.ones(1, 0).bool()
+            ),
+            "at least one token in each layer",
+        ),
+        (lambda model, memory: read_after_an_interrupt(memory.cached(model), model), "read before"),
         (lambda model, memory: read_twice(memory.cached(model), model), "was read before"),
         (lambda model, memory: model.logits(torch.zeros(3, 4, WIDTH)), "no logits"),
         (lambda model, memory: Memory.of_tensors(model, {"age": torch.zeros(1)}), "found the"),

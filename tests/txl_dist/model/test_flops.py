@@ -61,6 +61,9 @@ def test_so_are_the_products_of_other_kinds_of_memory(kind: str) -> None:
     with FlopCounterMode(display=False) as forward, torch.no_grad():
         model(*arguments)
     assert forward.get_total_flops() == forward_flops(model.config, num_lanes=2, tgt_len=12)
+    with FlopCounterMode(display=False) as inference, torch.no_grad():
+        model(*arguments[:3], model.inference_state(2))
+    assert inference.get_total_flops() == inference_flops(model.config, num_lanes=2, tgt_len=12)
     with FlopCounterMode(display=False) as training:
         model(*arguments, None, 3)[0].sum().backward()
     expected = training_flops(model.config, num_lanes=2, tgt_len=12, num_segments=3)

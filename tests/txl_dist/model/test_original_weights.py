@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.support.small_models import small_model
+from txl_dist.convert.conversion import original_config
+from txl_dist.errors import ConfigError
 from txl_dist.model.original_weights import from_original, to_original
 
 OPTIONS = [
@@ -30,6 +32,35 @@ def test_conversion_and_its_inverse_restore_the_weights(options: dict) -> None:
     assert set(restored) == set(model.state_dict())
     for name, weight in model.state_dict().items():
         assert torch.equal(restored[name], weight), name
+
+
+OTHER_BLOCKS: list[dict] = [
+    {"norm": "rmsnorm"},
+    {"embedding_norm": True},
+    {"pre_lnorm": True, "final_norm": True},
+    {"qk_norm": True},
+    {"attention_scale": 2.0},
+    {"output_gate": True},
+    {"feed_forward": "relu2"},
+    {"biases": False},
+    {"residual_scalars": True},
+    {"residual_gate": "gru"},
+    {"softcap": 3.0},
+    {"memory": "tokens"},
+    {"mem_shares": (0.4, 1.0)},
+    {"distance_encoding": "rotary"},
+]
+
+
+@pytest.mark.parametrize("options", OTHER_BLOCKS, ids=str)
+def test_a_block_that_the_original_does_not_have_is_refused_by_name(options: dict) -> None:
+    original = to_original(small_model().state_dict(), small_model().config)
+    name, value = list(options.items())[-1]
+    with pytest.raises(ValueError, match=f"^{name}="):
+        from_original(original, small_model(**options).config)
+    if name != "distance_encoding":
+        with pytest.raises(ConfigError, match=f"config.json: {name}="):
+            original_config({"n_token": 11, name: value}, origin="config.json")
 
 
 def test_queries_keys_and_values_are_concatenated_in_this_order() -> None:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.small_models import VOCAB_SIZE, random_text, small_model
+from txl_dist.model.choices import MEMORY_KINDS
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import SequenceState, memory_kind
 from txl_dist.model.memory.recurrent import Recurrent, RecurrentMemory
 from txl_dist.model.visibility import Visibility, check_segment, check_targets, visible_keys
 
@@ -93,7 +95,10 @@ AGES = torch.arange(TGT_LEN).expand(LANES, TGT_LEN)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"input_BT": AGES[:, :0], "target_BT": AGES[:, :0]}, r"input_BT .*\[3, 0\]"),
     "one dimension": ({"input_BT": AGES[0], "target_BT": AGES[0]}, r"input_BT .*\[4\]"),
-    "float ids": ({"input_BT": AGES.double()}, "input_BT .*float64"),
+    "float ids": (
+        {"input_BT": AGES.double()},
+        r"\[3, 4\]: vectors need \[lanes, tokens, d_",
+    ),
     "id too large": ({"input_BT": AGES + VOCAB_SIZE}, "input_BT .* 11 to 14: expected 0 to 10"),
     "negative id": ({"input_BT": AGES - 1}, "input_BT .* -1 to 2: expected 0 to 10"),
     "other targets": ({"target_BT": AGES[:, 1:]}, r"target_BT .*\[3, 3\].*input_BT \[3, 4\]"),
@@ -118,9 +123,40 @@ def test_it_is_refused(wrong: str, options: dict[str, Any]) -> None:
         score(small_model(**options), **arguments)
 
 
-def test_another_kind_of_memory_is_refused() -> None:
+def test_something_that_is_no_memory_is_refused() -> None:
     with pytest.raises(TypeError, match=r"memory is None: .* model\.empty_memory\(3\)"):
         score(small_model(), memory=None)
+
+
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
+@pytest.mark.parametrize("is_cached", [False, True])
+@torch.no_grad()
+def test_the_memory_of_another_kind_or_size_is_refused(kind: str, is_cached: bool) -> None:
+    """Also where its tensors would be broadcast, or read as others."""
+
+    def memory_of(**options: Any) -> SequenceState:
+        other = small_model(**options)
+        return other.inference_state(LANES) if is_cached else other.empty_memory(LANES)
+
+    model = small_model(memory=kind)
+    score(model, memory=memory_of(memory=kind))
+    others: list[dict[str, Any]] = [{"memory": each} for each in MEMORY_KINDS if each != kind]
+    others += [{"memory": kind, "n_layer": 3}]
+    if kind != "recurrent":  # whose width a cache does not know
+        others += [{"memory": kind, "d_model": 8}]
+    if memory_kind(model.config).num_added_tokens and kind != "associative":
+        others += [{"memory": kind, "memory_tokens": 1}]
+    for options in others:
+        with pytest.raises(ValueError, match=r"memory|KVCache"):
+            score(model, memory=memory_of(**options))
+
+
+@torch.no_grad()
+def test_a_model_of_ids_takes_vectors_in_place_of_those_of_its_table() -> None:
+    model = small_model(embedding_norm=True)
+    text_BN, memory = random_text(LANES, TGT_LEN + 1), model.empty_memory(LANES)
+    nats_BT, _ = model(model.table(text_BN[:, :-1]), text_BN[:, 1:], AGES, memory)
+    assert torch.equal(nats_BT, score(model))
 
 
 def test_one_row_of_ages_is_that_of_all_lanes() -> None:

@@ -178,8 +178,6 @@ def test_a_length_in_tokens_is_refused_when_the_lanes_change(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("training.statistics_interval_steps", None),
-        ("training.statistics_interval_steps", 100),
         ("ray.cpus_per_rank", 2),
         ("ray.gpus_per_rank", 2),
         ("ray.node_labels.zone", "a"),
@@ -191,6 +189,13 @@ def test_a_length_in_tokens_is_refused_when_the_lanes_change(key: str) -> None:
 def test_a_run_with_a_setting_of_an_earlier_version_resumes(key: str, value: object) -> None:
     new = default_settings()
     check_config({**new, key: value}, new, allowed=(), checkpoint="RUN")
+
+
+def test_a_checkpoint_of_another_kind_of_memory_is_refused_even_on_request() -> None:
+    old = default_settings()
+    changed = {**old, "model.memory": "tokens"}
+    with pytest.raises(CheckpointError, match=r"model\.memory: checkpoint 'recurrent', now 't"):
+        check_config(old, changed, allowed=("model.memory",), checkpoint="RUN")
 
 
 def test_options_of_deepspeed_are_free_unless_they_change_numbers() -> None:

@@ -117,13 +117,20 @@ class SequenceState(ABC):
         return sum(age > 0 for age in ages), len(ages)
 
     def check(self, config: ModelConfig, num_lanes: int) -> None:
-        """Raises ValueError if it is the state of another model or number of lanes."""
-        lanes = {len(tensor) for tensor in self.tensors().values()}
-        if lanes - {num_lanes}:
-            raise ValueError(
-                f"the memory has {', '.join(map(str, sorted(lanes)))} lanes: expected {num_lanes}, "
-                f"those of input_BT; streams start with model.empty_memory({num_lanes})"
-            )
+        """Raises ValueError if it is the state of another model, kind or number of lanes."""
+        found = _shapes(self)
+        expected = _shapes(memory_kind(config).empty(num_lanes, device="meta"))
+        for name in expected | found:
+            if found.get(name) != expected.get(name):
+                raise ValueError(
+                    f"{name} of the memory has the shape {found.get(name)}: expected "
+                    f"{expected.get(name)}, that of model.memory={config.memory} and the lanes of "
+                    f"the input; streams start with model.empty_memory({num_lanes})"
+                )
+
+
+def _shapes(state: SequenceState) -> dict[str, list[int]]:
+    return {name: [*tensor.shape] for name, tensor in state.tensors().items()}
 
 
 class MemoryKind(ABC):
@@ -132,6 +139,8 @@ class MemoryKind(ABC):
     documents_are_independent: ClassVar[bool] = True
     """Whether the losses of a document depend on nothing but it and the places where its segments
     end. It is read from its start then, even if `receptive_tokens` has no limit."""
+    caches_keys: ClassVar[bool] = False
+    """Whether the state of `for_inference` holds projected keys, values and distances."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config

@@ -207,22 +207,6 @@ class CompressiveState(SequenceState):
             last=None,
         )
 
-    def check(self, config: ModelConfig, num_lanes: int) -> None:
-        super().check(config, num_lanes)
-        found = [(*x.shape[1:],) for x in (*self.compressed, *self.recent)]
-        num_slots, num_recent, _ = _sizes(config)
-        expected = [
-            (rows, config.d_model)
-            for rows in (num_slots, num_recent)
-            for _ in range(config.n_layer)
-        ]
-        if found != expected:
-            raise ValueError(
-                f"the memory has rows of the sizes {found}: expected {expected}, those of "
-                f"mem_len={config.mem_len} and its slots in each layer; streams start with "
-                f"model.empty_memory({num_lanes})"
-            )
-
 
 class _LastSegment(NamedTuple):
     """What a state was made of, to make it again without the last tokens of some lanes."""

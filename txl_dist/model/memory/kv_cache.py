@@ -71,6 +71,8 @@ class LayerKVCache:
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> None:
         """See `SequenceState.select`. In place."""
         num_heads, _, mem_len, d_head = self._shape
+        if max(num_removed, default=0) > self._start and self._keys_values is not None:
+            raise ValueError("a KVCache has only the tokens of the last segment to remove")
         self._shape = (num_heads, len(lanes), mem_len, d_head)
         if self._keys_values is None:
             return
@@ -171,3 +173,15 @@ class KVCache(SequenceState):
 
     def check(self, config: ModelConfig, num_lanes: int) -> None:
         """`LayerKVCache.append` compares the lanes."""
+        require_recurrent(config)
+        if len(self.layers) != config.n_layer:
+            raise ValueError(f"a KVCache of {len(self.layers)} layers for n_layer={config.n_layer}")
+
+
+def require_recurrent(config: ModelConfig) -> None:
+    """Raise ValueError for a model of another kind of memory."""
+    if config.memory != "recurrent":
+        raise ValueError(
+            f"the memory is that of model.memory=recurrent, the model has {config.memory}; streams "
+            "start with model.empty_memory(lanes)"
+        )

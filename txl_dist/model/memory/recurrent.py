@@ -1,5 +1,7 @@
 """The paper's memory: the inputs of each layer for the previous `mem_len` tokens, without gradient.
 
+    m_l = the last M rows of [m_l ; h_l]        h_l [T, D]: the input of layer l in a segment
+
 Its shape is constant. At the start of a stream it holds zeros, which no query sees, because `age`
 limits how far back a token may look (visibility.py).
 
@@ -17,13 +19,15 @@ from torch import Tensor
 
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import MemoryKind, SequenceState
-from txl_dist.model.memory.kv_cache import KVCache
+from txl_dist.model.memory.kv_cache import KVCache, require_recurrent
 
 # Shapes: B lanes, T segment tokens, M memory tokens, D d_model
 
 
 class Recurrent(MemoryKind):
     """`model.memory: recurrent`. In inference its keys and values are cached."""
+
+    caches_keys = True
 
     @property
     def num_past(self) -> int:
@@ -115,9 +119,12 @@ class RecurrentMemory(SequenceState):
         return sum(min(age, self.num_past) for age in ages), self.num_past * len(ages)
 
     def check(self, config: ModelConfig, num_lanes: int) -> None:
+        require_recurrent(config)
         shapes = [tuple(layer.shape) for layer in self.layers]
         # Another memory length than in training is allowed, as in evaluation.
         expected = [(num_lanes, shape[1], config.d_model) for shape in shapes]
+        if config.same_length and not all(layer.shape[1] for layer in self.layers):
+            raise ValueError("same_length=true needs a memory of at least one token in each layer")
         if len(shapes) != config.n_layer or shapes != expected:
             raise ValueError(
                 f"the memory has {len(shapes)} layers, the first of shape {list(shapes[0])}: "

@@ -118,6 +118,14 @@ class TokensState(SequenceState):
         kept = {name: saved.get(name, row) for name, row in layers.items()}
         self.recurrent.load_row(lane, kept)
 
+    def check(self, config: ModelConfig, num_lanes: int) -> None:
+        super().check(config, num_lanes)
+        if len(self.recurrent.layers) != config.n_layer:  # layers without tokens have no name
+            raise ValueError(
+                f"the memory is that of {len(self.recurrent.layers)} layers: expected "
+                f"{config.n_layer}"
+            )
+
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "TokensState":
         recurrent = self.recurrent.select(lanes, num_removed)
         return TokensState(self.tokens_BmD[list(lanes)], recurrent)

@@ -204,7 +204,7 @@ def test_changes_of_a_run_need_whole_blocks() -> None:
 def test_a_state_of_other_sizes_is_refused() -> None:
     model = small_model(memory="compressive", mem_len=4)
     state = memory_kind(config(mem_len=4)).empty(1)
-    with pytest.raises(ValueError, match=r"rows of the sizes .* expected"):
+    with pytest.raises(ValueError, match=r"layer-0 of the memory has the shape .* expected"):
         model.hidden(random_text(1, 2), torch.arange(2)[None], state)
 
 

@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+RUNTIME := $(VENV)/.runtime-installed
 
 .PHONY: help setup quickstart test docs test-all faults cluster-tests gpu chaos check format clean
 
@@ -11,14 +12,23 @@ help:            ## list the targets
 
 setup: $(INSTALLED)  ## create .venv with the versions of constraints.txt
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; found %s. Try: make PYTHON=python3.11 setup" % sys.version.split()[0])'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
 	touch $@
 
-quickstart: setup  ## real text to a trained, evaluated, tracked model in a few minutes
-	$(BIN)/python benchmarks/quickstart.py
+# Without the tools of tests, and without compiling modules that are never imported.
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --no-compile --editable .
+	touch $@
+
+quickstart: $(RUNTIME)  ## real text to a trained, evaluated, tracked model in a few minutes
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python benchmarks/quickstart.py
 
 test: setup      ## the test suite, 7 to 8 minutes on 2 quiet cores
 	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster and not gpu' --numprocesses 2 --dist loadfile

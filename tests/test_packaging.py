@@ -64,6 +64,10 @@ def test_the_sdist_builds_a_wheel_that_works_anywhere(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     run("-m", "pip", "install", wheel, "--target", target, *offline, cwd=tmp_path)
 
+    assert (target / "txl_dist/constraints.txt").read_bytes() == (
+        ROOT / "constraints.txt"
+    ).read_bytes()
+
     def txl(*words: str) -> str:
         return run("-P", "-m", "txl_dist", *words, cwd=elsewhere, path=target)
 

@@ -54,8 +54,11 @@ class TextCounts(StrictModel):
     """
 
     characters: Count
+    """Unicode code points."""
     words: Count
+    """Runs of characters without whitespace."""
     line_ends: Count
+    """Characters "\\n"."""
 
     def __add__(self, other: "TextCounts") -> "TextCounts":
         return self._combine(other, 1)
@@ -77,6 +80,7 @@ class InputSummary(StrictModel):
     digest: Sha256
     """sha256 over every document's id and text sha256, in input order, and every reject."""
     files: Count
+    """Input files."""
     documents: Count
     """Documents with text, duplicates included."""
     empty: Count
@@ -91,19 +95,29 @@ class ShardEntry(StrictModel):
     """One shard and its sidecar index."""
 
     name: str
+    """File name of the shard; that of its index follows from it."""
     bytes: Count
+    """Size of the shard."""
     sha256: Sha256
+    """sha256 of the shard."""
     raw_bytes: Count
+    """Size of the uncompressed tar stream."""
     raw_sha256: Sha256
     """sha256 of the uncompressed tar stream."""
     index_bytes: Count
+    """Size of the index."""
     index_sha256: Sha256
+    """sha256 of the index."""
     documents: Count
+    """Documents in it."""
     blocks: Count
+    """Groups of whole documents, which are shuffled as one."""
     tokens: Count
+    """Token ids, ends of documents included."""
     text_bytes: Count
     """UTF-8 bytes of the documents' text."""
     text_counts: TextCounts
+    """Characters, words and line ends of the text."""
 
     def __str__(self) -> str:
         return self.name
@@ -125,7 +139,9 @@ class SplitEntry(StrictModel):
     """The shards of one split in corpus order, and their totals."""
 
     shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1)]
+    """In corpus order."""
     documents: Count
+    """Sum over the shards, as are the following."""
     blocks: Count
     tokens: Count
     text_bytes: Count
@@ -165,12 +181,19 @@ class DatasetHeader(StrictModel):
 
     format: Literal["txl-shards"] = "txl-shards"
     version: Literal[2] = 2
+    """Of the format. Other versions are refused."""
     tokenizer_digest: Sha256
+    """sha256 of the content of tokenizer.json."""
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
+    """Number of token ids."""
     end_of_document: Count
+    """The token id that ends every document."""
     dtype: Literal["uint16", "uint32"]
+    """In which the shards store token ids: uint16 up to 65,536 ids."""
     settings: PrepareSettings
+    """Options of `txl prepare`, by name."""
     input: InputSummary
+    """What was read."""
 
 
 class IndexHeader(StrictModel):
@@ -185,6 +208,7 @@ class ShardManifest(DatasetHeader):
     """A complete dataset. Runs and checkpoints identify it by `digest`."""
 
     splits: Annotated[dict[SplitName, SplitEntry], Field(min_length=1)]
+    """By name."""
 
     @model_validator(mode="after")
     def _names_and_ids_agree(self) -> Self:

@@ -38,7 +38,8 @@ def manifest_fields() -> str:
     for kind, models in _MANIFESTS.items():
         lines += [f"## `manifest.json` of {kind}", ""]
         for model in models:
-            lines += [f"**{model.__name__}.** {inspect.getdoc(model) or ''}", "", *_fields(model)]
+            lines += [f"**{model.__name__}.** {inspect.cleandoc(model.__doc__ or '')}", ""]
+            lines += _fields(model)
             lines.append("")
     return "\n".join(lines)
 
@@ -53,7 +54,8 @@ def _fields(model: type[BaseModel]) -> list[str]:
     lines = []
     for name, field in model.model_fields.items():
         kind = re.sub(r"[\w.]+\.(\w+)", r"\1", inspect.formatannotation(field.annotation))
-        kind = re.sub(r"Annotated\[(\w+), [^\[\]]*\]", r"\1", kind)
+        # Its limits may have brackets, also in patterns.
+        kind = re.sub(r"Annotated\[(\w+), FieldInfo\(.*?\]\)\]", r"\1", kind)
         text = f": {texts[name]}" if name in texts else ""
         lines.append(f"- `{name}`, `{kind}`{text}")
     return lines

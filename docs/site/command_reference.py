@@ -70,6 +70,8 @@ def _default(parameter: Any) -> str:
     default = parameter.default
     if parameter.required:
         return " (required)" if parameter.param_type_name == "option" else ""
+    if isinstance(parameter.show_default, str):  # words, which `--help` shows
+        return f" (default: {parameter.show_default})"
     if default in (None, False, "", [], ()) or not parameter.show_default:
         return ""
     return f" (default `{default}`)"

@@ -42,8 +42,6 @@ def _setting(name: str, schema: dict[str, Any], text: str, definitions: Any) -> 
         _model_limits(name.removeprefix("model.")) if name.startswith("model.") else ""
     )
     default = f"default `{json.dumps(schema['default'])}`" if "default" in schema else "required"
-    if isinstance(schema.get("default"), dict):
-        default = "default: those below"
     facts = " · ".join(filter(None, (f"`{_type(schema)}`", limits, default)))
     yield from (f"### `{name}` {{#{name}}}", "", facts, "{.setting}", "", text, "")
     for part in _parts(schema):
@@ -63,7 +61,8 @@ def _type(schema: dict[str, Any]) -> str:
     if "prefixItems" in schema:
         return f"list of {len(schema['prefixItems'])} {_type(schema['prefixItems'][0])}s"
     if schema.get("type") == "array":
-        return f"list of {_type(schema['items'])}s"
+        kind = _type(schema["items"])
+        return f"list of {kind}" if " " in kind else f"list of {kind}s"
     names = {"object": "mapping", "string": "text", "boolean": "true or false"}
     kind = str(schema["type"])
     return names.get(kind, kind)
@@ -86,7 +85,7 @@ def _model_limits(name: str) -> str:
         except (TypeError, ValueError) as error:
             _, of_it, rest = str(error).partition(f"{name}={value!r} must ")
             if of_it:
-                return rest.removeprefix("be ")
+                return rest.removeprefix("be ").replace("not be negative", "at least 0")
     return ""
 
 

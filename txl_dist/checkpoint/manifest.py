@@ -58,6 +58,8 @@ def lane_key(lane: int) -> str:
 
 
 class FileEntry(StrictModel):
+    """A file of a checkpoint: its size and sha256."""
+
     bytes: Count
     sha256: Sha256
 
@@ -66,6 +68,7 @@ class Slice(StrictModel):
     """Elements [start, stop) of a flattened parameter, in the files of rank `rank`."""
 
     rank: Count
+    """The rank that wrote it."""
     start: Count
     stop: Count
 
@@ -92,7 +95,10 @@ class RankPart(StrictModel):
 
 
 class ParameterEntry(StrictModel):
+    """A parameter, and where its slices are."""
+
     shape: tuple[Count, ...]
+    """Of the whole parameter."""
     slices: Annotated[tuple[Slice, ...], Field(min_length=1)]
     """In ascending order and without gaps; together they are the whole parameter."""
 
@@ -125,10 +131,13 @@ class RunEntries(StrictModel):
     attempt: Count
     """Number of the attempt that wrote it (`attempts.py`)."""
     tokenizer_digest: Sha256
+    """sha256 of the content of tokenizer.json."""
     data_digest: Sha256
     """Digest of the dataset, or of the digests of all datasets of a mixture."""
     vocab_size: Count
+    """Number of token ids."""
     zero_stage: Count
+    """ZeRO stage that wrote it; any stage reads it."""
 
 
 class CheckpointManifest(RunEntries):
@@ -136,17 +145,22 @@ class CheckpointManifest(RunEntries):
 
     format: Literal["txl-checkpoint"] = "txl-checkpoint"
     version: Literal[1] = 1
+    """Of the format. Other versions are refused."""
     state: dict[str, Any]
     """Progress of the run, as defined in `txl_dist/training/state.py`. Only two entries are read
     here."""
     num_ranks: Count
+    """Ranks that wrote it; any number reads it."""
     mlflow_run_id: str | None
+    """Of the run's MLflow run; null without tracking."""
     rank_of_lane: tuple[Count, ...]
     """For each lane, the rank whose file contains its memory."""
     optimizer_states: tuple[str, ...]
     """Names of the optimizer's states, over all parameters; not every parameter has all."""
     parameters: dict[str, ParameterEntry]
+    """By name."""
     files: dict[FileName, FileEntry]
+    """By name."""
     save_id: SaveId
     """Identifies this save, also among saves of one step."""
 

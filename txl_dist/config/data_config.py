@@ -60,7 +60,7 @@ class DataConfig(Section):
     mixture: dict[CorpusName, CorpusConfig] | None = Field(default=None, min_length=1)
     """Several corpora with the same tokenizer, e.g. `{web: {path: data/web, weight: 3}, ...}`."""
     path: PathText | None = Field(default=None, validate_default=True)
-    """Directory that `txl prepare` wrote, relative to the working directory."""
+    """Directory that `txl prepare` wrote, relative to the working directory; or the URL of one."""
     train_split: str = "train"
     """Split to train on, of every corpus."""
     num_lanes: int = Field(default=16, ge=1)
@@ -77,8 +77,8 @@ class DataConfig(Section):
     prefetch_segments: int = Field(default=16, ge=1)
     """Size of the queue of segments that a reader thread fills."""
     cache_path: PathText | None = None
-    """Directory on a disk of each node that keeps the frames of shards after the first read, for
-    data on a network file system; null: none, except that URLs use TXL_CACHE_DIR."""
+    """Directory on a disk of each node that keeps the parts of shards that were read, for data on a
+    network file system; null: none, except that URLs use TXL_CACHE_DIR."""
     cache_bytes: int = Field(default=10 * 2**30, ge=1)
     """Size limit of `cache_path` for all ranks of a node together, in bytes."""
 

@@ -65,7 +65,7 @@ class OptimizerConfig(Section):
     `lr`, then in the last `decay_steps` a line down to `min_lr` (warm-up, stable, decay)."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the start in which the learning rate rises linearly from 0 to `lr`. With a high rate
-    and a short warm-up a model learns nothing: take 200 for rates from 1e-3 on."""
+    and a short warm-up a model learns nothing: with AdamW take 200 for rates from 1e-3 on."""
     decay_steps: int | None = Field(default=None, ge=1)
     """`wsd` only: steps at the end of the run in which the learning rate falls to `min_lr`."""
     min_lr: float = Field(default=0.0, ge=0)

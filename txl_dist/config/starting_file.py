@@ -29,8 +29,8 @@ IN_USE = {
 }
 """The settings that are not in comments: at least one of every section."""
 
-NUM_STEPS = 10_000
-"""`training.num_steps` has no default."""
+START = {"optimizer": {"lr": 1e-3, "warmup_steps": 200}, "training": {"num_steps": 1000}}
+"""For a first run of the small model that is the default; `lr` is the paper's for large models."""
 
 
 def starting_file(name: str) -> str:
@@ -42,7 +42,7 @@ def starting_file(name: str) -> str:
         {
             "directory": f"runs/{name}",
             "data": {"path": f"data/{name}"},
-            "training": {"num_steps": NUM_STEPS},
+            **START,
         }
     )
     header = f"""\
@@ -52,9 +52,8 @@ def starting_file(name: str) -> str:
 #   txl config validate {name}.yaml
 #   txl train {name}.yaml
 #
-# Configs of other sizes, to compare: txl config list. How to choose rate, warm-up and size:
-# docs/how_to/choose_settings.md. The run warns if the loss shows that it learns nothing from the
-# context.
+# Configs of other sizes, to compare: txl config list. For a larger model: a lower optimizer.lr, a
+# longer warm-up. The run warns if the loss shows that it learns nothing from the context.
 
 """
     values = config.model_dump(mode="json")

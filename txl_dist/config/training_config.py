@@ -59,8 +59,8 @@ class TrainingConfig(Section):
     """How long a stop request waits for the step and its checkpoint; then the run ends without that
     checkpoint. The default is 5 seconds less than what Kubernetes grants by default."""
     backprop_segments: int = Field(default=1, ge=1)
-    """Read the `data.tgt_len` tokens of a step as so many segments; gradients pass through the
-    memory from one to the next. 1: they stop at every segment, as in the paper."""
+    """Read the `data.tgt_len` tokens of a step in this many equal segments; gradients pass through
+    the memory from one to the next. 1: they stop at every segment, as in the paper."""
     dropout_rng: Literal["lane", "device"] = "lane"
     """`lane`: masks depend on seed, step and lane, so they are the same on any ranks and devices.
     `device`: from torch's generator on each rank; faster, but other ranks, micro-batches or
@@ -174,7 +174,8 @@ class EvaluationConfig(Section):
     interval_steps: int = Field(default=500, ge=1)
     """Steps between two evaluations; the last step always has one."""
     batch_chunks: int = Field(default=8, ge=1)
-    """Chunks of the split per batch, on each rank."""
+    """Chunks (parts of the split that are scored independently) per batch, on each rank. Changes
+    speed and memory, and scores by rounding only."""
     max_tokens: int | None = Field(default=None, ge=2)
     """Score only this many tokens from the start of the split; null: all of it."""
     max_waiting_checkpoints: int = Field(default=2, ge=1)

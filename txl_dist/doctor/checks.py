@@ -39,6 +39,8 @@ from txl_dist.doctor.services import (
 )
 from txl_dist.runtime.process import source_digest
 
+CONSTRAINTS = "constraints.txt"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorRequest:
@@ -56,7 +58,7 @@ class DoctorRequest:
     """Names of checks to leave out."""
     expected_versions: tuple[tuple[str, str], ...] = ()
     """Name and version; (): those of constraints.txt."""
-    versions_of: str = "constraints.txt"
+    versions_of: str = CONSTRAINTS
     """Where `expected_versions` come from."""
     dashboard_ports: tuple[int, ...] = (DASHBOARD_PORT,)
     """Ports to check for open dashboards."""
@@ -112,9 +114,11 @@ def installed_versions() -> dict[str, str]:
 
 
 def pinned_versions(constraints: Path | None = None) -> dict[str, str]:
-    """Versions of LIBRARIES in `constraints.txt`, which a source checkout has; else {}."""
-    path = constraints or Path(txl_dist.__file__).parents[1] / "constraints.txt"
-    if not path.is_file():
+    """Versions of LIBRARIES in `constraints.txt`, which a wheel has in the package; else {}."""
+    package = Path(txl_dist.__file__).parent
+    places = [constraints] if constraints else [package / CONSTRAINTS, package.parent / CONSTRAINTS]
+    path = next(filter(Path.is_file, places), None)
+    if path is None:
         return {}
     pins = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;#]+)", path.read_text(encoding="utf-8")))
     return {name: pins[name] for name in LIBRARIES if name in pins}
@@ -135,15 +139,15 @@ def check_versions(expected: Mapping[str, str], *, source: str) -> list[Finding]
             f"{name} {installed[name]}",
             expected=f"{name} {expected.get(name, 'installed')}" + f" ({source})" * bool(expected),
             advice="install the same sources of txl-dist and its libraries on every node (make "
-            "setup), and start its Ray again",
+            "setup, or pip install --constraint constraints.txt), and start its Ray again",
         )
         for name in (*missing, *different)
     ]
     if not expected:
         findings.append(
             note(
-                f"{summary}; not compared: no constraints.txt next to the package",
-                advice="install from a source checkout to compare versions: make setup",
+                f"{summary}; not compared: the package has no constraints.txt",
+                advice="install the wheel, or a checkout by make setup, to compare versions",
             )
         )
     return findings or [ok(summary)]

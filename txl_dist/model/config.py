@@ -33,9 +33,11 @@ class ModelConfig:
 
     recipe: str = "paper"
     """Where a run's YAML has no value for a setting of `model` or `optimizer`: `paper`, the
-    defaults listed here, or `modern`, a block of today. In Python only a name: use `of_recipe`."""
+    defaults listed here, or `modern`: a pre-norm block with RMSNorm, rotary distances, SwiGLU,
+    QK-norm, output gates, residual scalars and an untied softmax, trained with Muon (`RECIPES` has
+    the values). In Python only a name: use `of_recipe`."""
     vocab_size: int | None = 0
-    """Number of token ids. 0 in a run's YAML: the vocabulary size of the data. None: a model of
+    """Number of token ids. 0 in a run's YAML: the vocabulary size of the data. null: a model of
     vectors, without embedding and softmax, for a loop of your own."""
     n_layer: int = 4
     """Number of layers."""
@@ -48,7 +50,7 @@ class ModelConfig:
     d_inner: int = 512
     """Width of the hidden layer of the feed-forward sublayer."""
     d_embed: int | None = None
-    """Width of the token embedding; None is `d_model`. Another width adds projections."""
+    """Width of the token embedding; null is `d_model`. Another width adds projections."""
     memory: str = "recurrent"
     """What a lane carries from segment to segment: `recurrent`, the paper's memory; `compressive`,
     which also keeps older tokens, averaged in groups; `tokens`, a few vectors that the model reads
@@ -59,10 +61,10 @@ class ModelConfig:
     `associative`."""
     mem_shares: tuple[float, ...] = ()
     """Memory length of each layer as a share of `mem_len`, repeated over the layers: `[0.25, 1]`
-    alternates short and long memories. () is `mem_len` in every layer."""
+    alternates short and long memories. [] is `mem_len` in every layer."""
     compressed_len: int | None = None
     """Slots of a compressive memory, each for `compression_rate` tokens that are older than
-    `mem_len`. None is `mem_len // compression_rate`, which doubles the reach."""
+    `mem_len`. null is `mem_len // compression_rate`, which doubles the reach."""
     compression_rate: int = 4
     """Tokens of which one slot of a compressive memory is the mean."""
     memory_tokens: int = 8
@@ -73,15 +75,18 @@ class ModelConfig:
     memory_decay: float = 0.9
     """What an associative memory keeps of its content at every segment; 1 keeps all."""
     distance_encoding: str = "sinusoidal"
-    """How attention depends on distances: `sinusoidal` (the paper's), or another encoding."""
+    """How attention depends on distances: `sinusoidal` (the paper's); `shaw`, a learned vector per
+    distance up to `clamp_len`; `rotary`; `alibi`; or `absolute` positions in the segment, which
+    allow no memory."""
     clamp_len: int | None = None
-    """Larger distances are encoded as this one; None encodes every distance."""
+    """Larger distances are encoded as this one; null encodes every distance."""
     same_length: bool = False
     """Every query sees exactly `mem_len` keys, its own included."""
     tie_weight: bool = True
     """Share the weights of embedding and softmax. The softmax has biases in either case."""
     cutoffs: tuple[int, ...] = ()
-    """First token id of each cluster after the first; () is one cluster. Needs ids by frequency."""
+    """First token id of each cluster after the first; [] is one cluster. Needs ids that are sorted
+    by frequency, as those of word tokenizers are."""
     div_val: int = 1
     """The embedding of cluster i is `div_val ** i` times narrower; 1 is one table for all."""
     tie_projs: tuple[bool, ...] = ()
@@ -99,8 +104,8 @@ class ModelConfig:
     qk_norm: bool = False
     """Divide queries and keys, those of the memory too, by their length."""
     attention_scale: float | None = None
-    """Multiplies the products of queries with keys and distances, not u and v. None: 1 /
-    sqrt(d_head), or sqrt(d_head) with `qk_norm`. Without `qk_norm`, null is the usual choice."""
+    """Multiplies the products of queries with keys and distances, not u and v. null, the
+    usual choice without `qk_norm`: 1 / sqrt(d_head), or sqrt(d_head) with it."""
     output_gate: bool = False
     """Multiply the output of each head by a gate between 0 and 2 that depends on its input."""
     feed_forward: str = "relu"
@@ -112,7 +117,8 @@ class ModelConfig:
     residual_scalars: bool = False
     """Each layer reads a x + b x_0 instead of x, with learned a and b; x_0 is the embedding."""
     residual_gate: str = "none"
-    """`none`: x + f(x). `gru`: a gated unit instead of each sum, GTrXL's."""
+    """`none`: x + f(x). `gru`: the gate of GTrXL (Parisotto et al. 2019) in place of the sum; it
+    needs `zero_init: false`."""
     softcap: float | None = None
     """Limit logits to this absolute value, smoothly: c tanh(logit / c)."""
     dropout: float = 0.0
@@ -120,7 +126,8 @@ class ModelConfig:
     dropatt: float = 0.0
     """Dropout of attention weights."""
     attention: str = "auto"
-    """The implementation of attention; `auto` takes the fastest."""
+    """The implementation of attention: `triton` (kernels for GPUs), `sdpa` (torch's), `cpu`,
+    `reference` (plain operations), or `auto`, the fastest that fits."""
     init_std: float = 0.02
     """Standard deviation of initial weights, position biases and LayerNorm gains."""
     proj_init_std: float = 0.01

@@ -129,8 +129,8 @@ class LearningCheck(Observer):
             "frequent tokens are, and nothing from their context. Start a new run with a longer "
             f"warm-up (optimizer.warmup_steps is {optimizer.warmup_steps}), a lower rate "
             f"(optimizer.lr is {optimizer.lr:g}) or gradient clipping at 0.25 "
-            f"(optimizer.gradient_clipping is {optimizer.gradient_clipping:g}); see "
-            "docs/how_to/choose_settings.md. Only tokens that do not depend on each other allow "
+            f"(optimizer.gradient_clipping is {optimizer.gradient_clipping:g}). "
+            "Only tokens that do not depend on each other allow "
             "no lower loss"
         )
 

@@ -4,13 +4,17 @@ import re
 from pathlib import Path
 
 from txl_dist.config.config_file import default_settings, flatten_config, load_run_config
-from txl_dist.config.starting_file import NUM_STEPS, starting_file
+from txl_dist.config.starting_file import START, starting_file
 from txl_dist.config.yaml_file import read_yaml
 
 REQUIRED = {
     "directory": "runs/mine",
     "data.path": "data/mine",
-    "training.num_steps": NUM_STEPS,
+    **{
+        f"{section}.{name}": value
+        for section, each in START.items()
+        for name, value in each.items()
+    },
 }
 
 

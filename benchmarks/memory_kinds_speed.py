@@ -19,9 +19,11 @@ from txl_dist import ModelConfig, TransformerXL
 from txl_dist.bench import one_thread, time_rounds
 from txl_dist.bench.model import OLD, Work, zipf_segment
 from txl_dist.model.flops import inference_flops, training_flops
+from txl_dist.model.token_step import TokenStep
 from txl_dist.runtime.process import keep_freed_memory
 
 NUM_LANES, TGT_LEN, MEM_LEN, NUM_SEGMENTS, MEMORY_TOKENS = 4, 128, 128, 2, 8
+NUM_GENERATED = 16
 MIN_SHARE = 0.8
 KINDS: dict[str, dict[str, Any]] = {
     "recurrent": {},
@@ -42,7 +44,7 @@ def main() -> None:
     with one_thread():
         for title, work_of in (
             (f"training step, {NUM_SEGMENTS} segments of {TGT_LEN // NUM_SEGMENTS}", training),
-            (f"generation of {TGT_LEN // NUM_SEGMENTS} tokens, one at a time", generation),
+            (f"generation of {NUM_GENERATED} tokens, one at a time", generation),
         ):
             print(f"\n{title}; {NUM_LANES} lanes, memory {MEM_LEN}, {MEMORY_TOKENS} memory tokens")
             print("| kind | ms | time ratio | FLOP ratio | share of it | limit |")
@@ -99,25 +101,33 @@ def training(model_config: ModelConfig) -> Work:
 
 
 def generation(model_config: ModelConfig) -> Work:
-    """One segment, token by token. A kind that adds tokens to its segments reads the incomplete
-    segment again for every token (txl_dist/generation/decoder.py)."""
-    model, segment_len = TransformerXL(model_config), TGT_LEN // NUM_SEGMENTS
+    """A segment, token by token, as txl_dist/generation/decoder.py reads it: in a `TokenStep` with
+    cached keys, or as segments of one token. A kind that adds tokens to its segments reads the
+    incomplete segment again for every token."""
+    model = TransformerXL(model_config)
     reads_again = model_config.memory_facts.adds_tokens
-    input_BT, _ = zipf_segment(model_config.num_ids, (NUM_LANES, segment_len))
-    age_BT = OLD + torch.arange(segment_len, dtype=torch.int32).expand(NUM_LANES, segment_len)
+    input_BT, _ = zipf_segment(model_config.num_ids, (NUM_LANES, NUM_GENERATED))
+    age_BT = OLD + torch.arange(NUM_GENERATED, dtype=torch.int32).expand(NUM_LANES, NUM_GENERATED)
     state = model.inference_state(NUM_LANES)
+    with torch.no_grad():
+        # Fills the cache.
+        model.hidden(input_BT, age_BT, state)
+        step = TokenStep(model, state) if TokenStep.supports(model, state) else None
 
     @torch.no_grad()
     def read() -> None:
         nonlocal state
         before = state
-        for stop in range(1, segment_len + 1):
+        for stop in range(1, NUM_GENERATED + 1):
+            if step is not None:
+                model.logits(step(input_BT[:, stop - 1], [OLD] * NUM_LANES))
+                continue
             start = 0 if reads_again else stop - 1
             given = before if reads_again else state
             hidden_BTD, state = model.hidden(input_BT[:, start:stop], age_BT[:, start:stop], given)
             model.logits(hidden_BTD[:, -1])
 
-    lengths = range(1, segment_len + 1) if reads_again else [1] * segment_len
+    lengths = range(1, NUM_GENERATED + 1) if reads_again else [1] * NUM_GENERATED
     flops = sum(inference_flops(model_config, num_lanes=NUM_LANES, tgt_len=n) for n in lengths)
     return Work(read, flops)
 

@@ -31,7 +31,7 @@ from txl_dist.estimate.rank_bytes import FP32_BYTES, ModelNeeds, ZeroSettings
 from txl_dist.estimate.run_estimate import Assumptions, DataFacts
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.heartbeat import NUM_READERS
-from txl_dist.runtime.watch import BEAT_SECONDS
+from txl_dist.runtime.waiting import BEAT_SECONDS
 
 STORAGE_BYTES_PER_SECOND = 2e9
 """Rate at which all ranks together write checkpoints."""

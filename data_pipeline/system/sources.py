@@ -326,7 +326,8 @@ class _UrlStream(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        if not self.closed:
+        # The destructor calls this also for a URL that could not be opened.
+        if not self.closed and hasattr(self, "_file"):
             self._file.close()
         super().close()
 

@@ -28,7 +28,7 @@ from tests.support.training_runs import (
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import LostRankError
-from txl_dist.runtime.watch import CollectiveWatch
+from txl_dist.runtime.waiting import CollectiveWatch
 from txl_dist.runtime.world import World
 from txl_dist.training import rank, segment_source
 from txl_dist.training.job import TrainJob

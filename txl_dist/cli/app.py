@@ -12,6 +12,7 @@ from txl_dist.cli import (
     evaluate,
     generate,
     job,
+    models,
     preflight,
     prepare,
     reproduce,
@@ -39,13 +40,13 @@ app.command("generate")(generate.generate)
 app.command("report")(runs.report)
 app.command("status")(runs.status)
 app.command("reproduce")(reproduce.reproduce)
-app.add_typer(runs.checkpoint_app, name="checkpoint")
+app.add_typer(models.app, name="checkpoint")
 app.add_typer(runs.track_app, name="track")
 app.add_typer(job.app, name="job")
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(preflight.doctor)
-app.command("import")(runs.import_)
-app.command("export")(runs.export)
+app.command("import")(models.import_)
+app.command("export")(models.export)
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -303,7 +303,7 @@ def _watch(run: Path, on: str, workers: int) -> None:
         import torch
 
         from txl_dist.runtime.device import EXACT_THREADS
-        from txl_dist.training.watch import watch
+        from txl_dist.training.score_checkpoints import watch
 
     num_threads = torch.get_num_threads() if is_of_run else EXACT_THREADS
     # Also one worker is a process: a batch that kills it must not end the watch.

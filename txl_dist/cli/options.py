@@ -155,6 +155,7 @@ Checkpoints = Annotated[
     list[Path],
     typer.Argument(metavar="CHECKPOINT...", help=CHECKPOINT_HELP, parser=checkpoint_path),
 ]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", parser=path_argument)]
 # For commands that need what exported models lack: the manifest, hashes, the state of training.
 SavedCheckpoint = Annotated[
     Path,

@@ -192,6 +192,7 @@ def doctor(
             metavar="DIR",
             help="A run directory, which exists or will be created: check that all nodes can use "
             "it. A probe file is written there and removed.",
+            show_default="runs, without --on",
             parser=require_local,
         ),
     ] = None,
@@ -216,6 +217,7 @@ def doctor(
     from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import num_problems, print_report, to_json
 
+    run = run or ("runs" if on is None else None)
     request = DoctorRequest(
         run=None if run is None else _absolute(run),
         data=None if data is None else _absolute(data),

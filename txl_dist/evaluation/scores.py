@@ -10,7 +10,7 @@ A score is a function of named sums, registered with those that it divides by:
         return sums["nats"] / (sums["bytes"] * math.log(2))
 
 Everything that shows scores of a split shows all that are registered: `txl eval` with its JSON,
-files, intervals and MLflow runs. So a new score is one function.
+files, intervals and MLflow runs, and the metrics of training. So a new score is one function.
 """
 
 import math
@@ -130,6 +130,12 @@ class LossSums:
     @property
     def named(self) -> dict[str, float]:
         return {"nats": self.nats, "tokens": self.num_tokens, "bytes": self.num_bytes}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The scores that are known, with the names of a run's metrics: `loss` is the mean."""
+        known = {name: value for name, value in finish(self.named).items() if value is not None}
+        return {"loss" if name == "nats_per_token" else name: known[name] for name in known}
 
     @property
     def nats_per_token(self) -> float:

@@ -230,7 +230,7 @@ def find_launcher(on: str) -> Launcher:
         name = on
     elif colon and name in launchers and name != "ray":  # ray:6379 is a host of that name
         arguments = (argument,)
-    elif colon or on == "auto":
+    elif on == "auto" or "://" in on or (colon and on.rpartition(":")[2].isdecimal()):
         name, arguments = "ray", (on,)
     else:
         raise ConfigError(

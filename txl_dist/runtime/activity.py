@@ -1,7 +1,7 @@
 """Activity: what a rank is doing now, and how many seconds it has spent on each kind of work.
 
 At any moment the main thread of a rank is in exactly one span (`data wait`, `forward`, ...), so the
-seconds of all spans add up to the time since `reset`. The thread of `watch.py` reads the
+seconds of all spans add up to the time since `reset`. The thread of `waiting.py` reads the
 current activity for messages about ranks that are slow or do not respond.
 
 The times are those of the host, from the monotonic clock. GPU kernels run asynchronously: their

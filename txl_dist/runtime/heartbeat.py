@@ -2,7 +2,7 @@
 
     RUN/.heartbeats/rank-N.json       rewritten every few seconds by rank N (`Heartbeat`)
 
-The ranks read each other's (`Peers`; `watch.py` decides what follows). Nobody waits for the only
+The ranks read each other's (`Peers`; `waiting.py` decides what follows). Nobody waits for the only
 rank of a run, or if all ranks hang at the same time: so the launcher reads them too (`HangWatch`).
 
 Files, because a rank that waits in a collective cannot use another collective, and every rank sees

@@ -14,7 +14,7 @@ from txl_dist.runtime.device import deterministic
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.stop import StopDeadline, StopRequest
-from txl_dist.runtime.watch import CollectiveWatch, lost_rank_error
+from txl_dist.runtime.waiting import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer

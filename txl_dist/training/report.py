@@ -71,9 +71,7 @@ class Report(Observer):
         if state.unreported[1] and last is not None:
             sums = LossSums(*state.unreported)
             values |= {
-                "loss": sums.nats_per_token,
-                "perplexity": sums.perplexity,
-                **({"bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
+                **sums.metrics,
                 "lr": lr_at(last.step, self._config.optimizer, num_steps=self._config.num_steps),
                 "gradient_norm": last.gradient_norm,
                 "memory_valid": last.memory_valid,

@@ -10,9 +10,9 @@ An evaluation is due at the multiples of `evaluation.interval_steps` and at the 
     any         yes   scored   rank 0 writes it to metrics.jsonl once; the best one is BEST
     no          no    missed   reported: more than `evaluation.max_waiting_checkpoints` waited
 
-The ranks of a run (`evaluation.on: ranks`) and `txl eval --watch` (`watch.py`) write these files.
-Nothing else is stored about evaluations, except the best score in each checkpoint: a run that
-continues from a copy on an empty disk knows it.
+The ranks of a run (`evaluation.on: ranks`) and `txl eval --watch` (`score_checkpoints.py`) write
+these files. Nothing else is stored about evaluations, except the best score in each checkpoint: a
+run that continues from a copy on an empty disk knows it.
 """
 
 import logging
@@ -87,10 +87,8 @@ class Score(StrictModel):
             "step": self.step,
             "tokens": self.tokens,
             "time": time.time(),
-            f"{label}/loss": sums.nats_per_token,
-            f"{label}/perplexity": sums.perplexity,
             f"{label}/tokens_scored": sums.num_tokens,
-            **({f"{label}/bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
+            **{f"{label}/{name}": value for name, value in sums.metrics.items()},
         }
 
     @property

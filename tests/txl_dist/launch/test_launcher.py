@@ -23,8 +23,9 @@ def test_an_address_is_that_of_a_ray_cluster(address: str) -> None:
 
 
 def test_an_unknown_name_is_rejected_with_the_installed_ones() -> None:
-    with pytest.raises(ConfigError, match=r"--on slurm is neither .*\(processes, ray\)"):
-        find_launcher("slurm")
+    for on in ("slurm", "slurm:partition"):  # a colon alone does not make an address
+        with pytest.raises(ConfigError, match=rf"--on {on} is neither .*\(processes, ray\)"):
+            find_launcher(on)
 
 
 def test_a_number_is_fixed_and_a_range_is_elastic() -> None:

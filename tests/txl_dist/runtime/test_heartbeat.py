@@ -17,7 +17,7 @@ from txl_dist.runtime.heartbeat import (
     HeartbeatFiles,
     Peers,
 )
-from txl_dist.runtime.watch import innermost_calls, label_of
+from txl_dist.runtime.waiting import innermost_calls, label_of
 
 BEAT_SECONDS = 5.0
 

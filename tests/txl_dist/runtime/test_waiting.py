@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.support.commands import wait_until
 from tests.support.gloo_ranks import RankGroups
 from txl_dist.runtime.activity import Activity
-from txl_dist.runtime.watch import (
+from txl_dist.runtime.waiting import (
     GPU_WAIT,
     CollectiveWatch,
     collective_name,

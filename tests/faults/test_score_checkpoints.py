@@ -9,7 +9,7 @@ import pytest
 from tests.support.commands import is_alive, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import TINY, losses, tiny_job, train
-from tests.txl_dist.training.test_watch import scores
+from tests.txl_dist.training.test_score_checkpoints import scores
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.runtime.fault_injection import FAULT_VARIABLE
 

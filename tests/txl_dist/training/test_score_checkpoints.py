@@ -1,9 +1,11 @@
 """`txl eval --watch`: the scores, BEST and checkpoints of an evaluation on the ranks."""
 
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,25 +21,32 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
+from txl_dist.training import score_checkpoints as watch_module
 from txl_dist.training import score_watch
-from txl_dist.training import watch as watch_module
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.score_checkpoints import watch
 from txl_dist.training.score_watch import MAX_STARTS, ScoreWatch
 from txl_dist.training.scores import Score, ScoreTable
 from txl_dist.training.state import TrainState, load_state
-from txl_dist.training.watch import watch
 
 SETTINGS = (
     "evaluation.max_tokens=700",
     "evaluation.interval_steps=5",
     "evaluation.max_waiting_checkpoints=9",
     "training.keep_checkpoints=1",
-    "optimizer.lr=0.3",  # the loss rises again, so the best checkpoint is not the newest
+    # The loss rises with the rate on any text, so the best checkpoint is not the newest.
+    "optimizer.lr=2.0",
+    "optimizer.warmup_steps=20",
 )
 WORKERS = "evaluation.on=workers"
 STEPS = [5, 10, 15, 20]
+
+
+def with_popen(popen: Any) -> SimpleNamespace:
+    """The module `subprocess` with another Popen, for one module only: `platform` uses it, too."""
+    return SimpleNamespace(**{**vars(subprocess), "Popen": popen})
 
 
 class ThreadProcess:
@@ -79,7 +88,7 @@ def train_with_thread(world: World, job: TrainJob, *faults: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch_module, "POLL_SECONDS", 0.05)
         patch.setattr(score_watch, "POLL_SECONDS", 0.05)
-        patch.setattr(score_watch.subprocess, "Popen", ThreadProcess)
+        patch.setattr(score_watch, "subprocess", with_popen(ThreadProcess))
         patch.setattr(score_watch.os, "setpriority", lambda *_: None)
         return train_with(world, job, *faults) if faults else train_rank(job, world) and None
 
@@ -236,7 +245,7 @@ class Processes:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     processes = Processes()
-    monkeypatch.setattr(score_watch.subprocess, "Popen", processes)
+    monkeypatch.setattr(score_watch, "subprocess", with_popen(processes))
     monkeypatch.setattr(score_watch.os, "setpriority", lambda *_: None)
     return processes
 

@@ -103,7 +103,9 @@ class RankActor:
         from txl_dist.training.rank import train_rank
 
         os.environ["MASTER_PORT"] = str(port)
+        evaluate_on = _where_to_evaluate(ray.get_runtime_context().gcs_address)
         job = TrainJob.from_json(self._settings["job"])
+        job = job.model_copy(update={"evaluate_on": evaluate_on})
         files, world = LaunchFiles(job.run_path, job.launch_id), World.from_environment()
         torch.set_num_threads(
             num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
@@ -118,12 +120,7 @@ class RankActor:
             # rank is a request to all.
             unblock_stop_signals()
             try:
-                train_rank(
-                    job,
-                    world,
-                    report_stop=partial(files.write_error, world.rank),
-                    evaluate_on=_where_to_evaluate(ray.get_runtime_context().gcs_address),
-                )
+                train_rank(job, world, report_stop=partial(files.write_error, world.rank))
             except TxlError as error:
                 return error
         return None

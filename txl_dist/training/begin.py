@@ -47,8 +47,6 @@ class RankContext:
     """The config of the job before `resolve_duration`."""
     run_id: str = ""
     """Id of the run, chosen by rank 0; stored in every checkpoint."""
-    evaluate_on: str = "processes"
-    """`--on` of the process that scores checkpoints (`evaluation.on: workers`)."""
 
     @property
     def checkpoint_header(self) -> CheckpointHeader:
@@ -75,12 +73,7 @@ class RankContext:
 
 
 def open_inputs(
-    job: TrainJob,
-    world: World,
-    directory: RunDirectory,
-    stack: ExitStack,
-    *,
-    evaluate_on: str = "processes",
+    job: TrainJob, world: World, directory: RunDirectory, stack: ExitStack
 ) -> RankContext:
     """Open the data and join the ranks. Collective.
 
@@ -93,9 +86,7 @@ def open_inputs(
     world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
     log.info("%d of %d ranks are up", world.num_ranks, world.num_ranks)
     require_same_job(job.config, data, world)
-    return RankContext(
-        job, world, directory, stack, data, job.config, written_config, evaluate_on=evaluate_on
-    )
+    return RankContext(job, world, directory, stack, data, job.config, written_config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,14 +31,13 @@ def train_rank(
     *,
     announce_stop: bool = False,
     report_stop: Callable[[PreemptedError], None] = lambda error: None,
-    evaluate_on: str = "processes",
 ) -> TrainState:
     """Take part in a run until it ends. Errors are logged and raised.
 
     A stop request before the first step ends the process immediately, with exit code 75. A later
     one asks to stop after the step; `announce_stop` confirms it on standard error. If that takes
     longer than `training.grace_seconds`, the process ends too. Whenever a request ends the process,
-    `report_stop` is called with the reason first. `evaluate_on`: see `RankContext`.
+    `report_stop` is called with the reason first.
     """
     fault_point("start")
     keep_freed_memory()  # before the first large allocation
@@ -69,7 +68,7 @@ def train_rank(
     ):
         try:
             log.info("rank %d is up", world.rank)
-            state = _train(job, world, directory, stop, deadline, evaluate_on)
+            state = _train(job, world, directory, stop, deadline)
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:
@@ -102,7 +101,6 @@ def _train(
     directory: RunDirectory,
     stop: StopRequest,
     deadline: StopDeadline,
-    evaluate_on: str,
 ) -> TrainState:
     """Build all parts of the run and train, once for each change of settings, to its end."""
     with ExitStack() as run_stack:
@@ -111,14 +109,7 @@ def _train(
             world.activity.reset()
             with ExitStack() as stack:
                 trainer = build_trainer(
-                    job,
-                    world,
-                    directory,
-                    stack,
-                    stop,
-                    run_stack=run_stack,
-                    tracker=tracker,
-                    evaluate_on=evaluate_on,
+                    job, world, directory, stack, stop, run_stack=run_stack, tracker=tracker
                 )
                 deadline.begin_steps(partial(_loss_of, trainer, directory.checkpoints))
                 state, num_steps = trainer.run(), trainer.config.num_steps

@@ -153,7 +153,7 @@ def open_score_watch(
         watch = ScoreWatch(
             rank.directory,
             beginning.scores,
-            on=rank.evaluate_on,
+            on=rank.job.evaluate_on,
             timeout_seconds=rank.config.training.rank_timeout_seconds,
             announce=observers.score,
         )

@@ -37,7 +37,6 @@ def build_trainer(
     *,
     run_stack: ExitStack | None = None,
     tracker: TrackingProcess | None = None,
-    evaluate_on: str = "processes",
 ) -> Trainer:
     """Open the data, join the ranks, resume or initialise, and build all parts of the run.
 
@@ -45,7 +44,7 @@ def build_trainer(
     it is given, and used again as `tracker` after a change of settings.
     """
     stop, run_stack = StopRequest() if stop is None else stop, run_stack or stack
-    inputs = open_inputs(job, world, directory, stack, evaluate_on=evaluate_on)
+    inputs = open_inputs(job, world, directory, stack)
     beginning = begin_run(inputs, stop, run_stack)
     rank = inputs.after_step(beginning.settings_step, run_id=beginning.run_id)
     step, point = build_step(rank), beginning.point

@@ -123,10 +123,10 @@ def _memory(run: RunRecord) -> str:
     settings = run.settings
     if "model.mem_len" not in settings:
         return ""
-    kind, length = settings.get("model.memory", "recurrent"), settings["model.mem_len"]
+    kind, length = str(settings.get("model.memory", "recurrent")), settings["model.mem_len"]
     if kind == "recurrent" and not length:
         return "none (mem_len 0)"
-    parts = [str(kind)]
+    parts = [kind]
     for name in MEMORY_KINDS[kind].settings if kind in MEMORY_KINDS else ():
         value = settings.get(f"model.{name}")
         if name == "mem_len":

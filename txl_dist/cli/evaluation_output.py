@@ -204,8 +204,8 @@ def print_score(scored: Scored) -> None:
     )
     if scored["context_tokens"] is None:
         print(
-            f"  memory={scored['memory']} reaches back without limit: a chunk begins with a "
-            f"document, and more than {scored['num_chunks']:,} workers would wait"
+            f"  memory={scored['memory']} reaches back without limit, so documents are not cut "
+            f"into chunks: more than {scored['num_chunks']:,} workers would wait"
         )
     print(f"  protocol: {scored['protocol']}")
 

@@ -95,7 +95,7 @@ def submit(
     """Run a txl command on a cluster. Submitting a run twice is safe: while it runs, the second
     submission is refused (or follows it, with --follow); afterwards it resumes the run.
 
-    Example: txl job submit --follow -- train configs/quickstart.yaml --ranks 8
+    Example: txl job submit --follow -- train quickstart --ranks 8
     """
     from txl_dist.cli.job_request import describe_package, job_client, plan_job, require_size
 

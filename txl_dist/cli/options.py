@@ -188,7 +188,7 @@ NumWorkers = Annotated[
 On = Annotated[
     str,
     typer.Option(
-        metavar="local|ADDRESS",
+        metavar="local|ray|ADDRESS",
         help="Where workers run. local: processes of this machine. ray: a Ray started for this "
         "command. An address: a running Ray cluster, whose nodes must all see the input and the "
         "output directory.",

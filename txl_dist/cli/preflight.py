@@ -30,7 +30,9 @@ app = typer.Typer(help="Write, show and check run configs.", no_args_is_help=Tru
 
 @app.command()
 def init(
-    name: Annotated[str, typer.Argument(help="Name of the run, or the path of the file.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the run, or the path of the file.")
+    ],
     *,
     as_json: AsJson = False,
 ) -> None:

@@ -179,7 +179,9 @@ def prepare(
     any number of workers. If the command is stopped, run it again to continue.
 
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
+
     Example: txl prepare train=wiki.train.txt valid=wiki.valid.txt --out data/wiki
+
     Example: txl prepare enwik8.zip --out data/enwik8 --recipe enwik8
     """
     vocabulary = _vocabulary_of_ids(tokenizer) if format in ("auto", "ids") else None

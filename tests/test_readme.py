@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 SMALL = (
     *("data.num_lanes=4", "data.tgt_len=16", "model.n_layer=1", "model.d_model=16"),
     *("model.n_head=2", "model.d_head=8", "model.d_inner=16", "training.num_steps=3"),
+    "optimizer.warmup_steps=1",
 )
 
 

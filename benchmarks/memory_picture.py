@@ -3,9 +3,9 @@
     python benchmarks/memory_picture.py        # writes docs/figures/memory.svg
 
 Left: bits per byte of the quickstart's model on held-out files, with its memory and with the memory
-switched off in evaluation. Right:
-the loss by position in the segment (`python benchmarks/memory_study.py`). The figures are those of
-the document, so that the picture cannot differ from what was measured.
+switched off in evaluation. Right: the loss by position in the segment (`python
+benchmarks/memory_study.py`). The figures are those of the document, so that the picture cannot
+differ from what was measured.
 """
 
 import argparse

@@ -219,7 +219,7 @@ def doctor(
     from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import num_problems, print_report, to_json
 
-    run = run or ("runs" if on is None else None)
+    run = run or ("runs" if on in (None, "processes") else None)
     request = DoctorRequest(
         run=None if run is None else _absolute(run),
         data=None if data is None else _absolute(data),

@@ -15,6 +15,7 @@ resume on other ranks and evaluation work for every kind
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -118,8 +119,7 @@ class SequenceState(ABC):
 
     def check(self, config: ModelConfig, num_lanes: int) -> None:
         """Raises ValueError if it is the state of another model, kind or number of lanes."""
-        found = _shapes(self)
-        expected = _shapes(memory_kind(config).empty(num_lanes, device="meta"))
+        found, expected = _shapes(self), _expected_shapes(config, num_lanes)
         for name in expected | found:
             if found.get(name) != expected.get(name):
                 raise ValueError(
@@ -131,6 +131,11 @@ class SequenceState(ABC):
 
 def _shapes(state: SequenceState) -> dict[str, list[int]]:
     return {name: [*tensor.shape] for name, tensor in state.tensors().items()}
+
+
+@lru_cache(maxsize=16)  # asked before every segment
+def _expected_shapes(config: ModelConfig, num_lanes: int) -> dict[str, list[int]]:
+    return _shapes(memory_kind(config).empty(num_lanes, device="meta"))
 
 
 class MemoryKind(ABC):

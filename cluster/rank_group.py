@@ -12,7 +12,6 @@ docs/decisions/0053-one-supervisor-for-all-launchers.md.
 
 import logging
 import math
-import os
 import queue
 import time
 from collections.abc import Callable, Collection
@@ -23,7 +22,6 @@ from cluster.connection import (
     HEAD_SECONDS,
     SHUTDOWN_SECONDS,
     ConnectionThread,
-    abandon_ray,
     ray_log,
     responds,
 )
@@ -60,11 +58,12 @@ log = logging.getLogger("ray.txl")
 
 
 class RayRankGroup:
-    """The ranks of one launch. `address` None: a private Ray, which ends with the launch."""
+    """The ranks of one launch, on the Ray that `thread` connects."""
 
-    def __init__(self, job: TrainJob, ranks: RankRange, *, address: str | None) -> None:
+    def __init__(self, job: TrainJob, ranks: RankRange, thread: ConnectionThread) -> None:
         self.max_restarts = job.config.ray.max_restarts
-        self._config, self._ranks, self._address = job.config, ranks, address
+        self._config, self._ranks, self._thread = job.config, ranks, thread
+        thread.work = self._serve
         self._directory = RunDirectory(job.run_path)
         self._files = LaunchFiles(self._directory.path, job.launch_id)
         self._events: queue.Queue[Event] = queue.Queue()
@@ -78,16 +77,11 @@ class RayRankGroup:
         self._waiting_since = time.monotonic()
         """When the ranks began to be waited for."""
         self._is_up = False
-        # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
-        num_cpus = ranks.maximum + (job.config.evaluation.on == "workers")  # its actor
-        self._thread = ConnectionThread(
-            address, num_cpus=max(num_cpus, os.cpu_count() or 1), work=self._serve
-        )
 
     def __enter__(self) -> Self:
         self._thread.start()
-        place = "starting Ray" if self._address is None else f"connecting to {self._address}"
-        self._events.put(Line(f"{place}; ranks to start: {self._ranks}"))
+        begin = "starting" if self._thread.is_private else "connecting to"
+        self._events.put(Line(f"{begin} {self._thread.place}; ranks to start: {self._ranks}"))
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
@@ -96,7 +90,7 @@ class RayRankGroup:
         is_ending = self._monitor is not None or self._thread.error is not None
         self._thread.join(SHUTDOWN_SECONDS if is_ending and not is_lost else 0.0)
         if self._thread.is_alive():
-            abandon_ray(self._address, getattr(error, "exit_code", 1) if error else 0)
+            self._thread.abandon(getattr(error, "exit_code", 1) if error else 0)
 
     # --- the main thread --------------------------------------------------------------------------
 
@@ -114,7 +108,8 @@ class RayRankGroup:
                 raise self._lost_head(monitor)
             if monitor.state is not None:
                 events += self._news(monitor, monitor.state)
-        reason = self._describe_wait(monitor)
+        place = self._thread.place
+        reason = monitor.describe_wait(self._ranks.minimum) if monitor else place
         limit_seconds = self._config.ray.start_timeout_seconds
         if not self._is_up and time.monotonic() - self._waiting_since > limit_seconds:
             raise TxlError(
@@ -153,11 +148,6 @@ class RayRankGroup:
                 break
         return events
 
-    def _describe_wait(self, monitor: ClusterMonitor | None) -> str:
-        if monitor is not None:
-            return monitor.describe_wait(self._ranks.minimum)
-        return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
-
     def _error(self, error: Exception) -> TxlError:
         """What ended Ray's thread, as an error for people."""
         if isinstance(error, TxlError):
@@ -185,7 +175,7 @@ class RayRankGroup:
             self._config.ray.gpus_per_rank,
             live_nodes(),
             self._ranks.minimum,
-            may_grow=self._address is not None,
+            may_grow=not self._thread.is_private,
         )
         with (
             ray_log(self._directory.logs / "ray.log"),
@@ -245,7 +235,7 @@ class RayRankGroup:
         self._locations = locations
         places = {rank: f" ({location})" for rank, location in enumerate(locations)}
         # A private Ray has one node, which this process would not outlive.
-        nodes = {location.node_id for location in locations if self._address is not None}
+        nodes = {location.node_id for location in locations if not self._thread.is_private}
         self._events.put(RanksUp(places, nodes))
         return calls
 

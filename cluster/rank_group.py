@@ -6,7 +6,7 @@
 A call into Ray can block for minutes or without limit, and Python handles no signal meanwhile. So
 the main thread only exchanges events and requests with Ray's thread, and abandons it if it blocks.
 
-Each start is a new placement group with one actor per rank (`rank_actor.py`). Why not Ray Train:
+Each start is a new placement group with one actor per rank (`RankActor`). Why not Ray Train:
 docs/decisions/0053-one-supervisor-for-all-launchers.md.
 """
 
@@ -28,11 +28,13 @@ from cluster.connection import (
 from cluster.nodes import (
     ClusterMonitor,
     ClusterState,
+    RankActor,
+    RankLocation,
     Resource,
     choose_resource,
     live_nodes,
+    order_ranks,
 )
-from cluster.rank_actor import RankActor, RankLocation, order_ranks
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
 from txl_dist.launch.launch_files import LaunchFiles

@@ -291,6 +291,12 @@ def ray_log(path: Path | None) -> Iterator[None]:
         handler.close()
 
 
+def lines_of(error: BaseException) -> list[str]:
+    """The lines of an error of Ray, which may have pages; its type if it has no text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines or [type(error).__name__]
+
+
 # --- a private Ray: access token, shutdown, and cleanup after killed launchers --------------------
 
 

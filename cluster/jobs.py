@@ -28,7 +28,7 @@ import ray
 from ray._private.runtime_env import packaging
 from ray.job_submission import JobStatus, JobSubmissionClient, JobType
 
-from cluster.connection import check_cluster
+from cluster.connection import check_cluster, lines_of
 from data_pipeline.system.sources import shown
 from txl_dist.cli.job_request import EXIT_LINE, Job, JobExistsError, JobRequest, JobState
 from txl_dist.config.redaction import redact
@@ -332,5 +332,4 @@ def _recorded_code(logs: str, *, default: int) -> int:
 
 def _line(error: Exception, number: int) -> str:
     """A line of an error, without the password that the address may have."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return redact(lines[number]).rstrip(".")
+    return redact(lines_of(error)[number]).rstrip(".")

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from cluster.connection import HEAD_SECONDS, ConnectionThread, ray_log
+from cluster.connection import HEAD_SECONDS, ConnectionThread, lines_of, ray_log
 from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.progress import WorkerStatus
@@ -56,7 +56,7 @@ class Worker:
         return ray.util.get_node_ip_address(), os.getpid()
 
     def run(self, function: Callable[[U], R], unit: U) -> tuple[R | TxlError, int]:
-        """The result of a unit, and this process's peak memory in bytes."""
+        """The result of a unit, and the most host memory of this process, in bytes."""
         try:
             return function(unit), peak_memory_bytes()
         except TxlError as error:
@@ -204,9 +204,10 @@ class RayWorkers:
             self._kill([handle])
             self._num_failed_starts += 1
             if self._num_failed_starts == MAX_FAILED_STARTS:
+                reason = " ".join(lines_of(error)[:6])
                 raise TxlError(
                     f"{MAX_FAILED_STARTS} workers in a row died while they started. Ray says: "
-                    f"{_first_lines(error)}. All nodes need this version of txl and its packages"
+                    f"{reason}. All nodes need this version of txl and its packages"
                 ) from None
             return
         handle.location = f" ({'' if self._thread.is_private else f'{address}, '}pid {pid})"
@@ -256,11 +257,6 @@ class RayWorkers:
                 "or network failed, which ends the workers too. Start the cluster again and run "
                 "the same command; finished work is kept (txl eval: with --resume)"
             )
-
-
-def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:6])
 
 
 class RayLauncher(Launcher):

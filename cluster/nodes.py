@@ -142,7 +142,12 @@ class ClusterMonitor:
 
 
 def _read_state(resource: Resource) -> ClusterState:
-    nodes, free_by_node, deadlines = live_nodes(), _free_by_node(), _draining_nodes()
+    import ray
+
+    # Ray 2.60 has no public function for this one and `get_draining_nodes`. Ray Train's preemption
+    # watcher uses the second.
+    free_by_node = ray._private.state.available_resources_per_node()
+    nodes, deadlines = live_nodes(), _draining_nodes()
     # A node that is listed, but has no free resources yet, has just joined.
     free = {
         node["NodeID"]: free_by_node.get(node["NodeID"], {}).get(resource, 0.0) for node in nodes
@@ -154,16 +159,6 @@ def _read_state(resource: Resource) -> ClusterState:
         num_free_slots=sum(int(free[node_id]) for node_id in free.keys() - deadlines.keys()),
         deadlines=deadlines,
     )
-
-
-# Ray 2.60 has no public function for these two. Ray Train's preemption watcher uses the second.
-
-
-def _free_by_node() -> dict[str, dict[str, float]]:
-    import ray
-
-    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
-    return free
 
 
 def _draining_nodes() -> dict[str, float | None]:

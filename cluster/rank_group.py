@@ -22,6 +22,7 @@ from cluster.connection import (
     HEAD_SECONDS,
     SHUTDOWN_SECONDS,
     ConnectionThread,
+    lines_of,
     ray_log,
     responds,
 )
@@ -158,7 +159,7 @@ class RayRankGroup:
         if self._monitor is not None and not responds(self._monitor.head):
             return self._lost_head(self._monitor)
         return TxlError(
-            f"Ray ended with an error: {_first_line(error)}. More in {self._directory.logs}. "
+            f"Ray ended with an error: {lines_of(error)[0]}. More in {self._directory.logs}. "
             f"{resume_advice(self._directory.path)}"
         )
 
@@ -212,7 +213,7 @@ class RayRankGroup:
                 located = list(zip(ray.get(calls), actors, strict=True))
             except ray.exceptions.RayError as error:
                 for rank in range(num_ranks):
-                    self._events.put(RankEnded(rank, None, reason=_first_line(error)))
+                    self._events.put(RankEnded(rank, None, reason=lines_of(error)[0]))
                 return
             ranks = order_ranks(located, own_node_id=ray.get_runtime_context().get_node_id())
             self._watch(self._call_ranks(job, ranks, resource), [actor for _, actor in ranks])
@@ -259,12 +260,12 @@ class RayRankGroup:
             error: TxlError | None = ray.get(call)
         except ray.exceptions.RayTaskError as failure:
             log.warning("rank %d: %s", rank, failure)
-            return RankEnded(rank, 1, reason=_first_line(getattr(failure, "cause", failure)))
+            return RankEnded(rank, 1, reason=lines_of(getattr(failure, "cause", failure))[0])
         except ray.exceptions.RayError as death:
             log.warning("rank %d: %s", rank, death)
             if written := self._files.error(rank):  # it ended its process on purpose
                 return RankEnded(rank, written.exit_code, written)
-            return RankEnded(rank, None, reason=_first_line(death))
+            return RankEnded(rank, None, reason=lines_of(death)[0])
         return RankEnded(rank, error.exit_code if error else 0, error)
 
     def _wait(self, is_done: Callable[[], bool], limit_seconds: float = math.inf) -> bool:
@@ -299,7 +300,3 @@ def _start_actors(group: Any, num_ranks: int, resource: Resource) -> list[Any]:
 def _describe_draining(address: str, seconds: float | None) -> str:
     """`node 10.0.0.2 is preempted in 58 s`."""
     return f"node {address} is preempted " + ("soon" if seconds is None else f"in {seconds:.0f} s")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

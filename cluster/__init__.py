@@ -3,8 +3,7 @@
 launcher.py      RayLauncher: the entry point for `--on ray` and `--on ADDRESS`; its workers
 connection.py    connects to a running cluster, or to a private Ray
 rank_group.py    the ranks of a run, for the supervisor (txl_dist/launch/supervise.py)
-rank_actor.py    one rank, as an actor
-nodes.py         what ranks reserve, which nodes are alive and free, their network interface
+nodes.py         what ranks reserve, which nodes are alive and free; one rank, as an actor
 doctor.py        checks all nodes before a run (txl doctor)
 jobs.py          the client of the Ray Jobs API, for `txl job`
 job_driver.py    runs the txl command of a job on the cluster

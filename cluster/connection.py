@@ -91,50 +91,59 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
             kill_private_ray()  # Ray's agents, which end some time after Ray
 
 
-@contextmanager
-def interruptible_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
-    """`ray_connection` for the main thread: a signal interrupts it also while Ray starts or ends.
-
-    Ray is connected and disconnected in a thread, because Python handles no signal in the main
-    thread during a call into Ray. If that is interrupted or blocks, Ray is abandoned.
-    """
-    thread = ConnectionThread(address, num_cpus=num_cpus)
-    thread.start()
-    exit_code = STOPPED_EXIT_CODE
-    try:
-        thread.wait_until(thread.connected)
-        if thread.error:
-            raise thread.error
-        yield
-        exit_code = 0
-    except Exception as error:
-        exit_code = error.exit_code if isinstance(error, TxlError) else 1
-        raise
-    finally:
-        try:
-            if thread.connected.is_set():
-                thread.leave.set()
-                thread.wait_until(thread.ended, timeout_seconds=SHUTDOWN_SECONDS)
-        finally:
-            if not thread.ended.is_set():
-                abandon_ray(address, exit_code)
-
-
 class ConnectionThread(threading.Thread):
-    """Holds a `ray_connection` while `work` runs; None: until `leave` is set.
+    """Holds a `ray_connection` while `work` runs.
 
     It lives as long as Ray's processes: Ray has the kernel kill them when the thread that started
     them ends (PR_SET_PDEATHSIG).
     """
 
-    def __init__(
-        self, address: str | None, *, num_cpus: int, work: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, address: str | None, *, num_cpus: int) -> None:
         super().__init__(name="ray", daemon=True)
         self.connected, self.leave, self.ended = (threading.Event() for _ in range(3))
+        self.work: Callable[[], object] = self.leave.wait
         self.error: Exception | None = None
+        self.is_private = address is None
+        self.place = "Ray" if address is None else f"the Ray cluster at {address}"
         self._address, self._num_cpus = address, num_cpus
-        self._work = work or self.leave.wait
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The connection, for the main thread: a signal interrupts it also while Ray starts or
+        ends.
+
+        Python handles no signal in the main thread during a call into Ray, so this thread connects
+        and disconnects. If that is interrupted or blocks, Ray is abandoned.
+        """
+        self.start()
+        exit_code = STOPPED_EXIT_CODE
+        try:
+            self._wait_until(self.connected)
+            if self.error:
+                raise self.error
+            yield
+            exit_code = 0
+        except Exception as error:
+            exit_code = error.exit_code if isinstance(error, TxlError) else 1
+            raise
+        finally:
+            try:
+                if self.connected.is_set():
+                    self.leave.set()
+                    self._wait_until(self.ended, timeout_seconds=SHUTDOWN_SECONDS)
+            finally:
+                if not self.ended.is_set():
+                    self.abandon(exit_code)
+
+    def abandon(self, exit_code: int) -> None:
+        """End this process without Ray's thread and exit handlers, which may block.
+
+        Returns: the exit happens when the interpreter ends. Kills a private Ray now.
+        """
+        if self.is_private:
+            kill_private_ray()
+            shutil.rmtree(access_token().parent, ignore_errors=True)
+        atexit.register(exit_without_teardown, exit_code)
 
     def run(self) -> None:
         # The processes of a private Ray inherit the mask. A signal to every process of the job must
@@ -144,13 +153,13 @@ class ConnectionThread(threading.Thread):
         try:
             with ray_connection(self._address, num_cpus=self._num_cpus):
                 self.connected.set()
-                self._work()
+                self.work()
         except Exception as error:
             self.error = error
         self.ended.set()
         self.connected.set()
 
-    def wait_until(self, event: threading.Event, *, timeout_seconds: float = math.inf) -> None:
+    def _wait_until(self, event: threading.Event, *, timeout_seconds: float = math.inf) -> None:
         """Wait for an event of this thread; logs from time to time that it waits."""
         handler = signal.getsignal(signal.SIGTERM)
         begin = last_line = time.monotonic()
@@ -161,8 +170,7 @@ class ConnectionThread(threading.Thread):
                 return
             if seconds - last_line > STATUS_SECONDS:
                 last_line = seconds
-                name = "Ray" if self._address is None else f"the Ray cluster at {self._address}"
-                log.warning("waiting %.0f s for %s", seconds - begin, name)
+                log.warning("waiting %.0f s for %s", seconds - begin, self.place)
         _reinstall_sigterm(handler)
 
 
@@ -170,17 +178,6 @@ def _reinstall_sigterm(handler: object) -> None:
     """When Ray connects, it replaces SIGTERM's handler by one in C++ that aborts this process."""
     if threading.current_thread() is threading.main_thread() and callable(handler):
         signal.signal(signal.SIGTERM, handler)
-
-
-def abandon_ray(address: str | None, exit_code: int) -> None:
-    """End this process without Ray's thread and exit handlers, which may block.
-
-    Returns: the exit happens when the interpreter ends. Kills a private Ray (`address` None) now.
-    """
-    if address is None:
-        kill_private_ray()
-        shutil.rmtree(access_token().parent, ignore_errors=True)
-    atexit.register(exit_without_teardown, exit_code)
 
 
 def _start_private(num_cpus: int) -> None:
@@ -292,6 +289,12 @@ def ray_log(path: Path | None) -> Iterator[None]:
     finally:
         logger.handlers, logger.level, logger.propagate, worker.print_worker_logs = previous
         handler.close()
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """The lines of an error of Ray, which may have pages; its type if it has no text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines or [type(error).__name__]
 
 
 # --- a private Ray: access token, shutdown, and cleanup after killed launchers --------------------

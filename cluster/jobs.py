@@ -28,7 +28,7 @@ import ray
 from ray._private.runtime_env import packaging
 from ray.job_submission import JobStatus, JobSubmissionClient, JobType
 
-from cluster.connection import check_cluster
+from cluster.connection import check_cluster, lines_of
 from data_pipeline.system.sources import shown
 from txl_dist.cli.job_request import EXIT_LINE, Job, JobExistsError, JobRequest, JobState
 from txl_dist.config.redaction import redact
@@ -67,20 +67,25 @@ _STATES: dict[JobStatus, JobState] = {
 
 
 class RayJobs:
-    """The txl jobs of one cluster."""
+    """The txl jobs of one cluster. Methods raise TxlError if the cluster does not respond."""
 
     def __init__(self, address: str | None) -> None:
+        """Connect to the URL of a dashboard, the address of a head, or None (automatic). Raises
+        ConfigError if nothing responds or the token is missing or wrong.
+        """
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         address = address or next(filter(None, map(os.environ.get, _ADDRESS_VARIABLES)), "auto")
         with _without_address_variables():
             url = _api_url(address)
             self.url = shown(url)
+            """Without credentials."""
             with self._explained("it cannot be used", unreachable=ConfigError):
                 self._client = _Client(url)
 
     @property
     def needs_token(self) -> bool:
+        """Whether the API refuses requests without a token."""
         with self._explained("it does not tell whether it requires a token"):
             response = self._client._do_request("GET", "/api/authentication_mode")
             return response.status_code != 200 or (
@@ -89,6 +94,7 @@ class RayJobs:
 
     @staticmethod
     def package(request: JobRequest) -> dict[str, int]:
+        """Name -> bytes of the files that `submit` would send. Contacts no cluster."""
         root = request.working_dir.resolve()
         with TemporaryDirectory() as folder:
             sizes = _sizes(root, _excludes(request))
@@ -103,6 +109,7 @@ class RayJobs:
         return sizes
 
     def submit(self, request: JobRequest, job_id: str) -> None:
+        """Upload the files, unless they are there, and start the job. Raises JobExistsError."""
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(request.stop_seconds), **request.environment}
         with (
             TemporaryDirectory() as folder,
@@ -121,12 +128,14 @@ class RayJobs:
             )
 
     def jobs(self) -> list[Job]:
+        """All txl jobs that the cluster knows, oldest first."""
         with self._explained("its jobs cannot be listed"):
             details = self._client.list_jobs()
         jobs = map(_job_of, filter(_is_txl_job, details))
         return sorted(jobs, key=lambda job: job.start_seconds or 0)
 
     def job(self, job_id: str) -> Job:
+        """Raises ConfigError if there is no such job."""
         with self._explained(f"job {job_id} cannot be found"):
             details = self._client.get_job_info(job_id)
         logs = ""
@@ -136,10 +145,12 @@ class RayJobs:
         return _job_of(details, logs)
 
     def logs(self, job_id: str) -> str:
+        """All output of the driver."""
         with self._explained(f"the output of job {job_id} cannot be read"):
             return str(self._client.get_job_logs(job_id))
 
-    def wait(self, job_id: str, write: Callable[[str], object] | None = None) -> Job:
+    def wait(self, job_id: str, write: Callable[[str], object] = lambda text: None) -> Job:
+        """Return when the job has ended. `write` is called with all output, old and new."""
         # Not Ray's `tail_job_logs`: it has no time limit, and starts again from the beginning.
         num_written, last_response = 0, time.monotonic()
         while True:
@@ -156,18 +167,18 @@ class RayJobs:
                 time.sleep(POLL_SECONDS)
                 continue
             last_response = time.monotonic()
-            if write is not None:
-                with suppress(TxlError):  # the node of the driver is gone, with its log
-                    text = self.logs(job_id)
-                    write(text[num_written:])
-                    num_written = max(num_written, len(text))
-                if job.is_ended and num_written == 0:  # the driver has not run
-                    write(f"{job.message}\n")
+            with suppress(TxlError):  # the node of the driver is gone, with its log
+                text = self.logs(job_id)
+                write(text[num_written:])
+                num_written = max(num_written, len(text))
             if job.is_ended:
+                if num_written == 0:  # the driver has not run
+                    write(f"{job.message}\n")
                 return job
             time.sleep(POLL_SECONDS)
 
     def stop(self, job_id: str) -> bool:
+        """Ask a job to stop; False if it has already ended."""
         with self._explained(f"job {job_id} could not be stopped"):
             return bool(self._client.stop_job(job_id))
 
@@ -321,5 +332,4 @@ def _recorded_code(logs: str, *, default: int) -> int:
 
 def _line(error: Exception, number: int) -> str:
     """A line of an error, without the password that the address may have."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return redact(lines[number]).rstrip(".")
+    return redact(lines_of(error)[number]).rstrip(".")

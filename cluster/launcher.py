@@ -15,6 +15,7 @@ data under the same paths; `work_units.py` checks that for every unit of a prepa
 
 import contextlib
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from cluster.connection import HEAD_SECONDS, interruptible_connection, ray_log
+from cluster.connection import HEAD_SECONDS, ConnectionThread, lines_of, ray_log
 from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.progress import WorkerStatus
@@ -50,14 +51,12 @@ class Worker:
 
     def locate(self) -> tuple[str, int]:
         """Address of the node, pid. The first call: it returns once the actor runs."""
-        import os
-
         import ray
 
         return ray.util.get_node_ip_address(), os.getpid()
 
     def run(self, function: Callable[[U], R], unit: U) -> tuple[R | TxlError, int]:
-        """The result of a unit, and this process's peak memory in bytes."""
+        """The result of a unit, and the most host memory of this process, in bytes."""
         try:
             return function(unit), peak_memory_bytes()
         except TxlError as error:
@@ -80,15 +79,15 @@ class _WorkerHandle:
 
 
 class RayWorkers:
-    """`Workers` on Ray. `address` None: a private Ray on this machine.
+    """`Workers` on the Ray that `thread` connects.
 
     `use_gpus`: each worker gets a GPU if the cluster has any.
     """
 
-    def __init__(self, num_workers: int, *, address: str | None, use_gpus: bool = False) -> None:
+    def __init__(self, num_workers: int, thread: ConnectionThread, *, use_gpus: bool) -> None:
         self.num_workers = num_workers
         self.peak_memory_bytes = 0
-        self._address, self._use_gpus = address, use_gpus
+        self._thread, self._use_gpus = thread, use_gpus
         self._is_closed = False
         self._stack = ExitStack()
         self._idle: list[_WorkerHandle] = []
@@ -103,8 +102,7 @@ class RayWorkers:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            num_cpus = self.num_workers
-            stack.enter_context(interruptible_connection(self._address, num_cpus=num_cpus))
+            stack.enter_context(self._thread.opened())
             stack.enter_context(ray_log(None))
             import ray  # after `ray_connection` has set the variables that Ray reads
 
@@ -206,12 +204,13 @@ class RayWorkers:
             self._kill([handle])
             self._num_failed_starts += 1
             if self._num_failed_starts == MAX_FAILED_STARTS:
+                reason = " ".join(lines_of(error)[:6])
                 raise TxlError(
                     f"{MAX_FAILED_STARTS} workers in a row died while they started. Ray says: "
-                    f"{_first_lines(error)}. All nodes need this version of txl and its packages"
+                    f"{reason}. All nodes need this version of txl and its packages"
                 ) from None
             return
-        handle.location = f" (pid {pid})" if self._address is None else f" ({address}, pid {pid})"
+        handle.location = f" ({'' if self._thread.is_private else f'{address}, '}pid {pid})"
         self._num_failed_starts = 0
         self._idle.append(handle)
 
@@ -260,11 +259,6 @@ class RayWorkers:
             )
 
 
-def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:6])
-
-
 class RayLauncher(Launcher):
     """Trains, evaluates and prepares with actors.
 
@@ -281,13 +275,17 @@ class RayLauncher(Launcher):
         """The ranks as actors in a placement group."""
         from cluster.rank_group import RayRankGroup
 
-        return RayRankGroup(job, ranks, address=self._address)
+        # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
+        num_cpus = ranks.maximum + (job.config.evaluation.on == "workers")  # its actor
+        thread = ConnectionThread(self._address, num_cpus=max(num_cpus, os.cpu_count() or 1))
+        return RayRankGroup(job, ranks, thread)
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False
     ) -> "AbstractContextManager[Workers]":
         """Ray actors; on a cluster, all nodes must see the same files as this process."""
-        return RayWorkers(num_workers, address=self._address, use_gpus=use_gpus)
+        thread = ConnectionThread(self._address, num_cpus=num_workers)
+        return RayWorkers(num_workers, thread, use_gpus=use_gpus)
 
     def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
         """Check every node of the cluster, and the links between them."""

@@ -1,18 +1,26 @@
-"""Nodes of a Ray cluster: what ranks reserve, what is free and alive, the interface of a node."""
+"""Nodes of a Ray cluster: what ranks reserve there, what is free and alive; one rank as an actor.
 
-import contextlib
+    RankActor.locate    where the actor runs; with all locations ranks are numbered (`order_ranks`)
+    RankActor.prepare   the environment of the rank; imports torch and the training code
+    RankActor.run       train_rank; returns the TxlError that ended it
+
+It imports no torch at its top: Ray's thread of the launcher imports this module.
+"""
+
 import os
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Self
 
 import psutil
 
-from cluster.connection import responds
-from txl_dist.errors import ConfigError
+from cluster.connection import LOOPBACK, responds
+from txl_dist.errors import ConfigError, PreemptedError, TxlError
 
 Node = Mapping[str, Any]
 """An entry of `ray.nodes()`."""
@@ -44,14 +52,6 @@ def choose_resource(
             "command. If more nodes of a cluster are about to start: ray.gpus_per_rank=1"
         )
     return "GPU" if uses_gpus else "CPU"
-
-
-def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
-    """Threads of a rank on this node. `ray_cpus` is what the node offers to Ray; 0: unknown."""
-    # Ray knows the limit of a container and what the administrator has set, this machine only all.
-    num_cpus = os.cpu_count() or 1
-    usable = min(num_cpus, int(ray_cpus)) if ray_cpus else num_cpus
-    return max(1, usable // ranks_on_node)
 
 
 POLL_SECONDS = 2.0
@@ -135,14 +135,19 @@ class ClusterMonitor:
             if responds(self.head):
                 self._last_response = time.monotonic()
                 # If the head died after it responded, the state stays.
-                with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+                with suppress(ray.exceptions.RayError, RuntimeError):
                     self.state = _read_state(self.resource)
             if self._stop.wait(POLL_SECONDS):
                 return
 
 
 def _read_state(resource: Resource) -> ClusterState:
-    nodes, free_by_node, deadlines = live_nodes(), _free_by_node(), _draining_nodes()
+    import ray
+
+    # Ray 2.60 has no public function for this one and `get_draining_nodes`. Ray Train's preemption
+    # watcher uses the second.
+    free_by_node = ray._private.state.available_resources_per_node()
+    nodes, deadlines = live_nodes(), _draining_nodes()
     # A node that is listed, but has no free resources yet, has just joined.
     free = {
         node["NodeID"]: free_by_node.get(node["NodeID"], {}).get(resource, 0.0) for node in nodes
@@ -156,16 +161,6 @@ def _read_state(resource: Resource) -> ClusterState:
     )
 
 
-# Ray 2.60 has no public function for these two. Ray Train's preemption watcher uses the second.
-
-
-def _free_by_node() -> dict[str, dict[str, float]]:
-    import ray
-
-    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
-    return free
-
-
 def _draining_nodes() -> dict[str, float | None]:
     import ray
 
@@ -176,6 +171,132 @@ def _draining_nodes() -> dict[str, float | None]:
         node: max(0.0, deadline_ms / 1000 - now) if deadline_ms else None
         for node, deadline_ms in deadlines_ms.items()
     }
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankLocation:
+    """The process of a rank, and what it has reserved there."""
+
+    node_id: str
+    address: str
+    pid: int
+    gpus: tuple[str, ...]
+    node_cpus: float
+    """CPUs that the node offers to Ray; 0: not known."""
+
+    def __str__(self) -> str:
+        return f"node {self.address}, pid {self.pid}"
+
+
+def order_ranks(
+    located: Sequence[tuple[RankLocation, Any]], *, own_node_id: str
+) -> list[tuple[RankLocation, Any]]:
+    """Actors in rank order: those of a node together, the launcher's node first."""
+
+    def key(entry: tuple[RankLocation, Any]) -> tuple[object, ...]:
+        location, _ = entry
+        is_elsewhere = location.node_id != own_node_id
+        return is_elsewhere, location.address, location.node_id, location.gpus, location.pid
+
+    return sorted(located, key=key)
+
+
+class RankActor:
+    """The actor. A TxlError is returned, because Ray would wrap it if it were raised."""
+
+    def locate(self) -> RankLocation:
+        import ray
+
+        context = ray.get_runtime_context()
+        node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        return RankLocation(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            tuple(context.get_accelerator_ids().get("GPU", ())),
+            node["Resources"].get("CPU", 0.0),
+        )
+
+    def prepare(
+        self, settings: dict[str, Any], rank: int, locations: Sequence[RankLocation]
+    ) -> int:
+        """Set what the rank reads from its environment; returns a free port of this node."""
+        own = locations[rank]
+        peers = [n for n, other in enumerate(locations) if other.node_id == own.node_id]
+        gpus = [gpu for n in peers for gpu in locations[n].gpus[:1]]
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(locations)),
+            "LOCAL_RANK": str(peers.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(peers)),
+            "MASTER_ADDR": locations[0].address,
+            # NCCL reaches the other GPUs of a node by their numbers. Ray does not hide GPUs from a
+            # process that has reserved none.
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus) if settings["use_gpu"] else "",
+        }
+        use_interface_of(own.address)
+        os.chdir(settings["working_directory"])  # the config may have relative paths
+        self._settings, self._own, self._num_peers = settings, own, len(peers)
+
+        import txl_dist.training.rank  # noqa: F401  # seconds, which all ranks spend at once
+
+        with socket.socket(socket.AF_INET6 if ":" in own.address else socket.AF_INET) as probe:
+            probe.bind((own.address, 0))
+            return int(probe.getsockname()[1])
+
+    def run(self, port: int) -> TxlError | None:
+        """Train until the run ends; returns the error that ended it. `port` is that of rank 0."""
+        import ray
+        import torch
+
+        from data_pipeline.system.signals import StopSignals, unblock_stop_signals
+        from txl_dist.launch.launch_files import LaunchFiles
+        from txl_dist.runtime.stop import NOTHING_TRAINED, exit_before_first_step
+        from txl_dist.runtime.world import World
+        from txl_dist.training.job import TrainJob
+        from txl_dist.training.rank import train_rank
+
+        os.environ["MASTER_PORT"] = str(port)
+        evaluate_on = _where_to_evaluate(ray.get_runtime_context().gcs_address)
+        job = TrainJob.from_json(self._settings["job"])
+        job = job.model_copy(update={"evaluate_on": evaluate_on})
+        files, world = LaunchFiles(job.run_path, job.launch_id), World.from_environment()
+        torch.set_num_threads(
+            num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
+        )
+
+        def end_before_first_step(number: int) -> None:
+            files.write_error(world.rank, PreemptedError(NOTHING_TRAINED))
+            exit_before_first_step(number)
+
+        with StopSignals(on_request=end_before_first_step):
+            # A private Ray blocks stop signals in its processes. A signal that reaches only this
+            # rank is a request to all.
+            unblock_stop_signals()
+            try:
+                train_rank(job, world, report_stop=partial(files.write_error, world.rank))
+            except TxlError as error:
+                return error
+        return None
+
+
+def _where_to_evaluate(address: str) -> str:
+    """`--on` of `txl eval --watch`: an actor of the cluster, or a process with a private Ray.
+
+    A private Ray listens on loopback, where no other command can connect to it.
+    """
+    return "processes" if address.startswith(LOOPBACK) else address
+
+
+def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:
+    """Threads of a rank on this node. `ray_cpus` is what the node offers to Ray; 0: unknown."""
+    # Ray knows the limit of a container and what the administrator has set, this machine only all.
+    num_cpus = os.cpu_count() or 1
+    usable = min(num_cpus, int(ray_cpus)) if ray_cpus else num_cpus
+    return max(1, usable // ranks_on_node)
 
 
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}

@@ -6,13 +6,12 @@
 A call into Ray can block for minutes or without limit, and Python handles no signal meanwhile. So
 the main thread only exchanges events and requests with Ray's thread, and abandons it if it blocks.
 
-Each start is a new placement group with one actor per rank (`rank_actor.py`). Why not Ray Train:
+Each start is a new placement group with one actor per rank (`RankActor`). Why not Ray Train:
 docs/decisions/0053-one-supervisor-for-all-launchers.md.
 """
 
 import logging
 import math
-import os
 import queue
 import time
 from collections.abc import Callable, Collection
@@ -23,18 +22,20 @@ from cluster.connection import (
     HEAD_SECONDS,
     SHUTDOWN_SECONDS,
     ConnectionThread,
-    abandon_ray,
+    lines_of,
     ray_log,
     responds,
 )
 from cluster.nodes import (
     ClusterMonitor,
     ClusterState,
+    RankActor,
+    RankLocation,
     Resource,
     choose_resource,
     live_nodes,
+    order_ranks,
 )
-from cluster.rank_actor import RankActor, RankLocation, order_ranks
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
 from txl_dist.launch.launch_files import LaunchFiles
@@ -60,11 +61,12 @@ log = logging.getLogger("ray.txl")
 
 
 class RayRankGroup:
-    """The ranks of one launch. `address` None: a private Ray, which ends with the launch."""
+    """The ranks of one launch, on the Ray that `thread` connects."""
 
-    def __init__(self, job: TrainJob, ranks: RankRange, *, address: str | None) -> None:
+    def __init__(self, job: TrainJob, ranks: RankRange, thread: ConnectionThread) -> None:
         self.max_restarts = job.config.ray.max_restarts
-        self._config, self._ranks, self._address = job.config, ranks, address
+        self._config, self._ranks, self._thread = job.config, ranks, thread
+        thread.work = self._serve
         self._directory = RunDirectory(job.run_path)
         self._files = LaunchFiles(self._directory.path, job.launch_id)
         self._events: queue.Queue[Event] = queue.Queue()
@@ -78,16 +80,11 @@ class RayRankGroup:
         self._waiting_since = time.monotonic()
         """When the ranks began to be waited for."""
         self._is_up = False
-        # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
-        num_cpus = ranks.maximum + (job.config.evaluation.on == "workers")  # its actor
-        self._thread = ConnectionThread(
-            address, num_cpus=max(num_cpus, os.cpu_count() or 1), work=self._serve
-        )
 
     def __enter__(self) -> Self:
         self._thread.start()
-        place = "starting Ray" if self._address is None else f"connecting to {self._address}"
-        self._events.put(Line(f"{place}; ranks to start: {self._ranks}"))
+        begin = "starting" if self._thread.is_private else "connecting to"
+        self._events.put(Line(f"{begin} {self._thread.place}; ranks to start: {self._ranks}"))
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
@@ -96,7 +93,7 @@ class RayRankGroup:
         is_ending = self._monitor is not None or self._thread.error is not None
         self._thread.join(SHUTDOWN_SECONDS if is_ending and not is_lost else 0.0)
         if self._thread.is_alive():
-            abandon_ray(self._address, getattr(error, "exit_code", 1) if error else 0)
+            self._thread.abandon(getattr(error, "exit_code", 1) if error else 0)
 
     # --- the main thread --------------------------------------------------------------------------
 
@@ -114,7 +111,8 @@ class RayRankGroup:
                 raise self._lost_head(monitor)
             if monitor.state is not None:
                 events += self._news(monitor, monitor.state)
-        reason = self._describe_wait(monitor)
+        place = self._thread.place
+        reason = monitor.describe_wait(self._ranks.minimum) if monitor else place
         limit_seconds = self._config.ray.start_timeout_seconds
         if not self._is_up and time.monotonic() - self._waiting_since > limit_seconds:
             raise TxlError(
@@ -153,11 +151,6 @@ class RayRankGroup:
                 break
         return events
 
-    def _describe_wait(self, monitor: ClusterMonitor | None) -> str:
-        if monitor is not None:
-            return monitor.describe_wait(self._ranks.minimum)
-        return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
-
     def _error(self, error: Exception) -> TxlError:
         """What ended Ray's thread, as an error for people."""
         if isinstance(error, TxlError):
@@ -166,7 +159,7 @@ class RayRankGroup:
         if self._monitor is not None and not responds(self._monitor.head):
             return self._lost_head(self._monitor)
         return TxlError(
-            f"Ray ended with an error: {_first_line(error)}. More in {self._directory.logs}. "
+            f"Ray ended with an error: {lines_of(error)[0]}. More in {self._directory.logs}. "
             f"{resume_advice(self._directory.path)}"
         )
 
@@ -185,7 +178,7 @@ class RayRankGroup:
             self._config.ray.gpus_per_rank,
             live_nodes(),
             self._ranks.minimum,
-            may_grow=self._address is not None,
+            may_grow=not self._thread.is_private,
         )
         with (
             ray_log(self._directory.logs / "ray.log"),
@@ -220,7 +213,7 @@ class RayRankGroup:
                 located = list(zip(ray.get(calls), actors, strict=True))
             except ray.exceptions.RayError as error:
                 for rank in range(num_ranks):
-                    self._events.put(RankEnded(rank, None, reason=_first_line(error)))
+                    self._events.put(RankEnded(rank, None, reason=lines_of(error)[0]))
                 return
             ranks = order_ranks(located, own_node_id=ray.get_runtime_context().get_node_id())
             self._watch(self._call_ranks(job, ranks, resource), [actor for _, actor in ranks])
@@ -245,7 +238,7 @@ class RayRankGroup:
         self._locations = locations
         places = {rank: f" ({location})" for rank, location in enumerate(locations)}
         # A private Ray has one node, which this process would not outlive.
-        nodes = {location.node_id for location in locations if self._address is not None}
+        nodes = {location.node_id for location in locations if not self._thread.is_private}
         self._events.put(RanksUp(places, nodes))
         return calls
 
@@ -267,12 +260,12 @@ class RayRankGroup:
             error: TxlError | None = ray.get(call)
         except ray.exceptions.RayTaskError as failure:
             log.warning("rank %d: %s", rank, failure)
-            return RankEnded(rank, 1, reason=_first_line(getattr(failure, "cause", failure)))
+            return RankEnded(rank, 1, reason=lines_of(getattr(failure, "cause", failure))[0])
         except ray.exceptions.RayError as death:
             log.warning("rank %d: %s", rank, death)
             if written := self._files.error(rank):  # it ended its process on purpose
                 return RankEnded(rank, written.exit_code, written)
-            return RankEnded(rank, None, reason=_first_line(death))
+            return RankEnded(rank, None, reason=lines_of(death)[0])
         return RankEnded(rank, error.exit_code if error else 0, error)
 
     def _wait(self, is_done: Callable[[], bool], limit_seconds: float = math.inf) -> bool:
@@ -307,7 +300,3 @@ def _start_actors(group: Any, num_ranks: int, resource: Resource) -> list[Any]:
 def _describe_draining(address: str, seconds: float | None) -> str:
     """`node 10.0.0.2 is preempted in 58 s`."""
     return f"node {address} is preempted " + ("soon" if seconds is None else f"in {seconds:.0f} s")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

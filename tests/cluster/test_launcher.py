@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launcher import RayWorkers
+from cluster.launcher import RayLauncher
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.shards.manifest import load_manifest
 from tests.support.commands import txl
@@ -34,7 +34,7 @@ def test_a_dataset_prepared_and_verified_on_ray_has_the_same_bytes(tmp_path: Pat
 @pytest.mark.slow
 def test_workers_on_ray_keep_the_contract_of_workers(tmp_path: Path) -> None:
     units = [tmp_path / name for name in "abcde"]
-    with RayWorkers(2, address=None) as workers:
+    with RayLauncher().workers(2) as workers:
         assert sorted(workers.map(die_at_first, units)) == list(enumerate("abcde"))
         assert workers.peak_memory_bytes > 2**20
         with pytest.raises(UnfinishedError, match=r"the worker for .*/b died"):
@@ -67,7 +67,7 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
     assert expected.sums.num_tokens == load_manifest(dataset).splits["valid"].tokens - 1
     assert expected.num_chunks > 12  # so that each of three workers has something to do
     for num_workers, batch_chunks in ((1, 3), (2, 1), (3, 4)):
-        with RayWorkers(num_workers, address=None, use_gpus=True) as workers:
+        with RayLauncher().workers(num_workers, use_gpus=True) as workers:
             other = replace(job, batch_chunks=batch_chunks)
             (result,) = evaluate_on_workers([plan_job(other)], workers)
         if batch_chunks == job.batch_chunks:

@@ -5,18 +5,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from txl_dist.cli.options import AsJson
+from data_pipeline.system.progress import clock
+from txl_dist.cli.options import AsJson, print_result
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.cli.job_request import Job, JobClient, JobRequest
+    from txl_dist.cli.job_request import Job, JobRequest
 
 INTERRUPTED_EXIT_CODE = 130
 """Ctrl-C while following a job, as in a shell: 128 + SIGINT. The job goes on."""
@@ -86,7 +85,6 @@ def submit(
             "job running.",
         ),
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="As --follow, without the output.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be sent; contact no cluster.")
     ] = False,
@@ -97,7 +95,7 @@ def submit(
 
     Example: txl job submit --follow -- train quickstart --ranks 8
     """
-    from txl_dist.cli.job_request import describe_package, job_client, plan_job, require_size
+    from txl_dist.cli.job_request import client_class, describe_package, plan_job, require_size
 
     request = plan_job(
         command,
@@ -107,42 +105,34 @@ def submit(
         python=python,
         exclude=exclude or (),
     )
-    sizes = job_client().package(request)
+    sizes = client_class().package(request)
     _note(f"package: {describe_package(sizes)}")
     require_size(sizes)
     if dry_run:
-        _print_plan(request, as_json=as_json)
+        plan = {"name": request.name, "entrypoint": request.entrypoint}
+        content = {**plan, "environment": dict(request.environment)}
+        print_result(content, f"{request.command}\n{request.entrypoint}", as_json=as_json)
         return
     client = _connect(address)
     _note(f"upload to {client.url}, unless the files are there")
-    job = _submit(client, request, attach=follow or wait)
-    if follow or wait:
-        sys.exit(_wait(client, job.id, follow=follow, as_json=as_json))
-    print(json.dumps(asdict(job)) if as_json else job.id)
-    _note(_next_commands(client, job.id))
+    job_id = _submit(client, request, attach=follow)
+    if follow:
+        _follow(client, job_id, as_json=as_json)
+    print_result(asdict(client.job(job_id)), job_id, as_json=as_json)
+    _note(_next_commands(client, job_id))
 
 
 @app.command()
-def status(
-    job: JobId,
-    address: Address = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the end, and exit with the job's exit code.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Show the state of a job; with --wait, exit with the exit code of its txl command.
+def status(job: JobId, address: Address = None, as_json: AsJson = False) -> None:
+    """Show the state of a job, and of a failed one its error.
 
-    Example: txl job status txl-train-quickstart-0123abcd --wait
+    Example: txl job status txl-train-quickstart-0123abcd
     """
     client = _connect(address)
-    found = _find(client, job)
-    if wait:
-        sys.exit(_wait(client, found.id, follow=False, as_json=as_json))
-    found = client.job(found.id)
+    found = client.job(_find(client, job).id)
     if found.state == "failed" and not as_json:
         _note(found.message)
-    print(json.dumps(asdict(found)) if as_json else _summary(found, client))
+    print_result(asdict(found), _summary(found, client), as_json=as_json)
 
 
 @app.command()
@@ -150,7 +140,10 @@ def logs(
     job: JobId,
     address: Address = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job ends or Ctrl-C.")
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Go on until the job ends or Ctrl-C, and exit with its code."
+        ),
     ] = False,
 ) -> None:
     """Print the output of a job's txl command. Logs of all ranks are in the run directory.
@@ -159,13 +152,9 @@ def logs(
     """
     client = _connect(address)
     found = _find(client, job)
-    if not follow:
-        print(client.logs(found.id), end="")
-        return
-    try:
-        client.wait(found.id, _write)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED_EXIT_CODE)
+    if follow:
+        _follow(client, found.id)
+    print(client.logs(found.id), end="")
 
 
 @app.command()
@@ -206,10 +195,13 @@ def list_(address: Address = None, as_json: AsJson = False) -> None:
         print("no txl jobs")
 
 
-def _connect(address: str | None) -> "JobClient":
-    from txl_dist.cli.job_request import job_client
+# --- the client: cluster.jobs.RayJobs, which this package must not import -------------------------
 
-    client = job_client()(None if address == "auto" else address)
+
+def _connect(address: str | None) -> Any:
+    from txl_dist.cli.job_request import client_class
+
+    client = client_class()(None if address == "auto" else address)
     if not client.needs_token:
         _note(
             f"warning: {client.url} accepts jobs without a token, from anyone who can reach it. "
@@ -218,52 +210,47 @@ def _connect(address: str | None) -> "JobClient":
     return client
 
 
-def _submit(client: "JobClient", request: "JobRequest", *, attach: bool) -> "Job":
-    """Start the next attempt, or attach to the one that is running."""
+def _submit(client: Any, request: "JobRequest", *, attach: bool) -> str:
+    """Start the next attempt, or attach to the one that is running; returns its id."""
     from txl_dist.cli.job_request import JobExistsError, attempts_of, next_attempt_id
 
     attempts = attempts_of(request.name, client.jobs())
-    running = next((job for job in reversed(attempts) if not job.is_ended), None)
-    if running is None:
+    running = [job for job in attempts if not job.is_ended]
+    if not running:
         job_id = next_attempt_id(request.name, attempts)
         try:
             client.submit(request, job_id)
+            return job_id
         except JobExistsError:  # another client submitted it first
-            running = client.job(job_id)
-        else:
-            return client.job(job_id)
-    if attach and running.command == request.command:
-        _note(f"{running.id} is already running; following it")
-        return running
-    difference = "" if running.command == request.command else f" ({running.command})"
+            running = [client.job(job_id)]
+    job = running[-1]
+    if attach and job.command == request.command:
+        _note(f"{job.id} is already running; following it")
+        return job.id
+    difference = "" if job.command == request.command else f" ({job.command})"
     at = _address_option(client)
     raise ConfigError(
-        f"this run is already running as job {running.id}{difference}. To watch it: txl job logs "
-        f"-f {running.id} {at}. To start it again: txl job stop --wait {running.id} {at}, then "
-        "submit"
+        f"this run is already running as job {job.id}{difference}. To watch it: txl job logs -f "
+        f"{job.id} {at}. To start it again: txl job stop --wait {job.id} {at}, then submit"
     )
 
 
-def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> int:
-    """Wait for the end of a job; returns the exit code of its txl command."""
+def _follow(client: Any, job_id: str, *, as_json: bool = False) -> NoReturn:
+    """Show the output of a job until it ends, and exit with the code of its txl command."""
+    output = sys.stderr if as_json else sys.stdout  # with --json only the result goes there
     try:
-        if follow:
-            _note(_next_commands(client, job_id))
-        # With --json only the result goes to standard output.
-        write = partial(_write, file=sys.stderr) if as_json else _write
-        job = client.wait(job_id, write if follow else None)
+        _note(_next_commands(client, job_id))
+        job = client.wait(job_id, lambda text: print(text, end="", file=output, flush=True))
     except KeyboardInterrupt:
         _note(f"\n{job_id} keeps running. {_next_commands(client, job_id)}")
-        return INTERRUPTED_EXIT_CODE
+        sys.exit(INTERRUPTED_EXIT_CODE)
     if as_json:
         print(json.dumps(asdict(job)))
-    elif not follow and job.state == "failed":
-        _note(job.message)
     _note(_summary(job, client))
-    return int(job.is_ended) if job.exit_code is None else job.exit_code
+    sys.exit(int(job.is_ended) if job.exit_code is None else job.exit_code)
 
 
-def _find(client: "JobClient", name: str) -> "Job":
+def _find(client: Any, name: str) -> "Job":
     """The newest attempt of a run, or one attempt by its id."""
     from txl_dist.cli.job_request import attempts_of
 
@@ -290,18 +277,7 @@ def _environment(settings: Sequence[str]) -> dict[str, str]:
 # --- output: ids, logs and JSON on standard output, the rest on standard error --------------------
 
 
-def _print_plan(request: "JobRequest", *, as_json: bool) -> None:
-    if as_json:
-        plan = {"entrypoint": request.entrypoint, "environment": dict(request.environment)}
-        print(json.dumps({"name": request.name, **plan}))
-        return
-    print(f"job:     {request.name}-N (N: number of the attempt)")
-    print(f"command: {request.command}")
-    print(f"root:    {request.root}, which must exist on all nodes")
-    print(f"runs as: {request.entrypoint}")
-
-
-def _summary(job: "Job", client: "JobClient") -> str:
+def _summary(job: "Job", client: Any) -> str:
     advice = {
         "stopped": "; submit the same command to resume",
         "failed": f"; output: txl job logs {job.id} {_address_option(client)}",
@@ -312,22 +288,18 @@ def _summary(job: "Job", client: "JobClient") -> str:
 
 def _duration(job: "Job") -> str:
     now = time.time()
-    return str(timedelta(seconds=int((job.end_seconds or now) - (job.start_seconds or now))))
+    return clock((job.end_seconds or now) - (job.start_seconds or now))
 
 
-def _next_commands(client: "JobClient", job_id: str) -> str:
+def _next_commands(client: Any, job_id: str) -> str:
     at = _address_option(client)
     return f"Watch: txl job logs -f {job_id} {at}. Stop: txl job stop {job_id} {at}"
 
 
-def _address_option(client: "JobClient") -> str:
+def _address_option(client: Any) -> str:
     return f"--address {client.url}"
 
 
 def _note(text: str) -> None:
     """For people, on standard error: standard output has ids, logs of jobs, and JSON."""
     print(text, file=sys.stderr)
-
-
-def _write(text: str, *, file: TextIO | None = None) -> None:
-    print(text, end="", file=file, flush=True)

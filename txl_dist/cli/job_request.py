@@ -1,6 +1,6 @@
-"""Jobs: what `txl job submit` sends to a Ray cluster, checked before, and the client of a cluster.
+"""Jobs: what `txl job submit` sends to a Ray cluster, checked before.
 
-    words after `--` -> plan_job -> JobRequest -> JobClient.submit -> cluster/job_driver.py -> txl
+    words after `--` -> plan_job -> JobRequest -> RayJobs.submit -> cluster/job_driver.py -> txl
 
 The words are parsed by the command itself, so a wrong option is refused here, with its message. So
 is an invalid config, and everything that looks like a secret: the command and the environment of a
@@ -8,7 +8,6 @@ job are readable by anyone with access to the cluster's dashboard.
 
 A job has a name that depends only on what it writes, and a number per attempt: NAME-1, NAME-2, ...
 So two submissions of the same run have the same name, and the second one finds the first.
-The client is found by name, because this package must not import `cluster`.
 """
 
 import hashlib
@@ -17,11 +16,11 @@ import posixpath
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from txl_dist.config.redaction import HIDDEN, redact, redact_field
 from txl_dist.errors import ConfigError
@@ -112,48 +111,11 @@ class JobExistsError(ConfigError):
     """The id of a new job is taken: another client submitted the same run at the same time."""
 
 
-class JobClient(Protocol):
-    """The Jobs API of one cluster. Methods raise TxlError if the cluster does not respond."""
-
-    url: str
-    """Without credentials."""
-
-    def __init__(self, address: str | None) -> None:
-        """Connect to the URL of a dashboard, the address of a head, or None (automatic). Raises
-        ConfigError if nothing responds or the token is missing or wrong.
-        """
-
-    @staticmethod
-    def package(request: JobRequest) -> Mapping[str, int]:
-        """Name -> bytes of the files that `submit` would send. Contacts no cluster."""
-
-    @property
-    def needs_token(self) -> bool:
-        """Whether the API refuses requests without a token."""
-
-    def submit(self, request: JobRequest, job_id: str) -> None:
-        """Upload the files, unless they are there, and start the job. Raises JobExistsError."""
-
-    def jobs(self) -> list[Job]:
-        """All txl jobs that the cluster knows, oldest first."""
-
-    def job(self, job_id: str) -> Job:
-        """Raises ConfigError if there is no such job."""
-
-    def logs(self, job_id: str) -> str:
-        """All output of the driver."""
-
-    def wait(self, job_id: str, write: Callable[[str], object] | None = None) -> Job:
-        """Return when the job has ended. `write` is called with all output, old and new."""
-
-    def stop(self, job_id: str) -> bool:
-        """Ask a job to stop; False if it has already ended."""
-
-
-def job_client() -> type[JobClient]:
-    """The client of Ray's clusters."""
-    client: type[JobClient] = resolve_name("cluster.jobs:RayJobs")
-    return client
+def client_class() -> Any:
+    """`cluster.jobs.RayJobs`, the client of a cluster; by name, because its package imports this
+    one.
+    """
+    return resolve_name("cluster.jobs:RayJobs")
 
 
 # --- attempts of a run ----------------------------------------------------------------------------

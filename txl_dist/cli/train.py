@@ -1,8 +1,6 @@
 """`txl train`: start or resume a run, on this machine or on a cluster, and show its log."""
 
 import difflib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +10,7 @@ from txl_dist.cli.progress import run_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.launch.launcher import RankRange
+    from txl_dist.training.data import TrainingData
     from txl_dist.training.job import TrainJob
 
 
@@ -81,10 +79,12 @@ def train(
 
     Example: txl train quickstart --ranks 2 training.num_steps=500
     """
+    from data_pipeline.shards import require_manifest
     from txl_dist.config.config_file import load_run_config
-    from txl_dist.launch.launcher import RankRange
+    from txl_dist.launch.launcher import RankRange, find_launcher
     from txl_dist.runtime.process import is_torchrun
     from txl_dist.training.job import TrainJob
+    from txl_dist.training.run_directory import RunDirectory
 
     rank_range = RankRange.parse(ranks or "1")
     job = TrainJob(
@@ -97,73 +97,49 @@ def train(
     )
     _require_known_settings(job)
     if is_torchrun():
-        from txl_dist.launch.torchrun import train_as_rank
+        from txl_dist.launch.rank_process import train_under_torchrun
 
-        train_as_rank(job, on=on, ranks=ranks, max_restarts=max_restarts, dry_run=dry_run)
-    else:
-        _launch(
-            job,
-            config,
-            on=on or "ray",
-            ranks=rank_range,
-            max_restarts=max_restarts,
-            dry_run=dry_run,
-            quiet=quiet,
-        )
-
-
-def _launch(
-    job: "TrainJob",
-    config: Path,
-    *,
-    on: str,
-    ranks: "RankRange",
-    max_restarts: int | None,
-    dry_run: bool,
-    quiet: bool,
-) -> None:
-    """Open the data to find errors early, then let a launcher start the ranks."""
-    from data_pipeline.shards import require_manifest
-
+        options = {"--on": on, "--ranks": ranks, "--max-restarts": max_restarts}
+        train_under_torchrun(job, {**options, "--dry-run": "" if dry_run else None})
     for corpus in job.config.data.corpora.values():
         require_manifest(corpus.path)  # before numpy is imported: the most common mistake
-    from txl_dist.launch.launcher import find_launcher
-    from txl_dist.runtime.process import stray_variables
-    from txl_dist.training.compatibility import check_newest_checkpoint
-    from txl_dist.training.data import TrainingData
-    from txl_dist.training.run_directory import RunDirectory
-    from txl_dist.training.schedule import resolve_duration
-
     if not (quiet or dry_run):
         print(f"checking {config} and its data", flush=True)
-    if stray := stray_variables():
-        print(
-            f"ignored {', '.join(stray)} of the environment: torchrun did not set them",
-            file=sys.stderr,
-        )
-    # In this process first: one message, instead of one from every rank after a slow start.
-    launcher = find_launcher(on)
-    data = TrainingData.open(job.config, num_ranks=ranks.maximum)
-    config_in_steps = resolve_duration(job.config, data.plan)
-    num_steps = config_in_steps.num_steps
-    check_newest_checkpoint(job.model_copy(update={"config": config_in_steps}), data)
+    launcher = find_launcher(on or "ray")
+    data, num_steps = _open_data(job, num_ranks=rank_range.maximum)
     if dry_run:
         print(
             f"{config}: ready. {data.plan.num_tokens:,} training tokens in {data.plan.num_lanes} "
-            f"lanes on {ranks} ranks; the run would write to {job.run_path}"
+            f"lanes on {rank_range} ranks; the run would write to {job.run_path}"
         )
         return
     RunDirectory(job.run_path).create()
     with run_progress(num_steps, quiet=quiet) as on_line:
         launcher.train(
             job,
-            num_ranks=ranks.maximum,
-            min_ranks=ranks.minimum,
+            num_ranks=rank_range.maximum,
+            min_ranks=rank_range.minimum,
             on_line=on_line,
             max_restarts=max_restarts,
         )
     if not quiet:
         print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")
+
+
+def _open_data(job: "TrainJob", *, num_ranks: int) -> "tuple[TrainingData, int]":
+    """The data and the number of steps of a run that can start.
+
+    In this process, before any rank: one message, instead of one from every rank after a slow
+    start. Raises ConfigError, CheckpointError or DataError.
+    """
+    from txl_dist.training.compatibility import check_newest_checkpoint
+    from txl_dist.training.data import TrainingData
+    from txl_dist.training.schedule import resolve_duration
+
+    data = TrainingData.open(job.config, num_ranks=num_ranks)
+    config = resolve_duration(job.config, data.plan)
+    check_newest_checkpoint(job.model_copy(update={"config": config}), data)
+    return data, config.num_steps
 
 
 def _require_known_settings(job: "TrainJob") -> None:

@@ -6,5 +6,4 @@
 finding.py      what one check found and what to do; runs checks; prints findings
 checks.py       what to check, and the checks of one node: versions, devices, run directory, dataset
 services.py     the MLflow server; Ray dashboards and heads without a token
-nodes.py        differences between nodes (dataset, shared files), connections
 """

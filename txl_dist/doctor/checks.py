@@ -52,12 +52,10 @@ class DoctorRequest:
     """Absolute path or URL of a dataset; None: not checked."""
     min_free_bytes: int = 0
     """Free space that the run directory needs."""
-    limit_seconds: float = 30.0
-    """Time limit of every check."""
     skip: frozenset[str] = field(default_factory=frozenset)
     """Names of checks to leave out."""
-    expected_versions: tuple[tuple[str, str], ...] = ()
-    """Name and version; (): those of constraints.txt."""
+    expected_versions: Mapping[str, str] = field(default_factory=dict)
+    """By name; {}: those of constraints.txt."""
     versions_of: str = CONSTRAINTS
     """Where `expected_versions` come from."""
     dashboard_ports: tuple[int, ...] = (DASHBOARD_PORT,)
@@ -74,7 +72,7 @@ class NodeChecker(Protocol):
 
 def node_checks(request: DoctorRequest) -> dict[str, Check]:
     """Name -> check, of the node that calls it."""
-    expected = dict(request.expected_versions) or pinned_versions()
+    expected = request.expected_versions or pinned_versions()
     checks: dict[str, Check] = {
         "versions": partial(check_versions, expected, source=request.versions_of),
         "devices": check_devices,
@@ -90,13 +88,9 @@ def node_checks(request: DoctorRequest) -> dict[str, Check]:
     return {name: check for name, check in checks.items() if name not in request.skip}
 
 
-def check_this_machine(request: DoctorRequest, *, node: str | None = None) -> list[Finding]:
+def check_this_machine(request: DoctorRequest, node: str | None = None) -> list[Finding]:
     """All checks of one node, in this process. `node` None: the name of this host."""
-    return run_checks(
-        node_checks(request),
-        node=node or socket.gethostname(),
-        limit_seconds=request.limit_seconds,
-    )
+    return run_checks(node_checks(request), node=node or socket.gethostname())
 
 
 LIBRARIES = ("torch", "deepspeed", "ray", "mlflow", "webdataset", "numpy")
@@ -168,7 +162,7 @@ def _public(text: str) -> str:
 # --- devices --------------------------------------------------------------------------------------
 
 _NVIDIA_SMI_SECONDS = 10.0
-MIN_SHARED_MEMORY_BYTES = 2**30
+MIN_SHM_BYTES = 2**30
 """NCCL exchanges data of GPUs on one node through /dev/shm; Docker's default is 64 MiB."""
 
 
@@ -179,7 +173,7 @@ def check_devices() -> list[Finding]:
 
 
 def list_gpus() -> list[str]:
-    """One line per GPU of this machine: name, driver version, memory. [] without NVIDIA's tools."""
+    """One line per GPU of this machine: name, driver, GPU memory. [] without NVIDIA's tools."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -233,11 +227,11 @@ def check_gpus(listed: list[str]) -> list[Finding]:
             )
         )
     shared = shutil.disk_usage("/dev/shm").total
-    if shared < MIN_SHARED_MEMORY_BYTES:
+    if shared < MIN_SHM_BYTES:
         findings.append(
             note(
                 f"/dev/shm has {_gib(shared)}",
-                expected=f"{_gib(MIN_SHARED_MEMORY_BYTES)} or more for NCCL",
+                expected=f"{_gib(MIN_SHM_BYTES)} or more for NCCL",
                 advice="docker run --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory",
             )
         )
@@ -245,10 +239,10 @@ def check_gpus(listed: list[str]) -> list[Finding]:
 
 
 def check_cpus() -> Finding:
-    """The CPUs that this process may use (by taskset or Slurm), and the memory of the machine."""
+    """The CPUs that this process may use (by taskset or Slurm), and the RAM of the machine."""
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ok(f"no GPU; {usable} of {total} CPUs, {_gib(memory)} host memory")
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ok(f"no GPU; {usable} of {total} CPUs, {_gib(ram)} host memory")
 
 
 def check_dataset(data: str) -> list[Finding]:
@@ -272,7 +266,7 @@ def check_dataset(data: str) -> list[Finding]:
         ok(
             f"{directory}: {tokens:,} tokens in {len(manifest.shards)} shards, digest "
             f"{manifest.digest[:12]}",
-            equal_on_all_nodes=manifest.digest,
+            dataset=manifest.digest,
         )
     ]
 
@@ -287,11 +281,18 @@ def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
     """Write, sync, read, rename and lock a file in `run` (or where it will be created)."""
     directory = existing_parent(Path(run))
     name = f"{directory}" if directory == Path(run) else f"{directory} (for {run})"
-    findings = list(_use(directory, name))
-    findings += _space(directory, name, min_free_bytes=min_free_bytes)
-    findings += _nfs(directory, name)
-    free = _gib(shutil.disk_usage(directory).free)
-    return findings or [ok(f"{name}: write, sync, rename and lock work; {free} free")]
+    findings = [*_use(directory, name), *_nfs(directory, name)]
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < min_free_bytes:
+        findings.append(
+            problem(
+                f"{name}: {_gib(free_bytes)} free",
+                expected=f"at least {_gib(min_free_bytes)} (--min-free-gib)",
+                advice="free some space, or choose another run directory",
+            )
+        )
+    done = f"{name}: write, sync, rename and lock work; {_gib(free_bytes)} free"
+    return findings or [ok(done)]
 
 
 def _use(directory: Path, name: str) -> Iterator[Finding]:
@@ -329,16 +330,6 @@ def _use(directory: Path, name: str) -> Iterator[Finding]:
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _space(directory: Path, name: str, *, min_free_bytes: int) -> Iterator[Finding]:
-    free = shutil.disk_usage(directory).free
-    if free < min_free_bytes:
-        yield problem(
-            f"{name}: {_gib(free)} free",
-            expected=f"at least {_gib(min_free_bytes)} (--min-free-gib)",
-            advice="free some space, or choose another run directory",
-        )
 
 
 def _nfs(directory: Path, name: str) -> Iterator[Finding]:

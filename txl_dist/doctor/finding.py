@@ -8,7 +8,7 @@ after the limit and does not keep the process alive.
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from data_pipeline.errors import printable
@@ -29,13 +29,13 @@ class Finding:
     """The next step; "" if nothing needs to be done."""
     check: str = ""
     node: str = ""
-    equal_on_all_nodes: str = ""
-    """A value that must be the same on all nodes; "": none. See `compare_values`."""
+    dataset: str = ""
+    """Digest of the dataset, which must be the same on all nodes."""
 
 
-def ok(found: str, *, equal_on_all_nodes: str = "") -> Finding:
+def ok(found: str, *, dataset: str = "") -> Finding:
     """All is well."""
-    return Finding(status="ok", found=found, equal_on_all_nodes=equal_on_all_nodes)
+    return Finding(status="ok", found=found, dataset=dataset)
 
 
 def note(found: str, *, expected: str = "", advice: str) -> Finding:
@@ -49,9 +49,13 @@ def problem(found: str, *, expected: str, advice: str) -> Finding:
 
 
 Check = Callable[[], Iterable[Finding]]
+LIMIT_SECONDS = 30.0
+"""Time limit of every check."""
 
 
-def run_checks(checks: Mapping[str, Check], *, node: str, limit_seconds: float) -> list[Finding]:
+def run_checks(
+    checks: Mapping[str, Check], *, node: str, limit_seconds: float = LIMIT_SECONDS
+) -> list[Finding]:
     """The findings of all checks, in their order, after at most about `limit_seconds`."""
     results: dict[str, list[Finding]] = {}
 
@@ -106,7 +110,7 @@ MAX_NODES = 4
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """One object: whether all is well, and all findings."""
     fields = ("node", "check", "status", "found", "expected", "advice")
-    rows = [{name: asdict(finding)[name] for name in fields} for finding in findings]
+    rows = [{name: getattr(finding, name) for name in fields} for finding in findings]
     return {
         "ok": not num_problems(findings),
         "num_problems": num_problems(findings),
@@ -123,7 +127,7 @@ def print_report(findings: Sequence[Finding]) -> None:
     grouped: dict[Finding, list[str]] = {}
     order = ("ok", "note", "problem")
     for finding in sorted(findings, key=lambda finding: order.index(finding.status)):
-        shared = replace(finding, node="", equal_on_all_nodes="")
+        shared = replace(finding, node="", dataset="")
         grouped.setdefault(shared, []).append(finding.node)
     for finding, nodes in grouped.items():
         print(_line(finding, nodes))

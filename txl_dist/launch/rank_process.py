@@ -1,21 +1,27 @@
-"""The process of one rank, as `processes.py` starts it: `python -m txl_dist.launch.rank_process`.
+"""The process of one rank: as `processes.py` starts it, or torchrun.
 
-Reads a TrainJob from standard input, and RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
-from the environment. An error is returned to the launcher as one JSON line on standard output,
-which contains nothing else. (A file could not be written on a full disk.) The exit code is that of
-the error. The process also ends when standard input is closed, which means that the launcher has
-died.
+`python -m txl_dist.launch.rank_process` reads a TrainJob from standard input, and RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment. An error is returned to the launcher
+as one JSON line on standard output, which contains nothing else. (A file could not be written on a
+full disk.) The exit code is that of the error. The process also ends when standard input is closed,
+which means that the launcher has died.
+
+`torchrun -m txl_dist train CONFIG` calls `train_under_torchrun`.
 """
 
-# torch is imported inside `_train`: stop signals are handled before the slow imports.
+# torch is imported inside the functions: stop signals are handled before the slow imports.
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NoReturn
 
 from data_pipeline.system.signals import StopSignals, exit_without_teardown
-from txl_dist.errors import TxlError, error_to_json
+from txl_dist.errors import ConfigError, PreemptedError, TxlError, error_to_json, print_error
 from txl_dist.runtime.stop import exit_before_first_step
+
+if TYPE_CHECKING:
+    from txl_dist.training.job import TrainJob
 
 MAX_MESSAGE_LENGTH = 30_000
 """Longest error message sent to the launcher. It fits into a pipe's buffer, so no write blocks."""
@@ -60,6 +66,48 @@ def _train(report: Callable[[TxlError], None]) -> None:
     end_with_parent(0)  # the launcher holds the other end of this pipe
     train_rank(job, world, report_stop=report)
     world.leave()
+
+
+def train_under_torchrun(job: "TrainJob", options: Mapping[str, object]) -> NoReturn:
+    """Train as the rank that torchrun assigned to this process. Rank 0 prints its log.
+
+    `options`: option of the command line -> value; None: not given. Raises ConfigError for those
+    that torchrun decides: if they were ignored, the run would differ from them.
+    """
+    from txl_dist.runtime.world import World
+    from txl_dist.tracking.process import wait_for_delivery
+    from txl_dist.training.rank import train_rank
+
+    world = World.from_environment()
+    agreed = {"--ranks": str(world.num_ranks)}
+    contradictions = [
+        f"{option} {value}".rstrip()
+        for option, value in options.items()
+        if value not in (None, agreed.get(option))
+    ]
+    if contradictions:
+        raise ConfigError(
+            f"torchrun started this process as rank {world.rank} of {world.num_ranks}, which "
+            f"contradicts {' and '.join(contradictions)}. Leave them out under torchrun, or run "
+            "txl train without it"
+        )
+    if world.is_rank_zero:
+        run_id = os.environ["TORCHELASTIC_RUN_ID"]
+        print(f"rank 0 of {world.num_ranks}, started by torchrun (run {run_id})", flush=True)
+        logging.getLogger("txl_dist").addHandler(logging.StreamHandler(sys.stdout))
+    try:
+        train_rank(job, world, announce_stop=world.is_rank_zero)
+        world.leave()
+        exit_code = 0
+    except TxlError as error:
+        print_error(error)
+        exit_code = error.exit_code
+    # Not after a stop request: torchrun grants a time that is not known here.
+    if world.is_rank_zero and exit_code != PreemptedError.exit_code:
+        with StopSignals() as signals:
+            wait_for_delivery(job.run_path, job.config, signals, print)
+    # Native threads abort a normal exit about once in 60 runs (data_pipeline/system/signals.py).
+    exit_without_teardown(exit_code)
 
 
 if __name__ == "__main__":

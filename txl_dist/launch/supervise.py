@@ -151,7 +151,8 @@ class _Supervisor:
                 return
             is_change, delay_seconds = False, 0.0
             self.log.flush()  # what rank 0 says about the failure comes first
-            self.job = self.files.job_after_restart(self.job)
+            if self.files.saved.exists():  # these checkpoints replace the command's --resume
+                self.job = self.job.model_copy(update={"resume": "auto"})
             if failure is None:
                 self.output.print(self._not_started)
             elif self._change and not self.signals and _is_planned(failure):
@@ -192,8 +193,7 @@ class _Supervisor:
         loss = self.output.describe_loss(newest_step)
         if self.job.resume not in ("auto", "never"):
             return f"{self.job.resume}, or the newest checkpoint since; {loss}"
-        is_new = newest_step is None or self.job.resume == "never"
-        return f"{'the beginning' if is_new else f'step {newest_step}'}; {loss}"
+        return f"{'the beginning' if newest_step is None else f'step {newest_step}'}; {loss}"
 
     # --- running ----------------------------------------------------------------------------------
 

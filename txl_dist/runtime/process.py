@@ -29,13 +29,6 @@ def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     return all(environment.get(name) for name in TORCHRUN_VARIABLES)
 
 
-def stray_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Variables of an incomplete set: they are set, but torchrun did not start this process."""
-    if is_torchrun(environment):
-        return []
-    return [name for name in TORCHRUN_VARIABLES if environment.get(name)]
-
-
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for processes whose rank another launcher sets."""
     return {

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.commands import run_txl
 from tests.support.training_runs import TINY
 from tests.txl_dist.cli.test_job_request import job
 from txl_dist.cli import job_request
+from txl_dist.cli.app import app
 from txl_dist.cli.job_request import Job, JobExistsError, JobRequest
 
 SUBMIT = ("job", "submit", "--root", "/shared", "--working-dir", TINY.parent)
@@ -17,7 +19,7 @@ RUN = ("--", "train", TINY, "--ranks", 2)
 
 
 class MemoryCluster:
-    """A JobClient whose jobs are plain data."""
+    """Jobs that are plain data, in place of `cluster.jobs.RayJobs`."""
 
     url, needs_token = "http://cluster:8265", True
 
@@ -47,9 +49,8 @@ class MemoryCluster:
     def logs(self, job_id: str) -> str:
         return f"output of {job_id}\n"
 
-    def wait(self, job_id: str, write: Callable[[str], object] | None = None) -> Job:
-        if write is not None:
-            write(self.logs(job_id))
+    def wait(self, job_id: str, write: Callable[[str], object] = len) -> Job:
+        write(self.logs(job_id))
         end = self.ends_as
         self.known[job_id] = replace(
             self.known[job_id], state=end.state, exit_code=end.exit_code, message=end.message
@@ -63,7 +64,7 @@ class MemoryCluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
     memory = MemoryCluster()
-    monkeypatch.setattr(job_request, "job_client", lambda: memory)
+    monkeypatch.setattr(job_request, "client_class", lambda: memory)
     return memory
 
 
@@ -94,7 +95,7 @@ def test_follow_attaches_to_the_running_job_if_the_command_is_the_same(
 
 def test_after_the_end_the_run_is_submitted_as_the_next_attempt(cluster: MemoryCluster) -> None:
     for _ in range(3):
-        run_txl(*SUBMIT, "--wait", *RUN)
+        run_txl(*SUBMIT, "--follow", *RUN)
     numbers = [job_id.rpartition("-")[2] for job_id in cluster.known]
     assert numbers == ["1", "2", "3"]
 
@@ -110,18 +111,21 @@ def test_a_submission_that_loses_a_race_finds_the_winner(
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 75])
-@pytest.mark.parametrize("option", ["--follow", "--wait"])
-def test_the_exit_code_is_that_of_the_command(
-    cluster: MemoryCluster, code: int, option: str
-) -> None:
+def test_the_exit_code_is_that_of_the_command(cluster: MemoryCluster, code: int) -> None:
     state = "stopped" if code == 75 else "failed"
     cluster.ends_as = replace(job("", state), exit_code=code, message="ConfigError: the cause")
-    returned, output = run_txl(*SUBMIT, option, *RUN)
-    assert returned == code
-    assert ("the cause" in output) == (option == "--wait" and code != 75)
+    assert run_txl(*SUBMIT, "--follow", *RUN)[0] == code
     (job_id,) = cluster.known
-    assert run_txl("job", "status", job_id, "--wait")[0] == code
+    assert run_txl("job", "logs", "--follow", job_id)[0] == code
     assert run_txl("job", "status", job_id)[0] == 0
+
+
+def test_with_json_only_the_job_is_on_standard_output(cluster: MemoryCluster) -> None:
+    words = [str(word) for word in (*SUBMIT, "--follow", "--json", *RUN)]
+    ended = CliRunner().invoke(app, words)
+    (job_id,) = cluster.known
+    assert json.loads(ended.stdout)["id"] == job_id
+    assert f"output of {job_id}" in ended.stderr
 
 
 def test_ctrl_c_leaves_the_job_running_and_says_how_to_stop_it(
@@ -140,7 +144,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_stop_it(
 
 def test_a_job_is_found_by_its_name_without_the_number(cluster: MemoryCluster) -> None:
     for _ in range(2):
-        run_txl(*SUBMIT, "--wait", *RUN)
+        run_txl(*SUBMIT, "--follow", *RUN)
     newest = max(cluster.known)
     name = newest.rpartition("-")[0]
     _, output = run_txl("job", "status", name, "--json")
@@ -153,10 +157,10 @@ def test_a_job_is_found_by_its_name_without_the_number(cluster: MemoryCluster) -
 def test_a_job_is_found_without_the_digest_if_only_one_run_has_the_name(
     cluster: MemoryCluster,
 ) -> None:
-    run_txl(*SUBMIT, "--wait", *RUN, "directory=a/run")
+    run_txl(*SUBMIT, "--follow", *RUN, "directory=a/run")
     (first,) = cluster.known
     assert run_txl("job", "logs", "txl-train-run") == (0, f"output of {first}\n")
-    run_txl(*SUBMIT, "--wait", *RUN, "directory=b/run")
+    run_txl(*SUBMIT, "--follow", *RUN, "directory=b/run")
     code, message = run_txl("job", "logs", "txl-train-run")
     assert code == 2
     assert all(job_id.rpartition("-")[0] in message for job_id in cluster.known)
@@ -166,7 +170,7 @@ def test_the_status_of_a_failed_job_has_the_error_and_the_command_for_its_log(
     cluster: MemoryCluster,
 ) -> None:
     cluster.ends_as = replace(job("", "failed"), exit_code=3, message="DataError: the cause")
-    run_txl(*SUBMIT, "--wait", *RUN)
+    run_txl(*SUBMIT, "--follow", *RUN)
     (job_id,) = cluster.known
     _, output = run_txl("job", "status", job_id)
     assert "DataError: the cause" in output
@@ -175,7 +179,7 @@ def test_the_status_of_a_failed_job_has_the_error_and_the_command_for_its_log(
 
 def test_list_prints_every_job(cluster: MemoryCluster) -> None:
     assert "no txl jobs" in run_txl("job", "list")[1]
-    run_txl(*SUBMIT, "--wait", *RUN)
+    run_txl(*SUBMIT, "--follow", *RUN)
     (job_id,) = cluster.known
     assert job_id in run_txl("job", "list")[1]
     (listed,) = json.loads(run_txl("job", "list", "--json")[1])["jobs"]

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import DataError
-from tests.support.training_runs import tiny_job
-from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord
 from txl_dist.launch.launch_files import LaunchFiles
 
 
@@ -34,24 +32,6 @@ def test_a_new_start_of_ranks_finds_no_request_or_error_of_the_last(files: Launc
     assert not files.stop.exists()
     assert files.error(0) is None
     assert files.saved.exists(), "restarted ranks resume from the checkpoints of this launch"
-
-
-@pytest.mark.parametrize("resume", ["never", "step-00000003"])
-def test_after_a_kill_in_the_first_save_never_means_no_earlier_launch(
-    tmp_path: Path, resume: str
-) -> None:
-    """Killed when the checkpoint was complete, but `saved` not there yet."""
-    job = tiny_job(tmp_path / "data", tmp_path).model_copy(update={"resume": resume})
-    files = LaunchFiles(tmp_path, "0123")
-    assert files.job_after_restart(job).resume == resume
-    for number, launch_id in enumerate(["4567", job.launch_id], start=1):
-        record = AttemptRecord.of_this_process(number=number, launch_id=launch_id)
-        Attempt(record, tmp_path / FOLDER).add()
-        own = launch_id == job.launch_id
-        expected = "auto" if own and resume == "never" else resume
-        assert files.job_after_restart(job).resume == expected
-    files.saved.touch()
-    assert files.job_after_restart(job).resume == "auto"
 
 
 def test_a_launch_removes_its_own_files_and_those_of_dead_launches(tmp_path: Path) -> None:

@@ -10,12 +10,7 @@ from typer.testing import CliRunner
 from tests.support.training_runs import TINY
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.process import (
-    TORCHRUN_VARIABLES,
-    is_torchrun,
-    stray_variables,
-    without_torchrun,
-)
+from txl_dist.runtime.process import TORCHRUN_VARIABLES, is_torchrun, without_torchrun
 
 LEFTOVER = {
     "RANK": "1",
@@ -31,9 +26,7 @@ COMPLETE = {**LEFTOVER, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some-ru
 def test_an_incomplete_set_does_not_make_a_rank(missing: str) -> None:
     part = {name: value for name, value in COMPLETE.items() if name != missing}
     assert not is_torchrun(part)
-    assert set(stray_variables(part)) == set(part)
     assert is_torchrun(COMPLETE)
-    assert stray_variables(COMPLETE) == []
 
 
 def test_launched_ranks_do_not_inherit_torchruns_variables() -> None:
@@ -41,7 +34,7 @@ def test_launched_ranks_do_not_inherit_torchruns_variables() -> None:
     assert without_torchrun({**COMPLETE, **other}) == {"PATH": "/bin"}
 
 
-def test_variables_left_in_the_shell_are_ignored_with_a_warning(
+def test_variables_left_in_the_shell_are_ignored(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in LEFTOVER.items():
@@ -51,7 +44,6 @@ def test_variables_left_in_the_shell_are_ignored_with_a_warning(
     assert done.exit_code == 0, done.output
     assert "ready" in done.stdout
     assert "on 2 ranks" in done.stdout
-    assert "ignored RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK of the" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

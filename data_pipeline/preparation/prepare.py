@@ -23,7 +23,11 @@ from data_pipeline.preparation.checks import (
 )
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.scan import InputIndex, ScanResult, plan_scan, scan
-from data_pipeline.preparation.splits import assign_shards, choose_given_splits, first_of_each_text
+from data_pipeline.preparation.splits import (
+    ShardAssignment,
+    choose_given_splits,
+    first_of_each_text,
+)
 from data_pipeline.preparation.staging import (
     FinishedFile,
     claim_staging,
@@ -172,7 +176,7 @@ def _write_dataset(
     index = _scan_input(files, settings, runner)
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
-    shards = assign_shards(index, settings, runner.staging, note)
+    shards = ShardAssignment(index, settings, runner.staging, note).shards()
     if tokenizer:
         _save_tokenizer(tokenizer, runner.staging)
     else:

@@ -37,8 +37,13 @@ from data_pipeline.readers.archives import (
 )
 from data_pipeline.readers.formats import Format, InputFile
 from data_pipeline.readers.kinds import suffix_of
-from data_pipeline.readers.names import name_in_utf8, split_of_file, split_of_folders
-from data_pipeline.readers.patterns import is_pattern, split_pattern
+from data_pipeline.readers.names import (
+    is_pattern,
+    name_in_utf8,
+    split_of_file,
+    split_of_folders,
+    split_pattern,
+)
 from data_pipeline.readers.tar import is_metadata, sample_extensions, split_name
 from data_pipeline.system.sources import is_transient, local_path, reject_reason, shown
 

@@ -1,7 +1,7 @@
 """Find the input files of paths, folders, patterns, archives and URLs, in a fixed order.
 
-Braces in an address are expanded first; then *, ? and [] match files (`patterns.py`). `names.py`
-leaves out what describes a corpus and makes the names distinct, `kinds.py` decides the kind of each
+Braces in an address are expanded first; then *, ? and [] match files. `names.py` does both, leaves
+out what describes a corpus and makes the names distinct, `kinds.py` decides the kind of each
 file, `archive_files.py` lists the files of archives.
 """
 
@@ -34,16 +34,18 @@ from data_pipeline.readers.kinds import (
     without_indexes,
 )
 from data_pipeline.readers.names import (
+    expand_braces,
+    is_pattern,
     name_in_utf8,
     only_data_files,
     parse_input,
     reject_ambiguous_names,
     require_all_named,
+    split_pattern,
     with_distinct_names,
     with_joined_shards,
     with_splits_of_names,
 )
-from data_pipeline.readers.patterns import expand_braces, is_pattern, split_pattern
 from data_pipeline.system.sources import (
     file_system,
     local_path,

@@ -15,25 +15,23 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.preparation.checks import (
+from data_pipeline.preparation.document_batch import DocumentBatch
+from data_pipeline.preparation.output import (
+    FinishedFile,
+    claim_staging,
     find_existing,
+    fingerprint_of,
+    listed,
+    load_finished,
+    record_finished,
     require_same_input,
     require_usable_input,
-    warn_of_empty_files,
 )
-from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.scan import InputIndex, ScanResult, plan_scan, scan
 from data_pipeline.preparation.splits import (
     ShardAssignment,
     choose_given_splits,
     first_of_each_text,
-)
-from data_pipeline.preparation.staging import (
-    FinishedFile,
-    claim_staging,
-    fingerprint_of,
-    load_finished,
-    record_finished,
 )
 from data_pipeline.preparation.work_units import (
     BatchUnit,
@@ -135,7 +133,7 @@ def prepare_dataset(
     read_as = inputs_found.read_as
     note(f"reading {list_read_as(read_as)}")
     files = choose_given_splits(inputs_found, settings, note)
-    if warning := warn_of_empty_files(files):
+    if warning := _warn_of_empty_files(files):
         note(warning)
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     runner = None
@@ -162,6 +160,16 @@ def prepare_dataset(
         peak_memory_bytes=max(peak_memory_bytes(), workers.peak_memory_bytes),
         seconds=time.monotonic() - started,
     )
+
+
+def _warn_of_empty_files(files: list[InputFile]) -> str:
+    """A line that names files of 0 bytes; "" if there are none.
+
+    Not those of kind text, which are counted as empty documents, such as __init__.py. A URL without
+    a version mark may have an unknown size.
+    """
+    empty = [f.name for f in files if not f.size and f.mark and f.kind != "text"]
+    return f"{len(empty):,} of {len(files):,} files have 0 bytes: {listed(empty)}" if empty else ""
 
 
 def _write_dataset(

@@ -32,7 +32,7 @@ from data_pipeline.readers import InputFile, InputFiles
 from data_pipeline.readers.names import TRAIN, count_by_split, list_splits, split_order
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.sources import shown
-from data_pipeline.tokenizers.recipes import fixed_split, recipe_of
+from data_pipeline.tokenizers.training import fixed_split, recipe_of
 
 
 @dataclass(frozen=True, slots=True)

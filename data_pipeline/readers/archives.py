@@ -49,7 +49,7 @@ _KEPT_BYTES = 40 * 2**20
 """The last bytes of a compressed tar that are kept. The kind of a file is decided by its first two
 lines, of at most 16 MiB each."""
 _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
-"""Of zip archives. `zipfile` decodes bzip2 and LZMA without a limit of memory."""
+"""Of zip archives. `zipfile` decodes bzip2 and LZMA without a limit of RAM."""
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
 
 

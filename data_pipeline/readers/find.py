@@ -15,7 +15,7 @@ from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.archive_files import (
-    Layout,
+    ArchiveLayout,
     archive_kind,
     files_of_archive,
     layout_of,
@@ -104,7 +104,7 @@ class _Search:
     ignored: Counter[str] = field(default_factory=Counter)
     archives: dict[str, list[InputFile]] = field(default_factory=dict)
     """The files of every archive, by its path."""
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    layouts: dict[str, ArchiveLayout] = field(default_factory=dict)
     """How every archive is read, by its path."""
 
 
@@ -185,7 +185,7 @@ def _files_of(address: str, search: _Search) -> list[InputFile]:
     read: list[InputFile] = []
     for file in files:
         if inner and search.format != "tar":  # an address inside an archive means a folder
-            search.layouts[file.path] = Layout(is_samples=False, reason="")
+            search.layouts[file.path] = ArchiveLayout(is_samples=False, reason="")
         if _is_folder(file, search, in_folder=in_folder):
             read += select_files(_files_in_archive(file, search), inner, address)
         elif inner:

@@ -359,7 +359,7 @@ def read_text_chunks(
 ) -> Iterator[str]:
     """The text of the record at `place` (offset, size, line) in a rereadable file.
 
-    Yields non-empty chunks of at most `chunk_bytes` + 3 bytes of UTF-8. Holds one chunk in memory;
+    Yields non-empty chunks of at most `chunk_bytes` + 3 bytes of UTF-8. Holds one chunk in RAM;
     for jsonl the whole record. Raises OSError or ValueError, possibly after some chunks, if the
     file has changed and has no such record.
     """

@@ -42,7 +42,7 @@ _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MAX_LINE_BYTES = 2**16
 
 
-class _Index(NamedTuple):
+class _PairIndex(NamedTuple):
     dtype: np.dtype | None
     """None if the index does not say it."""
     bounds: np.ndarray
@@ -69,7 +69,7 @@ def read_pair(source: Source) -> Iterator[Record | Reject]:
 
 
 @functools.lru_cache(maxsize=1)  # a process reads the ranges of a file one after the other
-def _index_of(path: str, version: int | str, *, is_megatron: bool) -> _Index:
+def _index_of(path: str, version: int | str, *, is_megatron: bool) -> _PairIndex:
     """The index at `path`. `version` tells a rewritten index from the one that was parsed."""
     with open_source(path, "" if is_megatron else "gz") as stream:
         return _read_index(stream) if is_megatron else _read_bounds(stream)
@@ -102,7 +102,7 @@ def _read_header(stream: BinaryIO) -> tuple[np.dtype, int, int]:
     return np.dtype(_DTYPES[code]), sequences, bounds
 
 
-def _read_index(stream: BinaryIO) -> _Index:
+def _read_index(stream: BinaryIO) -> _PairIndex:
     dtype, sequences, bounds = _read_header(stream)
     expected = 12 * sequences + 8 * bounds
     raw = read_exactly(stream, expected)
@@ -118,10 +118,10 @@ def _read_index(stream: BinaryIO) -> _Index:
         raise _broken("the sequences of its .idx file are not one after the other")
     if not bounds or first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
         raise _broken(f"the documents of its .idx file do not cover its {sequences:,} sequences")
-    return _Index(dtype, np.concatenate([[0], ends])[first])
+    return _PairIndex(dtype, np.concatenate([[0], ends])[first])
 
 
-def _read_bounds(stream: BinaryIO) -> _Index:
+def _read_bounds(stream: BinaryIO) -> _PairIndex:
     """The bounds in a .csv.gz file. Raises BrokenStreamError."""
     lines = iter(lambda: stream.readline(_MAX_LINE_BYTES), b"")
     bounds = array("q", [0])
@@ -140,7 +140,7 @@ def _read_bounds(stream: BinaryIO) -> _Index:
                 f"document begins at {bounds[-1]}: documents must follow each other"
             )
         bounds.append(stop)
-    return _Index(None, np.frombuffer(bounds, np.int64))
+    return _PairIndex(None, np.frombuffer(bounds, np.int64))
 
 
 def _broken(reason: str) -> BrokenStreamError:

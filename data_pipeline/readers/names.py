@@ -125,7 +125,7 @@ def expand_braces(address: str) -> list[str]:
     expanded = []
     try:
         size = math.prod(abs(int(stop) - int(start)) + 1 for start, stop in ranges)
-        if size <= _MAX_EXPANDED:  # braceexpand holds every range in memory
+        if size <= _MAX_EXPANDED:  # braceexpand holds every range in RAM
             expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
     except ValueError:  # the braces are not balanced
         return [address]

@@ -62,7 +62,7 @@ class _Document(NamedTuple):
     """The text, or the ids [T] of a dataset of ids."""
 
 
-class _Writer(Protocol):
+class _SplitWriter(Protocol):
     """Writes one split. Returns the bytes of its texts; 0 if it writes no texts."""
 
     def __call__(self, split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
@@ -152,7 +152,7 @@ def _require_empty(out: Path, staging: Path) -> None:
         )
 
 
-def _writer_of(format: str, tokenizer: Tokenizer) -> _Writer:
+def _writer_of(format: str, tokenizer: Tokenizer) -> _SplitWriter:
     def documents(split: SplitReader, advance: Callable[[int], None]) -> Iterator[_Document]:
         for id_, tokens in _documents(split):
             content = tokens[tokens != tokenizer.end_of_document]

@@ -1,7 +1,7 @@
 """Read local files and URLs: as one stream of decompressed bytes, with retries for object stores.
 
 Every failure of a stream is an OSError with a readable text: a truncated or damaged compressed
-stream, bytes after its end, a decompression bomb, a broken connection. The memory of a stream is
+stream, bytes after its end, a decompression bomb, a broken connection. The RAM of a stream is
 bounded: it does not grow with the decompressed size or with what a header declares.
 """
 
@@ -245,7 +245,7 @@ class _JoinedStreams:
     """The streams of a .bz2 or .xz file, one after another.
 
     `bz2.BZ2File` and `lzma.LZMAFile` ignore data after the last stream, and the second has no limit
-    of memory.
+    of RAM.
     """
 
     def __init__(

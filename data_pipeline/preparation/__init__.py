@@ -2,14 +2,14 @@
 
     input files
       -> scan.py        locate and hash every document, join all scans   work units, in parallel
-      -> checks.py      refuse an input with too many rejects
+      -> output.py      refuse an input with too many rejects
       -> splits.py      drop repeats; documents -> splits, order, shards
       -> prepare.py     train char, word or bpe on train                 counting: work units
       -> work_units.py  tokenize and write each shard                    work units, in parallel
       -> manifest.json  published last
 
 `prepare.py` calls these stages in order. `work_units.py` defines the work units and distributes
-them to workers, `staging.py` records the finished ones, so that a rerun after a kill reuses them.
+them to workers, `output.py` records the finished ones, so that a rerun after a kill reuses them.
 
 Example:
 

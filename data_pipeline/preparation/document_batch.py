@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import DataError, UnfinishedError
+from data_pipeline.preparation.output import RECORDS
 from data_pipeline.preparation.scan import TEXT_HASH_BYTES, InputIndex, document_id, spill_name
-from data_pipeline.preparation.staging import RECORDS
 from data_pipeline.readers import InputFile, read_text_chunks, text_of_stored
 from data_pipeline.shards.shard_index import NO_LINE, DocumentIds
 from data_pipeline.system.progress import count_bytes

@@ -15,21 +15,23 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.preparation.checks import (
-    find_existing,
-    require_same_input,
-    require_usable_input,
-    warn_of_empty_files,
-)
 from data_pipeline.preparation.document_batch import DocumentBatch
-from data_pipeline.preparation.scan import InputIndex, ScanResult, plan_scan, scan
-from data_pipeline.preparation.splits import assign_shards, choose_given_splits, first_of_each_text
-from data_pipeline.preparation.staging import (
+from data_pipeline.preparation.output import (
     FinishedFile,
     claim_staging,
+    find_existing,
     fingerprint_of,
+    listed,
     load_finished,
     record_finished,
+    require_same_input,
+    require_usable_input,
+)
+from data_pipeline.preparation.scan import InputIndex, ScanResult, plan_scan, scan
+from data_pipeline.preparation.splits import (
+    ShardAssignment,
+    choose_given_splits,
+    first_of_each_text,
 )
 from data_pipeline.preparation.work_units import (
     BatchUnit,
@@ -131,7 +133,7 @@ def prepare_dataset(
     read_as = inputs_found.read_as
     note(f"reading {list_read_as(read_as)}")
     files = choose_given_splits(inputs_found, settings, note)
-    if warning := warn_of_empty_files(files):
+    if warning := _warn_of_empty_files(files):
         note(warning)
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     runner = None
@@ -160,6 +162,16 @@ def prepare_dataset(
     )
 
 
+def _warn_of_empty_files(files: list[InputFile]) -> str:
+    """A line that names files of 0 bytes; "" if there are none.
+
+    Not those of kind text, which are counted as empty documents, such as __init__.py. A URL without
+    a version mark may have an unknown size.
+    """
+    empty = [f.name for f in files if not f.size and f.mark and f.kind != "text"]
+    return f"{len(empty):,} of {len(files):,} files have 0 bytes: {listed(empty)}" if empty else ""
+
+
 def _write_dataset(
     files: list[InputFile],
     settings: PrepareSettings,
@@ -172,7 +184,7 @@ def _write_dataset(
     index = _scan_input(files, settings, runner)
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
-    shards = assign_shards(index, settings, runner.staging, note)
+    shards = ShardAssignment(index, settings, runner.staging, note).shards()
     if tokenizer:
         _save_tokenizer(tokenizer, runner.staging)
     else:

@@ -100,7 +100,7 @@ class ScanResult:
 
     @classmethod
     def load(cls, path: Path) -> "ScanResult":
-        """Load a scan. `staging.py` has checked its sha256."""
+        """Load a scan. `output.py` has checked its sha256."""
         arrays = load_file(path)
         rejects = json.loads(arrays["rejects"].tobytes())
         return cls(

@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,47 +32,187 @@ from data_pipeline.readers import InputFile, InputFiles
 from data_pipeline.readers.names import TRAIN, count_by_split, list_splits, split_order
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.sources import shown
-from data_pipeline.tokenizers.recipes import fixed_split, recipe_of
+from data_pipeline.tokenizers.training import fixed_split, recipe_of
 
 
-def assign_shards(
-    index: InputIndex, settings: PrepareSettings, staging: Path, note: Callable[[str], None]
-) -> dict[str, list[np.ndarray]]:
-    """Split -> its shards; a shard is the numbers of its documents, in their final order.
+@dataclass(frozen=True, slots=True)
+class ShardAssignment:
+    """Assigns the documents of `index` to shards."""
 
-    `staging` has the spill files, if the only document must be read to cut it.
-    """
-    recipe, num_bytes = recipe_of(settings.recipe), int(index.text_bytes.sum())
-    if recipe.published_bytes not in (None, num_bytes):
-        note(
-            f"{settings.recipe} as published has {recipe.published_bytes:,} bytes, this input has "
-            f"{num_bytes:,}: scores cannot be compared with published ones"
+    index: InputIndex
+    settings: PrepareSettings
+    staging: Path
+    """Has the spill files, if the only document must be read to cut it."""
+    note: Callable[[str], None]
+    """Receives messages for the user."""
+
+    def shards(self) -> dict[str, list[np.ndarray]]:
+        """Split -> its shards; a shard is the numbers of its documents, in their final order.
+
+        Raises ConfigError for splits that contradict each other, and DataError for an input that
+        cannot fill all splits.
+        """
+        index, settings = self.index, self.settings
+        recipe, num_bytes = recipe_of(settings.recipe), int(index.text_bytes.sum())
+        if recipe.published_bytes not in (None, num_bytes):
+            self.note(
+                f"{settings.recipe} as published has {recipe.published_bytes:,} bytes, this input "
+                f"has {num_bytes:,}: scores cannot be compared with published ones"
+            )
+        # Splits that the input gives take the place of a recipe's.
+        has_fixed_split = recipe.fixed_split and not any(file.split for file in index.files)
+        if has_fixed_split or settings.split_by == "position":
+            return self._cut_only_document()
+        numbers = first_of_each_text(index) if settings.dedup == "exact" else np.arange(len(index))
+        names, split_of = self._split_documents(numbers)
+        if settings.shuffle is not None:
+            # Keys of document numbers, not of ranks among `numbers`: deduplication keeps the order.
+            seed = settings.shuffle.to_bytes(8, "little")
+            keys = (hash64(b"txl-shuffle", seed + int(n).to_bytes(8, "little")) for n in numbers)
+            shuffled = np.argsort(np.fromiter(keys, np.uint64, len(numbers)), kind="stable")
+            numbers, split_of = numbers[shuffled], split_of[shuffled]
+        orders = {name: numbers[split_of == position] for position, name in enumerate(names)}
+        return {
+            name: _cut_into_shards(order, index.text_bytes[order], settings.shard_bytes)
+            for name, order in orders.items()
+        }
+
+    def _split_documents(self, numbers: np.ndarray) -> tuple[list[str], np.ndarray]:
+        """Names of the splits, train first, and int8 [len(numbers)]: the split of these documents.
+
+        The split depends on the id of the document, or the name of its work, so it does not change
+        when documents are added to the input. An empty split takes the work with the smallest hash
+        of the largest split.
+        """
+        fractions = self.settings.split
+        given = [file.split or TRAIN for file in self.index.files]
+        names = [TRAIN, *sorted({*given, *fractions} - {TRAIN})]
+        of_file = np.array([names.index(split) for split in given], np.int8)
+        split_of = of_file[self.index.file[numbers]]
+        if fractions:
+            held_out = sorted(fractions)
+            if repeated := {*held_out} & {*given}:
+                raise ConfigError(
+                    f"--split: the inputs give {', '.join(repeated)} already; omit it"
+                )
+            hashes = self._hash_works()[numbers]
+            is_train = split_of == 0
+            chosen = _choose_splits(hashes[is_train], [fractions[name] for name in held_out])
+            positions = np.array([names.index(name) for name in (TRAIN, *held_out)], np.int8)
+            split_of[is_train] = positions[chosen]
+            self._report_shares(names, split_of, self.index.text_bytes[numbers])
+        for position, name in enumerate(names):
+            if not (split_of == position).any():
+                raise DataError(f"split {name}: its files hold no document with text. Give others.")
+        return names, split_of
+
+    def _report_shares(self, names: list[str], split_of: np.ndarray, sizes: np.ndarray) -> None:
+        """Report splits whose text is less than half or more than twice what was asked for."""
+        total = float(sizes.sum())
+        for name, fraction in self.settings.split.items():
+            is_in = split_of == names.index(name)
+            share = float(sizes[is_in].sum()) / total
+            if not fraction / 2 <= share <= fraction * 2:
+                self.note(
+                    f"split {name}: {is_in.sum():,} of {len(split_of):,} documents with "
+                    f"{share:.2%} of the text, instead of {fraction:.2%}: documents and works are "
+                    "not cut"
+                )
+
+    def _hash_works(self) -> np.ndarray:
+        """uint64 [D]: the hash of the work of every document."""
+        works, num_documents = self._works(), len(self.index)
+        hashes = (hash64(b"txl-split", w.encode()) for w in works or self.index.document_ids())
+        hash_of = np.fromiter(hashes, np.uint64, num_documents)
+        num_works = len(np.unique(hash_of)) if works else num_documents
+        if works and not self.settings.split_by and num_works < num_documents:
+            self.note(
+                f"splits keep the parts of a work together: {num_works:,} works, "
+                f"{num_documents:,} documents. To split by document: --split-by document"
+            )
+        names = [TRAIN, *sorted(self.settings.split)]
+        if num_works < len(names):
+            raise DataError(
+                f"{num_works} {'works' if works else 'documents'} cannot fill {len(names)} splits "
+                f"({', '.join(names)}). Give more documents, or fewer splits with --split. One "
+                "long document is cut by --split-by position."
+            )
+        return hash_of
+
+    def _works(self) -> Iterator[str] | None:
+        """The work of every document, as a name; None if every document is a work."""
+        index, split_by = self.index, self.settings.split_by
+        names = [file.name for file in index.files]
+        if split_by == "file":
+            return (names[file] for file in index.file)
+        is_work = [bool(file.ids) and file.kind == "json" for file in index.files]
+        is_tar = [file.kind == "tar" for file in index.files]
+        keys = zip(index.file, index.keys, strict=False)
+        stems = [_stem(key) if is_tar[file] else "" for file, key in keys] if any(is_tar) else []
+        if len(set(stems)) < _MIN_STEMS:
+            stems = []
+        if split_by == "document" or not (any(is_work) or stems):
+            return None
+        stem_of = stems or itertools.repeat("")
+        documents = zip(index.file, stem_of, index.document_ids(), strict=False)
+        return (
+            names[file] if is_work[file] else f"{names[file]}:{stem}" if stem else id_
+            for file, stem, id_ in documents
         )
-    # Splits that the input gives take the place of a recipe's.
-    has_fixed_split = recipe.fixed_split and not any(file.split for file in index.files)
-    if has_fixed_split or settings.split_by == "position":
-        return _cut_only_document(index, settings, staging)
-    numbers = first_of_each_text(index) if settings.dedup == "exact" else np.arange(len(index))
-    orders = _order_splits(index, numbers, settings, note)
-    return {
-        name: _cut_into_shards(order, index.text_bytes[order], settings.shard_bytes)
-        for name, order in orders.items()
-    }
 
+    def _cut_only_document(self) -> dict[str, list[np.ndarray]]:
+        """Replace the only document by one document per split, each a shard.
 
-def _order_splits(
-    index: InputIndex, numbers: np.ndarray, settings: PrepareSettings, note: Callable[[str], None]
-) -> dict[str, np.ndarray]:
-    """Split -> the numbers of its documents in their final order. `numbers` are the candidates."""
-    names, split_of = split_of_documents(index, numbers, settings, note)
-    order = numbers
-    if settings.shuffle is not None:
-        # Keys of document numbers, not of ranks among `numbers`: deduplication keeps the order.
-        seed = settings.shuffle.to_bytes(8, "little")
-        keys = (hash64(b"txl-shuffle", seed + int(n).to_bytes(8, "little")) for n in numbers)
-        shuffled = np.argsort(np.fromiter(keys, np.uint64, len(numbers)), kind="stable")
-        order, split_of = numbers[shuffled], split_of[shuffled]
-    return {name: order[split_of == number] for number, name in enumerate(names)}
+        Reads the text once to hash the parts, and with character tokens once more before that to
+        count characters. With byte tokens, a boundary inside a character moves to its first byte;
+        with token ids, the boundaries are between ids. Raises DataError if the input is not one
+        document or is too short.
+        """
+        index, settings = self.index, self.settings
+        self._require_one_text()
+        document = DocumentBatch.of(index, np.array([0]))
+        file = document.files[0]
+        unit = "ids" if file.ids else "characters" if settings.tokenizer == "char" else "bytes"
+        length = document.size
+        if unit == "characters":
+            length = sum(map(len, document.read_text(0, self.staging)))
+        elif unit == "ids":
+            length = 1 + sum(text.count(" ") for text in document.read_text(0, self.staging))
+        try:
+            bounds = _bounds(length, settings)
+            cuts = [start for start, _ in bounds.values()][1:]
+            parts = _measure_parts(document.read_text(0, self.staging), cuts, unit)
+        except ValueError as error:
+            name = settings.recipe or "the corpus"
+            raise DataError(
+                f"{index.document_id(0)}: {error}. Give the whole text of {name}."
+            ) from error
+        offset, size, _ = document.location[0].tolist()
+        ranges = [(offset + start, stop - start) for start, stop, _ in parts]
+        if file.ids and file.holds_arrays and document.spill_unit[0] < 0:
+            item = size // length
+            ranges = [(offset + a * item, (b - a) * item) for a, b in bounds.values()]
+        index.replace_only_document(
+            ranges, [stop - start for start, stop, _ in parts], [sha256 for *_, sha256 in parts]
+        )
+        return {name: [np.array([number])] for number, name in enumerate(bounds)}
+
+    def _require_one_text(self) -> None:
+        recipe, index = self.settings.recipe, self.index
+        cause = f"recipe {recipe}" if recipe else "--split-by position"
+        if len(index) != 1:
+            names = ", ".join(printable(index.document_id(n)) for n in range(min(len(index), 3)))
+            raise DataError(
+                f"{cause} takes one document, whose last parts become the held-out splits; "
+                f"the input has {len(index)}: {names}{', ...' if len(index) > 3 else ''}. Give one "
+                "file, with --format text if it is read as another format, or omit the option."
+            )
+        (file,) = {index.files[number] for number in index.file}
+        if file.rereadable and not (file.holds_plain_texts or file.holds_arrays):
+            raise DataError(
+                f"{shown(file.path)} is read as {file.kind}; {cause} takes a text file or an array "
+                "of ids, which may be compressed."
+            )
 
 
 def _cut_into_shards(
@@ -149,98 +289,6 @@ def choose_given_splits(
     return found.files
 
 
-def split_of_documents(
-    index: InputIndex, numbers: np.ndarray, settings: PrepareSettings, note: Callable[[str], None]
-) -> tuple[list[str], np.ndarray]:
-    """Names of the splits, train first, and int8 [len(numbers)]: the split of these documents.
-
-    The split depends on the id of the document, or the name of its work, so it does not change
-    when documents are added to the input. An empty split takes the work with the smallest hash of
-    the largest split. Raises DataError if there are too few works, or if a split has no document.
-    """
-    given = [file.split or TRAIN for file in index.files]
-    names = [TRAIN, *sorted({*given, *settings.split} - {TRAIN})]
-    of_file = np.array([names.index(split) for split in given], np.int8)
-    split_of = of_file[index.file[numbers]]
-    if settings.split:
-        held_out = sorted(settings.split)
-        if repeated := {*held_out} & {*given}:
-            raise ConfigError(f"--split: the inputs give {', '.join(repeated)} already; omit it")
-        hashes = _hash_works(index, settings, note)[numbers]
-        is_train = split_of == 0
-        chosen = _choose_splits(hashes[is_train], [settings.split[name] for name in held_out])
-        positions = np.array([names.index(name) for name in (TRAIN, *held_out)], np.int8)
-        split_of[is_train] = positions[chosen]
-        sizes = index.text_bytes[numbers]
-        _report_shares(settings.split, names, split_of, sizes, note)
-    for position, name in enumerate(names):
-        if not (split_of == position).any():
-            raise DataError(f"split {name}: its files hold no document with text. Give others.")
-    return names, split_of
-
-
-def _report_shares(
-    asked: dict[str, float],
-    names: list[str],
-    split_of: np.ndarray,
-    sizes: np.ndarray,
-    note: Callable[[str], None],
-) -> None:
-    """Report splits whose text is less than half or more than twice what was asked for."""
-    total = float(sizes.sum())
-    for name, fraction in asked.items():
-        is_in = split_of == names.index(name)
-        share = float(sizes[is_in].sum()) / total
-        if not fraction / 2 <= share <= fraction * 2:
-            note(
-                f"split {name}: {is_in.sum():,} of {len(split_of):,} documents with {share:.2%} of "
-                f"the text, instead of {fraction:.2%}: documents and works are not cut"
-            )
-
-
-def _hash_works(
-    index: InputIndex, settings: PrepareSettings, note: Callable[[str], None]
-) -> np.ndarray:
-    """uint64 [D]: the hash of the work of every document. Raises DataError for too few works."""
-    works = _works(index, settings.split_by)
-    hashes = (hash64(b"txl-split", work.encode()) for work in works or index.document_ids())
-    hash_of = np.fromiter(hashes, np.uint64, len(index))
-    num_works = len(np.unique(hash_of)) if works else len(index)
-    if works and not settings.split_by and num_works < len(index):
-        note(
-            f"splits keep the parts of a work together: {num_works:,} works, {len(index):,} "
-            "documents. To split by document: --split-by document"
-        )
-    names = [TRAIN, *sorted(settings.split)]
-    if num_works < len(names):
-        raise DataError(
-            f"{num_works} {'works' if works else 'documents'} cannot fill {len(names)} splits "
-            f"({', '.join(names)}). Give more documents, or fewer splits with --split. One long "
-            "document is cut by --split-by position."
-        )
-    return hash_of
-
-
-def _works(index: InputIndex, split_by: str | None) -> Iterator[str] | None:
-    """The work of every document, as a name; None if every document is a work."""
-    names = [file.name for file in index.files]
-    if split_by == "file":
-        return (names[file] for file in index.file)
-    is_work = [bool(file.ids) and file.kind == "json" for file in index.files]
-    is_tar = [file.kind == "tar" for file in index.files]
-    keys = zip(index.file, index.keys, strict=False)
-    stems = [_stem(key) if is_tar[file] else "" for file, key in keys] if any(is_tar) else []
-    if len(set(stems)) < _MIN_STEMS:
-        stems = []
-    if split_by == "document" or not (any(is_work) or stems):
-        return None
-    documents = zip(index.file, stems or itertools.repeat(""), index.document_ids(), strict=False)
-    return (
-        names[file] if is_work[file] else f"{names[file]}:{stem}" if stem else id_
-        for file, stem, id_ in documents
-    )
-
-
 def _stem(key: str) -> str:
     """The key of a document in a tar file without the number of the part; "" without a key."""
     sample = re.sub(r":\d+\Z", "", key)  # a line of a .jsonl member
@@ -268,45 +316,6 @@ def hash64(purpose: bytes, content: bytes) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _cut_only_document(
-    index: InputIndex, settings: PrepareSettings, staging: Path
-) -> dict[str, list[np.ndarray]]:
-    """Replace the only document by one document per split. Return the shards like `assign_shards`.
-
-    Reads the text once to hash the parts, and with character tokens once more before that to count
-    characters. With byte tokens, a boundary inside a character moves to its first byte; with token
-    ids, the boundaries are between ids. Raises DataError if the input is not one document or is too
-    short.
-    """
-    _require_one_text(index, settings)
-    document = DocumentBatch.of(index, np.array([0]))
-    file = document.files[0]
-    unit = "ids" if file.ids else "characters" if settings.tokenizer == "char" else "bytes"
-    length = document.size
-    if unit == "characters":
-        length = sum(map(len, document.read_text(0, staging)))
-    elif unit == "ids":
-        length = 1 + sum(text.count(" ") for text in document.read_text(0, staging))
-    try:
-        bounds = _bounds(length, settings)
-        cuts = [start for start, _ in bounds.values()][1:]
-        parts = _measure_parts(document.read_text(0, staging), cuts, unit)
-    except ValueError as error:
-        name = settings.recipe or "the corpus"
-        raise DataError(
-            f"{index.document_id(0)}: {error}. Give the whole text of {name}."
-        ) from error
-    offset, size, _ = document.location[0].tolist()
-    ranges = [(offset + start, stop - start) for start, stop, _ in parts]
-    if file.ids and file.holds_arrays and document.spill_unit[0] < 0:
-        item = size // length
-        ranges = [(offset + a * item, (b - a) * item) for a, b in bounds.values()]
-    index.replace_only_document(
-        ranges, [stop - start for start, stop, _ in parts], [sha256 for *_, sha256 in parts]
-    )
-    return {name: [np.array([number])] for number, name in enumerate(bounds)}
-
-
 def _bounds(length: int, settings: PrepareSettings) -> dict[str, tuple[int, int]]:
     """Split -> [start, stop). Raises ValueError if a split would be empty."""
     if not settings.split:
@@ -318,23 +327,6 @@ def _bounds(length: int, settings: PrepareSettings) -> dict[str, tuple[int, int]
     if not all(sizes):
         raise ValueError(f"{length} tokens are too few for these splits")
     return {name: (start, stop) for name, start, stop in bounds}
-
-
-def _require_one_text(index: InputIndex, settings: PrepareSettings) -> None:
-    cause = f"recipe {settings.recipe}" if settings.recipe else "--split-by position"
-    if len(index) != 1:
-        names = ", ".join(printable(index.document_id(n)) for n in range(min(len(index), 3)))
-        raise DataError(
-            f"{cause} takes one document, whose last parts become the held-out splits; "
-            f"the input has {len(index)}: {names}{', ...' if len(index) > 3 else ''}. Give one "
-            "file, with --format text if it is read as another format, or omit the option."
-        )
-    (file,) = {index.files[number] for number in index.file}
-    if file.rereadable and not (file.holds_plain_texts or file.holds_arrays):
-        raise DataError(
-            f"{shown(file.path)} is read as {file.kind}; {cause} takes a text file or an array of "
-            "ids, which may be compressed."
-        )
 
 
 def _measure_parts(

@@ -18,14 +18,14 @@ import numpy as np
 
 from data_pipeline.errors import DataError, printable
 from data_pipeline.preparation.document_batch import DocumentBatch, read_groups
-from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
-from data_pipeline.preparation.staging import (
+from data_pipeline.preparation.output import (
     FINGERPRINT,
     RECORDS,
     FinishedFile,
     load_finished,
     record_finished,
 )
+from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_index import DocumentIds

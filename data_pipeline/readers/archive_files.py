@@ -37,8 +37,13 @@ from data_pipeline.readers.archives import (
 )
 from data_pipeline.readers.formats import Format, InputFile
 from data_pipeline.readers.kinds import suffix_of
-from data_pipeline.readers.names import name_in_utf8, split_of_file, split_of_folders
-from data_pipeline.readers.patterns import is_pattern, split_pattern
+from data_pipeline.readers.names import (
+    is_pattern,
+    name_in_utf8,
+    split_of_file,
+    split_of_folders,
+    split_pattern,
+)
 from data_pipeline.readers.tar import is_metadata, sample_extensions, split_name
 from data_pipeline.system.sources import is_transient, local_path, reject_reason, shown
 
@@ -49,7 +54,7 @@ MAX_MEMBERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ArchiveLayout:
     """How an archive is read."""
 
     is_samples: bool
@@ -63,17 +68,17 @@ def archive_kind(name: str) -> ArchiveKind | None:
     return ARCHIVES.get(suffix_of(name).name)
 
 
-def layout_of(file: InputFile, format: Format, text_key: str, *, is_ids: bool) -> Layout:
+def layout_of(file: InputFile, format: Format, text_key: str, *, is_ids: bool) -> ArchiveLayout:
     """How to read an archive; see the module docstring."""
     if archive_kind(file.name) == "zip" or format not in ("auto", "tar", "ids"):
-        return Layout(is_samples=False, reason="")
+        return ArchiveLayout(is_samples=False, reason="")
     if format == "tar":
-        return Layout(is_samples=True, reason="")
+        return ArchiveLayout(is_samples=True, reason="")
     try:
         archive = _opened(file)
         names = list(_first_names(archive, file))
     except (OSError, ArchiveError):  # the reader reports it
-        return Layout(is_samples=True, reason="")
+        return ArchiveLayout(is_samples=True, reason="")
     in_folders = archive.has_folders and 2 * sum("/" in name for name in names) > len(names)
     is_packed_folder = in_folders or _have_splits(names)
     return _layout_of_names(
@@ -104,20 +109,20 @@ def _have_splits(names: list[str]) -> bool:
 
 def _layout_of_names(
     names: list[str], text_extensions: list[str], *, is_packed_folder: bool
-) -> Layout:
+) -> ArchiveLayout:
     keyed = groupby(map(split_name, names), key=lambda pair: pair[0])
     samples = [(key, frozenset(extension for _, extension in pairs)) for key, pairs in keyed]
     sets = Counter(extensions for _, extensions in samples if len(extensions) > 1)
     num_equal = max(sets.values(), default=0)
     if num_equal > 1 and 2 * num_equal >= len(samples):
         reason = "its files form samples with the same extensions (--format text reads a folder)"
-        return Layout(is_samples=True, reason=reason)
+        return ArchiveLayout(is_samples=True, reason=reason)
     has_text = [not extensions.isdisjoint(text_extensions) for _, extensions in samples]
     if not is_packed_folder and 2 * sum(has_text) >= len(samples):
         reason = "its files are samples with a text (--format text reads a folder)"
-        return Layout(is_samples=True, reason=reason)
+        return ArchiveLayout(is_samples=True, reason=reason)
     reason = "its files form no samples of a WebDataset (--format tar reads samples)"
-    return Layout(is_samples=False, reason=reason)
+    return ArchiveLayout(is_samples=False, reason=reason)
 
 
 def files_of_archive(

@@ -1,7 +1,6 @@
 """Archives of files: list the members of a zip or tar archive, and read each as if it were a file.
 
-    open_archive    the open archive of this process: its members, in the order in which they lie
-    open_input      the stream of an input file, which may be a member of an archive
+`open_archive` gives the open archive of this process: its members, in the order in which they lie.
 
 Nothing is unpacked to disk. A member of a zip is decompressed from its own beginning, so several
 workers read one archive. A member of a tar that is not compressed is a byte range of the file. A
@@ -33,7 +32,6 @@ from data_pipeline.system.sources import (
     DecompressedStream,
     SourceError,
     buffered,
-    decompressed,
     open_source,
     require_plausible_ratio,
 )
@@ -51,7 +49,7 @@ _KEPT_BYTES = 40 * 2**20
 """The last bytes of a compressed tar that are kept. The kind of a file is decided by its first two
 lines, of at most 16 MiB each."""
 _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
-"""Of zip archives. `zipfile` decodes bzip2 and LZMA without a limit of memory."""
+"""Of zip archives. `zipfile` decodes bzip2 and LZMA without a limit of RAM."""
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
 
 
@@ -341,16 +339,3 @@ def close_archive() -> None:
         _, _, stack = _open
         _open = None
         stack.close()
-
-
-@contextlib.contextmanager
-def open_input(file: "InputFile") -> Iterator[BinaryIO]:
-    """The decompressed stream of a file or of a member of an archive, as `open_source`."""
-    if not file.member:
-        with open_source(file.path, file.compression) as stream:
-            yield stream
-        return
-    archive = open_archive(file.path, file.mark, file.member.archive, file.member.packed)
-    content = archive.open(file.member)
-    with content, decompressed(content, file.compression) as stream:
-        yield stream

@@ -261,7 +261,7 @@ def _read_rows(source: Source, stream: TextIO) -> Iterator[Record | Reject]:
 class _Lines:
     """The lines of a stream. Raises BrokenStreamError for a row longer than a document can be.
 
-    Without the limit, one quote that is not closed would read the rest of the file into memory.
+    Without the limit, one quote that is not closed would read the rest of the file into RAM.
     """
 
     def __init__(self, source: Source, stream: TextIO) -> None:

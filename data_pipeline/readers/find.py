@@ -1,7 +1,7 @@
 """Find the input files of paths, folders, patterns, archives and URLs, in a fixed order.
 
-Braces in an address are expanded first; then *, ? and [] match files (`patterns.py`). `names.py`
-leaves out what describes a corpus and makes the names distinct, `kinds.py` decides the kind of each
+Braces in an address are expanded first; then *, ? and [] match files. `names.py` does both, leaves
+out what describes a corpus and makes the names distinct, `kinds.py` decides the kind of each
 file, `archive_files.py` lists the files of archives.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.archive_files import (
-    Layout,
+    ArchiveLayout,
     archive_kind,
     files_of_archive,
     layout_of,
@@ -34,16 +34,18 @@ from data_pipeline.readers.kinds import (
     without_indexes,
 )
 from data_pipeline.readers.names import (
+    expand_braces,
+    is_pattern,
     name_in_utf8,
     only_data_files,
     parse_input,
     reject_ambiguous_names,
     require_all_named,
+    split_pattern,
     with_distinct_names,
     with_joined_shards,
     with_splits_of_names,
 )
-from data_pipeline.readers.patterns import expand_braces, is_pattern, split_pattern
 from data_pipeline.system.sources import (
     file_system,
     local_path,
@@ -102,7 +104,7 @@ class _Search:
     ignored: Counter[str] = field(default_factory=Counter)
     archives: dict[str, list[InputFile]] = field(default_factory=dict)
     """The files of every archive, by its path."""
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    layouts: dict[str, ArchiveLayout] = field(default_factory=dict)
     """How every archive is read, by its path."""
 
 
@@ -183,7 +185,7 @@ def _files_of(address: str, search: _Search) -> list[InputFile]:
     read: list[InputFile] = []
     for file in files:
         if inner and search.format != "tar":  # an address inside an archive means a folder
-            search.layouts[file.path] = Layout(is_samples=False, reason="")
+            search.layouts[file.path] = ArchiveLayout(is_samples=False, reason="")
         if _is_folder(file, search, in_folder=in_folder):
             read += select_files(_files_in_archive(file, search), inner, address)
         elif inner:

@@ -24,7 +24,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.ids import NPY_MAGIC, SHARD_MAGICS, IdRules, inner_end, outside
+from data_pipeline.readers.ids import NPY_MAGIC, SHARD_MAGICS, IdRules
 from data_pipeline.readers.records import (
     BadRecordError,
     BrokenStreamError,
@@ -61,7 +61,7 @@ def _decimals(vocab_size: int) -> np.ndarray:
 def _require_known(ids: np.ndarray, rules: IdRules, position: int) -> None:
     if ids.size and (ids.min() < 0 or ids.max() >= rules.vocab_size):
         first = int(np.flatnonzero((ids < 0) | (ids >= rules.vocab_size))[0])
-        raise outside(ids[first], position + first, rules)
+        raise rules.unknown(ids[first], position + first)
 
 
 def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
@@ -89,7 +89,7 @@ def content_bounds(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> tup
     first, last = int(content[0]), int(content[-1])
     if last - first + 1 != content.size:
         gap = int(np.flatnonzero(np.diff(content) > 1)[0])
-        raise inner_end(position + int(content[gap]) + 1, rules)
+        raise rules.inner_end(position + int(content[gap]) + 1)
     return first, last + 1
 
 
@@ -130,7 +130,7 @@ class IdDocument:
         if not stop:
             return
         if self._end_at is not None:
-            raise inner_end(self._end_at, self._rules)
+            raise self._rules.inner_end(self._end_at)
         body = ids[first:stop]
         text = text_of_array(body, self._rules, position=self._position + first)
         self._text.add((" " + text if self._size else text).encode())
@@ -152,20 +152,28 @@ class IdDocument:
 
 def read_bin(source: Source) -> Iterator[Record | Reject]:
     """A raw file of ids of type `source.ids.dtype`."""
-    yield from _separated(source, source.stream, np.dtype(source.id_rules.dtype), 0, None)
+    return _separated(source, np.dtype(source.id_rules.dtype), 0, None)
 
 
 def read_shard(source: Source) -> Iterator[Record | Reject]:
     """A token shard of llm.c or modded-nanogpt."""
     dtype, num_ids = read_shard_header(source.stream)
     stop = _SHARD_HEADER_BYTES + num_ids * dtype.itemsize
-    yield from _separated(source, source.stream, dtype, _SHARD_HEADER_BYTES, stop)
-    _require_end(source, source.stream, stop, f"the {num_ids:,} ids that its header counts")
+    yield from _separated(source, dtype, _SHARD_HEADER_BYTES, stop)
+    _require_end(source, stop, f"the {num_ids:,} ids that its header counts")
 
 
-def read_npy(source: Source) -> Iterator[Record | Reject]:
-    """A file as `numpy.save` writes it."""
-    yield from _array(source, source.stream, "")
+def read_npy(source: Source, name: str = "") -> Iterator[Record | Reject]:
+    """A file as `numpy.save` writes it; `name` is that of a member of an .npz file."""
+    start, dtype, shape = read_npy_header(source.stream, name)
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if len(shape) == 1:
+        yield from _separated(source, dtype, start, start + size)
+    elif size:
+        row_bytes = shape[1] * dtype.itemsize
+        starts, sizes = range(start, start + size, row_bytes), np.broadcast_to(row_bytes, shape[0])
+        yield from sized_documents(source, dtype, starts, sizes, are_rows=True)
+    _require_end(source, start + size, f"the end of the array {name}".strip())
 
 
 def read_npz(source: Source) -> Iterator[Record | Reject]:
@@ -177,20 +185,24 @@ def read_npz(source: Source) -> Iterator[Record | Reject]:
             "an .npz file needs random access, but this one is compressed as a whole or its server "
             "has no byte ranges. numpy.savez_compressed compresses inside: use the plain file",
         )
+    array = source
     try:
         with zipfile.ZipFile(source.stream) as archive:
             total = 0
             for member in archive.infolist():
                 total += member.file_size
-                require_plausible_size(total, source)
+                require_plausible_size(total, array)
                 with archive.open(member) as stream:
-                    yield from _array(source, cast(BinaryIO, stream), member.filename)
+                    array = replace(array, stream=cast(BinaryIO, stream))
+                    yield from read_npy(array, member.filename)
     except BrokenStreamError:
         raise
     # For damaged content, and RuntimeError for encryption.
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
         reason = printable(str(error))[:200]
-        raise BrokenStreamError(source.lines, 0, f"damaged .npz file: {reason}") from error
+        raise BrokenStreamError(array.lines, 0, f"damaged .npz file: {reason}") from error
+    finally:
+        source.lines = array.lines
 
 
 def read_id_chunks(stream: BinaryIO, num_bytes: int, rules: IdRules) -> Iterator[str]:
@@ -218,7 +230,6 @@ def ids_of_npy(raw: bytes) -> np.ndarray:
 
 def sized_documents(
     source: Source,
-    stream: BinaryIO,
     dtype: np.dtype,
     starts: np.ndarray | range,
     sizes: np.ndarray,
@@ -231,11 +242,11 @@ def sized_documents(
     """
     first, stop = bisect_left(starts, source.start), bisect_left(starts, source.stop)
     if first:
-        stream.seek(int(starts[first - 1] + sizes[first - 1]))
+        source.stream.seek(int(starts[first - 1] + sizes[first - 1]))
     for number in range(first, stop):
         source.lines += 1
         document = IdDocument(source, int(starts[number]), source.lines)
-        for ids in _chunks_of(stream, int(sizes[number]), dtype, source.lines):
+        for ids in _chunks_of(source.stream, int(sizes[number]), dtype, source.lines):
             document.add(ids)
         padding = document.only_id if are_rows and source.id_rules.padding is None else None
         if padding is None:
@@ -249,27 +260,14 @@ def sized_documents(
             )
 
 
-def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Reject]:
-    """The documents of one array in the .npy format; `name` is that of the archive's member."""
-    start, dtype, shape = read_npy_header(stream, name)
-    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    if len(shape) == 1:
-        yield from _separated(source, stream, dtype, start, start + size)
-    elif size:
-        row_bytes = shape[1] * dtype.itemsize
-        starts, sizes = range(start, start + size, row_bytes), np.broadcast_to(row_bytes, shape[0])
-        yield from sized_documents(source, stream, dtype, starts, sizes, are_rows=True)
-    _require_end(source, stream, start + size, f"the end of the array {name}".strip())
-
-
-def _require_end(source: Source, stream: BinaryIO, stop: int, what: str) -> None:
+def _require_end(source: Source, stop: int, what: str) -> None:
     """Raise BrokenStreamError if the stream, read up to `stop`, continues in the range."""
-    if source.stop >= stop and stream.read(1):
+    if source.stop >= stop and source.stream.read(1):
         raise BrokenStreamError(source.lines, stop, f"there are bytes after {what}")
 
 
 def _separated(
-    source: Source, stream: BinaryIO, dtype: np.dtype, start: int, stop: int | None
+    source: Source, dtype: np.dtype, start: int, stop: int | None
 ) -> Iterator[Record | Reject]:
     """The documents between end-of-document ids in the bytes [start, stop) of the stream.
 
@@ -279,9 +277,9 @@ def _separated(
     offset, skips = start, source.start > start
     if skips:  # the id before the range is an end-of-document id or not
         offset = start + (-(-(source.start - start) // size) - 1) * size
-        stream.seek(offset)
+        source.stream.seek(offset)
     num_bytes = None if stop is None else stop - offset
-    for ids in _chunks_of(stream, num_bytes, dtype, source.lines):
+    for ids in _chunks_of(source.stream, num_bytes, dtype, source.lines):
         begin = 0
         for end in [*np.flatnonzero(ids == end_id).tolist(), len(ids)]:
             if end > begin and not skips:

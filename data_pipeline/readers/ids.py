@@ -53,6 +53,24 @@ class IdRules:
     padding: int | None = None
     """The id that fills up documents; None if it is not known whether there is one."""
 
+    def unknown(self, id_: object, position: int) -> BadRecordError:
+        """The error for an id that is not in the vocabulary."""
+        return BadRecordError(
+            0,
+            f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary of "
+            f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}",
+        )
+
+    def inner_end(self, position: int) -> BadRecordError:
+        """The error for an end-of-document or padding id inside a document."""
+        name = f"end-of-document id {self.end_of_document}"
+        if self.padding is not None:
+            name = f"{name} or padding id {self.padding}"
+        return BadRecordError(
+            0,
+            f"the {name} at position {position:,} is inside the document; split the document there",
+        )
+
 
 def text_of_value(value: object, rules: IdRules, name: str) -> str:
     """The text of a list of integers, the value of `name`. Raises BadRecordError."""
@@ -67,30 +85,12 @@ def text_of_value(value: object, rules: IdRules, name: str) -> str:
             reason = f'"{name}" has {kind} at position {position}, not a token id{hint}'
             raise BadRecordError(0, reason)
         if not 0 <= each < rules.vocab_size:
-            raise outside(each, position, rules)
+            raise rules.unknown(each, position)
     import numpy as np
 
     from data_pipeline.readers.id_arrays import text_of_document
 
     return text_of_document(np.array(value, np.int64), rules)
-
-
-def outside(id_: object, position: int, rules: IdRules) -> BadRecordError:
-    return BadRecordError(
-        0,
-        f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary of "
-        f"{rules.vocab_size} ids, 0 to {rules.vocab_size - 1}",
-    )
-
-
-def inner_end(position: int, rules: IdRules) -> BadRecordError:
-    name = f"end-of-document id {rules.end_of_document}"
-    if rules.padding is not None:
-        name = f"{name} or padding id {rules.padding}"
-    return BadRecordError(
-        0,
-        f"the {name} at position {position:,} is inside the document; split the document there",
-    )
 
 
 def read_id_json(source: Source) -> Iterator[Record | Reject]:

@@ -22,7 +22,7 @@ import functools
 import os
 import struct
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from data_pipeline.readers.id_arrays import read_npy_header, read_shard_header, 
 from data_pipeline.readers.ids import index_path
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import Source, read_exactly
-from data_pipeline.system.sources import Compression, open_source, scheme_of
+from data_pipeline.system.sources import open_source, scheme_of
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
@@ -42,29 +42,19 @@ _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MAX_LINE_BYTES = 2**16
 
 
-class _Index(NamedTuple):
+class _PairIndex(NamedTuple):
     dtype: np.dtype | None
     """None if the index does not say it."""
     bounds: np.ndarray
     """int64 [documents + 1]: the ids before each document, and all ids."""
 
 
-def read_megatron(source: Source) -> Iterator[Record | Reject]:
-    """The documents of the pair; `source` is the .bin file."""
-    return _read_pair(source, "", _read_index)
-
-
-def read_olmo(source: Source) -> Iterator[Record | Reject]:
-    """The documents of the pair; `source` is the .npy file."""
-    return _read_pair(source, "gz", _read_bounds)
-
-
-def _read_pair(
-    source: Source, compression: Compression, read_index: Callable[[BinaryIO], _Index]
-) -> Iterator[Record | Reject]:
+def read_pair(source: Source) -> Iterator[Record | Reject]:
+    """The documents of a pair; `source` is the .bin or .npy file."""
+    is_megatron = source.file.kind == "megatron"
     path = index_path(source.file.path)
     version = "" if scheme_of(path) else os.stat(path).st_mtime_ns  # noqa: PTH116 - as find.py
-    index = _index_of(path, version, compression, read_index)
+    index = _index_of(path, version, is_megatron=is_megatron)
     dtype = index.dtype or np.dtype(source.id_rules.dtype)
     edges = index.bounds * dtype.itemsize
     total = int(edges[-1])
@@ -73,21 +63,16 @@ def _read_pair(
             f"its .csv.gz file has bounds of {total:,} bytes of {dtype.name}, but the .npy "
             f"file has {source.file.size:,}: truncated, or of another --dtype"
         )
-    yield from sized_documents(source, source.stream, dtype, edges[:-1], np.diff(edges))
+    yield from sized_documents(source, dtype, edges[:-1], np.diff(edges))
     if source.stop > total and source.stream.read(1):
         raise _broken(f"the file has more than the {total:,} bytes of its index")
 
 
 @functools.lru_cache(maxsize=1)  # a process reads the ranges of a file one after the other
-def _index_of(
-    path: str,
-    version: int | str,
-    compression: Compression,
-    read_index: Callable[[BinaryIO], _Index],
-) -> _Index:
+def _index_of(path: str, version: int | str, *, is_megatron: bool) -> _PairIndex:
     """The index at `path`. `version` tells a rewritten index from the one that was parsed."""
-    with open_source(path, compression) as stream:
-        return read_index(stream)
+    with open_source(path, "" if is_megatron else "gz") as stream:
+        return _read_index(stream) if is_megatron else _read_bounds(stream)
 
 
 def stored_dtype(file: InputFile) -> str:
@@ -117,7 +102,7 @@ def _read_header(stream: BinaryIO) -> tuple[np.dtype, int, int]:
     return np.dtype(_DTYPES[code]), sequences, bounds
 
 
-def _read_index(stream: BinaryIO) -> _Index:
+def _read_index(stream: BinaryIO) -> _PairIndex:
     dtype, sequences, bounds = _read_header(stream)
     expected = 12 * sequences + 8 * bounds
     raw = read_exactly(stream, expected)
@@ -133,10 +118,10 @@ def _read_index(stream: BinaryIO) -> _Index:
         raise _broken("the sequences of its .idx file are not one after the other")
     if not bounds or first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
         raise _broken(f"the documents of its .idx file do not cover its {sequences:,} sequences")
-    return _Index(dtype, np.concatenate([[0], ends])[first])
+    return _PairIndex(dtype, np.concatenate([[0], ends])[first])
 
 
-def _read_bounds(stream: BinaryIO) -> _Index:
+def _read_bounds(stream: BinaryIO) -> _PairIndex:
     """The bounds in a .csv.gz file. Raises BrokenStreamError."""
     lines = iter(lambda: stream.readline(_MAX_LINE_BYTES), b"")
     bounds = array("q", [0])
@@ -155,7 +140,7 @@ def _read_bounds(stream: BinaryIO) -> _Index:
                 f"document begins at {bounds[-1]}: documents must follow each other"
             )
         bounds.append(stop)
-    return _Index(None, np.frombuffer(bounds, np.int64))
+    return _PairIndex(None, np.frombuffer(bounds, np.int64))
 
 
 def _broken(reason: str) -> BrokenStreamError:

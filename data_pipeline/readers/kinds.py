@@ -24,13 +24,10 @@ import os
 import posixpath
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.readers.archives import open_input
 from data_pipeline.readers.formats import (
     FORMATS,
     ID_FORMATS,
@@ -116,7 +113,7 @@ def _kind_of_content(file: InputFile, suffix: Suffix, text_key: str) -> Kind:
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in name
     if scheme_of(file.path) and not may_be_wikitext and suffix.name not in _UNTYPED:
         return "text"
-    head = _first_bytes(file, HEAD_BYTES)
+    head = file.first_bytes(HEAD_BYTES)
     if head.startswith(b"WARC/1."):
         return "warc"
     if holds_json_lines(file, text_key, head=head):
@@ -138,10 +135,10 @@ def _is_oscar_text(path: str) -> bool:
 
 def holds_json_lines(file: InputFile, text_key: str, *, head: bytes | None = None) -> bool:
     """Whether the content of a file is JSON lines. `head` are its first bytes if they are known."""
-    head = _first_bytes(file, HEAD_BYTES) if head is None else head
+    head = file.first_bytes(HEAD_BYTES) if head is None else head
     if not head.removeprefix(BOM_UTF8).lstrip().startswith(b"{"):
         return False
-    lines = map(_parsed, _first_lines(file, _MAX_OBJECT_BYTES))
+    lines = map(_parsed, file.first_lines(_MAX_OBJECT_BYTES))
     first = next(lines, None)
     if not isinstance(first, dict):
         return False
@@ -160,12 +157,12 @@ def _kind_of_ids(file: InputFile, suffix: Suffix) -> Kind:
     if kind == "bin":
         if has_index(file.path):
             return "megatron"
-        magic = _first_bytes(file, 4)
+        magic = file.first_bytes(4)
         return "llm.c" if int.from_bytes(magic, "little") in SHARD_MAGICS else kind
     if kind == "npy" and has_index(file.path):
-        return kind if _first_bytes(file, 6) == NPY_MAGIC else "olmo"
+        return kind if file.first_bytes(6) == NPY_MAGIC else "olmo"
     if kind == "json":
-        lines = _first_lines(file, _MAX_LINE_BYTES)
+        lines = file.first_lines(_MAX_LINE_BYTES)
         if len(lines) == 2 and all(line.lstrip().startswith(b"{") for line in lines):
             return "jsonl"
     return kind
@@ -189,7 +186,7 @@ def require_json_lines(files: list[InputFile]) -> None:
 
 def _other_layout(file: InputFile) -> str:
     """The layout of a file that is not JSON lines; "" for JSON lines and for damaged files."""
-    lines = _first_lines(file, _MAX_LINE_BYTES)
+    lines = file.first_lines(_MAX_LINE_BYTES)
     first = lines[0].lstrip() if lines else b""
     if first.startswith(b"["):
         return "one JSON array"
@@ -206,33 +203,6 @@ def _parsed(line: bytes) -> Any:
         return json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
         return None
-
-
-def _first_bytes(file: InputFile, size: int) -> bytes:
-    """The first `size` decompressed bytes of a file; fewer if it is shorter or cannot be read."""
-    try:
-        if not file.is_plain:
-            with open_input(file) as stream:
-                return stream.read(size)
-        # A fifth of the time of `open_source`, which matters for many files. O_NONBLOCK: a pipe.
-        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            return os.read(descriptor, size)
-        finally:
-            os.close(descriptor)
-    except OSError:  # the reader reports it
-        return b""
-
-
-def _first_lines(file: InputFile, size: int) -> list[bytes]:
-    """The first two lines that are not blank, cut to `size` bytes; none if reading fails."""
-    try:
-        with open_input(file) as stream:
-            lines: Iterator[bytes] = iter(lambda: stream.readline(size), b"")
-            unmarked = (line.removeprefix(BOM_UTF8) for line in lines)
-            return list(islice((line for line in unmarked if line.strip()), 2))
-    except OSError:  # the reader reports the error
-        return []
 
 
 def without_indexes(files: list[InputFile]) -> list[InputFile]:

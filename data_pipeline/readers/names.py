@@ -1,4 +1,6 @@
-"""What the names of input files say: their splits, the ids of their documents, what is no data.
+"""The names of input files: braces and wildcards in addresses, and what names say.
+
+They say the splits of files, the ids of their documents, and which files are no data.
 
 **Splits** come with `train=A` on the command line, or a name gives one if it has one of these
 words, whatever its case:
@@ -27,20 +29,25 @@ Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `Datas
 github.com/google-deepmind/pg19; OSCAR, "OSCAR Schema v1.1".
 """
 
+import fnmatch
+import glob
+import math
 import os
 import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
+from pathlib import Path
+
+from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.archives import open_input
 from data_pipeline.readers.formats import InputFile
 from data_pipeline.readers.kinds import suffix_of
 from data_pipeline.readers.wikitext import name_of_shards, next_shard
-from data_pipeline.system.sources import scheme_of, shown
+from data_pipeline.system.sources import local_path, scheme_of, shown
 from data_pipeline.system.strict_json import parse_json
 
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
@@ -57,6 +64,8 @@ _SOURCE_CODE = {
     *(".lisp", ".asm", ".f90", ".proto", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".md", ".rst"),
 }
 """Suffixes of code and its documentation, whose names speak of train and test."""
+_MAX_EXPANDED = 100_000
+"""Maximum number of addresses of one brace pattern."""
 _MAX_LISTED = 3
 _MAX_STATE_BYTES = 16 * 2**20
 _DESCRIPTIONS = {
@@ -97,6 +106,57 @@ def require_all_named(splits: Sequence[str], arguments: Sequence[str]) -> None:
             f"the inputs are {', '.join(sorted(set(splits)))}, and none is train. Give the text to "
             "train on as train=PATH"
         )
+
+
+def expand_braces(address: str) -> list[str]:
+    """The addresses of shard-{000..127}.tar or {a,b}/*.txt, in the order in which a shell expands.
+
+    A file of this name, and braces that a shell would not expand, stay as they are.
+    """
+    if not address:
+        raise ConfigError(
+            "an input is empty, perhaps a variable of the shell that is not set. Give a file, "
+            "folder, pattern or URL; . is the current folder."
+        )
+    local = local_path(address)
+    if "{" not in address or (local and Path(local).exists()):
+        return [address]
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", address)
+    expanded = []
+    try:
+        size = math.prod(abs(int(stop) - int(start)) + 1 for start, stop in ranges)
+        if size <= _MAX_EXPANDED:  # braceexpand holds every range in RAM
+            expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
+    except ValueError:  # the braces are not balanced
+        return [address]
+    if not 0 < len(expanded) <= _MAX_EXPANDED:
+        raise ConfigError(
+            f"{shown(address)}: the braces expand to more than {_MAX_EXPANDED:,} inputs. Give the "
+            "folder, or a pattern with * that matches the files that exist."
+        )
+    return expanded
+
+
+def is_pattern(address: str) -> bool:
+    return glob.has_magic(address.partition("://")[2] or address)
+
+
+def split_pattern(address: str) -> tuple[str, re.Pattern[str]]:
+    """The folder before the first wildcard, and a regular expression for names relative to it."""
+    parts = address.split("/")
+    num_fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    regexes = []
+    for part in parts[num_fixed:]:
+        # `**` matches any number of folders, `*` no slash. Names have no empty parts.
+        translated = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
+        regexes.append("(?:[^/]+/)*" if part == "**" else translated.replace(".*", "[^/]*") + "/")
+    if parts[-1] == "**":
+        regexes.append("[^/]+/")
+    root = "/".join(parts[:num_fixed]) or ("/" if address.startswith("/") else ".")
+    return root, re.compile("".join(regexes).removesuffix("/"), re.DOTALL)
+
+
+# --- splits -----------------------------------------------------------------------------------
 
 
 def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFile]:
@@ -176,6 +236,9 @@ def list_splits(files: Sequence[InputFile]) -> str:
     return "; ".join(counts) + note
 
 
+# --- names of documents ----------------------------------------------------------------------
+
+
 def name_in_utf8(name: str) -> str:
     return os.fsencode(name).decode("utf-8", errors="backslashreplace")
 
@@ -249,6 +312,9 @@ def reject_ambiguous_names(files: list[InputFile]) -> None:
                 )
 
 
+# --- files that are no data ------------------------------------------------------------------
+
+
 def only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[InputFile]:
     """`files` without those that describe a corpus, caches, locks and unfinished downloads.
 
@@ -302,7 +368,7 @@ def _kind_of_description(
 def _describes_export(file: InputFile) -> bool:
     """Whether it is of `txl data export`: other programs write data to files of this name."""
     try:
-        with open_input(file) as stream:
+        with file.open() as stream:
             content = parse_json(stream.read(_MAX_STATE_BYTES))
     except (OSError, ValueError, RecursionError):
         return False
@@ -319,7 +385,7 @@ def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:
 def _listed_files(state: InputFile, folder: str, names: set[str]) -> set[str]:
     """The names of the data files that state.json lists."""
     try:
-        with open_input(state) as stream:
+        with state.open() as stream:
             content = parse_json(stream.read(_MAX_STATE_BYTES))
         listed = [posixpath.join(folder, str(each["filename"])) for each in content["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

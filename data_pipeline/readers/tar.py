@@ -13,7 +13,7 @@ Other members (images, labels) are skipped, and samples named `__NAME__` that ha
 
 `tarfile` of the standard library is not strict enough for input that may be damaged or hostile: it
 takes a damaged header after the first member for the end of the archive, ignores archives that
-follow the first, accepts a missing end, and reads extended headers of any size into memory. Here
+follow the first, accepts a missing end, and reads extended headers of any size into RAM. Here
 each of these is an error. Only the parsing of one header block is tarfile's.
 
 Sources: webdataset, `tariterators.group_by_keys` and `base_plus_ext`; POSIX.1-2017, pax, "ustar

@@ -20,7 +20,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.readers.archives import open_input
 from data_pipeline.readers.columns import read_arrow, read_parquet
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
@@ -138,7 +137,7 @@ def holds_wikitext_rows(file: "InputFile", text_key: str) -> bool:
     """Whether the rows of a Parquet or Arrow file are lines of WikiText, one of them a title."""
     has_title = False
     try:
-        with open_input(file) as stream:
+        with file.open() as stream:
             source = Source(file, stream, 0, math.inf, text_key)
             for row in islice(_rows_of_file(source), _MAX_ROWS_EXAMINED):
                 if not row.endswith(b"\n") or row.count(b"\n") > 1:

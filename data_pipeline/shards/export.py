@@ -1,6 +1,6 @@
-"""`txl data export`: a dataset as files that other programs read, in the order of the dataset.
+"""`txl data export` and `push`: a dataset as files that other programs read, or at another place.
 
-OUT has a file per split and `export.json`, which is written last:
+`export` keeps the order of the dataset. OUT has a file per split and `export.json`, written last:
 
     jsonl    SPLIT.jsonl: an object per document with `id`, `split` and `text`
     parquet  SPLIT.parquet: the same columns, compressed with zstd
@@ -13,9 +13,14 @@ file, its documents and tokens, and for bin where the split begins in the file: 
 A text is exact if its tokenizer is lossless: then the bytes of every split are compared with the
 manifest. Otherwise it is what the model reads: words without their whitespace, unknown symbols. A
 document that is not UTF-8 is refused, because JSON and Parquet cannot hold it; `bin` can.
+
+`push` copies the dataset to object storage, its manifest last, so a reader of the URL sees either
+no dataset or a complete one. Every local shard and index is hashed before it is sent, and the size
+of the remote copy is compared afterwards.
 """
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -24,12 +29,24 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from data_pipeline.errors import DataError, printable
-from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.errors import ConfigError, DataError, printable
+from data_pipeline.shards.manifest import (
+    MANIFEST_NAME,
+    ShardManifest,
+    is_dataset_file,
+    load_manifest,
+    open_tokenizer,
+)
 from data_pipeline.shards.shard_reader import SplitReader, open_split
-from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
+from data_pipeline.system.files import (
+    StagedDirectory,
+    explain_disk_errors,
+    sha256_file,
+    write_synced,
+)
 from data_pipeline.system.progress import Progress
-from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
+from data_pipeline.system.sources import scheme_of
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
 
@@ -45,7 +62,7 @@ class _Document(NamedTuple):
     """The text, or the ids [T] of a dataset of ids."""
 
 
-class _Writer(Protocol):
+class _SplitWriter(Protocol):
     """Writes one split. Returns the bytes of its texts; 0 if it writes no texts."""
 
     def __call__(self, split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
@@ -135,7 +152,7 @@ def _require_empty(out: Path, staging: Path) -> None:
         )
 
 
-def _writer_of(format: str, tokenizer: Tokenizer) -> _Writer:
+def _writer_of(format: str, tokenizer: Tokenizer) -> _SplitWriter:
     def documents(split: SplitReader, advance: Callable[[int], None]) -> Iterator[_Document]:
         for id_, tokens in _documents(split):
             content = tokens[tokens != tokenizer.end_of_document]
@@ -179,14 +196,10 @@ def _text_of(split: SplitReader, id_: str, tokens: np.ndarray, tokenizer: Tokeni
 
 def _documents(split: SplitReader) -> Iterator[tuple[str, np.ndarray]]:
     """Id and tokens of every document of the split. Each block is read once."""
-    listed = split.documents()
-    for block, num_tokens in enumerate(split.block_tokens.tolist()):
-        tokens = split.read(block, 0, num_tokens)
-        end = 0
-        while end < num_tokens:
-            id_, length = next(listed)
-            yield id_, tokens[end : end + length]
-            end += length
+    for block, documents in itertools.groupby(split.documents(), key=lambda each: each.block):
+        tokens = split.read(block, 0, int(split.block_tokens[block]))
+        for document in documents:
+            yield document.id, tokens[document.start : document.stop]
 
 
 def _write_bin(split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
@@ -237,3 +250,94 @@ def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+# --- push ---------------------------------------------------------------------------------------
+
+
+WRITABLE = ("s3", "gs")
+
+
+def push_dataset(
+    directory: Path, url: str, *, progress: Progress = lambda *_: None
+) -> ShardManifest:
+    """Copy the dataset in `directory` to `url`, except files that are already there and complete.
+
+    Raises DataError for a damaged dataset, another dataset at the URL, or failing object storage;
+    ConfigError for a URL that cannot be written.
+    """
+    target = dataset_path(url)
+    if not isinstance(target, RemotePath) or scheme_of(url) not in WRITABLE:
+        raise ConfigError(
+            f"{target}: give a URL of scheme {' or '.join(WRITABLE)} to push to. To copy a dataset "
+            "to a directory or a web server, copy all of its files, manifest.json last."
+        )
+    manifest = load_manifest(directory)
+    open_tokenizer(directory, manifest)
+    names = [name for name in manifest.file_names() if name != MANIFEST_NAME] + [MANIFEST_NAME]
+    for name in names:
+        if not (directory / name).is_file():
+            raise DataError(f"{directory / name} is missing. List all: txl data verify {directory}")
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    shard_files = manifest.shard_files
+    with _explain_store_errors(target):
+        remote_sizes = _remote_sizes(target)
+        _require_same_dataset(target, manifest, remote_sizes)
+        # Without a manifest, a remote file may be from an interrupted push of other data.
+        if MANIFEST_NAME in remote_sizes:
+            names = [name for name in names if remote_sizes.get(name) != sizes[name]]
+    done, total = 0, sum(sizes[name] for name in names)
+    progress("sending", done, total)
+    for name in names:
+        _, sha256 = shard_files.get(name, (None, None))
+        _send(directory / name, target / name, sizes[name], sha256)
+        done += sizes[name]
+        progress("sending", done, total)
+    return manifest
+
+
+def _remote_sizes(target: RemotePath) -> dict[str, int]:
+    try:
+        return target.sizes()
+    except FileNotFoundError:  # a folder of an object store exists once it contains a file
+        return {}
+
+
+def _require_same_dataset(
+    target: RemotePath, manifest: ShardManifest, remote_sizes: dict[str, int]
+) -> None:
+    # Overwriting would change the data under runs that read this URL.
+    listed = {*manifest.file_names()}
+    extra = [name for name in remote_sizes if is_dataset_file(name) and name not in listed]
+    if MANIFEST_NAME in remote_sizes and load_manifest(target).digest != manifest.digest:
+        extra.insert(0, MANIFEST_NAME)
+    if extra:
+        raise DataError(
+            f"{target} holds another dataset: {extra[0]} is not of this one. Choose another URL, "
+            "or remove that dataset with the tools of its store."
+        )
+
+
+def _send(source: Path, target: RemotePath, size: int, sha256: str | None) -> None:
+    # Manifest and tokenizer have no entry in the manifest; both were checked when loaded.
+    if sha256 and sha256_file(source) != sha256:
+        raise DataError(
+            f"{source} does not have the manifest's sha256. List all problems: txl data verify "
+            f"{source.parent}"
+        )
+    with _explain_store_errors(target):
+        target.write_from(source)
+        remote_size = target.stat().st_size
+    if remote_size != size:
+        raise DataError(f"{target} is {remote_size:,} bytes after sending, expected {size:,}.")
+
+
+@contextlib.contextmanager
+def _explain_store_errors(target: RemotePath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{target}: object storage refuses or fails ({error.strerror}). Check that the bucket "
+            "exists, the credentials and the network, then run it again."
+        ) from error

@@ -266,7 +266,7 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
     try:
         return load_manifest_file(path, ShardManifest)
     except FileNotFoundError:
-        raise missing_manifest_error(directory) from None
+        raise missing_manifest_error(path.parent) from None
     except OSError as error:
         kind = UnreadableError if is_read_failure(error) else DataError
         raise kind(f"{path} cannot be read: {error.strerror}.") from error

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from data_pipeline.readers import IdRules, format_names
 from data_pipeline.readers.names import SPLIT_PATTERN, TRAIN
 from data_pipeline.system.strict import StrictModel
-from data_pipeline.tokenizers.recipes import RECIPES, RecipeName, recipe_of
+from data_pipeline.tokenizers.training import RECIPES, RecipeName, recipe_of
 
 SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]
 DEFAULT_TRAIN_BYTES = 256 * 2**20

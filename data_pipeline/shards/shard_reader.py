@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -56,6 +56,20 @@ class TokenSource(Protocol):
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a block, 1-D."""
+
+
+class StoredDocument(NamedTuple):
+    """A document and its place: tokens [start, stop) of a block of the split."""
+
+    id: str
+    block: int
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens, including its first, the end-of-document token."""
+        return self.stop - self.start
 
 
 class _OpenShard:
@@ -125,14 +139,16 @@ class SplitReader:
         stop = first + int(index.block_documents[number])
         return [index.ids.id_of(document) for document in range(first, stop)]
 
-    def documents(self) -> Iterator[tuple[str, int]]:
-        """Id and number of tokens of every document, in order, from one index after another."""
-        for entry in self.entry.shards:
+    def documents(self) -> Iterator[StoredDocument]:
+        """Every document in order, read from one index after another."""
+        for entry, first_block in zip(self.entry.shards, self._first_block.tolist(), strict=False):
             index = self._read_index(entry)
-            block_start = np.cumsum(index.block_tokens) - index.block_tokens
-            starts = np.repeat(block_start, index.block_documents) + index.document_starts
-            for number, num_tokens in enumerate(np.diff(starts, append=entry.tokens).tolist()):
-                yield index.ids.id_of(number), num_tokens
+            blocks = np.repeat(np.arange(entry.blocks) + first_block, index.block_documents)
+            stops = np.append(index.document_starts[1:], 0)
+            stops[np.cumsum(index.block_documents) - 1] = index.block_tokens
+            places = (column.tolist() for column in (blocks, index.document_starts, stops))
+            for number, place in enumerate(zip(*places, strict=True)):
+                yield StoredDocument(index.ids.id_of(number), *place)
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of `block`, a new 1-D array of `dtype`.

@@ -7,7 +7,6 @@ listed separately: they may be intact.
 """
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from data_pipeline.shards.manifest import (
     open_tokenizer,
 )
 from data_pipeline.shards.shard_files import what_to_check
-from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import sha256_file
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath
@@ -148,18 +147,11 @@ def excerpts(directory: DatasetPath, *, documents: int) -> list[Excerpt]:
     result = []
     for split, _ in manifest.train_first():
         source = open_split(directory, split, manifest=manifest, cache_frames=1)
-        for block, start, stop, document_id in itertools.islice(_documents(source), documents):
-            ids = source.read(block, start, min(stop, start + 1 + EXCERPT_TOKENS))
+        for document in itertools.islice(source.documents(), documents):
+            stop = min(document.stop, document.start + 1 + EXCERPT_TOKENS)
+            ids = source.read(document.block, document.start, stop)
             # errors="ignore": the excerpt may end inside a character.
             text = tokenizer.decode_bytes(ids).decode("utf-8", errors="ignore")
-            result.append(Excerpt(split, printable(document_id), stop - start, printable(text)))
+            id_ = printable(document.id)
+            result.append(Excerpt(split, id_, document.num_tokens, printable(text)))
     return result
-
-
-def _documents(source: SplitReader) -> Iterator[tuple[int, int, int, str]]:
-    """(block, start, stop, id) of every document of a split, read as far as it is iterated."""
-    for block, num_tokens in enumerate(source.block_tokens.tolist()):
-        starts = source.document_starts(block).tolist()
-        ids = source.document_ids(block)
-        for start, stop, id_ in zip(starts, [*starts[1:], num_tokens], ids, strict=True):
-            yield block, start, stop, id_

@@ -34,7 +34,7 @@ MAX_AGE = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
+class TokenChunk:
     """Tokens [start, stop) of the order of `epoch`, and their document ages."""
 
     epoch: int
@@ -47,7 +47,7 @@ class Chunk:
     chunk."""
 
 
-def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> Chunk:
+def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> TokenChunk:
     """The chunk that contains token `position` of the order; reads one block only."""
     block, block_start = order.locate(position)
     num_tokens = int(source.block_tokens[block])
@@ -63,7 +63,7 @@ def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> Chunk:
         first = position - block_start
         stop = min((first // CHUNK_TOKENS + 1) * CHUNK_TOKENS, num_tokens)
         tokens, age = source.read(block, first, stop), _document_age(starts, first, stop)
-    return Chunk(order.epoch, block_start + first, block_start + stop, tokens, age)
+    return TokenChunk(order.epoch, block_start + first, block_start + stop, tokens, age)
 
 
 class LaneCursor:
@@ -73,7 +73,7 @@ class LaneCursor:
     """
 
     def __init__(self) -> None:
-        self._chunk = Chunk(-1, 0, 0, np.empty(0, np.uint8), np.empty(0, np.int32))
+        self._chunk = TokenChunk(-1, 0, 0, np.empty(0, np.uint8), np.empty(0, np.int32))
 
     def read(
         self, source: TokenSource, order: EpochOrder, start: int, stop: int
@@ -100,7 +100,7 @@ class LaneCursor:
             position = end
         return tokens, age
 
-    def _chunk_at(self, source: TokenSource, order: EpochOrder, position: int) -> Chunk:
+    def _chunk_at(self, source: TokenSource, order: EpochOrder, position: int) -> TokenChunk:
         chunk = self._chunk
         if chunk.epoch != order.epoch or not chunk.start <= position < chunk.stop:
             chunk = self._chunk = read_chunk(source, order, position)

@@ -132,7 +132,7 @@ class RemotePath:
 
     def write_from(self, source: Path) -> None:
         """Upload a local file. Atomic, as object stores make a new object visible when complete."""
-        # s3fs reads this many parts of 50 MiB at a time into memory.
+        # s3fs reads this many parts of 50 MiB at a time into RAM.
         options = {"max_concurrency": 2} if scheme_of(self.url) == "s3" else {}
         self._request(lambda system: system.put_file(str(source), self.url, **options))
 

@@ -1,7 +1,7 @@
 """Read local files and URLs: as one stream of decompressed bytes, with retries for object stores.
 
 Every failure of a stream is an OSError with a readable text: a truncated or damaged compressed
-stream, bytes after its end, a decompression bomb, a broken connection. The memory of a stream is
+stream, bytes after its end, a decompression bomb, a broken connection. The RAM of a stream is
 bounded: it does not grow with the decompressed size or with what a header declares.
 """
 
@@ -30,6 +30,7 @@ else:
     from backports.zstd import DecompressionParameter, ZstdError, ZstdFile
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
+_SCHEME = re.compile(r"([^/]*?)://")
 _EXTRAS = {"s3": "s3", "gs": "gcs", "http": "http", "https": "http"}
 _MAX_ATTEMPTS = 3
 _S3_ATTEMPTS = 2
@@ -49,21 +50,20 @@ MIN_BYTES = 256 * 2**20
 
 def is_url(address: str) -> bool:
     """Whether `address` is a URL of any scheme, not a path."""
-    scheme, separator, _ = address.partition("://")
-    return bool(separator) and "/" not in scheme
+    return _SCHEME.match(address) is not None
 
 
 def scheme_of(address: str) -> str:
     """The scheme of a URL, "" for a local path. Raises ConfigError for an unsupported scheme."""
-    if not is_url(address):
+    scheme = _SCHEME.match(address)
+    if not scheme:
         return ""
-    scheme = address.partition("://")[0]
-    if scheme.lower() not in SCHEMES:
+    if scheme[1].lower() not in SCHEMES:
         raise ConfigError(
-            f"{shown(address)}: URLs of scheme {printable(scheme)!r} are not supported; valid are "
-            f"{', '.join(SCHEMES)}, and paths. Copy the data to one of these."
+            f"{shown(address)}: URLs of scheme {printable(scheme[1])!r} are not supported; valid "
+            f"are {', '.join(SCHEMES)}, and paths. Copy the data to one of these."
         )
-    return scheme.lower()
+    return scheme[1].lower()
 
 
 def local_path(address: str) -> str | None:
@@ -245,7 +245,7 @@ class _JoinedStreams:
     """The streams of a .bz2 or .xz file, one after another.
 
     `bz2.BZ2File` and `lzma.LZMAFile` ignore data after the last stream, and the second has no limit
-    of memory.
+    of RAM.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Workers: map a function over units of work in this process or child processes, and a thread
 that runs jobs one after another (`BackgroundQueue`).
 
-If a worker dies (out of memory, killed), its unit is retried once; after the second death an error
+If a worker dies (out of RAM, killed), its unit is retried once; after the second death an error
 names the unit. concurrent.futures is not used: its pool does not report which unit a dead worker
 had, and its workers survive a killed parent. `cluster/launcher.py` has the same interface on Ray.
 """
@@ -44,8 +44,8 @@ class WorkerDiedError(UnfinishedError):
             cause = f" by {signal.Signals(-exit_code).name}"
         self.event = f"the worker for {unit} died{cause}, and so did a second one"
         super().__init__(
-            f"{self.event}. Most likely memory ran out (SIGKILL: see dmesg), or the file makes a "
-            "library crash. Run the command again with fewer --workers or without that file; "
+            f"{self.event}. Most likely the machine ran out of RAM (SIGKILL: see dmesg), or the "
+            "file makes a library crash. Run the command again with fewer --workers or without it; "
             "finished work is kept."
         )
 

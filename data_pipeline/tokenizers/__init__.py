@@ -5,9 +5,8 @@
     pretrained.py      byte-level BPE (trained by bpe.py), or a file of the `tokenizers` library
     encoders.py        gigatoken, which encodes byte-level BPE faster
     ids.py             token ids of the input, written as decimal numbers or by name
-    training.py        choose and train the tokenizer of a dataset
+    training.py        choose and train the tokenizer of a dataset; recipes of the paper's datasets
     loading.py         read a tokenizer.json, and compare two
-    recipes.py         the paper's datasets: which tokenizer, which conventions
 
 Every tokenizer has an id that no text encodes to, `end_of_document`. Special tokens that occur in
 the text are encoded as ordinary text. The digest of a tokenizer's canonical JSON identifies it in

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.system.direct_file import DirectFile
+from data_pipeline.system.files import DirectFile
 from txl_dist.checkpoint.manifest import (
     FileEntry,
     Kind,

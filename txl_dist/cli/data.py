@@ -176,7 +176,7 @@ def push(
 
     Example: txl data push data/books s3://bucket/books
     """
-    from data_pipeline.shards.push import push_dataset
+    from data_pipeline.shards.export import push_dataset
     from data_pipeline.system.remote_path import dataset_path
 
     with work_progress(MIB) as progress:

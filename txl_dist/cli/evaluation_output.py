@@ -77,16 +77,16 @@ def _scores_of_documents(planned: "PlannedJob") -> Iterator[tuple[str, float, in
     scored = _sums_of_documents(planned)
     document = next(scored, None)
     position, stop = 0, planned.chunks[-1].stop + 1
-    for id_, num_tokens in open_split(planned.job.data, planned.job.settings.split).documents():
+    for stored in open_split(planned.job.data, planned.job.settings.split).documents():
         if position >= stop:  # of `max_tokens`
             return
         if document is not None and position == document[0]:
             _, nats, tokens, num_bytes = document
-            yield id_, nats, tokens, num_bytes
+            yield stored.id, nats, tokens, num_bytes
             document = next(scored, None)
         else:  # one token, the first of the split, which nothing predicts
-            yield id_, 0.0, 0, 0
-        position += num_tokens
+            yield stored.id, 0.0, 0, 0
+        position += stored.num_tokens
 
 
 def _sums_of_documents(planned: "PlannedJob") -> Iterator[tuple[int, float, int, int]]:

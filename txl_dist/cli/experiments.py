@@ -18,7 +18,7 @@ from txl_dist.config.named_configs import configs_directory
 
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import ShardManifest
-    from data_pipeline.tokenizers.recipes import RecipeName
+    from data_pipeline.tokenizers.training import RecipeName
 
 Metric = Literal["perplexity", "bits_per_character"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from data_pipeline.errors import DataError
+from data_pipeline.preparation.output import RECORDS
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.staging import RECORDS
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split

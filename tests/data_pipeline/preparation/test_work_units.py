@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
+from data_pipeline.preparation.output import FINGERPRINT, RECORDS
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.scan import FileRange, ScanUnit
-from data_pipeline.preparation.staging import FINGERPRINT, RECORDS
 from data_pipeline.preparation.work_units import Task, run_task, tokenize_document
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import load_manifest

@@ -16,10 +16,9 @@ from pyarrow import parquet
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.export import export_dataset
+from data_pipeline.shards.export import export_dataset, push_dataset
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.shards.push import push_dataset
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.remote_path import dataset_path
 from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
@@ -104,7 +103,7 @@ def test_rows_have_id_split_and_the_exact_text_in_the_order_of_the_dataset(
     for split, texts in TEXTS.items():
         exported = rows(tmp_path / "out" / f"{split}.{format}")
         assert [row["id"] for row in exported] == [
-            id_ for id_, _ in open_split(data, split).documents()
+            each.id for each in open_split(data, split).documents()
         ]
         by_line = {f"{split}.jsonl:{n}": text for n, text in enumerate(texts, 1)}
         assert {row["id"]: row["text"] for row in exported} == by_line

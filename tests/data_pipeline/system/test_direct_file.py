@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.system import direct_file
-from data_pipeline.system.direct_file import DirectFile
+from data_pipeline.system import files
+from data_pipeline.system.files import DirectFile
 
 BUFFER_BYTES = 3 * 4096
 CONTENT = bytes(range(256)) * 256
@@ -18,7 +18,7 @@ CONTENT = bytes(range(256)) * 256
 
 @pytest.fixture(autouse=True)
 def _small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_file, "BUFFER_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(files, "BUFFER_BYTES", BUFFER_BYTES)
 
 
 def write(path: Path, *sizes: int) -> bytes:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.tokenizers.recipes import RECIPES
+from data_pipeline.tokenizers.training import RECIPES
 from tests.support.commands import run_txl, txl
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app

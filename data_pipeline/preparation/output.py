@@ -1,0 +1,272 @@
+"""The output directory of `txl prepare`: what it may hold, and the work that a rerun reuses.
+
+It is refused if it holds something else than this dataset or an interrupted run. An input with too
+many rejects leaves its list of rejects there.
+
+Its staging directory has records of finished work units. A unit writes its files in a scratch
+directory, moves them to their final names and then writes a record: its key, its result, and the
+size and sha256 of every file. A unit counts as finished only if its record exists and the key and
+the files' content match. The fingerprint of the staging directory contains everything that the
+units depend on: settings, format version, a given tokenizer, and path, name, size and version mark
+(local files: modification time) of every input file. A run with a different fingerprint discards
+the staging directory.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import DataError, printable
+from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
+from data_pipeline.readers import InputFile
+from data_pipeline.shards.manifest import (
+    MANIFEST_NAME,
+    REJECTS_NAME,
+    TOKENIZER_NAME,
+    VERSION,
+    InputSummary,
+    ShardManifest,
+    load_manifest,
+)
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.system.files import (
+    STAGING,
+    StagedDirectory,
+    explain_disk_errors,
+    fsync_directory,
+    sha256_file,
+    write_file,
+)
+from data_pipeline.system.sources import local_path
+from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizers.loading import StoredTokenizer, describe_differences
+
+_MAX_LISTED = 5
+
+
+def find_existing(
+    out: Path, settings: PrepareSettings, tokenizer: Tokenizer | None
+) -> ShardManifest | None:
+    """The manifest of a complete dataset with these settings, or None for a free directory.
+
+    `tokenizer` is None if it is trained. Raises DataError if the directory holds
+    anything else, except the list of rejects of a failed run.
+    """
+    paths = sorted(path for path in out.iterdir() if path.name != STAGING)
+    if out / MANIFEST_NAME not in paths:
+        others = [path.name for path in paths if not _is_reject_list(path)]
+        if others:
+            raise DataError(
+                f"{out} holds files that do not belong to a dataset: {listed(others)}. Nothing "
+                "was changed; choose an empty or new directory for --out."
+            )
+        return None
+    manifest = load_manifest(out)
+    changes = _differences("", manifest.settings.model_dump(), settings.model_dump())
+    if tokenizer:
+        stored = StoredTokenizer(out / TOKENIZER_NAME, manifest.tokenizer_digest).load()
+        if stored and stored.to_json() != tokenizer.to_json():  # also for other names of ids
+            changes.append(f"tokenizer: {describe_differences(stored, tokenizer)}")
+        elif tokenizer.digest != manifest.tokenizer_digest:
+            changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer.digest} now")
+    if changes:
+        raise _other_dataset(out, changes)
+    return manifest
+
+
+def require_same_input(existing: ShardManifest, summary: InputSummary, out: Path) -> None:
+    """Raise DataError if `existing` was made from another input, or a file of it is missing.
+
+    Input and settings determine tokenizer and shards, so those are not compared.
+    """
+    if changes := _differences("input ", existing.input.model_dump(), summary.model_dump()):
+        raise _other_dataset(out, changes)
+    missing = [name for name in existing.file_names() if not (out / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{out} has the manifest of this dataset but not {', '.join(missing[:5])}. Restore "
+            f"them, or remove {out} and run this again. To list all damage: txl data verify {out}"
+        )
+
+
+def _differences(prefix: str, old: dict[str, object], new: dict[str, object]) -> list[str]:
+    return [
+        f"{prefix}{key}: {old[key]!r} there, {value!r} now"
+        for key, value in new.items()
+        if old[key] != value
+    ]
+
+
+def _other_dataset(out: Path, changes: list[str]) -> DataError:
+    return DataError(
+        f"{out} holds another dataset: {'; '.join(changes)}. Nothing was changed; choose another "
+        f"--out, or remove {out} and run this again. To see its content: txl data inspect {out}"
+    )
+
+
+def _is_reject_list(path: Path) -> bool:
+    """Whether this is the reject list of a failed run, not an unrelated file with its name."""
+    if path.name != REJECTS_NAME or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        try:
+            return set(json.loads(file.readline())) == {"file", "line", "byte", "reason"}
+        except (ValueError, TypeError):
+            return False
+
+
+def require_usable_input(
+    index: InputIndex, staging: Path, out: Path, max_reject_rate: float
+) -> None:
+    """Raise DataError for an input without text, too many rejects, or a file that ends early.
+
+    Before it raises for rejects or broken files, it moves the list of rejects from `staging` to
+    `out`.
+    """
+    rejected, broken = index.rejected, len(index.broken)
+    records = len(index) + index.empty + rejected
+    # A file that ends early counts as one reject but loses an unknown number of records, so a
+    # reject rate below 1 cannot accept it.
+    if broken and max_reject_rate < 1:
+        problem = (
+            f"{broken:,} of {len(index.files):,} files cannot be read to their end, which loses "
+            "the rest of each"
+        )
+        first, count, rate = (
+            [*index.broken.values()][:MAX_SHOWN_REJECTS],
+            broken,
+            "--max-reject-rate 1",
+        )
+    elif rejected and (rejected > max_reject_rate * records or not len(index)):
+        problem = (
+            f"{rejected:,} of {records:,} records cannot be used, the limit is "
+            f"{max_reject_rate:.4%}"
+        )
+        first, count, rate = index.first_rejects, rejected, "a higher --max-reject-rate"
+    elif not len(index):
+        raise DataError(
+            f"the input holds no text: {len(index.files)} files, {index.empty} empty documents "
+            f"and no other. Give files with text in them: txl prepare INPUT --out {out}"
+        )
+    else:
+        return
+    with explain_disk_errors("writing the list of rejects", out):
+        (staging / REJECTS_NAME).replace(out / REJECTS_NAME)
+        fsync_directory(out)
+    shown = "".join(f"\n  {reject}" for reject in first)
+    more = f"\n  and {count - len(first):,} more" if count > len(first) else ""
+    raise DataError(
+        f"{problem}; no dataset was written.{shown}{more}\nAll are listed in "
+        f"{out / REJECTS_NAME}. Repair them and run this again, or accept the loss with {rate}."
+    )
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED:,} more" * (len(names) > _MAX_LISTED)
+    return ", ".join(map(printable, names[:_MAX_LISTED])) + more
+
+
+# --- finished work units ----------------------------------------------------------------------
+
+
+RECORDS = "units"
+"""Directory in staging for the records, and for files that are not part of the dataset."""
+FINGERPRINT = "fingerprint.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedFile:
+    """Expected content of a file. `path` is relative to the staging directory."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+def load_finished(staging: Path, name: str, key: str) -> dict[str, Any] | None:
+    """The result of a finished unit, or None if the unit must run (again).
+
+    Reads and hashes all files of the unit.
+    """
+    try:
+        record = json.loads((staging / RECORDS / f"{name}.json").read_bytes())
+        files = [FinishedFile(**fields) for fields in record["files"]]
+        if record["key"] != key or not all(_is_intact(staging, file) for file in files):
+            return None
+        result: dict[str, Any] = record["result"]
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: run the unit again
+        return None
+    return result
+
+
+def record_finished(
+    staging: Path, name: str, key: str, *, result: Mapping[str, Any], files: list[FinishedFile]
+) -> None:
+    """Record a unit. Its files must be synced and have their final names."""
+    record = {"key": key, "result": dict(result), "files": [asdict(file) for file in files]}
+    write_file(staging / RECORDS / f"{name}.json", json.dumps(record).encode())
+
+
+def _is_intact(staging: Path, file: FinishedFile) -> bool:
+    path = staging / file.path
+    return path.stat().st_size == file.size and sha256_file(path) == file.sha256
+
+
+# --- the fingerprint ------------------------------------------------------------------------------
+
+
+def fingerprint_of(
+    files: list[InputFile], settings: PrepareSettings, tokenizer: Tokenizer | None
+) -> str:
+    """The fingerprint as JSON. `tokenizer` is None if it is trained."""
+    digest = hashlib.sha256()
+    for file in files:
+        local = local_path(file.path)
+        path = file.path if local is None else os.path.abspath(local)  # noqa: PTH100
+        split = [file.split] * bool(file.split)
+        digest.update(
+            json.dumps([path, file.name, file.kind, file.size, file.mark, *split]).encode()
+        )
+    content = {
+        "version": VERSION,
+        "unit_bytes": UNIT_BYTES,
+        "settings": settings.model_dump(mode="json"),
+        # Of all content: the digest of a vocabulary is independent of the names of ids.
+        "tokenizer": tokenizer and hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
+        "files": len(files),
+        "input": digest.hexdigest(),
+    }
+    return json.dumps(content, sort_keys=True)
+
+
+def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str], None]) -> Path:
+    """The staging directory, empty or with finished units of an earlier run to reuse.
+
+    Calls `note` if it discards finished units.
+    """
+    path = staged.path / RECORDS / FINGERPRINT
+    # It is the first file in staging, so a directory without it has no finished units.
+    previous = b""
+    with contextlib.suppress(OSError):
+        previous = path.read_bytes()
+    if previous != fingerprint.encode():
+        if previous:
+            note(
+                f"{staged.path}: discarding the unfinished work of an earlier run: the settings, "
+                "the input, the tokenizer or the version of txl changed"
+            )
+        staged.discard()
+    staging = staged.stage(fresh=False)
+    (staging / RECORDS).mkdir(exist_ok=True)
+    if not path.exists():
+        write_file(path, fingerprint.encode())
+    for entry in (staging / RECORDS).iterdir():  # the scratch directories of killed units
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+    return staging

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data_pipeline.system.files import try_lock, wait_for_lock, write_file
-from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.launch.launcher import OnLine
 from txl_dist.training.job import TrainJob
@@ -61,12 +60,7 @@ class LaunchFiles:
 
     def job_after_restart(self, job: TrainJob) -> TrainJob:
         """The job of restarted ranks: this launch's checkpoints replace the command's --resume."""
-        has_begun = self.saved.exists()
-        if job.resume == "never" and not has_begun:
-            # An attempt is recorded after the check that there was no run. A rank that was killed
-            # before it created `saved` may have left a checkpoint.
-            has_begun = newest_of_launch(self._base.parent / FOLDER, job.launch_id) is not None
-        return job.model_copy(update={"resume": "auto"}) if has_begun else job
+        return job.model_copy(update={"resume": "auto"}) if self.saved.exists() else job
 
     def reset(self) -> None:
         """Remove stop request and errors of ranks that have ended; others will start."""

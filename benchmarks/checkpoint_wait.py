@@ -26,6 +26,7 @@ from txl_dist.bench import Figure
 from txl_dist.config.config_file import load_run_config
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World
+from txl_dist.training.context import open_inputs
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
@@ -79,7 +80,7 @@ def build(folder: Path, stack: ExitStack, arguments: argparse.Namespace) -> Trai
     job = TrainJob(config=load_run_config(CONFIG, list(overrides)))
     directory = RunDirectory(job.run_path)
     directory.create()
-    return build_trainer(job, World(0, 1), directory, stack)
+    return build_trainer(open_inputs(job, World(0, 1), directory, stack))
 
 
 class Timing:

@@ -27,6 +27,7 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World
+from txl_dist.training.context import open_inputs
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
@@ -133,7 +134,7 @@ def measure(folder: Path, num_steps: int, overrides: list[str]) -> None:
     with ExitStack() as stack:
         directory = RunDirectory(config.run_path)
         directory.create()
-        trainer = build_trainer(TrainJob(config=config), World(0, 1), directory, stack)
+        trainer = build_trainer(open_inputs(TrainJob(config=config), World(0, 1), directory, stack))
         engine = trainer.step.engine
         for owner, name, part in (
             (engine, "forward", "forward"),

@@ -82,6 +82,7 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     from txl_dist.config.config_file import load_run_config
     from txl_dist.runtime.process import keep_freed_memory
     from txl_dist.runtime.world import World
+    from txl_dist.training.context import open_inputs
     from txl_dist.training.job import TrainJob
     from txl_dist.training.run_directory import RunDirectory
     from txl_dist.training.setup import build_trainer
@@ -114,7 +115,7 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     with ExitStack() as stack:
         directory = RunDirectory(config.run_path)
         directory.create()
-        trainer = build_trainer(TrainJob(config=config), World(0, 1), directory, stack)
+        trainer = build_trainer(open_inputs(TrainJob(config=config), World(0, 1), directory, stack))
         trainer.segments = observed(trainer.segments)
         trainer.run()
     seconds = [end - start for start, end in pairwise(started)][WARM_UP_STEPS:]

@@ -14,8 +14,8 @@ import yaml
 import txl_dist
 from tests.support.documented_commands import leaf_commands
 from txl_dist.cli.app import app
+from txl_dist.config.config_file import documentation_of
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.starting_file import documentation_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from txl_dist.config.config_file import documentation_of
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.starting_file import documentation_of
 from txl_dist.model.config import ModelConfig
 
 _LIMITS = {

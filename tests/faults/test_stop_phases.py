@@ -34,7 +34,7 @@ from txl_dist.checkpoint import copies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training import resume_point, segment_source
+from txl_dist.training import resume, segment_source
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
@@ -71,7 +71,7 @@ def always(*_: Any, **__: Any) -> bool:
 
 PHASES: dict[str, tuple[str, Any, str, Callable[..., bool]]] = {
     "rendezvous": (START_UP, World, "join", always),
-    "hashing": (START_UP, resume_point, "find_damage", always),
+    "hashing": (START_UP, resume, "find_damage", always),
     "loading": (START_UP, TrainStep, "load_memory", always),
     # As a compilation of the model does.
     "first step": (START_UP, TrainStep, "_micro_batches", always),

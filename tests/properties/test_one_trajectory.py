@@ -19,7 +19,7 @@ from tests.support.training_runs import (
 )
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.config.deepspeed_config import DeepSpeedConfig
+from txl_dist.config.training_config import DeepSpeedConfig
 
 STEPS = 20
 # float32 has 24 bits: a sum in another order changes a loss by about 1e-8, and twenty steps of

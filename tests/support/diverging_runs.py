@@ -9,6 +9,7 @@ from torch import nn
 
 from txl_dist.errors import DataError, TxlError
 from txl_dist.runtime.world import World
+from txl_dist.training.context import open_inputs
 from txl_dist.training.engine.interface import Accept
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
@@ -37,7 +38,7 @@ def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, l
     directory.create()
     events: list[str] = []
     with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack)
+        trainer = build_trainer(open_inputs(job, world, directory, stack))
         trainer.observers.all.append(Events(events))
         for fault in faults:
             fault(trainer)

@@ -28,6 +28,8 @@ from txl_dist.bench import Figure, time_rounds
 VOCAB_SIZE = 32_768
 LANES = 8
 TGT_LEN = 512
+MAX_TOKENS = 2**25
+"""Tokens that one round reads."""
 _SUFFIXES = (".py", ".rst", ".md", ".txt")
 
 
@@ -136,15 +138,15 @@ def _reading_figures(dataset: Path) -> Iterator[Figure]:
         yield Figure(name, median * 1e3, "ms", 10.0, at_most=True, note=note)
 
 
-def measure_reading(dataset: Path, *, rounds: int = 5, max_tokens: int = 2**25) -> float:
+def measure_reading(dataset: Path, *, rounds: int = 5) -> float:
     """Tokens per CPU second of reading lanes of a shuffled epoch, in groups as training reads them.
 
-    Reads `max_tokens`, at most an epoch, in 8 lanes and segments of 512 tokens.
+    Reads MAX_TOKENS, at most an epoch, in 8 lanes and segments of 512 tokens.
     """
     source = open_split(dataset, "train")
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=LANES, tgt_len=TGT_LEN)
     group = GROUP_TOKENS // (LANES * TGT_LEN)
-    lane_tokens = min(plan.lane_tokens - 1, max_tokens // LANES)
+    lane_tokens = min(plan.lane_tokens - 1, MAX_TOKENS // LANES)
     num_groups = max(1, lane_tokens // (TGT_LEN * group))
     num_tokens = num_groups * group * TGT_LEN * LANES
     if plan.lane_tokens <= group * TGT_LEN:

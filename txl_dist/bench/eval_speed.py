@@ -40,7 +40,9 @@ from txl_dist.errors import ConfigError
 from txl_dist.model.flops import inference_flops, window_flops
 from txl_dist.model.memory.kv_cache import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.device import synchronize
 from txl_dist.runtime.process import keep_freed_memory
+from txl_dist.sequence import SequenceReader
 
 # Shapes: B lanes or windows, L window tokens, T tokens of a segment or block, S keys up to its end,
 # D d_model, H heads, K d_head, N tokens of a text
@@ -164,21 +166,18 @@ def _reuse_path(
         )
     lanes = LANES[model.weight.device.type]
     config = replace(model.config, mem_len=length, mem_shares=())
-    cache = KVCache.empty(config, lanes)
+    reader = SequenceReader(model, state=KVCache.empty(config, lanes), tgt_len=tgt_len)
     num_segments = max(1, REUSE_TOKENS // tgt_len)
     text_N = _random_text(model, lanes * (num_segments * tgt_len + 1), generator)
     text_BN = text_N.view(lanes, -1)
     # Old enough that the whole memory is visible: its zeros cost as much as any other keys.
     age_BT = torch.full((lanes, tgt_len), length + tgt_len, device=text_N.device)
 
-    @torch.no_grad()
     def run() -> None:
         for start in range(0, num_segments * tgt_len, tgt_len):
             stop = start + tgt_len
-            nats_BT, _ = model(
-                text_BN[:, start:stop], text_BN[:, start + 1 : stop + 1], age_BT, cache
-            )
-        _synchronise(nats_BT)
+            reader.score(text_BN[:, start:stop], text_BN[:, start + 1 : stop + 1], age_BT)
+        synchronize(reader.device)
 
     num_tokens = lanes * tgt_len
     flops = inference_flops(config, num_lanes=lanes, tgt_len=tgt_len) / num_tokens
@@ -189,9 +188,3 @@ def _random_text(model: TransformerXL, num_tokens: int, generator: torch.Generat
     """Uniformly random ids. The work depends on them only through an adaptive softmax."""
     text_N = torch.randint(model.config.num_ids, (num_tokens,), generator=generator)
     return text_N.to(model.weight.device)
-
-
-def _synchronise(result: Tensor) -> None:
-    """Wait for a GPU; on a CPU results are there already."""
-    if result.is_cuda:
-        torch.cuda.synchronize(result.device)

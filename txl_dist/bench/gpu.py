@@ -34,7 +34,7 @@ from txl_dist.config.run_config import Precision
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
-from txl_dist.runtime.device import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE, synchronize
 from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
 
 # Shapes: B lanes, T segment tokens, M memory tokens
@@ -237,7 +237,9 @@ def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: fl
     )
     for _ in range(WARM_UP_STEPS):
         step()
-    seconds = statistics.median(_round_seconds(step, settings) for _ in range(settings.rounds))
+    seconds = statistics.median(
+        _round_seconds(step, settings.device) for _ in range(settings.rounds)
+    )
     achieved = step.flops / seconds
     sheet = settings.data_sheet_flops
     return replace(
@@ -250,19 +252,14 @@ def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: fl
     )
 
 
-def _round_seconds(step: Callable[[], None], settings: Settings) -> float:
+def _round_seconds(step: Callable[[], None], device: torch.device) -> float:
     """Seconds per step of a round."""
-    _synchronize(settings.device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(STEPS_PER_ROUND):
         step()
-    _synchronize(settings.device)
+    synchronize(device)
     return (time.perf_counter() - start) / STEPS_PER_ROUND
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # --- the table ------------------------------------------------------------------------------------

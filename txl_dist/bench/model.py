@@ -21,7 +21,7 @@ from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import TORCH_DTYPE, autocast
+from txl_dist.runtime.device import autocast
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.training.compilation import compile_model
 from txl_dist.training.cuda_graphs import record_layers
@@ -48,6 +48,17 @@ ADAPTIVE = ModelConfig(
 OLD = 10**6
 """An age that makes the whole memory visible."""
 PEAK_SIZES = (1024, 2048, 4096)
+GENERATION_MEM_LEN, GENERATED_TOKENS = 1600, 4
+
+MFU_LIMITS = {
+    "(a) training step, fp32": 0.80,
+    "(b) training step, fp32": 0.70,
+    # In bf16 the peak is six times that of fp32, but other operations take the same time.
+    "(a) training step, bf16": 0.52,
+    "(a) evaluation, tgt = mem = 128": 0.80,
+    "(a) evaluation, tgt 64, mem 640": 0.68,
+}
+"""The smallest MFU of each work, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +72,10 @@ class Work:
 def bench_model(*, rounds: int) -> Iterator[Figure]:
     """Yield each figure as soon as it is measured."""
     keep_freed_memory()
-    yield from _training_figures(rounds, "fp32")
+    yield from _utilisations(_training_works("fp32"), torch.float32, rounds)
     if has_bf16():
-        yield from _training_figures(rounds, "bf16")
-    yield from _evaluation_figures(rounds)
+        yield from _utilisations(_training_works("bf16"), torch.bfloat16, rounds)
+    yield from _utilisations(_evaluation_works(), torch.float32, rounds)
     yield _generation_figure(rounds)
     yield from _peak_ram_figure()
 
@@ -76,32 +87,26 @@ def has_bf16() -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
-def _training_figures(rounds: int, precision: Precision) -> Iterator[Figure]:
-    def step(config: ModelConfig, tgt_len: int) -> Work:
-        run = TrainingStep(config, num_lanes=LANES, tgt_len=tgt_len, precision=precision)
-        return Work(run, run.flops)
-
-    # In bf16 the peak is six times that of fp32, but other operations take the same time.
-    works = {f"(a) training step, {precision}": step(PLAIN, 128)}
-    limits = [0.52 if precision == "bf16" else 0.80]
-    if precision == "fp32":
-        works[f"(b) training step, {precision}"] = step(ADAPTIVE, 150)
-        limits.append(0.70)
-    yield from _utilisations(works, limits, TORCH_DTYPE[precision], rounds)
+def _training_works(precision: Precision) -> dict[str, Work]:
+    models = (
+        {"a": (PLAIN, 128), "b": (ADAPTIVE, 150)} if precision == "fp32" else {"a": (PLAIN, 128)}
+    )
+    works = {}
+    for name, (config, tgt_len) in models.items():
+        step = TrainingStep(config, num_lanes=LANES, tgt_len=tgt_len, precision=precision)
+        works[f"({name}) training step, {precision}"] = Work(step, step.flops)
+    return works
 
 
-def _evaluation_figures(rounds: int) -> Iterator[Figure]:
+def _evaluation_works() -> dict[str, Work]:
     short, long = replace(PLAIN, mem_len=128), replace(PLAIN, mem_len=640)
-    works = {
+    return {
         "(a) evaluation, tgt = mem = 128": evaluation_segment(short, tgt_len=128),
         "(a) evaluation, tgt 64, mem 640": evaluation_segment(long, tgt_len=64),
     }
-    yield from _utilisations(works, [0.80, 0.68], torch.float32, rounds)
 
 
-def _utilisations(
-    works: dict[str, Work], limits: list[float], dtype: torch.dtype, rounds: int
-) -> Iterator[Figure]:
+def _utilisations(works: dict[str, Work], dtype: torch.dtype, rounds: int) -> Iterator[Figure]:
     """The MFU of each work, by name. The peak is that of the fastest square matrix product."""
     matrices = {size: torch.randn(size, size).to(dtype) for size in PEAK_SIZES}
     squares = {f"square {n}": lambda m=m: m @ m for n, m in matrices.items()}
@@ -109,10 +114,10 @@ def _utilisations(
     # The squares alternate with the work, so changes of the clock frequency affect both.
     times = time_rounds({**runs, **squares}, rounds=rounds)
     peak = max(2 * n**3 / times[f"square {n}"].median for n in PEAK_SIZES)
-    for (name, work), limit in zip(works.items(), limits, strict=True):
+    for name, work in works.items():
         seconds = times[name].median
         note = f"{seconds * 1e3:.1f} ms; peak {peak / 1e9:.0f} GFLOP/s"
-        yield Figure(name, work.flops / seconds / peak, "MFU", limit, note=note)
+        yield Figure(name, work.flops / seconds / peak, "MFU", MFU_LIMITS[name], note=note)
 
 
 class TrainingStep:
@@ -190,26 +195,25 @@ def evaluation_segment(config: ModelConfig, *, tgt_len: int) -> Work:
     return Work(score, inference_flops(config, num_lanes=LANES, tgt_len=tgt_len))
 
 
-def _generation_figure(rounds: int, *, mem_len: int = 1600, tokens: int = 4) -> Figure:
+def _generation_figure(rounds: int) -> Figure:
     """One token at a time: a KVCache against a memory that is projected for every token."""
-    config = replace(PLAIN, mem_len=mem_len)
+    config = replace(PLAIN, mem_len=GENERATION_MEM_LEN)
     model, (input_BT, _) = TransformerXL(config), zipf_segment(config.num_ids, (1, 1))
     age_BT = torch.full_like(input_BT, OLD)
     cache, memory = model.inference_state(1), model.empty_memory(1)
 
     @torch.no_grad()
     def read(memory: SequenceState) -> None:
-        for _ in range(tokens):
+        for _ in range(GENERATED_TOKENS):
             hidden_BTD, _ = model.hidden(input_BT, age_BT, memory)
             model.logits(hidden_BTD)
 
     candidates = {"cache": lambda: read(cache), "memory": lambda: read(memory)}
     times = time_rounds(candidates, rounds=rounds)
-    note = f"{times['cache'].median / tokens * 1e3:.2f} ms per token"
+    note = f"{times['cache'].median / GENERATED_TOKENS * 1e3:.2f} ms per token"
     ratio = times["memory"].median / times["cache"].median
-    return Figure(
-        f"generation, mem {mem_len}, one token at a time", ratio, "x re-projecting", 6.0, note=note
-    )
+    name = f"generation, mem {GENERATION_MEM_LEN}, one token at a time"
+    return Figure(name, ratio, "x re-projecting", 6.0, note=note)
 
 
 def _peak_ram_figure() -> Iterator[Figure]:

@@ -40,7 +40,7 @@ def init(
 
     Example: txl config init my-run
     """
-    from txl_dist.config.starting_file import starting_file
+    from txl_dist.config.config_file import starting_file
 
     path = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", path.stem, re.ASCII):

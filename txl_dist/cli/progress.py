@@ -74,7 +74,7 @@ class RunDisplay:
 
     def take(self, line: str) -> bool:
         """Read a line; whether it is a step line, which the rows show."""
-        from txl_dist.training.follow import RANK_IS_UP, RESTART, step_of, time_left
+        from txl_dist.training.run_log import RANK_IS_UP, RESTART, step_of, time_left
 
         if (step := step_of(line)) is None:
             self._num_starts += RANK_IS_UP in line

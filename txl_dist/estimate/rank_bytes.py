@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from txl_dist.config.deepspeed_config import DeepSpeedConfig, refused_offload
+from txl_dist.config.training_config import DeepSpeedConfig, refused_offload
 
 FP32_BYTES = 4
 STAGE_0_BUCKET = 500_000_000

@@ -186,9 +186,17 @@ class Scorer:
         `counter` receives every segment, for the sums by position and token.
         """
         for group in self.groups(chunks):
-            sums = self._score_group(group, stop, counter)
-            if sums is None:
-                return
+            reader, sums = self.reader(group), [LossSums() for _ in group]
+            for segment in self.segments(group):
+                if stop:
+                    return
+                target_BT = segment.target_BT
+                # One copy from the device per segment, instead of one per chunk.
+                nats_BT = reader.score(segment.input_BT, target_BT, segment.age_BT).cpu()
+                for row in range(len(group)):
+                    sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
+                if counter is not None:
+                    counter.add(nats_BT, target_BT, segment.position_BT, segment.document_age_BT)
             yield from sums
 
     def groups(self, chunks: Sequence[EvaluationChunk]) -> Iterator[list[EvaluationChunk]]:
@@ -196,23 +204,6 @@ class Scorer:
         remaining = iter(chunks)
         while group := list(islice(remaining, self.batch_chunks)):
             yield group
-
-    def _score_group(
-        self, group: list[EvaluationChunk], stop: object, counter: BreakdownCounter | None
-    ) -> list[LossSums] | None:
-        reader = self.reader(group)
-        sums = [LossSums() for _ in group]
-        for segment in self.segments(group):
-            if stop:
-                return None
-            target_BT = segment.target_BT
-            # One copy from the device per segment, instead of one per chunk.
-            nats_BT = reader.score(segment.input_BT, target_BT, segment.age_BT).cpu()
-            for row in range(len(group)):
-                sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
-            if counter is not None:
-                counter.add(nats_BT, target_BT, segment.position_BT, segment.document_age_BT)
-        return sums
 
     def reader(self, group: Sequence[EvaluationChunk]) -> SequenceReader:
         """A reader of a batch of chunks, before their contexts."""

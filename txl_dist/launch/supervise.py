@@ -48,9 +48,9 @@ from txl_dist.launch.restarts import (
 from txl_dist.runtime.heartbeat import HangWatch
 from txl_dist.runtime.stop import STOPPING
 from txl_dist.tracking.process import wait_for_delivery
-from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
+from txl_dist.training.run_log import LogFollower
 
 POLL_SECONDS = 0.1
 AFTER_FAILURE_SECONDS = 10.0

@@ -75,6 +75,12 @@ def describe_machine(device: torch.device) -> str:
     return f"{gpus}{cpu}, {os.cpu_count()} cores, {gib:,.0f} GiB | Python {python}"
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for the work of a GPU; on a CPU results are there already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 EXACT_THREADS = 1
 """Threads of evaluation on the CPU. The last bit of a matrix product depends on their number, so it
 must not depend on the number of workers. More workers use more cores."""

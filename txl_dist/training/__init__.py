@@ -28,5 +28,5 @@ start_state.py    the state to begin with; counts the tokens that a resume loses
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and who may write them: lock and attempts
 tracked.py        what the tracking process is told at the start of a run
-follow.py         passes the log of rank 0 on to the launcher; run_log.py reads it afterwards
+run_log.py        passes the log of rank 0 on to the launcher; reads it afterwards
 """

@@ -14,8 +14,8 @@ from txl_dist.model.devices import attention_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.training.begin import RankContext
 from txl_dist.training.compilation import compile_layers
+from txl_dist.training.context import RankContext
 from txl_dist.training.engine import Engine, create_engine
 from txl_dist.training.scores import Evaluate, Score
 from txl_dist.training.state import TrainState

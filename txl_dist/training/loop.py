@@ -24,9 +24,9 @@ from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
-from txl_dist.training.follow import FIRST_BATCH
 from txl_dist.training.observer import Observers
 from txl_dist.training.recovery import Recovery, Rollback
+from txl_dist.training.run_log import FIRST_BATCH
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import Evaluate, ScoreTable, due_in

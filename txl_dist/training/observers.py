@@ -5,7 +5,7 @@ from contextlib import closing
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.training.begin import Beginning, RankContext
+from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.diagnostics import LearningCheck, StepProfiler
 from txl_dist.training.goodput import Goodput
 from txl_dist.training.observer import Observer, Observers

@@ -16,6 +16,7 @@ from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.stop import StopDeadline, StopRequest
 from txl_dist.runtime.waiting import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.world import World
+from txl_dist.training.context import open_inputs
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
@@ -43,20 +44,10 @@ def train_rank(
     keep_freed_memory()  # before the first large allocation
     directory = RunDirectory(job.run_path)
     directory.create()
-    limit_seconds = job.config.training.rank_timeout_seconds
-    watch = CollectiveWatch(
-        world.activity,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        limit_seconds=limit_seconds,
-        run=directory.path,
-        on_gpu=world.device.type == "cuda",
-    )
     with (
         deterministic(enabled=job.config.training.deterministic),
         _logging_to(directory.log(world.rank)),
         StopSignals() as signals,
-        watch,
         StopDeadline(
             stop := StopRequest(signals, Path(job.stop_file) if job.stop_file else None),
             world.activity,
@@ -65,12 +56,48 @@ def train_rank(
             announce=announce_stop,
             report=report_stop,
         ) as deadline,
+        _explained_errors(job, world),
     ):
+        log.info("rank %d is up", world.rank)
+        with ExitStack() as run_stack:
+            tracker = None
+            while True:  # once, and again after each change of settings (`training.changes`)
+                world.activity.reset()
+                with ExitStack() as stack:
+                    inputs = open_inputs(
+                        job, world, directory, stack, run_stack=run_stack, stop=stop
+                    )
+                    trainer = build_trainer(inputs, tracker=tracker)
+                    deadline.begin_steps(partial(_loss_of, trainer, directory.checkpoints))
+                    state, num_steps = trainer.run(), trainer.config.num_steps
+                    tracker = trainer.saver.tracker
+                if state.step >= num_steps:
+                    break
+                # Resume from the checkpoint of this step. Until the next first step nothing can be
+                # lost.
+                deadline.begin_steps(lambda: "no step is lost")
+                del trainer
+                gc.collect()  # frees the old engine before the new one is built
+                job = job.model_copy(update={"resume": "auto"})
+        log.info("finished at step %d", state.step)
+        return state
+
+
+@contextmanager
+def _explained_errors(job: TrainJob, world: World) -> Iterator[None]:
+    """Log the error that ends a rank; LostRankError instead of it if another rank is the cause."""
+    limit_seconds = job.config.training.rank_timeout_seconds
+    watch = CollectiveWatch(
+        world.activity,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        limit_seconds=limit_seconds,
+        run=job.run_path,
+        on_gpu=world.device.type == "cuda",
+    )
+    with watch:
         try:
-            log.info("rank %d is up", world.rank)
-            state = _train(job, world, directory, stop, deadline)
-            log.info("finished at step %d", state.step)
-            return state
+            yield
         except PreemptedError as request:
             log.info("%s", request)
             raise
@@ -93,35 +120,6 @@ def train_rank(
             reason = str(error).partition("\n")[0]
             log.error("%s (%s: %s)", lost, type(error).__name__, reason)
             raise lost from error
-
-
-def _train(
-    job: TrainJob,
-    world: World,
-    directory: RunDirectory,
-    stop: StopRequest,
-    deadline: StopDeadline,
-) -> TrainState:
-    """Build all parts of the run and train, once for each change of settings, to its end."""
-    with ExitStack() as run_stack:
-        tracker = None
-        while True:
-            world.activity.reset()
-            with ExitStack() as stack:
-                trainer = build_trainer(
-                    job, world, directory, stack, stop, run_stack=run_stack, tracker=tracker
-                )
-                deadline.begin_steps(partial(_loss_of, trainer, directory.checkpoints))
-                state, num_steps = trainer.run(), trainer.config.num_steps
-                tracker = trainer.saver.tracker
-            if state.step >= num_steps:
-                return state
-            # Settings change after this step (`training.changes`): resume from its checkpoint.
-            # Until the next first step nothing can be lost.
-            deadline.begin_steps(lambda: "no step is lost")
-            del trainer
-            gc.collect()  # frees the old engine before the new one is built
-            job = job.model_copy(update={"resume": "auto"})
 
 
 def _loss_of(trainer: Trainer, checkpoints: CheckpointDirectory) -> str:

@@ -26,9 +26,9 @@ from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.errors import DivergedError, TxlError
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.training.begin import RankContext
+from txl_dist.training.context import RankContext
 from txl_dist.training.observer import Observers
-from txl_dist.training.resume_point import newest_before
+from txl_dist.training.resume import newest_before
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.start_state import resume_at
 from txl_dist.training.state import Phase, TrainState

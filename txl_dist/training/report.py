@@ -18,7 +18,7 @@ from txl_dist.model.attention import choose_attention
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.training.begin import Beginning, RankContext
+from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.schedule import lr_at

@@ -23,14 +23,15 @@ directory. Superseded and unfinished checkpoints never count.
 
 Then settings and data are compared: some may differ, some need `--allow-change`, the others are
 refused (`compatibility.py`). Only after that the attempt begins, which stops older attempts of the
-run (`run_directory.py`). A rollback has another rule: `resume_point.newest_before`.
+run (`run_directory.py`). A rollback has another rule: `newest_before`.
 
 The table is also in docs/how_to/train_for_weeks.md; decision 50 has the reasons.
 """
 
 import logging
+import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -43,22 +44,70 @@ from txl_dist.checkpoint.copies import (
     newest_local_copy,
     step_of,
 )
-from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.directory import CheckpointDirectory, reading, resolve_checkpoint
+from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
+from txl_dist.checkpoint.reader import find_damage
 from txl_dist.errors import CheckpointError, ConfigError, StoreError
 from txl_dist.runtime.process import code_description
 from txl_dist.runtime.world import World, wait_for_queues
 from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
-from txl_dist.training.resume_point import ResumePoint, verify_point
-from txl_dist.training.state import load_state
+from txl_dist.training.state import TrainState, load_state
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Source = Literal["new run", "own checkpoints"] | Path
 """Where a run begins; a path: the checkpoint where a fork begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A verified checkpoint that this job may resume from."""
+
+    path: Path
+    manifest: CheckpointManifest
+    state: TrainState
+    is_fork: bool = False
+    """Whether it is a checkpoint of another run, where this one begins (`--resume PATH`)."""
+
+    @property
+    def kept_step(self) -> int:
+        """The last step in the run directory that stays part of the run; 0 for a fork."""
+        return 0 if self.is_fork else self.state.step
+
+
+def run_id_of(point: ResumePoint | None) -> str:
+    """The id of the run that a checkpoint belongs to; a new one for a new run or a fork."""
+    return uuid.uuid4().hex if point is None or point.is_fork else point.manifest.run_id
+
+
+def newest_before(step: int, directory: CheckpointDirectory, world: World) -> ResumePoint | None:
+    """The newest intact checkpoint of an earlier step than `step`, or None. Collective."""
+    for earlier in reversed(world.broadcast(directory.steps())):
+        if earlier < step:
+            try:
+                return verify_point(directory.at(earlier), world)
+            except CheckpointError as error:
+                log.warning("%s", error)
+    return None
+
+
+def verify_point(path: Path, world: World) -> ResumePoint:
+    """Hash all files, each rank a part of them; every rank raises the same error."""
+    try:
+        with reading(path):
+            manifest = load_checkpoint_manifest(path)
+            state = load_state(path, manifest)
+            # Each rank hashes 1/num_ranks of the files, not only those that it will read.
+            names = sorted(manifest.files)[world.rank :: world.num_ranks]
+            problems = find_damage(path, manifest, names)
+    except CheckpointError as error:
+        problems = [str(error)]
+    if damage := sorted({text for texts in world.all_gather(problems) for text in texts}):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
+    return ResumePoint(path, manifest, state)
 
 
 def find_resume_point(
@@ -69,262 +118,256 @@ def find_resume_point(
     `download`: whether copies count that are newer than the checkpoints in the run directory.
     Raises ConfigError, CheckpointError, DataError or StoreError where the table says "refused".
     """
-    source = _on_rank_zero(lambda: _source(job, data, download=download), world)
-    if source == "new run":
-        return None
-    point = _fork(job, source, world) if isinstance(source, Path) else _newest_intact(job, world)
-    require_compatible(point.manifest, point.state, point.path, job=job, data=data)
-    _warn_of_other_code(point)
-    return point
+    return Resume(job, data, world, CheckpointDirectory(job.run_path)).find(download=download)
 
 
-def _source(job: TrainJob, data: TrainingData, *, download: bool) -> Source:
-    """The row of the table, except for damage. On rank 0; downloads."""
-    directory = CheckpointDirectory(job.run_path)
-    if steps := directory.steps():
-        _require_resumable(job, directory, steps[-1])
-    if download and job.config.training.checkpoint_url:
-        download_newest(job, data, directory)
-    _require_renamed_copies(directory)
-    if directory.steps():
-        return "own checkpoints"
-    latest = directory.run / "LATEST"
-    if latest.exists() and job.resume != "never":
-        raise CheckpointError(
-            f"{latest} says that this run has checkpoints, but {directory.path} has none: they "
-            "were moved or removed, or their storage is not mounted. Bring them back and run the "
-            f"same command again. To lose that run and begin again: rm {latest}"
-        )
-    return "new run" if job.resume in ("auto", "never") else resolve_checkpoint(job.resume)
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The choice of `find_resume_point`, for one job."""
 
+    job: TrainJob
+    data: TrainingData
+    world: World
+    directory: CheckpointDirectory
 
-def _require_renamed_copies(directory: CheckpointDirectory) -> None:
-    """Raise CheckpointError if a copy from a URL is newer than the checkpoints of the run."""
-    copy = newest_local_copy(directory)
-    if copy is None or step_of(copy.name) <= (directory.newest_step() or 0):
-        return
-    raise CheckpointError(
-        f"{copy} is a copy from a URL, and newer than the checkpoints of this run. To resume from "
-        f"copies, rename them from step-N.ID to step-N (this one to {copy.stem}); to resume "
-        "without them, move them to another place. Then run the same command again"
-    )
-
-
-def _require_resumable(job: TrainJob, directory: CheckpointDirectory, step: int) -> None:
-    """Raise ConfigError if the command must not continue the run in its directory."""
-    if job.resume == "auto" or _is_restart(job):
-        return
-    if job.resume == "never":
-        raise ConfigError(
-            f"{directory.run} holds a run up to step {step}, and --resume never would overwrite "
-            "it. Choose another directory=PATH, move that run to another place, or resume it with "
-            "--resume auto"
-        )
-    path, begin = _given_path(job), _fork_of(directory)
-    if begin != path:
-        origin = f"which began at {begin}" if begin else "which is no fork"
-        raise ConfigError(
-            f"{directory.run} holds a run up to step {step}, {origin}; --resume {job.resume} "
-            "begins another run. Give the fork a new directory: txl train CONFIG "
-            f"directory=NEW --resume {job.resume}. To continue the run in {directory.run}, leave "
-            "--resume out"
-        )
-
-
-def _is_restart(job: TrainJob) -> bool:
-    """Whether this launch has begun an attempt before, and no other launch has since."""
-    return newest_of_launch(job.run_path / FOLDER, job.launch_id) is not None
-
-
-def _given_path(job: TrainJob) -> str:
-    """PATH of `--resume PATH`, as it is stored in the checkpoints of the fork."""
-    # Links are not followed: their targets may differ from host to host, or change.
-    return str(Path(job.resume).absolute())
-
-
-def _fork_of(directory: CheckpointDirectory) -> str | None:
-    """The PATH where the run of a directory began. All its checkpoints have the same."""
-    damage = []
-    for step in reversed(directory.steps()):
-        try:
-            path = directory.at(step)
-            return load_state(path, load_checkpoint_manifest(path)).forked_from
-        except CheckpointError as error:
-            damage.append(str(error))
-    raise _all_damaged(directory, damage)
-
-
-def _fork(job: TrainJob, path: Path, world: World) -> ResumePoint:
-    point = verify_point(path, world)
-    # The events of the other run do not count any more.
-    divergence = point.state.divergence.model_copy(update={"event_steps": ()})
-    update = {"forked_from": _given_path(job), "divergence": divergence}
-    return replace(point, state=point.state.model_copy(update=update), is_fork=True)
-
-
-def _newest_intact(job: TrainJob, world: World) -> ResumePoint:
-    directory = CheckpointDirectory(job.run_path)
-    # From rank 0: on a network file system the ranks may see different directory listings.
-    steps = world.broadcast(directory.steps())
-    damage: list[str] = []
-    for step in reversed(steps):
-        try:
-            point = _verified(step, job, directory, world)
-        except CheckpointError as error:
-            if job.strict:
-                raise CheckpointError(
-                    f"{error}. Restore it from a backup; without --strict the run resumes from the "
-                    f"newest intact checkpoint before it (txl checkpoint list {directory.run})"
-                ) from None
-            damage.append(str(error))
-            continue
-        if damage and world.is_rank_zero:
+    def find(self, *, download: bool) -> ResumePoint | None:
+        """See `find_resume_point`."""
+        source = self._on_rank_zero(lambda: self._source(download=download))
+        if source == "new run":
+            return None
+        point = self._fork(source) if isinstance(source, Path) else self._newest_intact()
+        require_compatible(point.manifest, point.state, point.path, job=self.job, data=self.data)
+        # A warning, not an error: most changes of the code do not change losses.
+        if point.manifest.written_by != (current := code_description()):
             log.warning(
-                "%s. Resuming from step %d instead; %d steps are lost and will be trained again",
-                "; ".join(damage),
-                step,
-                steps[-1] - step,
+                "%s was written by %s, this is %s: the losses may differ from those of an "
+                "uninterrupted run",
+                point.path,
+                point.manifest.written_by,
+                current,
             )
         return point
-    raise _all_damaged(directory, damage)
 
+    def _source(self, *, download: bool) -> Source:
+        """The row of the table, except for damage. On rank 0; downloads."""
+        job, directory = self.job, self.directory
+        if steps := directory.steps():
+            self._require_resumable(steps[-1])
+        if download and self._copies is not None:
+            self.download_newest(self._copies)
+        self._require_renamed_copies()
+        if directory.steps():
+            return "own checkpoints"
+        latest = directory.run / "LATEST"
+        if latest.exists() and job.resume != "never":
+            raise CheckpointError(
+                f"{latest} says that this run has checkpoints, but {directory.path} has none: they "
+                "were moved or removed, or their storage is not mounted. Bring them back and run "
+                f"the same command again. To lose that run and begin again: rm {latest}"
+            )
+        return "new run" if job.resume in ("auto", "never") else resolve_checkpoint(job.resume)
 
-def _all_damaged(directory: CheckpointDirectory, damage: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"all checkpoints of {directory.run} are damaged: {'; '.join(damage)}. Restore one from a "
-        "backup, or start a new run in another directory"
-    )
-
-
-def _verified(
-    step: int, job: TrainJob, directory: CheckpointDirectory, world: World
-) -> ResumePoint:
-    """The checkpoint of a step, or its copy at `training.checkpoint_url` if it is damaged."""
-    try:
-        return verify_point(directory.at(step), world)
-    except CheckpointError as error:
-        if not _on_rank_zero(lambda: _replace_by_copy(step, job, directory), world):
-            raise
-        log.warning("%s. It was replaced by its copy", error)
-    return verify_point(directory.at(step), world)
-
-
-def _warn_of_other_code(point: ResumePoint) -> None:
-    # A warning, not an error: most changes of the code do not change losses.
-    if point.manifest.written_by != (current := code_description()):
-        log.warning(
-            "%s was written by %s, this is %s: the losses may differ from those of an "
-            "uninterrupted run",
-            point.path,
-            point.manifest.written_by,
-            current,
-        )
-
-
-# --- copies at `training.checkpoint_url`: on rank 0 --------------------------------------------
-
-
-def download_newest(job: TrainJob, data: TrainingData, directory: CheckpointDirectory) -> None:
-    """Download the newest intact copy if it is newer than the checkpoints in the run directory.
-
-    Raises ConfigError, CheckpointError, DataError or StoreError if the copies are of another run,
-    do not fit the job, are all damaged, or cannot be read; then nothing was changed.
-    """
-    copies = _copies(job)
-    try:
-        names = _usable_copies(job, data, directory, copies)
-    except OSError as error:
-        if not _is_restart(job):
-            raise copies.unreachable(error) from error
-        log.warning("%s does not respond; this launch has its checkpoints locally", copies.url)
-        return
-    directory.path.mkdir(parents=True, exist_ok=True)
-    newest, damage = directory.newest_step(), []
-    for name in reversed(names):
-        if newest is not None and step_of(name) <= newest:
+    def _require_renamed_copies(self) -> None:
+        """Raise CheckpointError if a copy from a URL is newer than the checkpoints of the run."""
+        copy = newest_local_copy(self.directory)
+        if copy is None or step_of(copy.name) <= (self.directory.newest_step() or 0):
             return
-        try:
-            path = copies.download(name, directory)
-        except CheckpointError as error:
-            if job.strict:
-                raise
-            damage.append(str(error))
-            log.warning("%s. An older checkpoint is used instead", error)
-            continue
-        except OSError as error:  # storage or disk fails: this says nothing about the copy
-            raise StoreError(
-                f"{copies.at(name)} cannot be downloaded to {directory.path}: "
-                f"{error.strerror or error}. Run it again, or train without the copies: "
-                "training.checkpoint_url=null"
-            ) from error
-        log.info("downloaded %s from %s", path, copies.at(name))
-        return
-    if damage and newest is None:  # a new run would replace them
-        raise copies.all_damaged(damage)
-
-
-def _usable_copies(
-    job: TrainJob, data: TrainingData, directory: CheckpointDirectory, copies: CheckpointCopies
-) -> list[str]:
-    """The copies from which this command may resume, oldest first; none of another fork.
-
-    Raises OSError if the URL cannot be read.
-    """
-    names = copies.complete()
-    if not names:
-        return []
-    if job.resume == "never" and not _is_restart(job):
-        raise ConfigError(
-            f"training.checkpoint_url={copies.url} holds a run up to step {step_of(names[-1])}, "
-            "and --resume never would overwrite it. Choose another URL, or resume that run with "
-            "--resume auto"
+        raise CheckpointError(
+            f"{copy} is a copy from a URL, and newer than the checkpoints of this run. To resume "
+            f"from copies, rename them from step-N.ID to step-N (this one to {copy.stem}); to "
+            "resume without them, move them to another place. Then run the same command again"
         )
-    name, manifest = copies.newest_manifest(names)
-    path = copies.at(name)
-    state = load_state(path, manifest)
-    if job.resume not in ("auto", "never") and state.forked_from != _given_path(job):
-        return []  # the attempt of another run is refused at this URL (`begin_attempt`)
-    if run_id := directory.run_id():
-        copies.require_run(run_id)
-    elif not directory.steps():
-        require_compatible(manifest, state, path, job=job, data=data)
-    # A kill or an outage may have prevented a rollback from removing the copies it superseded.
-    superseded = names_of(directory.superseded())
-    return [name for name in names if name not in superseded]
 
+    def _require_resumable(self, step: int) -> None:
+        """Raise ConfigError if the command must not continue the run in its directory."""
+        resume, run = self.job.resume, self.directory.run
+        if resume == "auto" or self._is_restart:
+            return
+        if resume == "never":
+            raise ConfigError(
+                f"{run} holds a run up to step {step}, and --resume never would overwrite it. "
+                "Choose another directory=PATH, move that run to another place, or resume it with "
+                "--resume auto"
+            )
+        begin = self._fork_of_directory()
+        if begin != self._given_path:
+            origin = f"which began at {begin}" if begin else "which is no fork"
+            raise ConfigError(
+                f"{run} holds a run up to step {step}, {origin}; --resume {resume} begins another "
+                "run. Give the fork a new directory: txl train CONFIG directory=NEW --resume "
+                f"{resume}. To continue the run in {run}, leave --resume out"
+            )
 
-def _replace_by_copy(step: int, job: TrainJob, directory: CheckpointDirectory) -> bool:
-    """Replace the damaged checkpoint of a step by its copy; False without an intact one."""
-    if job.config.training.checkpoint_url is None:
-        return False
-    copies = _copies(job)
-    # Unless its manifest is damaged, only the copy of this save: others are superseded.
-    own, superseded = names_of([directory.at(step)]), names_of(directory.superseded())
-    try:
-        names = [name for name in copies.complete() if step_of(name) == step]
-        usable = [name for name in names if name in own or (not own and name not in superseded)]
-        if usable:
-            copies.download(usable[-1], directory)  # that which LATEST names, if there are two
-        return bool(usable)
-    except (CheckpointError, OSError) as error:
-        log.warning("the copy of step %d at %s cannot be used: %s", step, copies.url, error)
-        return False
+    @property
+    def _is_restart(self) -> bool:
+        """Whether this launch has begun an attempt before, and no other launch has since."""
+        return newest_of_launch(self.directory.run / FOLDER, self.job.launch_id) is not None
 
+    @property
+    def _given_path(self) -> str:
+        """PATH of `--resume PATH`, as it is stored in the checkpoints of the fork."""
+        # Links are not followed: their targets may differ from host to host, or change.
+        return str(Path(self.job.resume).absolute())
 
-def _copies(job: TrainJob) -> CheckpointCopies:
-    url = job.config.training.checkpoint_url
-    assert url is not None
-    return CheckpointCopies(RemotePath(url))
+    def _fork_of_directory(self) -> str | None:
+        """The PATH where the run of the directory began. All its checkpoints have the same."""
+        damage = []
+        for step in reversed(self.directory.steps()):
+            try:
+                path = self.directory.at(step)
+                return load_state(path, load_checkpoint_manifest(path)).forked_from
+            except CheckpointError as error:
+                damage.append(str(error))
+        raise self._all_damaged(damage)
 
+    def _fork(self, path: Path) -> ResumePoint:
+        point = verify_point(path, self.world)
+        # The events of the other run do not count any more.
+        divergence = point.state.divergence.model_copy(update={"event_steps": ()})
+        update = {"forked_from": self._given_path, "divergence": divergence}
+        return replace(point, state=point.state.model_copy(update=update), is_fork=True)
 
-def _on_rank_zero(work: Callable[[], T], world: World) -> T:
-    """The result of `work` of rank 0. It may take longer than the limit of a collective."""
-    queue, results = BackgroundQueue("resume"), list[T]()
-    try:
-        if world.is_rank_zero:
-            queue.submit(lambda: results.append(work()))
-        wait_for_queues(world, queue, name="the choice or download of a checkpoint")
-    finally:
-        queue.close(timeout_seconds=0)
-    result: T = world.broadcast(results[0] if results else None)
-    return result
+    def _newest_intact(self) -> ResumePoint:
+        # From rank 0: on a network file system the ranks may see different directory listings.
+        steps = self.world.broadcast(self.directory.steps())
+        damage: list[str] = []
+        for step in reversed(steps):
+            try:
+                point = self._verified(step)
+            except CheckpointError as error:
+                if self.job.strict:
+                    raise CheckpointError(
+                        f"{error}. Restore it from a backup; without --strict the run resumes from "
+                        "the newest intact checkpoint before it (txl checkpoint list "
+                        f"{self.directory.run})"
+                    ) from None
+                damage.append(str(error))
+                continue
+            if damage and self.world.is_rank_zero:
+                log.warning(
+                    "%s. Resuming from step %d instead; %d steps are lost and will be trained "
+                    "again",
+                    "; ".join(damage),
+                    step,
+                    steps[-1] - step,
+                )
+            return point
+        raise self._all_damaged(damage)
+
+    def _all_damaged(self, damage: list[str]) -> CheckpointError:
+        return CheckpointError(
+            f"all checkpoints of {self.directory.run} are damaged: {'; '.join(damage)}. Restore "
+            "one from a backup, or start a new run in another directory"
+        )
+
+    def _verified(self, step: int) -> ResumePoint:
+        """The checkpoint of a step, or its copy at `training.checkpoint_url` if it is damaged."""
+        path = self.directory.at(step)
+        try:
+            return verify_point(path, self.world)
+        except CheckpointError as error:
+            if not self._on_rank_zero(lambda: self._replace_by_copy(step)):
+                raise
+            log.warning("%s. It was replaced by its copy", error)
+        return verify_point(path, self.world)
+
+    def _on_rank_zero(self, work: Callable[[], T]) -> T:
+        """The result of `work` of rank 0. It may take longer than the limit of a collective."""
+        queue, results = BackgroundQueue("resume"), list[T]()
+        try:
+            if self.world.is_rank_zero:
+                queue.submit(lambda: results.append(work()))
+            wait_for_queues(self.world, queue, name="the choice or download of a checkpoint")
+        finally:
+            queue.close(timeout_seconds=0)
+        result: T = self.world.broadcast(results[0] if results else None)
+        return result
+
+    # --- copies at `training.checkpoint_url`: on rank 0 -----------------------------------------
+
+    @property
+    def _copies(self) -> CheckpointCopies | None:
+        url = self.job.config.training.checkpoint_url
+        return CheckpointCopies(RemotePath(url)) if url else None
+
+    def download_newest(self, copies: CheckpointCopies) -> None:
+        """Download the newest intact copy if it is newer than the checkpoints in the run directory.
+
+        Raises ConfigError, CheckpointError, DataError or StoreError if the copies are of another
+        run, do not fit the job, are all damaged, or cannot be read; then nothing was changed.
+        """
+        directory = self.directory
+        try:
+            names = self._usable(copies)
+        except OSError as error:
+            if not self._is_restart:
+                raise copies.unreachable(error) from error
+            log.warning("%s does not respond; this launch has its checkpoints locally", copies.url)
+            return
+        directory.path.mkdir(parents=True, exist_ok=True)
+        newest, damage = directory.newest_step(), []
+        for name in reversed(names):
+            if newest is not None and step_of(name) <= newest:
+                return
+            try:
+                path = copies.download(name, directory)
+            except CheckpointError as error:
+                if self.job.strict:
+                    raise
+                damage.append(str(error))
+                log.warning("%s. An older checkpoint is used instead", error)
+                continue
+            except OSError as error:  # storage or disk fails: this says nothing about the copy
+                raise StoreError(
+                    f"{copies.at(name)} cannot be downloaded to {directory.path}: "
+                    f"{error.strerror or error}. Run it again, or train without the copies: "
+                    "training.checkpoint_url=null"
+                ) from error
+            log.info("downloaded %s from %s", path, copies.at(name))
+            return
+        if damage and newest is None:  # a new run would replace them
+            raise copies.all_damaged(damage)
+
+    def _usable(self, copies: CheckpointCopies) -> list[str]:
+        """The copies from which this command may resume, oldest first; none of another fork.
+
+        Raises OSError if the URL cannot be read.
+        """
+        directory, resume, names = self.directory, self.job.resume, copies.complete()
+        if not names:
+            return []
+        if resume == "never" and not self._is_restart:
+            raise ConfigError(
+                f"training.checkpoint_url={copies.url} holds a run up to step "
+                f"{step_of(names[-1])}, and --resume never would overwrite it. Choose another URL, "
+                "or resume that run with --resume auto"
+            )
+        name, manifest = copies.newest_manifest(names)
+        path = copies.at(name)
+        state = load_state(path, manifest)
+        if resume not in ("auto", "never") and state.forked_from != self._given_path:
+            return []  # the attempt of another run is refused at this URL (`begin_attempt`)
+        if run_id := directory.run_id():
+            copies.require_run(run_id)
+        elif not directory.steps():
+            require_compatible(manifest, state, path, job=self.job, data=self.data)
+        # A kill or an outage may have prevented a rollback from removing the copies it superseded.
+        superseded = names_of(directory.superseded())
+        return [name for name in names if name not in superseded]
+
+    def _replace_by_copy(self, step: int) -> bool:
+        """Replace the damaged checkpoint of a step by its copy; False without an intact one."""
+        directory, copies = self.directory, self._copies
+        if copies is None:
+            return False
+        # Unless its manifest is damaged, only the copy of this save: others are superseded.
+        own, superseded = names_of([directory.at(step)]), names_of(directory.superseded())
+        try:
+            names = [name for name in copies.complete() if step_of(name) == step]
+            usable = [name for name in names if name in own or (not own and name not in superseded)]
+            if usable:
+                copies.download(usable[-1], directory)  # that which LATEST names, if there are two
+            return bool(usable)
+        except (CheckpointError, OSError) as error:
+            log.warning("the copy of step %d at %s cannot be used: %s", step, copies.url, error)
+            return False

@@ -37,7 +37,7 @@ from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.world import wait_for_queues
 from txl_dist.tracking.process import TrackingProcess
-from txl_dist.training.begin import Beginning, RankContext
+from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.scores import ScoreTable
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep

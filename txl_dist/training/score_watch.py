@@ -17,7 +17,7 @@ import torch
 
 from data_pipeline.system.signals import PARENT_VARIABLE
 from txl_dist.runtime.world import World
-from txl_dist.training.begin import Beginning, RankContext
+from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.observer import Observer, Observers
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import FOLDER, Score, ScoreTable

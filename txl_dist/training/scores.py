@@ -128,7 +128,7 @@ class ScoreTable:
         """`is_due`: whether the evaluation of a step is due. `inherited`: the best score in the
         checkpoint from which the run resumes, whose file may be on another disk.
         """
-        self._checkpoints, self.is_due, self._inherited = checkpoints, is_due, inherited
+        self._checkpoints, self._is_due, self._inherited = checkpoints, is_due, inherited
         self._folder = checkpoints.run / FOLDER
         self._by_step: dict[int, Score] = {}
         self._from_files: set[int] = set()
@@ -228,13 +228,17 @@ class ScoreTable:
             self._take(self._inherited)
         self.refresh()
 
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
-        return self._checkpoints.steps()
-
     def waiting(self) -> list[int]:
         """Steps of checkpoints whose evaluation is due and not done, ascending."""
-        return [step for step in self.steps() if step not in self._by_step and self.is_due(step)]
+        steps = self._checkpoints.steps()
+        return [step for step in steps if step not in self._by_step and self._is_due(step)]
+
+    def unscored(self, step: int, *, on_ranks: bool) -> list[int]:
+        """The steps that a run that continues at `step` has to evaluate, ascending.
+
+        The ranks can score only the weights with which they begin, `txl eval --watch` also others.
+        """
+        return [n for n in self.waiting() if n == step or (n < step and not on_ranks)]
 
     def write_metrics(self, path: Path, label: str) -> None:
         """Append the scores that the metrics in `path` lack."""

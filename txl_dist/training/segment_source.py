@@ -17,8 +17,8 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.training.begin import RankContext
-from txl_dist.training.resume_point import ResumePoint
+from txl_dist.training.context import RankContext
+from txl_dist.training.resume import ResumePoint
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import DeviceSegments, TrainStep
 
@@ -62,6 +62,12 @@ def context_segments(config: RunConfig) -> int:
     return -(-(num_tokens or 0) // config.data.tgt_len)
 
 
+def has_memory_for(config: RunConfig, point: ResumePoint) -> bool:
+    """Whether the memory of a checkpoint fits: the same lanes, and rows that can be loaded."""
+    has_lanes = len(point.manifest.rank_of_lane) == config.data.num_lanes
+    return has_lanes and memory_kind(config.model).fits(point.manifest.architecture)
+
+
 def segments_to_replay(config: RunConfig, point: ResumePoint, state: TrainState) -> int:
     """How many segments to replay before the first step after a resume; usually none.
 
@@ -70,7 +76,7 @@ def segments_to_replay(config: RunConfig, point: ResumePoint, state: TrainState)
     phase = state.phases[-1]
     # After a change of the corpora, or at the start of an epoch, lanes start without a memory.
     is_cold = phase.position == state.position and not phase.unread
-    if is_cold or point.has_memory_for(config):
+    if is_cold or has_memory_for(config, point):
         return 0
     if memory_kind(config.model).receptive_tokens(config.segment_len) is None:
         raise ConfigError(

@@ -1,51 +1,40 @@
-"""Builds the Trainer of one rank, in five stages. Every launcher uses this one function.
+"""Builds the Trainer of one rank, in five stages. Every launcher uses these two functions.
 
-    inputs   config, data and the other ranks, checked (begin.py)
-    attempt  the lock, and the attempt that ends older ones (begin.py)
-    point    the checkpoint to resume from (begin.py)
-    parts    what computes, saves and observes, and the state to begin with
-    trainer  the loop over these, and the segments that it reads
+    open_inputs    inputs   config, data and the other ranks, checked (context.py)
+    build_trainer  attempt  the lock, and the attempt that ends older ones
+                   point    the checkpoint to resume from, and the evaluations missing there
+                   parts    what computes, saves and observes, and the state to begin with
+                   trainer  the loop over these, and the segments that it reads
 
 Some stages are collective, so every rank has to go through all of them in this order.
 """
 
-from contextlib import ExitStack
-
-from txl_dist.runtime.stop import StopRequest
-from txl_dist.runtime.world import World
-from txl_dist.training.begin import begin_run, open_inputs
 from txl_dist.training.computation import build_evaluator, build_step
-from txl_dist.training.job import TrainJob
+from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.loop import Trainer
 from txl_dist.training.observers import build_observers
 from txl_dist.training.recovery import Recovery
 from txl_dist.training.report import log_start
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
+from txl_dist.training.run_directory import begin_attempt
 from txl_dist.training.saving import open_saver
 from txl_dist.training.score_watch import open_score_watch
+from txl_dist.training.scores import ScoreTable, due_in
 from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.start_state import initial_state, open_run, resume_at
 from txl_dist.training.tracked import TrackingProcess, start_tracker
 
+LOCK_TIMEOUT_SECONDS = 30.0
+"""After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
 
-def build_trainer(
-    job: TrainJob,
-    world: World,
-    directory: RunDirectory,
-    stack: ExitStack,
-    stop: StopRequest | None = None,
-    *,
-    run_stack: ExitStack | None = None,
-    tracker: TrackingProcess | None = None,
-) -> Trainer:
-    """Open the data, join the ranks, resume or initialise, and build all parts of the run.
 
-    Collective. Files, locks and threads are closed with `stack`; the tracker with `run_stack`, if
-    it is given, and used again as `tracker` after a change of settings.
+def build_trainer(inputs: RankContext, *, tracker: TrackingProcess | None = None) -> Trainer:
+    """Resume or initialise, and build all parts of the run. Collective.
+
+    `tracker`: that of the trainer before a change of settings.
     """
-    stop, run_stack = StopRequest() if stop is None else stop, run_stack or stack
-    inputs = open_inputs(job, world, directory, stack)
-    beginning = begin_run(inputs, stop, run_stack)
+    world = inputs.world
+    beginning = begin_run(inputs)
     rank = inputs.after_step(beginning.settings_step, run_id=beginning.run_id)
     step, point = build_step(rank), beginning.point
     state = resume_at(point, rank, step) if point else initial_state(rank, None)
@@ -53,7 +42,7 @@ def build_trainer(
     reached_steps = world.run_on_all(lambda: open_run(rank, beginning) if beginning.scores else 0)
     # Before the tracker: the peak is measured without its process.
     observers = build_observers(rank, beginning, state, reached_step=reached_steps[0])
-    tracker = tracker or start_tracker(rank, run_stack)
+    tracker = tracker or start_tracker(rank)
     if world.is_rank_zero:
         log_start(rank, beginning, state, shapes=step.engine.shapes)
     wait = open_score_watch(rank, beginning, observers)
@@ -68,7 +57,7 @@ def build_trainer(
         read_from=segments.open_at,
         step=step,
         observers=observers,
-        stop=stop,
+        stop=rank.stop,
         saver=saver,
         evaluate=build_evaluator(rank, step.engine),
         is_evaluated=rank.data.evaluation is not None,
@@ -79,3 +68,53 @@ def build_trainer(
         recovery=recovery,
         evaluation_is_pending=beginning.evaluation_is_pending,
     )
+
+
+def begin_run(inputs: RankContext) -> Beginning:
+    """Take the lock, find the checkpoint to resume from, and begin an attempt. Collective."""
+    job, world, directory, data = inputs.job, inputs.world, inputs.directory, inputs.data
+    lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
+    world.run_on_rank_zero(lambda: inputs.stack.enter_context(lock))
+    checkpoints = directory.checkpoints
+    # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
+    # in the run directory, so the run continues even if its URL cannot be reached.
+    is_new_attempt = checkpoints.attempt is None
+    point = find_resume_point(job, data, world, download=is_new_attempt)
+    run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
+    if is_new_attempt:
+        # Only after all checks: beginning an attempt fences the one that is running.
+        checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
+        if world.broadcast(checkpoints.newest_step() != newest_step):
+            # The older attempt has saved meanwhile.
+            point = find_resume_point(job, data, world, download=False)
+            run_id = world.broadcast(run_id_of(point))
+        _share_stop(inputs)
+    scores, unscored = _open_scores(inputs, point)
+    return Beginning(
+        point, run_id, is_new_attempt, scores, unscored, job.config.evaluation.on == "ranks"
+    )
+
+
+def _open_scores(
+    inputs: RankContext, point: ResumePoint | None
+) -> tuple[ScoreTable | None, list[int]]:
+    """The scores of the run, on rank 0, and the steps whose evaluation is missing. Collective."""
+    config, scores, unscored = inputs.job.config, None, list[int]()
+    if inputs.world.is_rank_zero:
+        is_due = due_in(config) if inputs.data.evaluation else lambda step: False
+        inherited = point.state.best if point is not None and not point.is_fork else None
+        scores = ScoreTable(inputs.directory.checkpoints, is_due, inherited=inherited)
+        kept_step = point.kept_step if point else 0
+        scores.rewind(kept_step)
+        unscored = scores.unscored(kept_step, on_ranks=config.evaluation.on == "ranks")
+    return scores, inputs.world.broadcast(unscored)
+
+
+def _share_stop(rank: RankContext) -> None:
+    """A launcher has given the ranks a file; torchrun, which has started them, does not."""
+    if rank.stop.has_file:
+        return
+    rank.world.run_on_rank_zero(rank.directory.remove_stop_files)
+    rank.stop.share_by(rank.directory.stop_file)
+    if rank.world.is_rank_zero:
+        rank.run_stack.callback(rank.directory.stop_file.unlink, missing_ok=True)

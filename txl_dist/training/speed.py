@@ -23,6 +23,7 @@ from functools import cache
 import torch
 
 from txl_dist.runtime.activity import Span
+from txl_dist.runtime.device import synchronize
 from txl_dist.runtime.world import World
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.state import TrainState
@@ -85,8 +86,7 @@ def product_flops(size: int, dtype: torch.dtype, device: torch.device, *, second
         while best == 0 or time.monotonic() < deadline:
             start = time.perf_counter()
             matrix @ matrix
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     except torch.OutOfMemoryError:  # the run uses the memory; skip this measurement
         return 0.0

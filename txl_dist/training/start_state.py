@@ -11,11 +11,24 @@ from dataclasses import dataclass
 
 from data_pipeline.streams.order import merged, num_tokens
 from data_pipeline.system.files import remove_leftovers, write_file
+from txl_dist.checkpoint.directory import reading
+from txl_dist.checkpoint.reader import (
+    check_optimizer_states,
+    check_parameters,
+    load_fragments,
+    load_memory,
+)
 from txl_dist.config.config_file import dump_run_config
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
-from txl_dist.training.begin import Beginning, RankContext
-from txl_dist.training.resume_point import ResumePoint, restore
-from txl_dist.training.segment_source import context_segments, refill_memory, segments_to_replay
+from txl_dist.training.context import Beginning, RankContext
+from txl_dist.training.resume import ResumePoint
+from txl_dist.training.segment_source import (
+    context_segments,
+    has_memory_for,
+    refill_memory,
+    segments_to_replay,
+)
 from txl_dist.training.state import Phase, TrainState, phases_from
 from txl_dist.training.step import TrainStep
 
@@ -40,7 +53,17 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
 
 def resume_at(point: ResumePoint, rank: RankContext, step: TrainStep) -> TrainState:
     """Load weights, optimizer state and memory; returns the state of the run. Collective."""
-    restore(point, rank.config, step.engine, step)
+    fault_point("resume")
+    engine = step.engine
+    # The configs are compatible; this detects changes in the code of the model.
+    check_parameters(point.path, point.manifest, engine.shapes)
+    check_optimizer_states(point.path, point.manifest, engine.optimizer_states)
+    # At a fork, the other run may remove the checkpoint.
+    with reading(point.path):
+        load_fragments(point.path, point.manifest, engine.fragments_to_load())
+        engine.finish_loading(num_steps=point.state.step - point.state.skipped_steps)
+        if has_memory_for(rank.config, point):
+            step.load_memory(load_memory(point.path, point.manifest, step.lanes))
     state = initial_state(rank, point)
     if num_tokens := refill_memory(rank, step, point, state):
         log.info("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")

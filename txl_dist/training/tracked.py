@@ -1,6 +1,5 @@
 """What a run tells the tracking process at its start: its datasets, and facts for tags."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +8,13 @@ from data_pipeline.system.sources import shown
 from txl_dist.config.run_config import RunConfig
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackedDataset, dataset_name
-from txl_dist.training.begin import RankContext
+from txl_dist.training.context import RankContext
 from txl_dist.training.data import Corpus, TrainingData
 from txl_dist.training.run_directory import RunDirectory
 
 
-def start_tracker(rank: RankContext, stack: ExitStack) -> TrackingProcess | None:
-    """Start sending metrics to MLflow. The status of the run depends on how `stack` is closed."""
+def start_tracker(rank: RankContext) -> TrackingProcess | None:
+    """Start sending metrics to MLflow. The status of the run depends on how `run_stack` ends."""
     # Rank 0 only: MLflow would record one copy per rank.
     if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
         return None
@@ -31,7 +30,7 @@ def start_tracker(rank: RankContext, stack: ExitStack) -> TrackingProcess | None
         tags=tags,
         datasets=tracked_datasets(rank.data, rank.config),
     )
-    return stack.enter_context(tracker)
+    return rank.run_stack.enter_context(tracker)
 
 
 def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:

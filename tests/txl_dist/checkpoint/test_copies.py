@@ -25,7 +25,7 @@ from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, ConfigError, FencedError
 from txl_dist.training import resume
-from txl_dist.training.resume import download_newest
+from txl_dist.training.resume import Resume
 
 URL = "s3://me:CANARY@bucket/run"
 REMOTE = CheckpointCopies(RemotePath("s3://bucket/run"))
@@ -73,7 +73,8 @@ def updated(uploader: CopyUploader) -> list[int]:
 def download_to(directory: CheckpointDirectory) -> None:
     """What a start does on an empty disk."""
     job = tiny_job(Path("no-data"), directory.run, f"training.checkpoint_url={REMOTE.url}")
-    download_newest(job, None, directory)  # type: ignore[arg-type]
+    resume = Resume(job, None, None, directory)  # type: ignore[arg-type]
+    resume.download_newest(REMOTE)
 
 
 def test_copies_follow_the_local_checkpoints(uploader: CopyUploader, tmp_path: Path) -> None:

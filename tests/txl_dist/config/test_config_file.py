@@ -1,6 +1,7 @@
 """Config files: read strictly, written completely, and all problems reported together."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_dist.config.config_file import dump_run_config, flatten_config, load_run_config
+from txl_dist.config.config_file import (
+    START,
+    default_settings,
+    dump_run_config,
+    flatten_config,
+    load_run_config,
+    starting_file,
+)
 from txl_dist.config.data_config import DataConfig
-from txl_dist.config.deepspeed_config import DeepSpeedConfig
 from txl_dist.config.optimizer_config import RECIPES as OPTIMIZER_RECIPES
 from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.training_config import TrackingConfig, TrainingConfig
+from txl_dist.config.training_config import DeepSpeedConfig, TrackingConfig, TrainingConfig
 from txl_dist.config.yaml_file import dump_yaml, read_yaml
 from txl_dist.errors import ConfigError
 from txl_dist.model.choices import RECIPES as MODEL_RECIPES
@@ -355,3 +362,39 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"directory: \xe9")
     with pytest.raises(ConfigError, match="cannot be read as a text file in UTF-8"):
         load_run_config(tmp_path / "latin.yaml")
+
+
+REQUIRED = {
+    "directory": "runs/mine",
+    "data.path": "data/mine",
+    **{
+        f"{section}.{name}": value
+        for section, each in START.items()
+        for name, value in each.items()
+    },
+}
+
+
+def test_it_has_the_default_of_every_setting(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(starting_file("mine"))
+    assert flatten_config(load_run_config(path)) == default_settings() | REQUIRED
+
+
+def test_every_setting_in_a_comment_can_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(starting_file("mine"))
+    settings = load_run_config(path).model_dump(mode="json")
+    names = [name for section in settings.values() if isinstance(section, dict) for name in section]
+    setting = re.compile(rf"^( *)# ((?:{'|'.join([*settings, *names])}): )", re.M)
+    path.write_text(setting.sub(r"\1\2", path.read_text()))
+    assert read_yaml(path.read_text()).value == settings
+    assert load_run_config(path).model_dump(mode="json") == settings
+
+
+def test_every_setting_is_documented() -> None:
+    lines = starting_file("mine").splitlines()
+    settings = [i for i, line in enumerate(lines) if re.match(r" *(# )?\w+: ", line)]
+    assert len(settings) > 70
+    for i in settings:
+        assert re.match(r" *# .*[a-z`]", lines[i - 1]), lines[i]

@@ -170,13 +170,13 @@ def test_the_activity_of_a_rank_says_how_much_is_scored(monkeypatch: pytest.Monk
         byte_counts_V=torch.ones(11),
     )
     chunks = [EvaluationChunk(start, start, start + 4) for start in (0, 4, 8)]
-    score_group = Scorer._score_group
+    reader = Scorer.reader
 
     def noted(scorer: Scorer, *arguments: Any) -> Any:
         names.append(world.activity.name)
-        return score_group(scorer, *arguments)
+        return reader(scorer, *arguments)
 
-    monkeypatch.setattr(Scorer, "_score_group", noted)
+    monkeypatch.setattr(Scorer, "reader", noted)
     assert evaluate_on_ranks(scorer, chunks, world=world) is not None
     name = "evaluation of split valid"
     assert names == [name, f"{name}, 2 of 3 parts of this rank"]

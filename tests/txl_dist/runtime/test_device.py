@@ -25,6 +25,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import ENVIRONMENT, autocast, deterministic
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import check_config
+from txl_dist.training.context import open_inputs
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.setup import build_trainer
@@ -177,7 +178,7 @@ def forward_both_ways(world: World, job: TrainJob) -> tuple[Tensor, Tensor, Tens
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack)
+        trainer = build_trainer(open_inputs(job, world, directory, stack))
         engine, segment = trainer.step.engine, next(trainer.segments)
         columns = (segment.input, segment.target, segment.age)
         inputs = [torch.from_numpy(column) for column in columns]

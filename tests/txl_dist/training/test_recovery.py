@@ -23,8 +23,8 @@ from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, ti
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import DivergedError
 from txl_dist.runtime import activity
-from txl_dist.training.follow import FIRST_BATCH
 from txl_dist.training.loop import Trainer
+from txl_dist.training.run_log import FIRST_BATCH
 
 # As in tests/properties/test_one_trajectory.py: another number of ranks sums in another order.
 TOLERANCE = 2e-6

@@ -25,7 +25,7 @@ from txl_dist.errors import DataError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
-from txl_dist.training.resume_point import newest_before
+from txl_dist.training.resume import newest_before
 from txl_dist.training.start_state import resume_at
 
 

@@ -16,8 +16,8 @@ from txl_dist.errors import ConfigError
 from txl_dist.runtime.activity import Span
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import TrainingData
-from txl_dist.training.follow import step_of
 from txl_dist.training.report import Report, step_line
+from txl_dist.training.run_log import step_of
 from txl_dist.training.state import LastUpdate, TrainState
 
 VALUES = {

@@ -19,6 +19,7 @@ from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
+from txl_dist.training.context import open_inputs
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.setup import build_trainer
@@ -62,7 +63,7 @@ def build_and_end(world: World, job: TrainJob) -> int | str:
     directory.create()
     try:
         with ExitStack() as stack:
-            return build_trainer(job, world, directory, stack).state.step
+            return build_trainer(open_inputs(job, world, directory, stack)).state.step
     except TxlError as error:
         return str(error)
 

@@ -1,8 +1,8 @@
-"""The course of a run as its log tells it: starts, errors, divergences, time left."""
+"""The log of rank 0: every line is followed once, and tells the course of the run."""
 
 from pathlib import Path
 
-from txl_dist.training.run_log import last_error, parse_log, read_log
+from txl_dist.training.run_log import LogFollower, last_error, parse_log, read_log
 
 STEP = "12:00:05 step 10 | loss 3.0 | ppl 20 | tok/s 1,000 | eta 1:02:03 | lr 1e-3"
 LOG = f"""12:00:00 rank 0 is up
@@ -49,3 +49,18 @@ def test_a_cause_is_preferred_to_the_loss_of_other_ranks(tmp_path: Path) -> None
         (tmp_path / "logs" / f"rank-{rank}.log").write_text(f"{text}4 {error}\n")
     assert last_error(tmp_path) == ("DataError: of now", tmp_path / "logs" / "rank-1.log")
     assert read_log(tmp_path).last_word == "LostRankError: rank 1 is gone"
+
+
+def test_flush_passes_on_what_was_written_since_the_last_poll(tmp_path: Path) -> None:
+    path, lines = tmp_path / "rank-0.log", list[str]()
+    path.write_text("of an earlier launch\n")
+    with LogFollower(path, lines.append) as follower, path.open("a") as log:
+        print("one", file=log, flush=True)
+        follower.flush()
+        assert lines == ["one"]
+        log.write("two")
+        log.flush()
+        follower.flush()
+        assert lines == ["one"], "an incomplete line waits for its end"
+        log.write(" and its end\nthree\n")
+    assert lines == ["one", "two and its end", "three"]

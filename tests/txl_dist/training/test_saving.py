@@ -14,6 +14,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoin
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
+from txl_dist.training.context import open_inputs
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.observer import Observer
@@ -39,7 +40,7 @@ def train_changed(
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack)
+        trainer = build_trainer(open_inputs(job, world, directory, stack))
         change(trainer, *args)
         try:
             trainer.run()

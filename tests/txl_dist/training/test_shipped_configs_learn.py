@@ -14,7 +14,7 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import unigram_entropy
 from tests.support.commands import start_txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, metrics
-from txl_dist.config.starting_file import starting_file
+from txl_dist.config.config_file import starting_file
 from txl_dist.training.diagnostics import CLEARLY_BELOW
 
 ROOT = Path(__file__).parents[3]

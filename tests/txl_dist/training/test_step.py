@@ -17,6 +17,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
 from txl_dist.errors import DivergedError
 from txl_dist.runtime.world import World
+from txl_dist.training.context import open_inputs
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
@@ -30,7 +31,7 @@ def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, boo
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack)
+        trainer = build_trainer(open_inputs(job, world, directory, stack))
         engine = trainer.step.engine
         before: list[Tensor] = []
 
@@ -102,7 +103,7 @@ def with_and_without_a_rejected_step(world: World, job: TrainJob) -> list[list[T
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack)
+        trainer = build_trainer(open_inputs(job, world, directory, stack))
         engine, first = trainer.step.engine, next(trainer.segments)
         bad, last = next(trainer.segments), next(trainer.segments)
         compute(trainer, first, 1)
@@ -172,7 +173,7 @@ def losses_after_gaps(world: World, job: TrainJob) -> dict[int, tuple[bool, floa
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack)
+        trainer = build_trainer(open_inputs(job, world, directory, stack))
         segment = [next(trainer.segments) for _ in range(4)][-1]
         seen = {}
         for distance in (0, 1, 7, 9):
@@ -250,7 +251,7 @@ def read_and_replayed(world: World, job: TrainJob) -> list[list[Tensor]]:
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack)
+        trainer = build_trainer(open_inputs(job, world, directory, stack))
         step, memories = trainer.step, []
         empty = step.memories
         segments = [next(trainer.segments), next(trainer.segments)]

@@ -29,7 +29,7 @@ def deepspeed_settings(
 ) -> dict[str, Any]:
     """The dict for `deepspeed.initialize`."""
     stage = config.deepspeed.zero_stage
-    # Validated in config/deepspeed_config.py. `reduction` has `zero_optimization`.
+    # Validated in config/training_config.py. `reduction` has `zero_optimization`.
     extra: dict[str, Any] = {
         name: value for name, value in config.deepspeed.extra.items() if name != "zero_optimization"
     }

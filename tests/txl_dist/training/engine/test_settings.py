@@ -14,10 +14,9 @@ from tests.support.commands import ENVIRONMENT
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
 from txl_dist.config.data_config import DataConfig
-from txl_dist.config.deepspeed_config import DeepSpeedConfig
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision, RunConfig
-from txl_dist.config.training_config import TrainingConfig
+from txl_dist.config.training_config import DeepSpeedConfig, TrainingConfig
 from txl_dist.errors import ConfigError
 from txl_dist.training.engine.settings import _without_compiler, deepspeed_settings
 

@@ -1,9 +1,4 @@
-"""The first stages of a start, before anything is built.
-
-open_inputs  inputs   config, data and the other ranks, checked
-begin_run    attempt  the lock, and the attempt that ends older ones
-             point    the checkpoint to resume from, and the evaluations that are missing there
-"""
+"""What the functions that build the parts of a run are given: RankContext, and Beginning."""
 
 import logging
 from contextlib import ExitStack
@@ -18,14 +13,10 @@ from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob, require_same_job
-from txl_dist.training.resume import find_resume_point
-from txl_dist.training.resume_point import ResumePoint, run_id_of
-from txl_dist.training.run_directory import RunDirectory, begin_attempt
+from txl_dist.training.resume import ResumePoint
+from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.schedule import resolve_duration
-from txl_dist.training.scores import ScoreTable, due_in
-
-LOCK_TIMEOUT_SECONDS = 30.0
-"""After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
+from txl_dist.training.scores import ScoreTable
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +31,9 @@ class RankContext:
     directory: RunDirectory
     stack: ExitStack
     """Closes files, locks and threads."""
+    run_stack: ExitStack
+    """Closes what stays open over changes of settings."""
+    stop: StopRequest
     data: TrainingData
     config: RunConfig
     """The settings of the job at the step where it continues."""
@@ -73,12 +67,18 @@ class RankContext:
 
 
 def open_inputs(
-    job: TrainJob, world: World, directory: RunDirectory, stack: ExitStack
+    job: TrainJob,
+    world: World,
+    directory: RunDirectory,
+    stack: ExitStack,
+    *,
+    run_stack: ExitStack | None = None,
+    stop: StopRequest | None = None,
 ) -> RankContext:
     """Open the data and join the ranks. Collective.
 
     Raises DataError or ConfigError for data or settings that cannot be used, and ConfigError if the
-    ranks have different ones.
+    ranks have different ones. `run_stack` is `stack` for a run without changes of settings.
     """
     # Before the rendezvous: wrong data or config must not cost one.
     data, written_config = TrainingData.open(job.config, num_ranks=world.num_ranks), job.config
@@ -86,7 +86,17 @@ def open_inputs(
     world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
     log.info("%d of %d ranks are up", world.num_ranks, world.num_ranks)
     require_same_job(job.config, data, world)
-    return RankContext(job, world, directory, stack, data, job.config, written_config)
+    return RankContext(
+        job,
+        world,
+        directory,
+        stack,
+        run_stack or stack,
+        StopRequest() if stop is None else stop,
+        data,
+        job.config,
+        written_config,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,56 +130,3 @@ class Beginning:
     def kept_step(self) -> int:
         """The last step in the run directory that belongs to this trajectory."""
         return self.point.kept_step if self.point else 0
-
-
-def begin_run(inputs: RankContext, stop: StopRequest, run_stack: ExitStack) -> Beginning:
-    """Take the lock, find the checkpoint to resume from, and begin an attempt. Collective."""
-    job, world, directory, data = inputs.job, inputs.world, inputs.directory, inputs.data
-    lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
-    world.run_on_rank_zero(lambda: inputs.stack.enter_context(lock))
-    checkpoints = directory.checkpoints
-    # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
-    # in the run directory, so the run continues even if its URL cannot be reached.
-    is_new_attempt = checkpoints.attempt is None
-    point = find_resume_point(job, data, world, download=is_new_attempt)
-    run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
-    if not is_new_attempt:
-        return _beginning(inputs, point, run_id, is_new_attempt=False)
-    # Only after all checks: beginning an attempt fences the one that is running.
-    checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
-    if world.broadcast(checkpoints.newest_step() != newest_step):
-        # The older attempt has saved meanwhile.
-        point = find_resume_point(job, data, world, download=False)
-        run_id = world.broadcast(run_id_of(point))
-    _share_stop(stop, directory, world, run_stack)
-    return _beginning(inputs, point, run_id, is_new_attempt=True)
-
-
-def _beginning(
-    inputs: RankContext, point: ResumePoint | None, run_id: str, *, is_new_attempt: bool
-) -> Beginning:
-    """Where to begin, and which evaluations are missing there. Collective."""
-    world, config, checkpoints = inputs.world, inputs.job.config, inputs.directory.checkpoints
-    on_ranks, scores, unscored = config.evaluation.on == "ranks", None, list[int]()
-    if world.is_rank_zero:
-        is_due = due_in(config) if inputs.data.evaluation else lambda step: False
-        inherited = point.state.best if point is not None and not point.is_fork else None
-        scores = ScoreTable(checkpoints, is_due, inherited=inherited)
-        kept_step = point.kept_step if point else 0
-        scores.rewind(kept_step)
-        unscored = [step for step in scores.waiting() if step <= kept_step]
-        if on_ranks:
-            # The ranks can score only the weights with which they begin, `txl eval --watch` others.
-            unscored = [step for step in unscored if step == kept_step]
-    unscored = world.broadcast(unscored)
-    return Beginning(point, run_id, is_new_attempt, scores, unscored, on_ranks)
-
-
-def _share_stop(stop: StopRequest, directory: RunDirectory, world: World, stack: ExitStack) -> None:
-    """A launcher has given the ranks a file; torchrun, which has started them, does not."""
-    if stop.has_file:
-        return
-    world.run_on_rank_zero(directory.remove_stop_files)
-    stop.share_by(directory.stop_file)
-    if world.is_rank_zero:
-        stack.callback(directory.stop_file.unlink, missing_ok=True)

@@ -441,9 +441,8 @@ def _sizes(target: RemotePath) -> dict[str, int]:
 
 
 def _for_another_directory(tracking_state: bytes) -> bytes:
-    """The run continues there, with its MLflow run: older attempts are fenced. Results of `txl
-    eval` that wait to be sent are not copied."""
+    """The run continues there, with its MLflow run: older attempts are fenced."""
     with suppress(ValueError, TypeError):  # damaged
-        changed = {**json.loads(tracking_state), "directory": None, "evaluations_bytes": 0}
+        changed = {**json.loads(tracking_state), "directory": None}
         return json.dumps(changed).encode() + b"\n"
     return tracking_state

@@ -328,6 +328,17 @@ def _pointed_name(text: str) -> str:
     return text.strip().removeprefix("checkpoints/")
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """The run directory of a checkpoint in it; None for other models."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+
+
+def model_name(checkpoint: Path) -> str:
+    """RUN/step-NNNNNNNN for a checkpoint of a run, else the name of the directory."""
+    run = run_of(checkpoint)
+    return checkpoint.name if run is None else f"{run.name}/{checkpoint.name}"
+
+
 def resolve_checkpoint(path: str | Path) -> Path:
     """The directory of a checkpoint, given as itself, a run directory, or a LATEST or BEST file.
 

@@ -261,7 +261,7 @@ def _score(
         write_evaluation,
     )
     from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
-    from txl_dist.tracking.evaluations import log_evaluations, scores_of_runs
+    from txl_dist.tracking.evaluations import log_evaluations
 
     planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
     with staged_output(out, RESULT_NAME) as staged:
@@ -284,7 +284,7 @@ def _score(
                 objects = contents = score_objects(planned, scored, workers)
                 _write_documents(per_document, planned, scored)
         with running("recording the scores in MLflow"):
-            log_evaluations(scores_of_runs(objects))
+            log_evaluations(each.job.checkpoint for each in planned)
         # What --json prints: one object, or a list of them; in a sweep one per model.
         content = contents[0] if len(contents) == 1 else contents
         if staged:

@@ -17,10 +17,13 @@ up to the rounding of float64. The workers send the sums of each batch (breakdow
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
 from txl_dist.evaluation.breakdown import DOCUMENT, TABLES, LossTable
 from txl_dist.evaluation.scores import SCORES
@@ -108,7 +111,10 @@ def _sums_of_documents(planned: "PlannedJob") -> Iterator[tuple[int, float, int,
 def score_objects(
     planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]", num_workers: int
 ) -> list[dict[str, Any]]:
-    """The object of each score, which is also kept next to its sums (RUN/evaluations)."""
+    """The object of each score, which is also kept next to its sums (RUN/evaluations).
+
+    There it has the id of the save that was scored, by which MLflow finds the model.
+    """
     objects = [
         {
             **result.to_json(),
@@ -120,7 +126,10 @@ def score_objects(
         for each, result in zip(planned, results, strict=True)
     ]
     for each, content in zip(planned, objects, strict=True):
-        each.finished.write_result(content)
+        save_id = None
+        with suppress(CheckpointError):  # an exported model, or its run has removed it since
+            save_id = load_checkpoint_manifest(each.job.checkpoint).save_id
+        each.finished.write_result({**content, "save_id": save_id})
     return objects
 
 

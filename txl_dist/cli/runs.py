@@ -1,8 +1,6 @@
 """What runs do and have written: `txl report`, `txl status` and `txl track`."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +24,7 @@ PROMPT_CHARACTERS = 80
 """Of the held-out text, for `txl report --generate`."""
 
 MLFLOW_SECONDS = 120.0
-"""For a page: the import of mlflow, and one file."""
+"""For the import of mlflow, and one file."""
 
 
 def report(
@@ -123,8 +121,8 @@ def _with_generated_text(record: "RunRecord", max_tokens: int) -> "RunRecord":
 
 
 def _keep_in_mlflow(run: Path, page: Path) -> None:
-    from txl_dist.config.redaction import HIDDEN, redact
-    from txl_dist.tracking.tracker import STATE, TrackingState, child_environment, server_of
+    from txl_dist.tracking.process import run_module
+    from txl_dist.tracking.tracker import STATE, TrackingState, UnavailableError, server_of
 
     state = TrackingState.load(run / STATE)
     if state is None or state.run_id is None:
@@ -132,25 +130,13 @@ def _keep_in_mlflow(run: Path, page: Path) -> None:
             f"{page} is written, but {run} has no run in MLflow: it was not tracked "
             "(tracking.enabled), or its metrics were not delivered yet (txl track sync RUN)"
         )
-    server = server_of(state.server, run)
-    if HIDDEN in server:  # credentials are not stored
-        server = os.environ.get("MLFLOW_TRACKING_URI", server)
-    command = [sys.executable, "-m", "mlflow", "artifacts", "log-artifact"]
-    command += ["--local-file", str(page), "--run-id", state.run_id]
+    words = ("artifacts", "log-artifact", "--local-file", str(page), "--run-id", state.run_id)
     with running(f"recording {page.name} in MLflow"):
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=MLFLOW_SECONDS,
-                env={**child_environment(), "MLFLOW_TRACKING_URI": server},
-                check=False,
-            )
-            last_line = done.stderr.strip().rpartition("\n")[2]
-            reason = redact(last_line or f"exit code {done.returncode}") if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            reason = f"no response within {MLFLOW_SECONDS:g} s"
+            server = server_of(state.server, run)
+            reason = run_module("mlflow", *words, timeout_seconds=MLFLOW_SECONDS, server=server)
+        except UnavailableError as error:
+            reason = str(error)
     if reason:
         raise TxlError(
             f"{page} is written, but MLflow does not have it: {reason}. Check the server "
@@ -217,15 +203,15 @@ def sync(
 
     Example: txl track sync runs/quickstart
     """
-    from txl_dist.config.redaction import HIDDEN
-    from txl_dist.tracking.process import EXIT_UNDELIVERED
+    from txl_dist.tracking.process import SENDER, run_module
     from txl_dist.tracking.tracker import (
         LOG,
         REQUEST,
         STATE,
         TrackingRequest,
         TrackingState,
-        child_environment,
+        UnavailableError,
+        server_of,
     )
 
     request = TrackingRequest.load(run / REQUEST)
@@ -234,26 +220,22 @@ def sync(
             f"{run} has no {REQUEST}: it is not a run directory, or its run was not tracked "
             "(tracking.enabled). Give the `directory` of a config that `txl train` has run"
         )
-    if HIDDEN in (request.server or "") and "MLFLOW_TRACKING_URI" not in os.environ:
+    try:
+        server_of(request.server, run)
+    except UnavailableError:
         raise ConfigError(
             f"{run} was tracked at {request.server}, whose credentials are not stored. Give them: "
             "MLFLOW_TRACKING_URI=URI txl track sync RUN"
-        )
-    command = [sys.executable, "-m", "txl_dist.tracking.sender", str(run), "--sync"]
-    command += ["--flush-seconds", str(timeout_seconds)]
+        ) from None
+    words = (str(run), "--sync", "--flush-seconds", str(timeout_seconds))
     with running(f"delivering {run} to MLflow", quiet=as_json):
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=child_environment(), check=False
-        )
+        reason = run_module(SENDER, *words, timeout_seconds=timeout_seconds + MLFLOW_SECONDS)
     state = TrackingState.load(run / STATE)
-    if done.returncode or state is None or not state.delivered:
-        reason = next(iter(done.stderr.strip().splitlines()), "no response")
-        is_late = done.returncode == EXIT_UNDELIVERED
+    if reason or state is None or not state.delivered:
         raise TxlError(
-            f"{run}: MLflow does not have everything"
-            f"{f' after {timeout_seconds:g} s' if is_late else ''}: {reason}. The metrics are in "
-            f"{run / 'metrics.jsonl'}. If the run is training, it delivers by itself (see "
-            f"{run / LOG}); else check the server, and run the command again"
+            f"{run}: MLflow does not have everything: {reason or 'training has begun again'}. The "
+            f"metrics are in {run / 'metrics.jsonl'}. If the run is training, it delivers by "
+            f"itself (see {run / LOG}); else check the server, and run the command again"
         )
     content = {"run": str(run), "mlflow_run_id": state.run_id, "status": state.status}
     text = f"MLflow run {state.run_id} has all metrics of {run} (status: {state.status})"

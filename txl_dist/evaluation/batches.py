@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath
+from txl_dist.checkpoint.directory import model_name
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.breakdown import (
     BreakdownCounter,
@@ -24,7 +25,6 @@ from txl_dist.evaluation.result import (
     ScoredText,
     Subject,
     context_tokens,
-    model_name,
 )
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead

@@ -21,6 +21,7 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.system.workers import InProcess, WorkerDiedError, Workers
+from txl_dist.checkpoint.directory import run_of
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.evaluation.batches import PlannedJob, close_scorer, score_batch, scoring_tasks
@@ -33,6 +34,7 @@ from txl_dist.evaluation.result import (
     plan_evaluation,
     scored_text,
 )
+from txl_dist.evaluation.scores import FOLDER
 from txl_dist.runtime.process import code_description
 
 
@@ -147,9 +149,8 @@ def plan_job(
 
 def default_scores_directory(checkpoint: Path) -> Path | None:
     """RUN/evaluations for a checkpoint of a run; None for other models."""
-    if checkpoint.parent.name != "checkpoints":
-        return None
-    return checkpoint.parent.parent / "evaluations"
+    run = run_of(checkpoint)
+    return None if run is None else run / FOLDER
 
 
 Sweep: TypeAlias = Sequence[Sequence[PlannedJob]]

@@ -12,7 +12,6 @@ is an end-of-document token, which has no text.
 """
 
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.shards.manifest import ShardManifest, TextCounts, count_text, open_tokenizer
@@ -41,13 +40,6 @@ class Subject:
 
     def __str__(self) -> str:
         return f"{self.name} (sha256 {self.digest[:SHOWN_DIGITS]})"
-
-
-def model_name(checkpoint: Path) -> str:
-    """RUN/step-NNNNNNNN for a checkpoint of a run, else the name of the directory."""
-    if checkpoint.parent.name == "checkpoints":
-        return f"{checkpoint.parent.parent.name}/{checkpoint.name}"
-    return checkpoint.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,16 @@ files, intervals and MLflow runs, and the metrics of training. So a new score is
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from txl_dist.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+FOLDER = "evaluations"
+"""Of a run directory: scores during training (training/scores.py), and results of `txl eval`."""
 
 NamedSums: TypeAlias = Mapping[str, float]
 """`nats`, and the units of the scored text that are known: `tokens`, `bytes` (UTF-8), `characters`,
@@ -42,6 +46,12 @@ class Score:
 
 SCORES: dict[str, Score] = {}
 """By name, in the order in which they are shown."""
+
+
+def kept_results(run: Path) -> list[Path]:
+    """The results that `txl eval` has kept in a run, RUN/evaluations/SPLIT-KEY.json, by name."""
+    paths = (run / FOLDER).glob("*.json")
+    return sorted(path for path in paths if not path.name.startswith("step-"))
 
 
 def score(*, needs: str, label: str = "") -> Callable[[Finisher], Finisher]:

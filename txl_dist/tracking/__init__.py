@@ -6,8 +6,7 @@
                      tracker.py: the interface `Tracker` (start, recorded, log, end)
                      mlflow_tracker.py: MLflow; mlflow_models.py: its datasets and models
     checkpoints.py   the checkpoints that exist, as models of the run
-    txl eval      -> evaluations.py: RUN/logs/evaluations.jsonl, a score as a run below its
-                     training run
+    txl eval      -> RUN/evaluations/: evaluations.py, a score as a run below its training run
 
 `import txl_dist.tracking` imports no module.
 """

@@ -1,36 +1,30 @@
-"""Scores of `txl eval` as runs below the training run: written to a file, then sent.
+"""Scores of `txl eval` as runs below the training run.
 
-    txl eval -> RUN/logs/evaluations.jsonl -> the sender of the run, if it trains
-                                           -> `sender.py RUN --evaluations`, started by txl eval
-                                           -> `txl track sync RUN`, if the server was away
+    txl eval -> RUN/evaluations/SPLIT-KEY.json -> the sender of the run, if it trains
+                                               -> `sender.py RUN --evaluations`, started by txl eval
+                                               -> `txl track sync RUN`, if the server was away
 
-A line of the file has everything that is recorded, and the key by which the run is found if it was
-created already. `TrackingState.evaluations_bytes` is how much of the file the server has.
+KEY is a digest of all that the sums of the result depend on, so an evaluation that is repeated is
+the same file and the same run. `TrackingState.evaluations` has the names of those that the server
+has; one that it has got although the state does not say so is found by its key.
 """
 
-import errno
+import json
 import logging
 import math
 import os
 import re
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.directory import run_of
 from txl_dist.config.redaction import redact
-from txl_dist.errors import CheckpointError
-from txl_dist.tracking.journal import MetricsJournal, parse_line
-from txl_dist.tracking.process import SENDER, sync_command
+from txl_dist.evaluation.scores import SCORES, kept_results
+from txl_dist.tracking.process import SENDER, run_module, sync_command
 from txl_dist.tracking.tracker import (
-    EVALUATIONS,
     LOCK,
     STATE,
     Point,
@@ -41,7 +35,6 @@ from txl_dist.tracking.tracker import (
     TrackingState,
     UnavailableError,
     as_text,
-    child_environment,
     dataset_name,
     open_tracker,
 )
@@ -49,196 +42,56 @@ from txl_dist.tracking.tracker import (
 EVALUATION_SECONDS = 30.0
 """For one result; each further result of a table has RESULT_SECONDS more."""
 RESULT_SECONDS = 2.0
-LOCK_SECONDS = 10.0
-"""For the file of a run, in which other processes write a line at a time."""
 _COUNTS = ("nats", "tokens_scored", "bytes_scored", "characters_scored", "words_scored")
-_EDITED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
-"""Errors of a line that somebody has edited."""
+_EDITED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+"""Errors of a file that somebody has edited."""
 _STEP_NAME = re.compile(r"(?:superseded-)?step-(\d{8,})")
 
 log = logging.getLogger("txl_dist.tracking")
 
-Scored = tuple[Path, Mapping[str, Any]]
-"""A run directory, and the result of an evaluation of one of its checkpoints."""
 
-
-def scores_of_runs(results: Sequence[Mapping[str, Any]]) -> list[Scored]:
-    """The results, as JSON of `txl eval`, of checkpoints that are in the directory of their run."""
-    scored: list[Scored] = []
-    for result in results:
-        checkpoint = Path(result["checkpoint"])
-        run = checkpoint.resolve().parent.parent
-        if (run / STATE).exists():
-            save_id = None
-            with suppress(CheckpointError):  # its run has removed it since
-                save_id = load_checkpoint_manifest(checkpoint).save_id
-            name = checkpoint.resolve().name
-            scored.append((run, {**result, "checkpoint": name, "save_id": save_id}))
-    return scored
-
-
-def log_evaluations(scored: Sequence[Scored], *, timeout_seconds: float | None = None) -> bool:
-    """Record results as runs below the runs of their run directories.
+def log_evaluations(checkpoints: Iterable[Path]) -> None:
+    """Record the results that the runs of these checkpoints keep, as runs below their runs.
 
     Scores become metrics such as `valid/mem_len_64/perplexity`, at the step of the checkpoint;
     confidence intervals `..._low` and `..._high`; settings parameters, and the protocol the tag
     `txl.protocol`. The tables of `details` are left out.
 
-    Returns whether the server has all: False if a run has no tracking, and, with a warning, for any
-    failure and after the time limit, EVALUATION_SECONDS for one result. Never raises. What is
-    written and not delivered is delivered by the next start of the run, or `txl track sync`.
+    Never raises, and waits EVALUATION_SECONDS for one result. What the server does not have then is
+    a warning: the next start of the run delivers it, or `txl track sync`.
     """
-    runs = [run_dir for run_dir, result in scored if _write(run_dir, result)]
-    if not runs:
-        return False
-    if timeout_seconds is None:
-        timeout_seconds = EVALUATION_SECONDS + RESULT_SECONDS * (len(runs) - 1)
-    unique = list(dict.fromkeys(runs))
-    command = [sys.executable, "-m", SENDER, *map(str, unique), "--evaluations"]
-    try:
-        process = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",  # native code may write other bytes to standard error
-            timeout=timeout_seconds,
-            check=False,
-            env=child_environment(),
+    unsent: dict[Path, int] = {}
+    for run in filter(None, (run_of(checkpoint.resolve()) for checkpoint in checkpoints)):
+        state = TrackingState.load(run / STATE)
+        if state is not None and (paths := unsent_evaluations(run, state)):
+            unsent[run] = len(paths)
+    if not unsent:
+        return
+    seconds = EVALUATION_SECONDS + RESULT_SECONDS * (sum(unsent.values()) - 1)
+    if reason := run_module(SENDER, *map(str, unsent), "--evaluations", timeout_seconds=seconds):
+        log.warning(
+            "the evaluation was not recorded in MLflow yet: %s. To send it later: %s",
+            reason,
+            " and ".join(map(sync_command, unsent)),
         )
-    except subprocess.TimeoutExpired:
-        failure = f"no response within {timeout_seconds:g} s"
-    except OSError as error:
-        failure = str(error)
-    else:
-        if process.returncode == 0:
-            return len(runs) == len(scored)
-        failure = process.stderr.strip().rpartition("\n")[2]
-    log.warning(
-        "the evaluation was not recorded in MLflow yet: %s. To send it later: %s",
-        redact(failure),
-        " and ".join(map(sync_command, unique)),
-    )
-    return False
 
 
-def _write(run_dir: Path, result: Mapping[str, Any]) -> bool:
-    """Append a result to the file of its run; False if that is not tracked, or not writable."""
-    if TrackingState.load(run_dir / STATE) is None:
-        return False
-    path = run_dir / EVALUATIONS
-    try:
-        # One `txl eval` at a time: a journal removes the incomplete line that it finds at its end,
-        # and that may be the line which another process is writing.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            if not wait_for_lock(file.fileno(), timeout_seconds=LOCK_SECONDS):
-                raise OSError(errno.EAGAIN, f"another process has locked {path}")
-            with MetricsJournal(path) as journal:
-                journal.append(_line(result))
-                journal.sync()
-                if journal.num_held:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        log.warning("the evaluation was not recorded in MLflow: %s", error)
-        return False
-    return True
-
-
-def _line(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is recorded of a result, without secrets."""
-    from txl_dist.evaluation.scores import SCORES
-
-    checkpoint, split = str(result.get("checkpoint", "")), str(result.get("split", ""))
-    match = _STEP_NAME.fullmatch(Path(checkpoint).name)
-    step = int(match[1]) if match else 0
-    scores = {key: result[key] for key in (*_COUNTS, *SCORES) if key in result}
-    intervals = (result.get("details") or {}).get("interval") or {}
-    for name, bounds in intervals.items():
-        if isinstance(bounds, list) and None not in bounds:  # None: out of the range of a float
-            scores |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
-    left_out = {*scores, "details", "protocol", "save_id"}
-    settings = redact({key: value for key, value in result.items() if key not in left_out})
-    mem_len = result.get("mem_len", "default")
-    protocol, digest = result.get("protocol"), result.get("data_sha256")
-    dataset = TrackedDataset(
-        name=dataset_name(str(result.get("data")), split),
-        digest=str(digest),
-        source=redact(str(result.get("data"))),
-        context="evaluation",
-        profile={key: result[key] for key in _COUNTS[1:] if result.get(key) is not None},
-    )
-    return {
-        "step": step,
-        "time": time.time(),
-        "key": uuid.uuid4().hex,
-        "name": f"eval step {step}: {split}, mem_len {mem_len}",
-        "metrics": {
-            f"{split}/mem_len_{mem_len}/{key}": float(value)
-            for key, value in scores.items()
-            if type(value) in (int, float) and math.isfinite(value)
-        },
-        "params": {key: as_text(value) for key, value in settings.items()},
-        "tags": {"txl.protocol": redact(str(protocol))} if protocol is not None else {},
-        "dataset": asdict(dataset) if digest is not None else None,
-        "model": result.get("save_id"),
-    }
-
-
-def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[tuple[int, dict[str, Any]]]:
-    """The lines that the server does not have, each with the offset of its end in the file."""
-    try:
-        with (run_dir / EVALUATIONS).open("rb") as file:
-            is_new = os.fstat(file.fileno()).st_size < state.evaluations_bytes  # it was removed
-            offset = file.seek(0 if is_new else state.evaluations_bytes)
-            raw_lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    lines = []
-    for raw in raw_lines:
-        offset += len(raw)
-        if raw.endswith(b"\n") and (line := parse_line(raw)) is not None:
-            lines.append((offset, line))
-    return lines
-
-
-def record_evaluation(tracker: Tracker, line: Mapping[str, Any], state: TrackingState) -> None:
-    """Record one line as a run below the training run of `state`. May be repeated."""
-    assert state.run_id is not None
-    dataset = line["dataset"]
-    run = TrackedRun(
-        key=line["key"],
-        name=line["name"],
-        experiment=state.experiment,
-        params=line["params"],
-        tags={"txl.kind": "evaluation", "txl.training_run": state.run_id, **line["tags"]},
-        parent=state.run_id,
-        datasets=[TrackedDataset(**dataset)] if dataset else [],
-        evaluates=line["model"],
-    )
-    milliseconds = int(line["time"] * 1000)
-    points = [
-        Point(name, value, line["step"], milliseconds) for name, value in line["metrics"].items()
-    ]
-    run_id = tracker.start(run)
-    # All or none of the points were recorded, so one of them tells.
-    if points and not tracker.recorded(run_id, points[0].metric):
-        tracker.log(run_id, points)
-    tracker.end(run_id, "finished")
+def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[Path]:
+    """The results that the server does not have."""
+    return [path for path in kept_results(run_dir) if path.name not in state.evaluations]
 
 
 def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> TrackingState:
-    """Record all lines that the server lacks; returns the state with what it has."""
-    for end, line in unsent_evaluations(run_dir, state):
+    """Record all results that the server lacks; returns the state with what it has."""
+    for path in unsent_evaluations(run_dir, state):
         try:
-            record_evaluation(tracker, line, state)
+            _record(tracker, path, state)
+        except OSError as error:  # a network file system that fails now
+            raise UnavailableError(str(error)) from None
         except (RefusedError, *_EDITED) as error:
-            log.warning("an evaluation was refused: %s", redact(str(error)))
-        state = replace(state, evaluations_bytes=end)
-        try:
-            state.save(run_dir / STATE)
-        except OSError as error:  # a full disk; the run can still be found by its key
-            log.warning("%s not written: %s", STATE, error)
+            log.warning("%s was refused: %s", path, redact(str(error)))
+        state = replace(state, evaluations=[*state.evaluations, path.name])
+        state.try_save(run_dir)
     return state
 
 
@@ -261,3 +114,60 @@ def deliver_evaluations(run_dirs: Sequence[Path]) -> None:
                 send_evaluations(open_tracker(state.server, run_dir), run_dir, state)
         finally:
             os.close(lock)
+
+
+def _record(tracker: Tracker, path: Path, state: TrackingState) -> None:
+    """Record one result as a run below the training run of `state`. May be repeated."""
+    assert state.run_id is not None
+    result = json.loads(path.read_bytes())
+    checkpoint, split = Path(result["checkpoint"]).name, str(result["split"])
+    match = _STEP_NAME.fullmatch(checkpoint)
+    step, mem_len = int(match[1]) if match else 0, result["mem_len"]
+    scores = _scores(result)
+    left_out = {*scores, "details", "protocol", "save_id"}
+    settings = {**result, "checkpoint": checkpoint}
+    settings = redact({key: value for key, value in settings.items() if key not in left_out})
+    data = str(result["data"])
+    run = TrackedRun(
+        key=f"{state.key}/{path.stem}",
+        name=f"eval step {step}: {split}, mem_len {mem_len}",
+        experiment=state.experiment,
+        params={key: as_text(value) for key, value in settings.items()},
+        tags={
+            "txl.kind": "evaluation",
+            "txl.training_run": state.run_id,
+            "txl.protocol": redact(str(result["protocol"])),
+        },
+        parent=state.run_id,
+        datasets=[
+            TrackedDataset(
+                name=dataset_name(data, split),
+                digest=str(result["data_sha256"]),
+                source=redact(data),
+                context="evaluation",
+                profile={key: result[key] for key in _COUNTS[1:] if result.get(key) is not None},
+            )
+        ],
+        evaluates=result.get("save_id"),
+    )
+    milliseconds = int(path.stat().st_mtime * 1000)
+    points = [
+        Point(f"{split}/mem_len_{mem_len}/{name}", float(value), step, milliseconds)
+        for name, value in scores.items()
+        if type(value) in (int, float) and math.isfinite(value)
+    ]
+    run_id = tracker.start(run)
+    # All or none of the points were recorded, so one of them tells.
+    if points and not tracker.recorded(run_id, points[0].metric):
+        tracker.log(run_id, points)
+    tracker.end(run_id, "finished")
+
+
+def _scores(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The scores and counts, and the ends of their intervals, by name."""
+    scores = {key: result[key] for key in (*_COUNTS, *SCORES) if key in result}
+    intervals = (result.get("details") or {}).get("interval") or {}
+    for name, bounds in intervals.items():
+        if isinstance(bounds, list) and None not in bounds:  # None: out of the range of a float
+            scores |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
+    return scores

@@ -52,11 +52,8 @@ class MetricsJournal:
         The steps of a metric must not decrease: the sender skips lower ones. Other metrics may
         have higher steps already, as training goes on while a worker scores a checkpoint.
         """
-        self.append({name: _to_json(value) for name, value in line.items()})
-
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Append any JSON object with a `step`, for a journal that is not of metrics."""
-        self._held.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        values = {name: _to_json(value) for name, value in line.items()}
+        self._held.append(json.dumps(values, allow_nan=False).encode() + b"\n")
         self._write_held(sync=False)
 
     def sync(self) -> None:
@@ -65,11 +62,6 @@ class MetricsJournal:
         Retries lines that did not fit on a full disk. Like `write`, it warns and never raises.
         """
         self._write_held(sync=True)
-
-    @property
-    def num_held(self) -> int:
-        """Lines that wait in memory, because the disk did not take them."""
-        return len(self._held)
 
     def _write_held(self, *, sync: bool) -> None:
         try:

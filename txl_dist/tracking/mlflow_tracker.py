@@ -42,7 +42,6 @@ from txl_dist.tracking.tracker import (
     TrackedModel,
     TrackedRun,
     UnavailableError,
-    server_of,
 )
 
 # The limits of MLflow's REST API for one request, one parameter and one name.
@@ -114,8 +113,7 @@ class MlflowTracker:
     """One tracking server or database: a `Tracker`."""
 
     @_translated()
-    def __init__(self, server: str | None, run_dir: Path) -> None:
-        server = server_of(server, run_dir)
+    def __init__(self, server: str) -> None:
         self._artifact_location: str | None = None  # the server decides
         if server.startswith(_SQLITE):
             database = Path(server.removeprefix(_SQLITE).split("?")[0])

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from txl_dist.config.run_config import RunConfig
 
 SENDER = "txl_dist.tracking.sender"
-EXIT_UNDELIVERED = 75
 FLUSH_SECONDS = 30.0
 """How long a sender may run after the end of training to deliver the rest, at least; with `--sync`,
 from the end of the import of mlflow."""
@@ -62,6 +61,32 @@ log = logging.getLogger("txl_dist.tracking")
 
 def sync_command(run_dir: Path) -> str:
     return f"txl track sync {run_dir}"
+
+
+def run_module(module: str, *words: str, timeout_seconds: float, server: str | None = None) -> str:
+    """Run a module with this Python, such as SENDER, and with `server` as MLFLOW_TRACKING_URI.
+
+    Returns "", or the reason why it failed, without secrets: the last line of its standard error.
+    """
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",  # native code may write other bytes to standard error
+            timeout=timeout_seconds,
+            check=False,
+            env=child_environment() | ({"MLFLOW_TRACKING_URI": server} if server else {}),
+        )
+    except subprocess.TimeoutExpired:
+        return f"no response within {timeout_seconds:g} s"
+    except OSError as error:
+        return str(error)
+    if process.returncode == 0:
+        return ""
+    last_line = process.stderr.strip().rpartition("\n")[2]
+    return redact(last_line or f"exit code {process.returncode}")
 
 
 class TrackingProcess:

@@ -46,7 +46,7 @@ from txl_dist.tracking.evaluations import (
     unsent_evaluations,
 )
 from txl_dist.tracking.journal import JOURNAL, JournalTail
-from txl_dist.tracking.process import EXIT_UNDELIVERED, FLUSH_SECONDS, sync_command
+from txl_dist.tracking.process import FLUSH_SECONDS
 from txl_dist.tracking.tracker import (
     LOCK,
     MAX_POINTS,
@@ -72,6 +72,7 @@ POLL_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 30.0
 WATCHDOG_SECONDS = 5.0
 """This long after the deadline, the sender ends even in the middle of a call."""
+EXIT_UNDELIVERED = 75
 RANK_LOG = "logs/rank-0.log"
 
 log = logging.getLogger("txl_dist.tracking.sender")
@@ -84,7 +85,7 @@ class Sender:
     """
 
     def __init__(self, run_dir: Path, request: TrackingRequest) -> None:
-        self._run_dir, self._request = run_dir, request
+        self.run_dir, self._request = run_dir, request
         self._state = _first_state(run_dir, request)
         self._tail = JournalTail(run_dir / JOURNAL)
         self._tracker: Tracker | None = None
@@ -175,16 +176,16 @@ class Sender:
             self._models = models
 
     def _send_evaluations(self) -> None:
-        if unsent_evaluations(self._run_dir, self._state):
+        if unsent_evaluations(self.run_dir, self._state):
             # Not the tracker of this run, which knows what of it is still to be described.
-            tracker = open_tracker(self._request.server, self._run_dir)
-            self._state = send_evaluations(tracker, self._run_dir, self._state)
+            tracker = open_tracker(self._request.server, self.run_dir)
+            self._state = send_evaluations(tracker, self.run_dir, self._state)
 
     def _connect(self) -> Tracker:
         """The tracker, once its run is known to have no point that the journal does not have."""
         if self._tracker is None:
             self._update()  # saves the key before a run is created with it
-            self._tracker = open_tracker(self._request.server, self._run_dir)
+            self._tracker = open_tracker(self._request.server, self.run_dir)
         if self._tail.is_replaced():
             self._read_again()
         while not self._is_compared:
@@ -192,9 +193,9 @@ class Sender:
             if run_id != self._state.run_id:
                 self._update(run_id=run_id, previous=self._state.run_id or self._state.previous)
                 log.info("run %s", run_id)
-            for key in journal_metrics(self._run_dir) - self._recorded.keys():
+            for key in journal_metrics(self.run_dir) - self._recorded.keys():
                 self._recorded[key] = self._tracker.recorded(run_id, key)
-            step = first_step_not_in_journal(self._run_dir, self._recorded)
+            step = first_step_not_in_journal(self.run_dir, self._recorded)
             self._is_compared = step is None
             if step is not None:
                 log.warning(
@@ -209,12 +210,12 @@ class Sender:
         return self._tracker
 
     def _tracked_run(self) -> TrackedRun:
-        files = {"config.yaml": self._run_dir / "config.yaml"}
+        files = {"config.yaml": self.run_dir / "config.yaml"}
         if self._request.data_manifest:
             files["data-manifest.json"] = Path(self._request.data_manifest)
         return TrackedRun(
             key=self._state.key,
-            name=self._run_dir.resolve().name,
+            name=self.run_dir.resolve().name,
             experiment=self._request.experiment,
             params=self._request.params,
             tags=self._request.tags,
@@ -232,10 +233,7 @@ class Sender:
     def _update(self, **changes: Any) -> None:
         """Change fields of the state and write it, before an action that must not be repeated."""
         self._state = replace(self._state, **changes)
-        try:
-            self._state.save(self._run_dir / STATE)
-        except OSError as error:  # a full disk; the run can still be found by its key
-            log.warning("%s not written: %s", STATE, error)
+        self._state.try_save(self.run_dir)
 
     def _read_again(self) -> None:
         """Query the server again, and read the journal from the beginning."""
@@ -293,7 +291,7 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
             directory=directory,
             previous=state.run_id if state else None,
             # The server has those of the original, below its run.
-            evaluations_bytes=state.evaluations_bytes if state and state.server == server else 0,
+            evaluations=state.evaluations if state and state.server == server else [],
         )
     return replace(state, directory=directory, delivered=False, status="running")
 
@@ -333,10 +331,12 @@ class TrainingEnd:
         self.end()
 
 
-def deliver(run_dir: Path, request: TrackingRequest, training: TrainingEnd) -> bool:
-    """Send until training has ended and the server has everything (True), or until the deadline."""
-    sender = Sender(run_dir, request)
-    backoff_seconds, has_failed, is_last = POLL_SECONDS, False, False
+def deliver(sender: Sender, training: TrainingEnd) -> str:
+    """Send until training has ended and the server has everything; returns "".
+
+    Or until the deadline; then it returns why the server does not have everything.
+    """
+    backoff_seconds, has_failed, is_last, reason = POLL_SECONDS, False, False, ""
     while True:
         # Tested before the journal is read: then that read sees every line.
         if not is_last and training.has_ended.is_set():
@@ -346,25 +346,26 @@ def deliver(run_dir: Path, request: TrackingRequest, training: TrainingEnd) -> b
             sender.pump()
             if is_last:
                 sender.finish()
-                return True
+                return ""
             backoff_seconds = POLL_SECONDS
         except UnavailableError as error:
+            reason = str(error)
             if not has_failed:
                 has_failed = True
-                _warn_training(run_dir, error)
+                _warn_training(sender.run_dir, reason)
             backoff_seconds = min(MAX_BACKOFF_SECONDS, backoff_seconds * 2)
         if is_last:  # not before: the state must tell a later `--sync` how the run ended
             if time.monotonic() > training.deadline:
-                return False
+                return reason
             time.sleep(POLL_SECONDS)
         else:
             training.has_ended.wait(backoff_seconds)
 
 
-def _warn_training(run_dir: Path, error: UnavailableError) -> None:
+def _warn_training(run_dir: Path, reason: str) -> None:
     """One line in the log of rank 0, which the launcher displays."""
     warning = (
-        f"the tracking server cannot be reached ({error}). Training is not affected: metrics are "
+        f"the tracking server cannot be reached ({reason}). Training is not affected: metrics are "
         "in metrics.jsonl and are sent when the server responds again"
     )
     log.warning("%s", warning)
@@ -395,8 +396,8 @@ def git_commit() -> str | None:
     return result.stdout.strip()
 
 
-def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) -> int:
-    """Everything a sender does; returns its exit code."""
+def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) -> str:
+    """Everything a sender does; returns why not everything was delivered, or ""."""
     training = TrainingEnd(flush_seconds=flush_seconds)
     request = TrackingRequest.load(request_path)
     if sync:
@@ -409,16 +410,14 @@ def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) 
     else:
         training.listen()
     if request is None:
-        log.error("%s has no tracking request; was this run started with tracking?", run_dir)
-        return 1
+        return f"{run_dir} has no tracking request; was this run started with tracking?"
     if not sync:
         if commit := git_commit():
             request.tags.setdefault("mlflow.source.git.commit", commit)
         request.without_secrets().save(run_dir / REQUEST)
-    if wait_for_previous_sender(run_dir, training) and deliver(run_dir, request, training):
-        return 0
-    log.warning("not everything was delivered. To try again: %s", sync_command(run_dir))
-    return EXIT_UNDELIVERED
+    if not wait_for_previous_sender(run_dir, training):
+        return f"another process still sends this run (it holds {LOCK})"
+    return deliver(Sender(run_dir, request), training)
 
 
 def main() -> int:
@@ -435,12 +434,16 @@ def main() -> int:
         deliver_evaluations(options.run_dir)
         return 0
     (run_dir,) = options.run_dir
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
-    )
+    # `txl track sync` shows the last line.
+    line = "%(message)s" if options.sync else "%(asctime)s %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=line, datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("txl_dist").setLevel(logging.INFO)
     request_path = options.request or run_dir / REQUEST
-    return run(run_dir, request_path, sync=options.sync, flush_seconds=options.flush_seconds)
+    seconds = options.flush_seconds
+    if reason := run(run_dir, request_path, sync=options.sync, flush_seconds=seconds):
+        log.warning("not everything was delivered after %g s: %s", seconds, reason)
+        return EXIT_UNDELIVERED
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Only the sender writes the files `TrackingRequest` (what to record, without secr
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +29,20 @@ REQUEST = "logs/tracking-request.json"
 LOCK = "logs/tracking.lock"
 """Held by the sender. Never written, so its time of change identifies the directory."""
 LOG = "logs/tracking.log"
-EVALUATIONS = "logs/evaluations.jsonl"
-"""The results of `txl eval` for checkpoints of the run, which the sender records as runs."""
+
+log = logging.getLogger("txl_dist.tracking")
 
 
 def server_of(uri: str | None, run_dir: Path) -> str:
-    """`tracking.uri`; without one, the SQLite file mlflow.db in the parent of the run directory."""
+    """`tracking.uri`; without one, the SQLite file mlflow.db in the parent of the run directory.
+
+    A stored URI has no credentials. Then it is MLFLOW_TRACKING_URI; raises UnavailableError if that
+    is not set.
+    """
+    if uri is not None and HIDDEN in uri:
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            raise UnavailableError("its credentials are not stored; set MLFLOW_TRACKING_URI")
+        return os.environ["MLFLOW_TRACKING_URI"]
     return uri or f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
 
 
@@ -168,19 +177,15 @@ class Tracker(Protocol):
 MAX_POINTS = 1000
 
 
-def open_tracker(server: str | None, run_dir: Path) -> Tracker:
+def open_tracker(uri: str | None, run_dir: Path) -> Tracker:
     """The tracker of a `TrackingRequest` or `TrackingState`. Raises UnavailableError."""
-    if server is not None and HIDDEN in server:
-        server = os.environ.get("MLFLOW_TRACKING_URI")
-        if server is None:
-            raise UnavailableError("its credentials are not stored; set MLFLOW_TRACKING_URI")
-    scheme = (server or "").partition("://")[0]
-    for entry in entry_points(group="txl.trackers", name=scheme):
+    server = server_of(uri, run_dir)
+    for entry in entry_points(group="txl.trackers", name=server.partition("://")[0]):
         tracker: Tracker = entry.load()(server, run_dir)
         return tracker
     from txl_dist.tracking.mlflow_tracker import MlflowTracker
 
-    return MlflowTracker(server, run_dir)
+    return MlflowTracker(server)
 
 
 class _JsonFile:
@@ -256,8 +261,17 @@ class TrackingState(_JsonFile):
     """The last step sent. For display only; the sender queries the server."""
     delivered: bool = False
     """Whether the run ended and the server has every point of the journal."""
-    evaluations_bytes: int = 0
-    """How much of EVALUATIONS the server has."""
+    evaluations: list[str] = field(default_factory=list)
+    """Names of the results of `txl eval` that the server has."""
+
+    def try_save(self, run_dir: Path) -> None:
+        """Write the file of a run. A failure is a warning: the run can still be found by its key,
+        for example after a full disk.
+        """
+        try:
+            self.save(run_dir / STATE)
+        except OSError as error:
+            log.warning("%s not written: %s", STATE, error)
 
 
 def directory_identity(run_dir: Path) -> str:

@@ -31,13 +31,12 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import Count, Sha256, load_checkpoint_manifest
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.scores import FOLDER, LossSums
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 
 if TYPE_CHECKING:
     from txl_dist.training.state import TrainState
 
-FOLDER = "evaluations"
 _NAME = re.compile(r"step-(\d{8,})\.json")
 
 log = logging.getLogger(__name__)

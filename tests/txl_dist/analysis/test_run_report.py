@@ -20,7 +20,7 @@ from txl_dist.analysis.run_report import MAX_EVENTS, run_page
 from txl_dist.cli import runs
 from txl_dist.cli.app import app
 from txl_dist.errors import CheckpointError, TxlError
-from txl_dist.tracking.tracker import STATE, TrackedRun, TrackingState
+from txl_dist.tracking.tracker import STATE, TrackedRun, TrackingState, open_tracker
 
 CURVES = [
     "Training loss in nats per token",
@@ -269,9 +269,7 @@ def test_a_server_that_does_not_answer_does_not_hold_the_command(
 @pytest.mark.slow
 @without_charts
 def test_the_page_is_kept_with_the_run_in_mlflow(run: Path) -> None:
-    from txl_dist.tracking.mlflow_tracker import MlflowTracker  # takes seconds to import
-
-    tracker = MlflowTracker(None, run)
+    tracker = open_tracker(None, run)
     run_id = tracker.start(TrackedRun(key="k", name="run", experiment="tests"))
     TrackingState(key="k", server=None, experiment="tests", run_id=run_id).save(run / STATE)
     code, output = run_txl("report", run, "--to-mlflow")

@@ -12,6 +12,7 @@ from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.system.files import sha256_file
 from tests.support.commands import run_txl, txl
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.convert.stored_model import find_model
 
 
@@ -47,7 +48,8 @@ def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> No
     ):
         assert key in result
     kept = [json.loads(path.read_text()) for path in (run / "evaluations").glob("valid-*.json")]
-    assert result in kept, "for txl report"
+    save_id = load_checkpoint_manifest(checkpoint).save_id
+    assert {**result, "save_id": save_id} in kept, "for txl report and MLflow"
 
 
 def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Path) -> None:

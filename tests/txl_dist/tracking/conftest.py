@@ -26,7 +26,7 @@ START = 1_700_000_000.0
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database; making one takes seconds, copying it does not."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowTracker(f"sqlite:///{path}", path.parent)
+    MlflowTracker(f"sqlite:///{path}")
     return path
 
 

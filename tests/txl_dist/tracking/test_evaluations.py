@@ -1,6 +1,5 @@
 """Scores of `txl eval` in MLflow: a run below the training run, once, also after an outage."""
 
-import errno
 import json
 import logging
 import os
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from data_pipeline.system.files import try_lock
 from tests.support.checkpoint_manifests import write_manifest
 from txl_dist.tracking.evaluations import deliver_evaluations, log_evaluations
-from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.tracker import EVALUATIONS, TrackingState, UnavailableError
+from txl_dist.tracking.tracker import TrackingState, UnavailableError
 
 from .conftest import (
     MlflowServer,
@@ -33,7 +30,7 @@ DIGEST = "0123456789abcdef" * 4
 
 
 def _result(**changes: Any) -> dict[str, Any]:
-    """Parts of what `txl eval --json` prints."""
+    """Parts of a result that `txl eval` keeps."""
     return {
         "nats": 12.5,
         "tokens_scored": 4,
@@ -44,7 +41,7 @@ def _result(**changes: Any) -> dict[str, Any]:
         "mode": "exact",
         "data": "/data/books",
         "data_sha256": DIGEST,
-        "checkpoint": "step-00000005",
+        "checkpoint": "run/checkpoints/step-00000005",
         "save_id": f"{5:032x}",
         "protocol": "split valid, 4 tokens scored",
         "details": {"interval": {"level": 0.95, "perplexity": [2.0, 3.0], "bits_per_byte": None}},
@@ -59,17 +56,15 @@ def _children(database: Path, run_dir: Path) -> list[str]:
     return [run for run in tags if tags[run].get("mlflow.parentRunId") == parent]
 
 
-@pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are only written: as if the process that sends them were killed."""
+def _keep(run_dir: Path, **changes: Any) -> Path:
+    """Write a result as `txl eval` does, under a name for its settings; returns the checkpoint."""
+    result = _result(**changes)
+    path = run_dir / "evaluations" / f"{result['split']}-{result['mem_len']:016x}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result))
+    return run_dir / "checkpoints" / "step-00000005"
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError("killed")
 
-    monkeypatch.setattr("txl_dist.tracking.evaluations.subprocess.run", fail)
-
-
-@pytest.mark.usefixtures("no_process")
 def test_an_evaluation_is_a_child_run_with_its_model_its_data_and_its_settings(
     run_dir: Path,
 ) -> None:
@@ -78,7 +73,8 @@ def test_an_evaluation_is_a_child_run_with_its_model_its_data_and_its_settings(
     write_manifest(run_dir, 5)
     sender = sender_for(run_dir)
     sender.pump()
-    assert not log_evaluations([(run_dir, _result()), (run_dir, _result(mem_len=0, nats=14.0))])
+    _keep(run_dir)
+    _keep(run_dir, mem_len=0, nats=14.0)
     sender.pump()
 
     names = {tags_of(database, r)["mlflow.runName"]: r for r in _children(database, run_dir)}
@@ -102,7 +98,6 @@ def test_an_evaluation_is_a_child_run_with_its_model_its_data_and_its_settings(
 
 
 @pytest.mark.fault_row(32)
-@pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("fault", ["500", "lost response"])
 def test_an_evaluation_arrives_once_although_calls_fail(
     run_dir: Path, server: MlflowServer, fault: str
@@ -120,8 +115,8 @@ def test_an_evaluation_arrives_once_although_calls_fail(
         return fault if is_new else ""
 
     server.fault = once
-    results = [(run_dir, _result(split="a")), (run_dir, _result(split="b"))]
-    log_evaluations(results)
+    _keep(run_dir, split="a")
+    _keep(run_dir, split="b")
     for _ in range(50):
         try:
             deliver_evaluations([run_dir])
@@ -140,10 +135,14 @@ def test_an_evaluation_arrives_once_although_calls_fail(
 
 
 def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
-    run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
+    run_dir: Path,
+    server: MlflowServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not log_evaluations([(run_dir, _result())]), "never tracked"
-    assert not (run_dir / EVALUATIONS).exists()
+    checkpoint = _keep(run_dir)
+    log_evaluations([checkpoint])
+    assert not caplog.text, "never tracked"
     server.open()
     write_steps(run_dir, range(1, 6))
     sender = sender_for(run_dir, server.uri)
@@ -151,46 +150,57 @@ def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
     sender.set_end_status("finished")
     sender.finish()
     server.close()
+    monkeypatch.setattr("txl_dist.tracking.evaluations.EVALUATION_SECONDS", 0.2)
+    _keep(run_dir, mem_len=0)
     with caplog.at_level(logging.WARNING):
-        assert not log_evaluations([(run_dir, _result())], timeout_seconds=0.2)
+        log_evaluations([checkpoint, checkpoint])
     assert f"txl track sync {run_dir}" in caplog.text
-    assert _children(server.database, run_dir) == []
+    (child,) = _children(server.database, run_dir)
+    assert recorded_steps(server.database, child, "valid/mem_len_0/nats") == []
     server.open()
     synced = sender_for(run_dir, server.uri)
     synced.pump()
     synced.set_end_status("finished")
     synced.finish()
-    (child,) = _children(server.database, run_dir)
-    assert recorded_steps(server.database, child, "valid/mem_len_64/nats") == [5]
+    children = _children(server.database, run_dir)
+    recorded = [
+        recorded_steps(server.database, run, f"valid/mem_len_{mem_len}/nats")
+        for run in children
+        for mem_len in (0, 64)
+    ]
+    assert sorted(recorded) == [[], [], [5], [5]]
     assert status_of(server.database, run_id_of(run_dir)) == "FINISHED"
 
 
 @pytest.mark.slow
 def test_several_evaluations_are_children_of_their_training_runs(
-    run_dir: Path, server: MlflowServer
+    run_dir: Path,
+    server: MlflowServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With the process that txl eval starts."""
+    monkeypatch.setattr("txl_dist.tracking.evaluations.EVALUATION_SECONDS", 300)
     server.open()
     sender_for(run_dir, server.uri).pump()
     other = run_dir.with_name("other")  # a second training run of the same experiment
     shutil.copytree(run_dir, other)
     sender_for(other, server.uri).pump()
-    scored = [(run, _result(split=split)) for run in (run_dir, other) for split in "ab"]
-    assert log_evaluations(scored, timeout_seconds=300)
+    log_evaluations([_keep(run, split=split) for run in (run_dir, other) for split in "ab"])
+    assert not caplog.text
     for run in (run_dir, other):
         children = _children(server.database, run)
         assert len(children) == 2
         assert {status_of(server.database, child) for child in children} == {"FINISHED"}
 
 
-@pytest.mark.usefixtures("no_process")
 def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`deliver_evaluations` waits for it and sends nothing twice."""
     sender = sender_for(run_dir)
     sender.pump()
-    log_evaluations([(run_dir, _result())])
+    _keep(run_dir)
     monkeypatch.setattr(
         "txl_dist.tracking.evaluations.wait_for_lock", lambda _, timeout_seconds: False
     )
@@ -203,76 +213,55 @@ def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
     assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
 
 
-@pytest.mark.usefixtures("no_process")
-def test_a_damaged_line_does_not_stop_the_delivery(run_dir: Path) -> None:
+@pytest.mark.parametrize("damage", ["not JSON", "[1]", "{}", '{"split": 5}', "[" * 10**5])
+def test_a_damaged_result_does_not_stop_the_delivery(run_dir: Path, damage: str) -> None:
     sender = sender_for(run_dir)
     sender.pump()
-    log_evaluations([(run_dir, _result())])
-    with (run_dir / EVALUATIONS).open("a") as file:
-        file.write('{"step": 5, "key": "edited"}\nnot JSON\n')
-        line = json.loads((run_dir / EVALUATIONS).read_text().splitlines()[0])
-        file.write(json.dumps({**line, "key": "edited too", "time": "nan"}) + "\n")
-    log_evaluations([(run_dir, _result(mem_len=0))])
+    _keep(run_dir)
+    (run_dir / "evaluations" / "valid-0.json").write_text(damage)
     sender.pump()
-    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 2
+    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
-    assert state.evaluations_bytes == (run_dir / EVALUATIONS).stat().st_size
+    assert len(state.evaluations) == 2, "it is not tried again"
 
 
-@pytest.mark.usefixtures("no_process")
-def test_evaluations_after_the_file_was_removed_are_sent(run_dir: Path) -> None:
+def test_only_results_of_txl_eval_are_sent(run_dir: Path) -> None:
     sender = sender_for(run_dir)
     sender.pump()
-    log_evaluations([(run_dir, _result(mem_len=0)), (run_dir, _result())])
+    _keep(run_dir)
+    (run_dir / "evaluations" / "step-00000005.json").write_text(json.dumps(_result()))
+    (run_dir / "evaluations" / "valid-1.jsonl").write_text("{}")
     sender.pump()
-    (run_dir / EVALUATIONS).unlink()
-    log_evaluations([(run_dir, _result(mem_len=128))])
-    sender.pump()
-    sender.pump()
-    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 3
+    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
 
 
-@pytest.mark.usefixtures("no_process")
-def test_processes_write_their_lines_one_after_another(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An incomplete line is only removed when no process writes it any more."""
-    monkeypatch.setattr("txl_dist.tracking.evaluations.LOCK_SECONDS", 0.1)
+def test_a_repeated_evaluation_is_one_run(run_dir: Path) -> None:
+    """Also if the sender was killed after the server had it, so that its state does not say so."""
     sender_for(run_dir).pump()
-    path = run_dir / EVALUATIONS
-    with path.open("wb", buffering=0) as writer:
-        assert try_lock(writer.fileno())
-        writer.write(b'{"step": 5, ')
-        log_evaluations([(run_dir, _result())])
-        assert path.read_bytes() == b'{"step": 5, '
-    assert "another process has locked" in caplog.text
-    log_evaluations([(run_dir, _result())])
-    assert json.loads(path.read_bytes())["step"] == 5
-
-
-def test_a_result_that_the_disk_did_not_take_is_not_called_recorded(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    before = (run_dir / "tracking.json").read_bytes()
+    _keep(run_dir)
     sender_for(run_dir).pump()
-    monkeypatch.setattr(MetricsJournal, "_append", full)
-    assert not log_evaluations([(run_dir, _result())])
-    assert "the evaluation was not recorded in MLflow: [Errno 28]" in caplog.text
+    for state in ((run_dir / "tracking.json").read_bytes(), before):
+        (run_dir / "tracking.json").write_bytes(state)
+        os.utime(run_dir / "evaluations" / f"valid-{64:016x}.json", (1, 1))
+        _keep(run_dir, workers=2)
+        sender_for(run_dir).pump()
+    database = run_dir.parent / "mlflow.db"
+    (child,) = _children(database, run_dir)
+    assert recorded_steps(database, child, "valid/mem_len_64/nats") == [5]
+    assert status_of(database, child) == "FINISHED"
 
 
-@pytest.mark.usefixtures("no_process")
 def test_a_full_disk_does_not_end_the_sender(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = sender_for(run_dir)
     sender.pump()
-    log_evaluations([(run_dir, _result())])
+    _keep(run_dir)
 
     def full(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError("no space left")
 
     monkeypatch.setattr(TrackingState, "save", full)
     sender.pump()
@@ -280,13 +269,12 @@ def test_a_full_disk_does_not_end_the_sender(
     assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
 
 
-@pytest.mark.usefixtures("no_process")
 def test_a_copy_of_the_directory_leaves_the_evaluations_of_the_original_as_they_are(
     run_dir: Path,
 ) -> None:
     sender = sender_for(run_dir)
     sender.pump()
-    log_evaluations([(run_dir, _result())])
+    _keep(run_dir)
     sender.pump()
     copy = run_dir.with_name("copy")
     shutil.copytree(run_dir, copy)

@@ -277,7 +277,11 @@ def test_a_real_run_has_its_data_its_checkpoints_and_its_best_one(
             for model in models
         )
         (first,) = [model for model in models if model.tags["txl.best"] == "true"]
-        lowest = min(models, key=lambda m: next(x.value for x in m.metrics or ()))
+        losses = [
+            next(metric.value for metric in model.metrics or () if metric.key == "valid/loss")
+            for model in models
+        ]
+        lowest = models[losses.index(min(losses))]
         assert int(first.params["step"]) == best[on]() == int(lowest.params["step"])
         contexts = MlflowClient(_uri(run_dir)).get_run(run_id_of(run)).inputs.dataset_inputs
         assert sorted(i.tags[0].value for i in contexts) == ["evaluation", "training"]

@@ -279,7 +279,7 @@ def test_the_end_is_stored_if_a_call_returns_only_after_the_deadline(
 
     monkeypatch.setattr(Sender, "pump", fail_after_the_deadline)
     monkeypatch.setattr(threading.Timer, "start", lambda timer: None)  # the watchdog
-    assert not deliver(run_dir, request_for(), training)
+    assert deliver(Sender(run_dir, request_for()), training) == "no response"
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
     assert state.status == "finished"

@@ -87,7 +87,9 @@ def test_every_page_is_in_the_navigation_and_generated_parts_exist(
     pages = {
         path.relative_to(DOCS).as_posix(): path.read_text("utf-8") for path in DOCS.rglob("*.md")
     }
-    assert in_navigation == {page for page in pages if not page.startswith("decisions/0")}
+    notebooks = {f"notebooks/{path.stem}.md" for path in DOCS.glob("notebooks/*.ipynb")}
+    decisions = {page for page in pages if page.startswith("decisions/0")}
+    assert in_navigation == pages.keys() - decisions | notebooks
     markers = {
         name
         for text in pages.values()
@@ -151,6 +153,11 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
         assert not re.search("^:::", text, re.MULTILINE)
     listed = re.findall(r"\]\(([\w/.]+)\)", (tmp_path / "llms.txt").read_text())
     assert len(listed) > 40
+    for path in DOCS.glob("notebooks/*.ipynb"):
+        page = tmp_path / "notebooks" / f"{path.stem}.md"
+        assert page.relative_to(tmp_path).as_posix() in listed
+        assert f"]({path.name})" in page.read_text()
+        assert (tmp_path / "notebooks" / path.name).is_file()
     assert all((tmp_path / name).is_file() for name in listed)
 
 

@@ -14,8 +14,10 @@ import yaml
 import txl_dist
 from tests.support.documented_commands import leaf_commands
 from txl_dist.cli.app import app
+from txl_dist.config import optimizer_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.starting_file import documentation_of
+from txl_dist.model import choices
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -55,6 +57,19 @@ def test_every_setting_has_its_type_range_default_and_meaning(references: dict[s
     assert "one of layernorm, rmsnorm" in page
 
 
+def test_the_ranges_of_settings_are_in_words_and_the_recipes_are_compared(
+    references: dict[str, str],
+) -> None:
+    assert "matches" not in references["settings"]
+    assert "begins with `s3://` or `gs://`" in references["settings"]
+    rows = references["recipes"].splitlines()[2:]
+    sections = (("model", choices.RECIPES), ("optimizer", optimizer_config.RECIPES))
+    names = [f"{section}.{name}" for section, recipes in sections for name in recipes["modern"]]
+    assert [re.findall(r"\[`(.+?)`\]", row) for row in rows] == [[name] for name in names]
+    assert "| `false` | `true` |" in rows[names.index("model.qk_norm")]
+    assert '| `"adamw"` | `"muon"` |' in rows[names.index("optimizer.name")]
+
+
 def test_the_api_as_text_has_methods_and_is_the_same_in_every_build(
     references: dict[str, str],
 ) -> None:
@@ -72,6 +87,8 @@ def test_every_command_and_option_is_in_the_reference(references: dict[str, str]
         for parameter in command.params:
             if parameter.param_type_name == "option" and not parameter.hidden:
                 assert all(f"`{name}" in entry for name in parameter.opts[:1]), (words, parameter)
+    assert re.search(r"`--utilisation X` \(default `0.3`, 0.001 to 1\)", page)
+    assert re.search(r"`--lanes-per-gpu N` \(default: data.num_lanes .*, at least 1\)", page)
 
 
 def test_every_public_name_is_in_the_reference(references: dict[str, str]) -> None:

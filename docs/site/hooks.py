@@ -22,7 +22,7 @@ from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_pages import notebook_page
 from plain_text import write_index, write_page
-from settings_reference import settings_reference
+from settings_reference import recipe_table, settings_reference
 from sources import ROOT, linked_files, page_of, source_page, with_site_links
 
 REFERENCES = {
@@ -31,6 +31,7 @@ REFERENCES = {
     "decisions": decision_list,
     "exit codes": exit_codes,
     "manifests": manifest_fields,
+    "recipes": recipe_table,
     "settings": settings_reference,
 }
 DATED = ("decisions/0", "experiments.md")

@@ -14,8 +14,10 @@ import yaml
 import txl_dist
 from tests.support.documented_commands import leaf_commands
 from txl_dist.cli.app import app
+from txl_dist.config import optimizer_config
 from txl_dist.config.config_file import documentation_of
 from txl_dist.config.run_config import RunConfig
+from txl_dist.model import choices
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -55,6 +57,19 @@ def test_every_setting_has_its_type_range_default_and_meaning(references: dict[s
     assert "one of layernorm, rmsnorm" in page
 
 
+def test_the_ranges_of_settings_are_in_words_and_the_recipes_are_compared(
+    references: dict[str, str],
+) -> None:
+    assert "matches" not in references["settings"]
+    assert "begins with `s3://` or `gs://`" in references["settings"]
+    rows = references["recipes"].splitlines()[2:]
+    sections = (("model", choices.RECIPES), ("optimizer", optimizer_config.RECIPES))
+    names = [f"{section}.{name}" for section, recipes in sections for name in recipes["modern"]]
+    assert [re.findall(r"\[`(.+?)`\]", row) for row in rows] == [[name] for name in names]
+    assert "| `false` | `true` |" in rows[names.index("model.qk_norm")]
+    assert '| `"adamw"` | `"muon"` |' in rows[names.index("optimizer.name")]
+
+
 def test_the_api_as_text_has_methods_and_is_the_same_in_every_build(
     references: dict[str, str],
 ) -> None:
@@ -72,6 +87,8 @@ def test_every_command_and_option_is_in_the_reference(references: dict[str, str]
         for parameter in command.params:
             if parameter.param_type_name == "option" and not parameter.hidden:
                 assert all(f"`{name}" in entry for name in parameter.opts[:1]), (words, parameter)
+    assert re.search(r"`--utilisation X` \(default `0.3`, 0.001 to 1\)", page)
+    assert re.search(r"`--lanes-per-gpu N` \(default: data.num_lanes .*, at least 1\)", page)
 
 
 def test_every_public_name_is_in_the_reference(references: dict[str, str]) -> None:
@@ -87,7 +104,9 @@ def test_every_page_is_in_the_navigation_and_generated_parts_exist(
     pages = {
         path.relative_to(DOCS).as_posix(): path.read_text("utf-8") for path in DOCS.rglob("*.md")
     }
-    assert in_navigation == {page for page in pages if not page.startswith("decisions/0")}
+    notebooks = {f"notebooks/{path.stem}.md" for path in DOCS.glob("notebooks/*.ipynb")}
+    decisions = {page for page in pages if page.startswith("decisions/0")}
+    assert in_navigation == pages.keys() - decisions | notebooks
     markers = {
         name
         for text in pages.values()
@@ -151,6 +170,11 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
         assert not re.search("^:::", text, re.MULTILINE)
     listed = re.findall(r"\]\(([\w/.]+)\)", (tmp_path / "llms.txt").read_text())
     assert len(listed) > 40
+    for path in DOCS.glob("notebooks/*.ipynb"):
+        page = tmp_path / "notebooks" / f"{path.stem}.md"
+        assert page.relative_to(tmp_path).as_posix() in listed
+        assert f"]({path.name})" in page.read_text()
+        assert (tmp_path / "notebooks" / path.name).is_file()
     assert all((tmp_path / name).is_file() for name in listed)
 
 

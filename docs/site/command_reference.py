@@ -40,7 +40,8 @@ def _command(command: Any, words: str) -> Iterator[str]:
         yield from ("```bash", *(" ".join(each.split()) for each in examples), "```", "")
     for each in (*arguments, *options):
         if not getattr(each, "hidden", False):
-            yield f"- {_form(each)}{_default(each)}: {_text(each.help or '')}"
+            facts = ", ".join(filter(None, (_default(each), _range(each))))
+            yield f"- {_form(each)}{f' ({facts})' if facts else ''}: {_text(each.help or '')}"
     yield ""
 
 
@@ -69,12 +70,19 @@ def _value(parameter: Any) -> str:
 def _default(parameter: Any) -> str:
     default = parameter.default
     if parameter.required:
-        return " (required)" if parameter.param_type_name == "option" else ""
+        return "required" if parameter.param_type_name == "option" else ""
     if isinstance(parameter.show_default, str):  # words, which `--help` shows
-        return f" (default: {parameter.show_default})"
+        return f"default: {parameter.show_default}"
     if default in (None, False, "", [], ()) or not parameter.show_default:
         return ""
-    return f" (default `{default}`)"
+    return f"default `{default}`"
+
+
+def _range(parameter: Any) -> str:
+    lowest, highest = parameter.min, parameter.max
+    if lowest is not None and highest is not None:
+        return f"{lowest:g} to {highest:g}"
+    return f"at least {lowest:g}" if lowest is not None else ""
 
 
 def _text(help_text: str) -> str:

@@ -2,6 +2,7 @@
 
     docs/*.md ---- links to other files of the repository -> pages below source/ (sources.py)
               ---- "<!-- generated: NAME -->" -> reference from the code (REFERENCES)
+              ---- notebooks/*.ipynb -> pages (notebook_pages.py)
               ---- every page -> the same page as .md in the site, and llms.txt (plain_text.py)
 
 The pages stay readable where no site is built: links are relative to the file, and a generated page
@@ -19,8 +20,9 @@ from command_reference import command_reference
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
+from notebook_pages import notebook_page
 from plain_text import write_index, write_page
-from settings_reference import settings_reference
+from settings_reference import recipe_table, settings_reference
 from sources import ROOT, linked_files, page_of, source_page, with_site_links
 
 REFERENCES = {
@@ -29,6 +31,7 @@ REFERENCES = {
     "decisions": decision_list,
     "exit codes": exit_codes,
     "manifests": manifest_fields,
+    "recipes": recipe_table,
     "settings": settings_reference,
 }
 DATED = ("decisions/0", "experiments.md")
@@ -48,8 +51,12 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each file outside docs/ that a page links to."""
-    for path in linked_files(Path(config.docs_dir)):
+    """Add a page for each notebook, and for each file outside docs/ that a page links to."""
+    docs = Path(config.docs_dir)
+    for path in docs.glob("notebooks/*.ipynb"):
+        page = path.relative_to(docs).with_suffix(".md").as_posix()
+        files.append(File.generated(config, page, content=notebook_page(path)))
+    for path in linked_files(docs):
         files.append(
             File.generated(
                 config,

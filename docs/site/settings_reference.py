@@ -4,8 +4,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from txl_dist.config import optimizer_config
 from txl_dist.config.config_file import documentation_of
 from txl_dist.config.run_config import RunConfig
+from txl_dist.model import choices
 from txl_dist.model.config import ModelConfig
 
 _LIMITS = {
@@ -15,6 +17,12 @@ _LIMITS = {
     "exclusiveMaximum": "below",
     "minItems": "items: at least",
 }
+_PATTERNS = {
+    "training.checkpoint_url": "begins with `s3://` or `gs://`",
+    "tracking.uri": "a URL such as `https://host:5000` or `sqlite:///file.db`; not `file:`",
+    "tracking.experiment": "letters, digits, spaces and `_ . : @ / + -`, without a part `..`",
+}
+"""In words, what the regular expression of a setting allows."""
 _UNKNOWN = "?"
 
 
@@ -37,8 +45,23 @@ def settings_reference() -> str:
     return "\n".join(lines)
 
 
+def recipe_table() -> str:
+    """What `model.recipe` sets: one row for each setting whose default differs."""
+    lines = ["| setting | `paper` | `modern` |", "|---|---|---|"]
+    for section, values in (
+        ("model", choices.RECIPES["modern"]),
+        ("optimizer", optimizer_config.RECIPES["modern"]),
+    ):
+        paper = RunConfig.model_fields[section].default
+        for name, value in values.items():
+            setting = f"{section}.{name}"
+            before, after = json.dumps(getattr(paper, name)), json.dumps(value)
+            lines.append(f"| [`{setting}`](#{setting}) | `{before}` | `{after}` |")
+    return "\n".join(lines)
+
+
 def _setting(name: str, schema: dict[str, Any], text: str, definitions: Any) -> Iterator[str]:
-    limits = ", ".join(_limits(schema)) or (
+    limits = ", ".join(_limits(schema, name)) or (
         _model_limits(name.removeprefix("model.")) if name.startswith("model.") else ""
     )
     default = f"default `{json.dumps(schema['default'])}`" if "default" in schema else "required"
@@ -46,7 +69,7 @@ def _setting(name: str, schema: dict[str, Any], text: str, definitions: Any) -> 
     yield from (f"### `{name}` {{#{name}}}", "", facts, "{.setting}", "", text, "")
     for part in _parts(schema):
         for key, entry in definitions[part]["properties"].items():
-            kind = ", ".join([f"`{_type(entry)}`", *_limits(entry)])
+            kind = ", ".join([f"`{_type(entry)}`", *_limits(entry, key)])
             yield f"- `{key}`: {kind}"
         yield ""
 
@@ -68,13 +91,13 @@ def _type(schema: dict[str, Any]) -> str:
     return names.get(kind, kind)
 
 
-def _limits(schema: dict[str, Any]) -> Iterator[str]:
+def _limits(schema: dict[str, Any], name: str) -> Iterator[str]:
     for each in (schema, *schema.get("anyOf", ())):
         for key, words in _LIMITS.items():
             if key in each:
                 yield f"{words} {'2^63' if each[key] == 2**63 else each[key]}"
         if "pattern" in each and each.get("type") == "string":
-            yield f"matches `{each['pattern']}`"
+            yield _PATTERNS[name]
 
 
 def _model_limits(name: str) -> str:

@@ -74,6 +74,8 @@ def with_site_links(markdown: str, source: str) -> str:
         if path.startswith("docs/"):
             page = path.removeprefix("docs/")
             page = f"{page}/README.md" if (ROOT / path).is_dir() else page
+            if not source.startswith("notebooks/"):  # the page of a notebook offers the file
+                page = re.sub(r"\.ipynb$", ".md", page)
         else:
             page = page_of(path)
         return opened + posixpath.relpath(page, posixpath.dirname(source)) + anchor + closed

@@ -1,5 +1,6 @@
 """The public API: which names `txl_dist` exports, and that the example of its docstring runs."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -74,12 +75,51 @@ def docstring_example() -> str:
     return textwrap.dedent("\n".join(line for line in doc.splitlines() if line[:4] == "    "))
 
 
-def test_the_example_of_the_page_is_that_of_the_docstring() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+def examples_of_the_page() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+
+
+def test_the_first_example_of_the_page_is_that_of_the_docstring() -> None:
+    example = examples_of_the_page()[0]
     imports, _, rest = example.partition("\n\n")
     statements = [line.split("  #")[0] for line in rest.splitlines()]
     assert statements == docstring_example().splitlines()[: len(statements)]
     exec(imports, {})
+
+
+def test_the_second_example_of_the_page_runs(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, example = examples_of_the_page()
+    monkeypatch.chdir(tmp_path)
+    for text, replacement in (
+        ('"data/stdlib"', repr(str(dataset))),
+        ("segments, 100", "segments, 3"),
+        ("max_tokens=50", "max_tokens=5"),
+        ("max_tokens=10_000", "max_tokens=20"),
+    ):
+        assert text in example
+        example = example.replace(text, replacement)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert 0 < names["text"].num_tokens <= 5
+    assert names["result"].sums.num_tokens == 19
+    stored = txl_dist.find_model("models/mine")
+    assert (stored.tgt_len, stored.reset) == (64, "document")
+    model, _ = stored.load_with_tokenizer()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, names["model"].state_dict()[name]), name
+
+
+def test_the_examples_of_the_page_have_every_public_name_but_those_of_other_pages() -> None:
+    imported = {
+        alias.name
+        for example in examples_of_the_page()
+        for node in ast.walk(ast.parse(example))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert PUBLIC - imported == {"Memory", "RunConfig", "relative_effective_context_length"}
 
 
 def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(

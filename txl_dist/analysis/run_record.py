@@ -29,7 +29,7 @@ from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_man
 from txl_dist.config.config_file import flatten_settings
 from txl_dist.config.data_config import dataset_paths
 from txl_dist.config.yaml_file import YamlTextError, read_yaml
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.tracking.journal import JOURNAL, SUPERSEDED, read_metrics
 from txl_dist.training.goodput import GoodputFile
 from txl_dist.training.run_log import RunLog, read_log
@@ -101,17 +101,17 @@ class RunRecord:
 def read_run(run: Path, *, results: Sequence[Path] = ()) -> RunRecord:
     """Read a run directory, and results about it in other directories.
 
-    Raises CheckpointError if it has no metrics.
+    Raises ConfigError if it has no metrics.
     """
     journal = run / JOURNAL
     if not journal.is_file():
-        raise CheckpointError(
+        raise ConfigError(
             f"{run} has no {JOURNAL}: it is not a run directory, or no step was trained yet. Give "
             "the `directory` of a config that `txl train` has run"
         )
     lines = _read_journal(journal)
     if not lines.last:
-        raise CheckpointError(f"{journal} has no complete line; run the report again after a step")
+        raise ConfigError(f"{journal} has no complete line; run the report again after a step")
     notes: list[str] = []
     log, goodput = _read_log(run, notes), _read_goodput(run / "goodput.json", notes)
     manifest, (config, settings) = _read_manifest(run, notes), _read_config(run, notes)

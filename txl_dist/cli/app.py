@@ -1,9 +1,11 @@
 """`txl`: registers the commands, and turns errors into a message and an exit code."""
 
+import sys
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.exceptions import TyperException
 
 from txl_dist.cli import (
     bench,
@@ -19,7 +21,7 @@ from txl_dist.cli import (
     runs,
     train,
 )
-from txl_dist.errors import TxlError, print_error
+from txl_dist.errors import ConfigError, TxlError, print_error
 
 app = typer.Typer(
     name="txl",
@@ -71,7 +73,31 @@ def main() -> None:
     """Run `txl`. Exit codes are listed in `txl_dist/errors.py`."""
     try:
         # The name must be given for `python -m txl_dist`.
-        app(prog_name="txl")
+        raise SystemExit(app(prog_name="txl", standalone_mode=False))
+    except TyperException as error:
+        problem = _usage_error(error)
     except TxlError as error:
-        print_error(error)
-        raise SystemExit(error.exit_code) from None
+        problem = error
+    print_error(problem)
+    raise SystemExit(problem.exit_code)
+
+
+def _usage_error(error: TyperException) -> TxlError:
+    """The error of a command line that typer has refused: what it found, and what it expects."""
+    message = error.format_message().replace("Value error, ", "").rstrip(".")
+    context = getattr(error, "ctx", None)
+    if context is None:  # an option without its value
+        return ConfigError(f"{message} (see txl COMMAND -h)")
+    if message == context.get_help().rstrip("."):  # no words at all
+        print(error.format_message(), file=sys.stderr)
+        raise SystemExit(error.exit_code)
+    command: Any = context.command
+    expected = ""
+    if message.startswith("No such command") and "Did you mean" not in message:
+        expected = f". {context.command_path} has the commands {', '.join(command.commands)}"
+    elif message.startswith("No such option") and "Possible options" not in message:
+        options = [each.opts[0] for each in command.params if each.param_type_name == "option"]
+        expected = f". {context.command_path} has the options {', '.join([*options, '--help'])}"
+    elif not message.startswith(("No such", "Invalid value")):
+        expected = f". {' '.join(context.get_usage().split())}"
+    return ConfigError(f"{message}{expected} (see {context.command_path} -h)")

@@ -257,7 +257,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
 
     command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
     with paths_of_another_machine():
-        context = command.make_context(words[0], list(words[1:]))
+        context = command.make_context(f"txl {words[0]}", list(words[1:]))
     if any(re.match(r"--on(=|$)", word) for word in words):
         raise ConfigError("--on is not an option of a job, which runs on the cluster it is sent to")
     return dict(context.params)

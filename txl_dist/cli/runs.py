@@ -96,7 +96,8 @@ def report(
         _keep_in_mlflow(run, path)
     newest = [{"run": str(each.path), "step": each.last["step"]} for each in records]
     content = {**newest[0], "report": str(path), "runs": newest}
-    print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
+    hint = "" if to_mlflow else " (--to-mlflow also keeps it with the run in MLflow)"
+    print_result(content, f"wrote {path}; open it in a browser{hint}", as_json=as_json)
 
 
 def _with_generated_text(record: "RunRecord", max_tokens: int) -> "RunRecord":

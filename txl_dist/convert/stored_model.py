@@ -85,7 +85,7 @@ class ExportedConfig:
 
 
 def write_exported(
-    directory: Path,
+    directory: str | Path,
     model: TransformerXL,
     tokenizer: Tokenizer | None,
     reading: Reading = DEFAULT_READING,
@@ -98,6 +98,7 @@ def write_exported(
     `more_files`: texts by name. Raises CheckpointError if a parameter is NaN or Inf, ConfigError if
     the directory is not empty.
     """
+    directory = Path(directory)
     state = model.state_dict()
     weights = check_tensors(state, state, origin="the model to write")
     with StagedDirectory(directory, last=CONFIG_NAME) as staged:

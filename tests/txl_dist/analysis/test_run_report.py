@@ -19,7 +19,7 @@ from txl_dist.analysis.run_record import read_run
 from txl_dist.analysis.run_report import MAX_EVENTS, run_page
 from txl_dist.cli import runs
 from txl_dist.cli.app import app
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.tracking.tracker import STATE, TrackedRun, TrackingState, open_tracker
 
 CURVES = [
@@ -137,10 +137,10 @@ def test_a_run_in_progress_and_damaged_files_are_no_errors_and_named(run: Path) 
 
 
 def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a run directory"):
+    with pytest.raises(ConfigError, match="not a run directory"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(CheckpointError, match="no complete line"):
+    with pytest.raises(ConfigError, match="no complete line"):
         read_run(tmp_path)
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.support.commands import run_txl, txl
-from txl_dist.cli.app import app
+from txl_dist.cli.app import app, main
 
 CLI = Path(__file__).parents[3] / "txl_dist" / "cli"
 
@@ -62,6 +62,52 @@ def test_an_error_goes_to_standard_error_with_its_exit_code(tmp_path: Path) -> N
     assert ended.returncode == 4
     assert ended.stdout == ""
     assert ended.stderr.startswith("CheckpointError: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train --no-such", "No such option: --no-such. txl train has the options --on, --ranks, "),
+        ("status --jsn", "No such option: --jsn (Possible options: --json) (see txl status -h)\n"),
+        ("foo", "No such command 'foo'. txl has the commands prepare, "),
+        ("data verfy x", "No such command 'verfy'. Did you mean 'verify'? (see txl data -h)\n"),
+        ("data verify", "Missing argument 'DIR'. Usage: txl data verify [OPTIONS] {DIR} (see "),
+        ("estimate x --gpus", "Option '--gpus' requires an argument (see txl COMMAND -h)\n"),
+        ("bench model --rounds 0", "Invalid value for '--rounds': "),
+        ("job submit -- train x --rankz 2", "(Possible options: --ranks) (see txl train -h)\n"),
+    ],
+)  # fmt: skip
+def test_a_usage_error_has_the_form_of_other_errors(
+    words: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["txl", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out) == (2, "")
+    assert output.err.startswith("ConfigError: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_a_group_without_a_command_prints_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["txl", "data"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "verify   Hash every file again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("report",), ("status",), ("track", "sync")], ids=" ".join)
+def test_what_is_no_run_directory_is_a_usage_error(words: tuple[str, ...], tmp_path: Path) -> None:
+    code, output = run_txl(*words, tmp_path / "nowhere")
+    assert code == 2
+    assert "is not a run directory" in output
 
 
 def completions(text: str) -> list[str]:

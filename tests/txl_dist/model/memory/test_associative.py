@@ -1,5 +1,8 @@
 """`model.memory: associative`: the equations, row by row, and an exact reset within a segment."""
 
+from copy import deepcopy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,11 +10,13 @@ from torch.testing import assert_close
 
 from tests.support.small_models import random_text, small_model
 from tests.support.training_runs import TINY
+from tests.support.written_out import ages, attend
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.memory.associative import Reader, Writer, features
+from txl_dist.model.transformer_xl import TransformerXL
 
 B, L, D, K, NUM_WRITTEN = 2, 3, 6, 5, 4
 CONFIG = ModelConfig(
@@ -86,6 +91,75 @@ def test_only_tokens_of_a_document_that_began_before_the_segment_read() -> None:
         assert_close(read_BTD[0, token], expected)
     assert torch.equal(read_BTD[0, 2:], x_BTD[0, 2:])
     assert keys_BMD.shape == (1, 0, D), "attention sees nothing of it"
+
+
+def by_hand(model: TransformerXL, text_N: Tensor, age: list[int], tgt_len: int) -> Tensor:
+    """Nats of one lane: what is read and written, and attention, computed token by token."""
+    config, nats = model.config, []
+    width, num_features = config.d_model, 6 * config.d_memory_key
+    value_FD = [torch.zeros(num_features, width).double() for _ in model.layers]
+    weight_F = [torch.zeros(num_features).double() for _ in model.layers]
+    attention = deepcopy(model.layers)
+    for layer in attention:
+        layer.memory_reader = None
+    for start in range(0, len(age), tgt_len):
+        stop = start + tgt_len
+        began = [at - age[at] for at in range(start, stop)]  # where the document of a token does
+        began += [began[-1]] * config.memory_tokens
+        first_TD = x_TD = torch.cat(
+            [model.embed(text_N[None, start:stop])[0], model.added_tokens.initial_mD]
+        )
+        inputs = []
+        for number, layer in enumerate(model.layers):
+            x_TD = model.layer_input(number, x_TD, first_TD)
+            inputs.append(x_TD)
+            rows = [*x_TD]
+            for token, x_D in enumerate(x_TD):
+                if began[token] < start:
+                    query = features_by_index(layer.memory_reader.query(x_D).tolist())
+                    known = max(float(weight_F[number] @ query), 1.0)
+                    rows[token] = x_D + value_FD[number].T @ query / known
+            x_TD = torch.stack(
+                [
+                    attend(
+                        model,
+                        attention[number],
+                        torch.stack(rows[max(0, began[token] - start) : token + 1]),
+                    )
+                    for token in range(len(rows))
+                ]
+            )
+        own_1TD = model.output(x_TD)[None, :tgt_len]
+        nats.append(model.softmax(own_1TD, text_N[None, start + 1 : stop + 1], model.table)[0])
+        for number, written_TD in enumerate([*inputs[1:], x_TD]):
+            writer = model.layers[number].memory_writer
+            kept = config.memory_decay if began[-1] < start else 0.0
+            value_FD[number] *= kept
+            weight_F[number] *= kept
+            for x_D in written_TD[tgt_len:]:
+                key = features_by_index(writer.key(x_D).tolist())
+                known = float(weight_F[number] @ key)
+                old_D = value_FD[number].T @ key / max(known, 1.0)
+                change_D = torch.sigmoid(writer.strength(x_D)) * (writer.value(x_D) - old_D)
+                value_FD[number] += torch.outer(key, change_D)
+                weight_F[number] += min(max(1 - known, 0), 1) * key
+    return torch.cat(nats)
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True, "residual_scalars": True}], ids=str)
+@torch.no_grad()
+def test_losses_are_those_of_the_equations_written_out(options: dict[str, Any]) -> None:
+    """With residual scalars a layer's writer reads the input of the next layer."""
+    model = small_model(memory="associative", **options)
+    tgt_len, num_segments = 4, 5
+    num_tokens, beginnings = tgt_len * num_segments, [(0,), (0, 6), (0, 5, 8, 11)]
+    text_BN = random_text(len(beginnings), num_tokens + 1)
+    age_BN = torch.tensor([ages(each, num_tokens) for each in beginnings])
+    nats_BN, _ = model(
+        text_BN[:, :-1], text_BN[:, 1:], age_BN, model.empty_memory(3), None, num_segments
+    )
+    for text_N, nats_N, age_N in zip(text_BN, nats_BN, age_BN, strict=True):
+        assert_close(nats_N, by_hand(model, text_N, age_N.tolist(), tgt_len))
 
 
 def test_what_was_written_is_read_with_its_key() -> None:

@@ -12,10 +12,12 @@ from torch.testing import assert_close
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import random_text, small_model
 from tests.support.training_runs import TINY
+from tests.support.written_out import ages, attend
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
+from txl_dist.model.transformer_xl import TransformerXL
 
 B, D = 2, 4
 sizes = st.fixed_dictionaries(
@@ -101,6 +103,58 @@ def test_a_query_sees_the_slots_that_are_wholly_of_its_document(
             oldest += [t + mem_len + pending + rate * (slot + 1) for slot in range(num_slots)]
             seen = [distance <= age for distance in oldest]
             assert [key <= reach_BT[lane, t] for key in range(len(oldest))] == seen
+
+
+def by_hand(model: TransformerXL, text_N: Tensor, age: list[int], tgt_len: int) -> Tensor:
+    """Nats of one lane, with the attention of every token computed by itself."""
+    config, num_layers = model.config, len(model.layers)
+    mem_len, rate = config.mem_len, config.compression_rate
+    inputs: list[list[Tensor]] = [[] for _ in model.layers]
+    slots: list[range] = []  # positions of their tokens; those before the stream have no tokens
+    next_slot = -mem_len
+    nats = []
+    for start in range(0, len(age), tgt_len):
+        stop = start + tgt_len
+        first_TD = x_TD = model.embed(text_N[None, start:stop])[0]
+        recent = range(max(0, start - mem_len - rate + 1), start)
+        for number in range(num_layers):
+            x_TD = model.layer_input(number, x_TD, first_TD)
+            inputs[number] += [*x_TD]
+            outputs = []
+            for position in range(start, stop):
+                document = range(position - age[position], position + 1)
+                whole = [slot for slot in slots if slot[0] in document and slot[-1] in document]
+                rows = [sum(inputs[number][at] for at in slot) / rate for slot in whole]
+                rows += [inputs[number][at] for at in recent if at in document]
+                rows += [inputs[number][at] for at in range(start, position + 1) if at in document]
+                outputs.append(attend(model, model.layers[number], torch.stack(rows)))
+            x_TD = torch.stack(outputs)
+        target_1T = text_N[None, start + 1 : stop + 1]
+        nats.append(model.softmax(model.output(x_TD)[None], target_1T, model.table)[0])
+        if age[start] == 0:
+            next_slot = start - mem_len
+        while next_slot + rate <= stop - mem_len:
+            slots = [*slots, range(next_slot, next_slot + rate)][-config.compressed_len :]
+            next_slot += rate
+    return torch.cat(nats)
+
+
+@pytest.mark.parametrize("rate", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True, "residual_scalars": True}], ids=str)
+@torch.no_grad()
+def test_losses_are_those_of_attention_written_out(options: dict[str, Any], rate: int) -> None:
+    model = small_model(
+        memory="compressive", compressed_len=2, **options | {"compression_rate": rate}
+    )
+    tgt_len, num_segments = 4, 6
+    num_tokens, beginnings = tgt_len * num_segments, [(0,), (0, 6), (0, 5, 8, 11)]
+    text_BN = random_text(len(beginnings), num_tokens + 1)
+    age_BN = torch.tensor([ages(each, num_tokens) for each in beginnings])
+    nats_BN, _ = model(
+        text_BN[:, :-1], text_BN[:, 1:], age_BN, model.empty_memory(3), None, num_segments
+    )
+    for text_N, nats_N, age_N in zip(text_BN, nats_BN, age_BN, strict=True):
+        assert_close(nats_N, by_hand(model, text_N, age_N.tolist(), tgt_len))
 
 
 @torch.no_grad()

@@ -8,18 +8,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.small_models import random_text, small_model
+from tests.support.written_out import ages, attend
 from txl_dist.model.transformer_xl import TransformerXL
 
 M, TGT_LEN, NUM_SEGMENTS = 3, 4, 4  # M: memory_tokens of small_model
 BEGINNINGS = [(0,), (0, 6), (0, 5, 8, 11)]
 """Where the documents of each lane begin."""
-
-
-def ages(beginnings: tuple[int, ...]) -> list[int]:
-    num_tokens = TGT_LEN * NUM_SEGMENTS
-    return [
-        position - max(b for b in beginnings if b <= position) for position in range(num_tokens)
-    ]
 
 
 def visible(
@@ -73,20 +67,13 @@ def by_hand(model: TransformerXL, text_N: Tensor, age: list[int], mem_len: int) 
     return torch.cat(nats)
 
 
-def attend(model: TransformerXL, layer: Any, rows_SD: Tensor) -> Tensor:
-    """The layer's output for the last of the rows, which sees all of them."""
-    age_BT = torch.tensor([[len(rows_SD) - 1]])
-    context = model._segment_context(rows_SD[None, -1:], age_BT, len(rows_SD) - 1, None, None)
-    return layer(rows_SD[None, -1:], rows_SD[None, :-1], context)[0, 0]
-
-
 @pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens"])
 @pytest.mark.parametrize("options", [{}, {"pre_lnorm": True, "residual_scalars": True}], ids=str)
 @torch.no_grad()
 def test_losses_are_those_of_attention_written_out(kind: str, options: dict[str, Any]) -> None:
     model = small_model(memory=kind, **options)
     text_BN = random_text(len(BEGINNINGS), TGT_LEN * NUM_SEGMENTS + 1)
-    age_BN = torch.tensor([ages(beginnings) for beginnings in BEGINNINGS])
+    age_BN = torch.tensor([ages(each, TGT_LEN * NUM_SEGMENTS) for each in BEGINNINGS])
     nats_BN, _ = model(
         text_BN[:, :-1], text_BN[:, 1:], age_BN, model.empty_memory(3), None, NUM_SEGMENTS
     )

@@ -6,17 +6,23 @@
 
 Files are searched in the run directory, at most MAX_DEPTH folders deep, and in directories that a
 person names. A file that cannot be read, or is something else, becomes a note.
+
+`read_result` reads one result for a model card, and refuses such a file.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from data_pipeline.system.strict import first_problem
+from txl_dist.checkpoint.directory import model_name
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.scores import kept_results
 
 MAX_DEPTH = 2
 MAX_BYTES = 64 * 2**20
@@ -24,6 +30,9 @@ MAX_BYTES = 64 * 2**20
 NAMES = ("result.json", "recl.json", "attention.json")
 SKIPPED = ("checkpoints", "logs", "events", "attempts", "profile")
 """Folders of a run directory that have no results."""
+
+
+Number: TypeAlias = Annotated[float, Field(strict=True)]
 
 
 class _Content(BaseModel):
@@ -57,21 +66,20 @@ class Evaluation(_Content):
     weights: str = ""
     precision: str = ""
     tokens_scored: int
-    nats_per_token: float
-    perplexity: float | None
-    bits_per_byte: float | None = None
-    word_perplexity: float | None = None
+    nats_per_token: Number
+    perplexity: Number | None
+    bits_per_token: Number | None = None
+    bits_per_byte: Number | None = None
+    word_perplexity: Number | None = None
     data_sha256: str
     model_sha256: str
-    protocol: str = ""
+    protocol: str
     details: Details | None = None
 
     @property
     def name(self) -> str:
         """`RUN/step-NNNNNNNN`, or the name of the exported model."""
-        path = Path(self.checkpoint)
-        run = path.parent.parent.name
-        return f"{run}/{path.name}" if path.parent.name == "checkpoints" else path.name
+        return model_name(Path(self.checkpoint))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -188,14 +196,50 @@ def read_results(directories: Sequence[Path]) -> Results:
                 evaluations += map(Evaluation.model_validate, _scored(content))
         # ValidationError is a ValueError.
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            problem = first_problem(error) if isinstance(error, ValidationError) else error
-            results.notes.append(f"{path} is not shown: {problem}")
+            results.notes.append(f"{path} is not shown: {_problem(error)}")
     evaluations.sort(key=lambda each: (each.name, each.split, each.mem_len, not each.details))
     by_key: dict[tuple[Any, ...], Evaluation] = {}
     for each in evaluations:
         by_key.setdefault(each.key, each)
     results.evaluations.extend(by_key.values())
     return results
+
+
+def read_result(path: Path, model_digest: str) -> Evaluation:
+    """The result of `txl eval --json` in a file.
+
+    Raises CheckpointError for another file, and for the result of another model.
+    """
+    try:
+        result = Evaluation.model_validate(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not a result of txl eval ({_problem(error)}). Write one: txl eval "
+            "CHECKPOINT DATA --json > FILE"
+        ) from None
+    if result.model_sha256 != model_digest:
+        raise CheckpointError(
+            f"{path} is the score of another model (sha256 {result.model_sha256[:12]}) than the "
+            f"one that is exported (sha256 {model_digest[:12]}). Score this one: txl eval "
+            "CHECKPOINT DATA --json > FILE"
+        )
+    return result
+
+
+def results_of_model(run: Path, model_digest: str) -> list[Evaluation]:
+    """What `txl eval` has kept in a run about these weights, sorted by name.
+
+    A broken file, or one of another model, is not of interest here.
+    """
+    results = []
+    for path in kept_results(run):
+        with suppress(CheckpointError):
+            results.append(read_result(path, model_digest))
+    return results
+
+
+def _problem(error: Exception) -> object:
+    return first_problem(error) if isinstance(error, ValidationError) else error
 
 
 def _files(directory: Path, depth: int) -> Iterator[Path]:

@@ -1,6 +1,7 @@
 """Models that are stored: `txl checkpoint`, `txl import` and `txl export`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +11,8 @@ from txl_dist.cli.options import AsJson, Run, SavedCheckpoint, path_argument, pr
 from txl_dist.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from data_pipeline.tokenizers import Tokenizer
+    from txl_dist.checkpoint.manifest import CheckpointManifest
     from txl_dist.model.transformer_xl import TransformerXL
 
 app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
@@ -153,12 +156,44 @@ def export(
     # How the model read its training text: txl eval and txl generate take it as their default.
     reading = Reading(tgt_len=manifest.segment_len, reset=manifest.run["data.reset"])
     if format_ == "hf":
-        from txl_dist.convert.hub import export_for_hub
+        from txl_dist.convert.hub import write_for_hub
 
-        export_for_hub(out, path, model, tokenizer, reading, scores=scores or ())
+        text = _model_card(path, manifest, model, tokenizer, scores or ())
+        write_for_hub(out, model, tokenizer, reading, card=text)
     else:
         write_exported(out, model, tokenizer, reading)
     _print_model({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
+
+
+def _model_card(
+    checkpoint: Path,
+    manifest: "CheckpointManifest",
+    model: "TransformerXL",
+    tokenizer: "Tokenizer",
+    scores: Sequence[Path],
+) -> str:
+    """With the results in the files `scores`, or else all that the run keeps of these weights."""
+    from txl_dist.analysis.model_card import card, read_facts
+    from txl_dist.analysis.run_results import read_result, results_of_model
+    from txl_dist.checkpoint.directory import run_of
+    from txl_dist.convert.standalone import require_supported
+    from txl_dist.convert.stored_model import find_model
+
+    require_supported(model.config)
+    stored, run = find_model(checkpoint), run_of(checkpoint)
+    results = [read_result(path, stored.digest) for path in scores]
+    if run is not None and not results:
+        results = results_of_model(run, stored.digest)
+    facts = read_facts(
+        checkpoint,
+        manifest,
+        name=(run or checkpoint).resolve().name,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        tokenizer=tokenizer,
+        weights=stored.weights,
+        results=results,
+    )
+    return card(facts)
 
 
 def _print_model(

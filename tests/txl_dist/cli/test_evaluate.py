@@ -12,7 +12,6 @@ from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.system.files import sha256_file
 from tests.support.commands import run_txl, txl
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.convert.stored_model import find_model
 
 

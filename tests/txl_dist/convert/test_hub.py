@@ -17,10 +17,11 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import train_tokenizer
 from tests.support.commands import run_txl
+from tests.support.run_directories import evaluation
 from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
+from txl_dist.analysis.run_results import Evaluation, read_result
 from txl_dist.convert.hub import write_for_hub
-from txl_dist.convert.model_card import read_result
 from txl_dist.convert.stored_model import Reading, find_model
 from txl_dist.errors import CheckpointError
 from txl_dist.training.scores import ScoreTable
@@ -162,11 +163,10 @@ def test_without_scores_the_card_has_those_of_these_weights_that_the_run_keeps(
     ids=str,
 )
 def test_an_edited_score_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    result = {"model_sha256": "m", "data_sha256": "d", "split": "test", "protocol": "p"}
-    result |= {"perplexity": 2.5, "bits_per_byte": None}
+    result = {**evaluation("m", mem_len=4, nats=2.5), "bits_per_byte": None}
     path = tmp_path / "score.json"
     path.write_text(json.dumps(result))
-    assert read_result(path, "m") == result
+    assert read_result(path, "m") == Evaluation.model_validate(result)
     path.write_text(json.dumps({**result, **changes}))
     with pytest.raises(CheckpointError, match="not a result of txl eval"):
         read_result(path, "m")

@@ -3,7 +3,7 @@
     checkpoint   model, settings, steps, digests of the data, ranks
     run          seconds (goodput.json), device (logs/rank-0.log), scores (evaluations/)
     dataset      its parts, if it still lies at `data.path` with the digest of the training
-    --scores     results of `txl eval --json`; without it those that the run keeps (evaluations/)
+    --scores     results of `txl eval --json`; without it those that the run keeps (run_results.py)
 
 Nothing is guessed: a fact that none of them has is left out. The first lines are the YAML that
 model hubs read (https://huggingface.co/docs/hub/model-cards). Licence and language are never
@@ -22,16 +22,16 @@ from data_pipeline.shards.manifest import ShardManifest, load_manifest
 from data_pipeline.system.sources import is_url
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.analysis.run_results import Evaluation
+from txl_dist.checkpoint.directory import CheckpointDirectory, run_of
 from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.data_config import dataset_paths
 from txl_dist.config.redaction import redact_field
 from txl_dist.convert.standalone import FILE_NAME
-from txl_dist.errors import CheckpointError, TxlError
-from txl_dist.model.config import ModelConfig
+from txl_dist.errors import TxlError
 from txl_dist.training.goodput import read_goodput
 from txl_dist.training.run_log import read_log
-from txl_dist.training.scores import FOLDER, Score, ScoreTable
+from txl_dist.training.scores import Score, ScoreTable
 from txl_dist.training.state import CorpusEntry, load_state
 
 MEMORY_TEXTS = {
@@ -50,8 +50,6 @@ _TRAINING = (
 )  # fmt: skip
 """Settings in the table; those of the optimizer follow."""
 _DEVICE = re.compile(r"\d+ ranks on (\w+)")
-_TEXTS = ("protocol", "split", "data_sha256")
-"""Texts that every result of `txl eval` has."""
 _SCORE_NAMES = ("perplexity", "bits_per_byte", "bits_per_token", "word_perplexity")
 
 
@@ -61,7 +59,6 @@ class CardFacts:
 
     name: str
     manifest: CheckpointManifest
-    config: ModelConfig
     num_parameters: int
     tokenizer: Tokenizer
     corpora: Sequence[CorpusEntry]
@@ -75,8 +72,7 @@ class CardFacts:
     device: str | None
     validation: Score | None
     """The score that training computed for this step."""
-    results: Sequence[Mapping[str, Any]]
-    """Objects of `txl eval --json`."""
+    results: Sequence[Evaluation]
 
 
 def read_facts(
@@ -86,7 +82,7 @@ def read_facts(
     num_parameters: int,
     tokenizer: Tokenizer,
     weights: str,
-    results: Sequence[Mapping[str, Any]] = (),
+    results: Sequence[Evaluation] = (),
     name: str,
 ) -> CardFacts:
     """The facts of a checkpoint. Its run directory may be gone."""
@@ -96,14 +92,13 @@ def read_facts(
         corpora = (
             corpora[0].model_copy(update={"name": str(path).rstrip("/").rpartition("/")[2]}),
         )
-    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    run = run_of(checkpoint)
     goodput = read_goodput(run / "goodput.json") if run else None
     seconds = goodput.productive.get(manifest.step) if goodput else None
     scores = ScoreTable(CheckpointDirectory(run), is_due=lambda step: False) if run else None
     return CardFacts(
         name=name,
         manifest=manifest,
-        config=manifest.architecture,
         num_parameters=num_parameters,
         tokenizer=tokenizer,
         corpora=corpora,
@@ -115,50 +110,6 @@ def read_facts(
         validation=scores.get(manifest.step) if scores else None,
         results=results,
     )
-
-
-def read_result(path: Path, model_digest: str) -> dict[str, Any]:
-    """The result of `txl eval --json` in a file.
-
-    Raises CheckpointError for another file, and for the result of another model.
-    """
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        found = content["model_sha256"]
-        complete = all(isinstance(content[key], str) for key in _TEXTS) and all(
-            content.get(name) is None or type(content[name]) in (int, float)
-            for name in _SCORE_NAMES
-        )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not a result of txl eval ({error!r:.80}). Write one: txl eval CHECKPOINT "
-            "DATA --json > FILE"
-        ) from None
-    if not complete:
-        raise CheckpointError(
-            f"{path} is not a result of txl eval: a score or one of {', '.join(_TEXTS)} has "
-            "another type. Write one: txl eval CHECKPOINT DATA --json > FILE"
-        )
-    if found != model_digest:
-        raise CheckpointError(
-            f"{path} is the score of another model (sha256 {str(found)[:12]}) than the one that is "
-            f"exported (sha256 {model_digest[:12]}). Score this one: txl eval CHECKPOINT DATA "
-            "--json > FILE"
-        )
-    result: dict[str, Any] = content
-    return result
-
-
-def kept_results(checkpoint: Path, model_digest: str) -> list[dict[str, Any]]:
-    """What `txl eval` has kept in the run about these weights (RUN/evaluations), sorted by name.
-
-    A broken file, or one of another model, is not of interest here.
-    """
-    results = []
-    for path in sorted((checkpoint.parent.parent / FOLDER).glob("*.json")):
-        with suppress(CheckpointError):
-            results.append(read_result(path, model_digest))
-    return results
 
 
 def card(facts: CardFacts) -> str:
@@ -187,22 +138,25 @@ def _front_matter(facts: CardFacts) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _hub_result(result: Mapping[str, Any]) -> dict[str, Any]:
-    data = str(result["data_sha256"])
+def _hub_result(result: Evaluation) -> dict[str, Any]:
     return {
         "task": {"type": "text-generation"},
-        "dataset": {"name": _dataset_name(result), "type": f"sha256-{data[:12]}",
-                    "split": result["split"]},
+        "dataset": {"name": _dataset_name(result), "type": f"sha256-{result.data_sha256[:12]}",
+                    "split": result.split},
         "metrics": [
-            {"type": name, "value": result[name], "args": {"protocol": result["protocol"]}}
-            for name in _SCORE_NAMES
-            if result.get(name) is not None
+            {"type": name, "value": value, "args": {"protocol": result.protocol}}
+            for name, value in _known(result)
         ],
     }  # fmt: skip
 
 
-def _dataset_name(result: Mapping[str, Any]) -> str:
-    match = re.match(r"split \S+ of (.*?) \(sha256 ", str(result["protocol"]))
+def _known(result: Evaluation) -> list[tuple[str, float]]:
+    values = ((name, getattr(result, name)) for name in _SCORE_NAMES)
+    return [(name, value) for name, value in values if value is not None]
+
+
+def _dataset_name(result: Evaluation) -> str:
+    match = re.match(r"split \S+ of (.*?) \(sha256 ", result.protocol)
     return match[1] if match else "the dataset of the digest"
 
 
@@ -241,7 +195,7 @@ model like any other: `txl generate DIRECTORY --prompt TEXT`, `txl eval DIRECTOR
 
 
 def _model(facts: CardFacts) -> str:
-    config = facts.config
+    config = facts.manifest.architecture
     memory = MEMORY_TEXTS[config.memory].format(**{
         name: getattr(config, name) for name in ("mem_len", "compression_rate", "memory_tokens")
     })  # fmt: skip
@@ -314,8 +268,8 @@ def _training(facts: CardFacts) -> str:
 def _scores(facts: CardFacts) -> str:
     parts = []
     for result in facts.results:
-        scores = [(n, f"{result[n]:.4f}") for n in _SCORE_NAMES if result.get(n) is not None]
-        parts += [_table(("score", "value"), scores), f"Protocol: {result['protocol']}"]
+        scores = [(name, f"{value:.4f}") for name, value in _known(result)]
+        parts += [_table(("score", "value"), scores), f"Protocol: {result.protocol}"]
     score = facts.validation
     if score is not None and score.nats is not None:
         limit = (

@@ -19,7 +19,7 @@ from txl_dist.analysis.run_record import read_run
 from txl_dist.analysis.run_report import MAX_EVENTS, run_page
 from txl_dist.cli import runs
 from txl_dist.cli.app import app
-from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.errors import ConfigError, TxlError
 from txl_dist.tracking.tracker import STATE, TrackedRun, TrackingState, open_tracker
 
 CURVES = [

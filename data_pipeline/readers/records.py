@@ -14,7 +14,7 @@ from typing import Any, Self
 from data_pipeline.errors import printable
 
 MAX_RECORD_BYTES = 256 * 2**20
-"""Size limit of a document that must be held in memory; a longer one is a Reject.
+"""Size limit of a document that must be held in RAM; a longer one is a Reject.
 
 A decoded str takes up to 4 bytes per character, so a reader needs at most about 1 GiB.
 """

@@ -73,7 +73,7 @@ class Source:
 def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
     """The next `num_bytes` of the stream, or fewer at its end.
 
-    A size that a damaged or hostile header declares allocates no memory in advance.
+    A size that a damaged or hostile header declares allocates no RAM in advance.
     """
     parts = []
     while num_bytes and (raw := stream.read(min(num_bytes, CHUNK_BYTES))):
@@ -287,7 +287,7 @@ class DocumentBuilder:
 def too_long_error() -> BadRecordError:
     return BadRecordError(
         0,
-        f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in memory; "
+        f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in RAM; "
         "text files and arrays of ids may be of any size",
     )
 

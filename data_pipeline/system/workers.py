@@ -44,7 +44,7 @@ class WorkerDiedError(UnfinishedError):
             cause = f" by {signal.Signals(-exit_code).name}"
         self.event = f"the worker for {unit} died{cause}, and so did a second one"
         super().__init__(
-            f"{self.event}. Most likely memory ran out (SIGKILL: see dmesg), or the file makes a "
+            f"{self.event}. Most likely RAM ran out (SIGKILL: see dmesg), or the file makes a "
             "library crash. Run the command again with fewer --workers or without that file; "
             "finished work is kept."
         )

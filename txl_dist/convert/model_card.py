@@ -31,7 +31,7 @@ from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.training.goodput import read_goodput
 from txl_dist.training.run_log import read_log
-from txl_dist.training.scores import FOLDER, Score, ScoreTable
+from txl_dist.training.scores import FOLDER, ScoreTable, StepScore
 from txl_dist.training.state import CorpusEntry, load_state
 
 MEMORY_TEXTS = {
@@ -73,7 +73,7 @@ class CardFacts:
     """Targets trained on."""
     train_seconds: float | None
     device: str | None
-    validation: Score | None
+    validation: StepScore | None
     """The score that training computed for this step."""
     results: Sequence[Mapping[str, Any]]
     """Objects of `txl eval --json`."""

@@ -245,10 +245,10 @@ def check_gpus(listed: list[str]) -> list[Finding]:
 
 
 def check_cpus() -> Finding:
-    """The CPUs that this process may use (by taskset or Slurm), and the memory of the machine."""
+    """The CPUs that this process may use (by taskset or Slurm), and the RAM of the machine."""
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ok(f"no GPU; {usable} of {total} CPUs, {_gib(memory)} host memory")
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ok(f"no GPU; {usable} of {total} CPUs, {_gib(ram)} host memory")
 
 
 def check_dataset(data: str) -> list[Finding]:

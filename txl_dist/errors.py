@@ -49,7 +49,7 @@ class FencedError(CheckpointError):
 
 
 class StoreError(CheckpointError):
-    """The store with the copies of the checkpoints did not respond."""
+    """The object storage with the copies of the checkpoints did not respond."""
 
 
 OUTAGES = (UnreadableError, StoreError)

@@ -171,6 +171,22 @@ def try_lock(descriptor: int, *, shared: bool = False, if_unsupported: bool = Tr
     return True
 
 
+def is_locked(path: Path, *, if_unsupported: bool = False) -> bool:
+    """Whether a process holds the exclusive lock of a file; False without a file.
+
+    Takes a shared lock for a moment: who wants the lock then waits POLL_SECONDS for it.
+    `if_unsupported` is the result on a file system without locks.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not try_lock(descriptor, shared=True, if_unsupported=not if_unsupported)
+    finally:
+        os.close(descriptor)
+
+
 def wait_for_lock(descriptor: int, *, timeout_seconds: float) -> bool:
     """Poll `try_lock` until it succeeds; False after `timeout_seconds`."""
     deadline = time.monotonic() + timeout_seconds

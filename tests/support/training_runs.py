@@ -11,7 +11,7 @@ from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
-from txl_dist.training.scores import FOLDER, Score
+from txl_dist.training.scores import FOLDER, StepScore
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 NO_EVALUATION = "evaluation.split=null"
@@ -63,6 +63,6 @@ def losses(run: Path) -> dict[int, float]:
     return by_step
 
 
-def score_of_step(run: Path, step: int) -> Score:
+def score_of_step(run: Path, step: int) -> StepScore:
     """The score that a run has written after this step."""
-    return Score.model_validate_json((run / FOLDER / f"step-{step:08d}.json").read_bytes())
+    return StepScore.model_validate_json((run / FOLDER / f"step-{step:08d}.json").read_bytes())

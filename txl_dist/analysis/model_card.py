@@ -31,7 +31,7 @@ from txl_dist.convert.standalone import FILE_NAME
 from txl_dist.errors import TxlError
 from txl_dist.training.goodput import read_goodput
 from txl_dist.training.run_log import read_log
-from txl_dist.training.scores import Score, ScoreTable
+from txl_dist.training.scores import ScoreTable, StepScore
 from txl_dist.training.state import CorpusEntry, load_state
 
 MEMORY_TEXTS = {
@@ -70,7 +70,7 @@ class CardFacts:
     """Targets trained on."""
     train_seconds: float | None
     device: str | None
-    validation: Score | None
+    validation: StepScore | None
     """The score that training computed for this step."""
     results: Sequence[Evaluation]
 

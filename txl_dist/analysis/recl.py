@@ -243,7 +243,7 @@ def measure_group(
     """Losses of every model at every context, their curves and RECL: the object of recl.json.
 
     Calls `on_progress(tokens read, tokens to read)`, first before anything is read. Holds one model
-    in memory at a time. Raises DataError if no target has enough context, CheckpointError for
+    in RAM at a time. Raises DataError if no target has enough context, CheckpointError for
     damaged weights.
     """
     check_group(request)

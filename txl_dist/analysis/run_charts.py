@@ -52,7 +52,7 @@ class Chart:
 def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     """The charts that the runs have values for. The first one is the loss of training."""
     losses = {_label(run, runs, "training"): run.series("loss") for run in runs}
-    yield from _by_step("Training loss in nats per token", runs, losses, mark=True, given_up=True)
+    yield from _by_step("Training loss in nats per token", runs, losses, mark=True, superseded=True)
     yield from _by_tokens(runs)
     scores = {_label(run, runs, run.evaluated): run.series(run.evaluated or "") for run in runs}
     yield from _by_step("Validation loss in nats per token", runs, scores, mark=True)
@@ -98,10 +98,10 @@ def _by_step(
     *,
     log_scale: bool = False,
     mark: bool = False,
-    given_up: bool = False,
+    superseded: bool = False,
 ) -> Iterator[Chart]:
-    """`mark`: show where ranks were restarted and where a step has diverged. `given_up`: show the
-    losses of steps that a resume or a rollback has given up.
+    """`mark`: show where ranks were restarted and where a step has diverged. `superseded`: show the
+    losses of steps that a resume or a rollback has superseded.
     """
     series = {label: points for label, points in series.items() if points}
     if not series:
@@ -113,9 +113,9 @@ def _by_step(
         draw_line(axes, steps, values, label=_short(label), number=number, num_lines=len(series))
     if log_scale:
         axes.set_yscale("log", nonpositive="mask")
-    lost = [point for run in runs for point in run.given_up if given_up]
+    lost = [point for run in runs for point in run.superseded if superseded]
     if lost:  # without a line: their steps come in pieces
-        axes.plot(*zip(*lost, strict=True), "x", color="0.4", markersize=4, label="given up")
+        axes.plot(*zip(*lost, strict=True), "x", color="0.4", markersize=4, label="superseded")
     if mark:
         _mark_events(axes, runs)
     finish(axes, "step", "")

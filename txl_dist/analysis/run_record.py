@@ -50,8 +50,8 @@ class RunRecord:
     path: Path
     name: str
     metrics: dict[str, Series]
-    given_up: Series
-    """The training loss of steps that a resume or a rollback has given up."""
+    superseded: Series
+    """The training loss of steps that a resume or a rollback has superseded."""
     loss_by_tokens: Series
     """The training loss by the number of targets trained on."""
     last: dict[str, float]
@@ -116,14 +116,14 @@ def read_run(run: Path, *, results: Sequence[Path] = ()) -> RunRecord:
     log, goodput = _read_log(run, notes), _read_goodput(run / "goodput.json", notes)
     manifest, (config, settings) = _read_manifest(run, notes), _read_config(run, notes)
     data, sample = _read_data(settings, manifest, lines.metrics, notes)
-    superseded = run / SUPERSEDED
-    given_up = _read_journal(superseded).metrics if superseded.is_file() else {}
+    path = run / SUPERSEDED
+    superseded = _read_journal(path).metrics if path.is_file() else {}
     found = read_results([run, *results])
     return RunRecord(
         path=run,
         name=run.resolve().name,
         metrics=lines.metrics,
-        given_up=given_up.get("loss", ()),
+        superseded=superseded.get("loss", ()),
         loss_by_tokens=lines.loss_by_tokens,
         last=lines.last,
         first_time=lines.first_time,

@@ -10,7 +10,6 @@ until one has changed, at most SILENT_SECONDS.
 """
 
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from data_pipeline.system.files import try_lock
+from data_pipeline.system.files import is_locked
 from data_pipeline.system.progress import clock
 from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -119,19 +118,7 @@ def read_status(
 
 def _is_held(run: Path) -> bool:
     """Whether a launcher or a rank holds one of its locks, as far as they are seen from here."""
-    return any(_is_locked(path) for path in (*run.glob(".launch-*.launcher"), run / "lock"))
-
-
-def _is_locked(path: Path) -> bool:
-    """Takes a shared lock for a moment: who wants the lock waits a tenth of a second for it."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not try_lock(descriptor, shared=True)
-    finally:
-        os.close(descriptor)
+    return any(is_locked(path) for path in (*run.glob(".launch-*.launcher"), run / "lock"))
 
 
 def _may_live(beats: dict[int, Heartbeat]) -> bool:

@@ -198,7 +198,7 @@ class RankBytes:
         return self.device + self.host
 
 
-class Phase(NamedTuple):
+class PhaseBytes(NamedTuple):
     """Bytes on the device that are there in one phase of a step only."""
 
     gradients: int
@@ -227,7 +227,7 @@ class RankPeak:
             phases = self._stage_2  # gradients are freed during backward too
         return max((self._use(phase) for phase in phases()), key=lambda use: use.device)
 
-    def _use(self, phase: Phase) -> RankBytes:
+    def _use(self, phase: PhaseBytes) -> RankBytes:
         part, is_offloaded = self._part, self.zero.offload != "none"
         states = FP32_BYTES * self.model.num_states
         masters = part if self.zero.stage > 0 else 0
@@ -260,51 +260,51 @@ class RankPeak:
 
     # --- the phases of a step, by stage ---------------------------------------------------------
 
-    def _stage_0(self) -> Iterator[Phase]:
+    def _stage_0(self) -> Iterator[PhaseBytes]:
         yield from self._with_kept_gradients(bucket=0)
         copy = FP32_BYTES * min(self.model.num_parameters, STAGE_0_BUCKET)
-        yield Phase(self._whole, copy)
+        yield PhaseBytes(self._whole, copy)
 
-    def _stage_1(self) -> Iterator[Phase]:
+    def _stage_1(self) -> Iterator[PhaseBytes]:
         yield from self._with_kept_gradients(bucket=self._bucket)
         if self.zero.overlap_comm and not self._fits_bucket:  # the last micro-batch
             kept = self._whole - FP32_BYTES * self.zero.reduce_bucket_size
             activations = self.model.activations.after_first_bucket
-            yield Phase(kept + self._partly_owned, self._bucket, activations)
+            yield PhaseBytes(kept + self._partly_owned, self._bucket, activations)
         # While the bucket is filled, the gradients that it takes over are freed.
         reduced = 0 if self._fits_bucket else self._partly_owned
-        yield Phase(self._whole + reduced, self._bucket)
+        yield PhaseBytes(self._whole + reduced, self._bucket)
         yield from self._partitioned_update()
 
-    def _with_kept_gradients(self, *, bucket: int) -> Iterator[Phase]:
+    def _with_kept_gradients(self, *, bucket: int) -> Iterator[PhaseBytes]:
         peaks = self.model.activations
         if self.num_micro_batches == 1:
-            yield Phase(0, 0, peaks.before_gradients)
-            yield Phase(0, bucket, peaks.with_gradients)
+            yield PhaseBytes(0, 0, peaks.before_gradients)
+            yield PhaseBytes(0, bucket, peaks.with_gradients)
         else:
-            yield Phase(self._whole, bucket, peaks.before_gradients)
-            yield Phase(self._whole, bucket, peaks.without_gradients)
+            yield PhaseBytes(self._whole, bucket, peaks.before_gradients)
+            yield PhaseBytes(self._whole, bucket, peaks.without_gradients)
 
-    def _stage_2(self) -> Iterator[Phase]:
+    def _stage_2(self) -> Iterator[PhaseBytes]:
         peaks = self.model.activations
         earlier = 0 if self.num_micro_batches == 1 else self._partly_owned
-        yield Phase(earlier, 0, peaks.before_gradients)
-        yield Phase(earlier, self._bucket, peaks.without_gradients)
+        yield PhaseBytes(earlier, 0, peaks.before_gradients)
+        yield PhaseBytes(earlier, self._bucket, peaks.without_gradients)
         if not self._fits_bucket:
             reduced = self._partly_owned + self._outside_bucket
-            yield Phase(earlier + reduced, self._bucket, peaks.after_first_bucket)
-        yield Phase(earlier, self._bucket + max(self._flat_copy, self._partly_owned))
+            yield PhaseBytes(earlier + reduced, self._bucket, peaks.after_first_bucket)
+        yield PhaseBytes(earlier, self._bucket + max(self._flat_copy, self._partly_owned))
         if not self._fits_bucket:  # a full bucket is reduced before the next gradient enters it
             waiting = FP32_BYTES * self.model.largest
-            yield Phase(earlier, self._bucket + self._flat_copy + waiting)
+            yield PhaseBytes(earlier, self._bucket + self._flat_copy + waiting)
         yield from self._partitioned_update()
 
-    def _partitioned_update(self) -> Iterator[Phase]:
+    def _partitioned_update(self) -> Iterator[PhaseBytes]:
         if self.zero.offload == "none":
             gradients = self._partly_owned + self._part  # and a flat copy of this rank's part
-            yield Phase(gradients, self._whole if self.model.has_muon else 0)
+            yield PhaseBytes(gradients, self._whole if self.model.has_muon else 0)
 
-    def _stage_3(self) -> Iterator[Phase]:
+    def _stage_3(self) -> Iterator[PhaseBytes]:
         peaks, is_sharded = self.model.activations, self.num_ranks > 1
         gradients = self._part if self.zero.offload == "none" else 0
         small = self.model.num_below(self.zero.param_persistence_threshold)
@@ -315,15 +315,15 @@ class RankPeak:
         bucket = self._bucket + FP32_BYTES * small * is_sharded
         weights, ahead = (FP32_BYTES * size * is_sharded for size in (gathered, fetched))
         activations = max(peaks.before_gradients, peaks.without_gradients)
-        yield Phase(gradients, bucket + weights, activations)
-        yield Phase(gradients, bucket + weights + ahead, peaks.after_forward)
+        yield PhaseBytes(gradients, bucket + weights, activations)
+        yield PhaseBytes(gradients, bucket + weights + ahead, peaks.after_forward)
         flat_copy = FP32_BYTES * min(self.model.num_parameters, self.zero.reduce_bucket_size)
         reduced = flat_copy * (1 + self.copies_to_reduce)
-        yield Phase(gradients, bucket + reduced)
+        yield PhaseBytes(gradients, bucket + reduced)
         if not self._fits_bucket:  # a bucket is reduced before the next gradient enters it
             largest = FP32_BYTES * self.model.largest * is_sharded
-            yield Phase(gradients, bucket + reduced + largest, peaks.after_first_bucket)
-        yield Phase(2 * gradients, bucket)
+            yield PhaseBytes(gradients, bucket + reduced + largest, peaks.after_first_bucket)
+        yield PhaseBytes(2 * gradients, bucket)
 
     # --- parts of phases ------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def evaluate_on_workers(
             progress("scoring", done, total)
     except WorkerDiedError as error:
         raise TxlError(
-            f"{error.event}. Most likely memory ran out (SIGKILL: see dmesg on that machine). Run "
+            f"{error.event}. Most likely RAM ran out (SIGKILL: see dmesg on that machine). Run "
             f"the same command with --resume and fewer --workers (now {workers.num_workers}), "
             "which keeps the finished chunks, or with a smaller --batch (now "
             f"{planned[0].job.batch_chunks}), which starts again"

@@ -35,7 +35,7 @@ Finisher: TypeAlias = Callable[[NamedSums], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreDefinition:
     """How a score is computed and shown."""
 
     finish: Finisher
@@ -44,7 +44,7 @@ class Score:
     label: str
 
 
-SCORES: dict[str, Score] = {}
+SCORES: dict[str, ScoreDefinition] = {}
 """By name, in the order in which they are shown."""
 
 
@@ -58,7 +58,8 @@ def score(*, needs: str, label: str = "") -> Callable[[Finisher], Finisher]:
     """Register a function as a score with its name. `label`: for people; default: the name."""
 
     def register(finish: Finisher) -> Finisher:
-        SCORES[finish.__name__] = Score(finish, needs, label or finish.__name__.replace("_", " "))
+        name = finish.__name__
+        SCORES[name] = ScoreDefinition(finish, needs, label or name.replace("_", " "))
         return finish
 
     return register

@@ -125,7 +125,7 @@ def overhead(chunks: list[EvaluationChunk]) -> float:
 # Shapes: B chunks per batch, T segment tokens, N tokens of one chunk and its context, V vocabulary
 
 READ_TOKENS = 1 << 18
-"""Tokens of each chunk that are read at a time, which bounds the memory for long chunks."""
+"""Tokens of each chunk that are read at a time, which bounds the RAM for long chunks."""
 
 
 class BatchSegment(NamedTuple):

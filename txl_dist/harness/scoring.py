@@ -102,7 +102,7 @@ def batches(source: ModelSource, requests: Sequence[R], *, batch_size: int) -> I
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class Likelihood:
     """The log-likelihood of a continuation in nats, and whether greedy decoding would give it."""
 
     log_likelihood: float
@@ -125,7 +125,7 @@ def _device(name: str | None) -> str:
     return "cpu" if name.startswith("cuda") and not torch.cuda.is_available() else name
 
 
-def score_unit(unit: Unit[ScoringRequest]) -> list[Score]:
+def score_unit(unit: Unit[ScoringRequest]) -> list[Likelihood]:
     """The scores of all requests of a unit. Raises CheckpointError for weights that give NaN."""
     model, _ = open_model(unit.source)
     with torch_threads(EXACT_THREADS):
@@ -135,7 +135,7 @@ def score_unit(unit: Unit[ScoringRequest]) -> list[Score]:
             f"{unit.source.checkpoint}: the log-likelihood of a request is NaN or Inf. The model "
             "has diverged: use an older checkpoint (txl checkpoint list RUN)"
         )
-    return [Score(-nats, greedy) for nats, greedy in zip(nats_B, is_greedy_B, strict=True)]
+    return [Likelihood(-nats, greedy) for nats, greedy in zip(nats_B, is_greedy_B, strict=True)]
 
 
 def generate_unit(unit: Unit[GenerationRequest]) -> list[str]:

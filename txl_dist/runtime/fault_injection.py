@@ -25,7 +25,7 @@ from typing import Literal, cast, get_args
 
 from txl_dist.errors import ConfigError, TxlError
 
-Point = Literal[
+FaultPoint = Literal[
     "start",  # a rank begins
     "engine",  # it has met the other ranks, and builds model and engine
     "resume",  # it loads a checkpoint
@@ -38,7 +38,7 @@ Point = Literal[
     "save/latest",  # rank 0: the checkpoint is complete, and LATEST names the previous one
     "upload",  # a rank copies its files of a checkpoint to training.checkpoint_url
 ]
-POINTS: tuple[Point, ...] = get_args(Point)
+POINTS: tuple[FaultPoint, ...] = get_args(FaultPoint)
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 _FAULT = re.compile(
@@ -55,7 +55,7 @@ class InjectedError(TxlError):
     """The error of action `raise`."""
 
 
-def fault_point(point: Point) -> None:
+def fault_point(point: FaultPoint) -> None:
     """Fail here if TXL_FAULT says so. Raises ConfigError if TXL_FAULT is invalid."""
     injector = _injector(os.environ.get(FAULT_VARIABLE, ""), os.environ.get(TRACE_VARIABLE, ""))
     if injector is not None:
@@ -66,7 +66,7 @@ def fault_point(point: Point) -> None:
 class Fault:
     """One entry of TXL_FAULT."""
 
-    point: Point
+    point: FaultPoint
     action: str
     nth: int
     rank: int | None
@@ -86,9 +86,9 @@ class Injector:
 
     def __init__(self, faults: list[Fault], *, trace: str) -> None:
         self._faults, self._trace = faults, trace
-        self._count: Counter[Point] = Counter()
+        self._count: Counter[FaultPoint] = Counter()
 
-    def reach(self, point: Point, *, rank: int) -> None:
+    def reach(self, point: FaultPoint, *, rank: int) -> None:
         self._count[point] += 1
         if self._trace:
             # One write in append mode: lines of several processes do not mix.
@@ -138,4 +138,4 @@ def parse_fault(text: str) -> Fault:
             f"For a run without injected faults: unset {FAULT_VARIABLE}"
         )
     rank = None if match["rank"] is None else int(match["rank"])
-    return Fault(cast(Point, match["point"]), match["action"], int(match["nth"] or 1), rank)
+    return Fault(cast(FaultPoint, match["point"]), match["action"], int(match["nth"] or 1), rank)

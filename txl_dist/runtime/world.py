@@ -186,7 +186,7 @@ class World:
 def _require_own_gpu(world: World, gpu: str) -> None:
     """Raise ConfigError, on every rank, if two ranks have the same GPU.
 
-    Through the store where the ranks have met: NCCL's collectives need one GPU per rank.
+    Through the TCP store of their rendezvous: NCCL's collectives need one GPU per rank.
     """
     store = dist.distributed_c10d._get_default_store()
     store.set(f"txl_dist/gpu/{world.rank}", gpu)

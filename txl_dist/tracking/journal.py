@@ -24,7 +24,7 @@ from data_pipeline.system.files import fsync_directory
 JOURNAL = "metrics.jsonl"
 SUPERSEDED = "logs/metrics-superseded.jsonl"
 MAX_HELD_LINES = 10_000
-"""Lines held in memory while the disk is full. Beyond that the oldest are lost."""
+"""Lines held in RAM while the disk is full. Beyond that the oldest are lost."""
 READ_BYTES = 1 << 19
 
 _log = logging.getLogger("txl_dist.tracking")
@@ -35,7 +35,7 @@ class MetricsJournal:
     """Appends to a run's metrics.jsonl.
 
     Each line is one write, so a killed process leaves at most one incomplete line, which the next
-    open removes. A full disk causes one warning and no error: lines wait in memory.
+    open removes. A full disk causes one warning and no error: lines wait in RAM.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,6 +1,6 @@
 """The processes of tracking: rank 0 starts a sender, the launcher waits for its end.
 
-Rank 0 starts `sender.py` with a file in memory that has the request as JSON, and later writes the
+Rank 0 starts `sender.py` with a file in RAM that has the request as JSON, and later writes the
 status to its standard input. If the pipe closes, or the sender's parent process changes, training
 has ended, also by SIGKILL.
 
@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from data_pipeline.system.files import try_lock
+from data_pipeline.system.files import is_locked
 from data_pipeline.system.signals import StopSignals
 from txl_dist.config.redaction import redact
 from txl_dist.errors import DivergedError, FencedError, PreemptedError
@@ -247,15 +247,9 @@ def _is_sending(run_dir: Path, waited_seconds: float) -> bool:
     """Whether the sender runs, or may still begin."""
     state = TrackingState.load(run_dir / STATE)
     is_delivered = state is not None and state.delivered
-    try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        has_ended = True
-    else:
-        # A file system without locks: only the state tells.
-        has_ended = try_lock(descriptor, if_unsupported=is_delivered)
-        os.close(descriptor)
-    return not has_ended or (not is_delivered and waited_seconds < START_SECONDS)
+    # A file system without locks: only the state tells.
+    is_running = is_locked(run_dir / LOCK, if_unsupported=not is_delivered)
+    return is_running or (not is_delivered and waited_seconds < START_SECONDS)
 
 
 def _request(

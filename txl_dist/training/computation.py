@@ -17,7 +17,7 @@ from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.context import RankContext
 from txl_dist.training.engine import Engine, create_engine
-from txl_dist.training.scores import Evaluate, Score
+from txl_dist.training.scores import Evaluate, StepScore
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
@@ -105,7 +105,7 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
     )
     chunks = plan_evaluation(scorer.source, settings, model.config)
 
-    score = Score(
+    score = StepScore(
         step=0,
         split=settings.split,
         max_tokens=settings.max_tokens,
@@ -113,7 +113,7 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
         nats=None,
     )
 
-    def evaluate(state: TrainState, *, stop: object) -> Score | None:
+    def evaluate(state: TrainState, *, stop: object) -> StepScore | None:
         world.activity.name = f"evaluation of split {settings.split}"
         with engine.averaged_weights(), engine.whole_model() as whole_model:
             whole_scorer = replace(scorer, model=whole_model)

@@ -167,8 +167,8 @@ class Goodput(Observer):
         self._productive = dict([first, *later[1 - MAX_CHECKPOINTS :]])
         self._write(sync=True)
 
-    def rollback(self, state: TrainState, abandoned_step: int) -> None:
-        self._step = abandoned_step
+    def rollback(self, state: TrainState, reached_step: int) -> None:
+        self._step = reached_step
         self._rewind(state.step)
 
     def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:

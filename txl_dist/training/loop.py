@@ -3,8 +3,8 @@
     segment -> step (diverged? -> skip or rollback) -> state -> line -> checkpoint -> stop?
             -> evaluation -> score
 
-A rollback, also one because of a save or an evaluation, abandons the rest of the events, and the
-loop continues at the older step. With `evaluation.on: workers` another process evaluates
+A rollback, also one because of a save or an evaluation, ends the events of its step, and the loop
+continues at the older step. With `evaluation.on: workers` another process evaluates
 (`score_watch.py`), and the loop waits for it at the end only.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
@@ -35,7 +35,7 @@ from txl_dist.training.step import StepResult, TrainStep
 
 
 class RolledBackError(Exception):
-    """Leaves the events of a step that a rollback has abandoned. Never leaves the loop."""
+    """Ends the events of a step after a rollback. Never leaves the loop."""
 
     def __init__(self, rollback: Rollback) -> None:
         super().__init__(rollback)

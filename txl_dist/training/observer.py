@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from txl_dist.training.state import TrainState
 
 if TYPE_CHECKING:
-    from txl_dist.training.scores import Score
+    from txl_dist.training.scores import StepScore
     from txl_dist.training.step import StepResult
 
 Values = dict[str, float]
@@ -57,11 +57,11 @@ class Observer:
     def save(self, state: TrainState) -> None:
         """A checkpoint of `state` is going to be saved."""
 
-    def score(self, score: "Score", gain: float | None) -> None:
-        """A step has a score, or never will. `gain` over the best one: see `Score.gain_over`."""
+    def score(self, score: "StepScore", gain: float | None) -> None:
+        """A step has a score, or never will. `gain`: that of `StepScore.gain_over` the best one."""
 
-    def rollback(self, state: TrainState, abandoned_step: int) -> None:
-        """The run has returned to `state` from `abandoned_step`."""
+    def rollback(self, state: TrainState, reached_step: int) -> None:
+        """The run has returned to `state` from `reached_step`."""
 
     def event(self, message: str, *values: Any) -> None:
         """Something that people should know, as a message for `logging`."""

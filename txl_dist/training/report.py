@@ -22,7 +22,7 @@ from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.schedule import lr_at
-from txl_dist.training.scores import Score
+from txl_dist.training.scores import StepScore
 from txl_dist.training.start_state import count_tokens, remaining_work
 from txl_dist.training.state import TrainState, realised_shares
 from txl_dist.training.step import StepResult
@@ -115,13 +115,13 @@ class Report(Observer):
     def save(self, state: TrainState) -> None:
         self._journal.sync()  # a resume from this checkpoint keeps all lines up to its step
 
-    def rollback(self, state: TrainState, abandoned_step: int) -> None:
+    def rollback(self, state: TrainState, reached_step: int) -> None:
         self._journal.sync()
         self._journal.truncate_after(state.step)
         self._before, self._num_steps = None, 0
         self._write_phase(state)
 
-    def score(self, score: Score, gain: float | None) -> None:
+    def score(self, score: StepScore, gain: float | None) -> None:
         if score.nats is None:
             log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
             return

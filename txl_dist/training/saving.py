@@ -43,7 +43,7 @@ from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
 RETRY_SECONDS = 5.0
-"""Delay between two upload attempts at the end of a run, while the store fails."""
+"""Delay between two upload attempts at the end of a run, while the object storage fails."""
 CLOSE_TIMEOUT_SECONDS = 10.0
 """How long a save may take to complete after an error that ends the run."""
 
@@ -219,8 +219,9 @@ class RunSaver:
     def finish(self, *, require_copies: bool) -> None:
         """`wait`, then wait until the copies at the URL are complete. Collective.
 
-        While the store fails, the uploads are repeated for `checkpoint_upload_timeout_seconds`.
-        After that, CheckpointError on every rank. Without `require_copies` a failure is logged.
+        While the object storage fails, the uploads are repeated, for at most
+        `checkpoint_upload_timeout_seconds`. After that, CheckpointError on every rank. Without
+        `require_copies` a failure is logged.
         """
         self.wait()
         if self._config.checkpoint_url is None:

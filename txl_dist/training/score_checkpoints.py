@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.system.files import try_lock
+from data_pipeline.system.files import is_locked, try_lock
 from data_pipeline.system.workers import Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
@@ -30,7 +30,7 @@ from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.training.data import EvaluatedSplit, TrainingData
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.schedule import resolve_duration
-from txl_dist.training.scores import FOLDER, Score, ScoreTable, due_in
+from txl_dist.training.scores import FOLDER, ScoreTable, StepScore, due_in
 
 POLL_SECONDS = 0.5
 """Between two looks at the files of the run."""
@@ -60,7 +60,7 @@ def watch(
         raise ConfigError(f"{directory.config} names no split to score: set evaluation.split=NAME")
     config, num_scored = resolve_duration(config, data.plan), 0
     scorer = _CheckpointScorer(directory.checkpoints, data.evaluation, config, workers, num_threads)
-    is_training = is_training or partial(_is_locked, directory)
+    is_training = is_training or partial(is_locked, run / "lock")
     with _only_watcher(run):
         table = ScoreTable(directory.checkpoints, due_in(config))
         while True:
@@ -95,18 +95,6 @@ def _only_watcher(run: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_locked(directory: RunDirectory) -> bool:
-    """Whether a process holds the lock of the run."""
-    try:
-        descriptor = os.open(directory.path / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return not try_lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True, slots=True)
 class _CheckpointScorer:
     """Scores checkpoints as the ranks would have done when they wrote them."""
@@ -118,10 +106,10 @@ class _CheckpointScorer:
     num_threads: int
     """May change the last bit of a matrix product: as many as rank 0 has."""
 
-    def score(self, step: int) -> Score | None:
+    def score(self, step: int) -> StepScore | None:
         """The score of a step; None if its checkpoint was removed or superseded meanwhile."""
         path = self.checkpoints.at(step)
-        score = Score(
+        score = StepScore(
             step=step,
             split=self.split.name,
             max_tokens=self.config.evaluation.max_tokens,

@@ -20,7 +20,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.observer import Observer, Observers
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.scores import FOLDER, Score, ScoreTable
+from txl_dist.training.scores import FOLDER, ScoreTable, StepScore
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
 
@@ -50,7 +50,7 @@ class ScoreWatch(Observer):
         *,
         on: str,
         timeout_seconds: float,
-        announce: Callable[[Score, float | None], None],
+        announce: Callable[[StepScore, float | None], None],
     ) -> None:
         self._directory, self._table, self._on = directory, table, on
         self._timeout_seconds, self._announce = timeout_seconds, announce

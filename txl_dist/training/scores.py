@@ -42,7 +42,7 @@ _NAME = re.compile(r"step-(\d{8,})\.json")
 log = logging.getLogger(__name__)
 
 
-class Score(StrictModel):
+class StepScore(StrictModel):
     """The score of a split after a step."""
 
     step: Count
@@ -60,7 +60,7 @@ class Score(StrictModel):
     save_id: str | None = None
     """The save that was scored; None: the weights of the ranks."""
 
-    def with_sums(self, sums: LossSums) -> "Score":
+    def with_sums(self, sums: LossSums) -> "StepScore":
         """The same with the sums of an evaluation, if they are finite."""
         reason = ""
         if not math.isfinite(sums.nats):
@@ -100,7 +100,7 @@ class Score(StrictModel):
         assert self.nats is not None
         return LossSums(self.nats, self.tokens_scored, self.bytes_scored)
 
-    def gain_over(self, other: "Score | None") -> float | None:
+    def gain_over(self, other: "StepScore | None") -> float | None:
         """Nats per token below `other`; 0 if that is of other text; None if it is not better."""
         if self.nats is None:
             return None
@@ -122,17 +122,17 @@ class ScoreTable:
         checkpoints: CheckpointDirectory,
         is_due: Callable[[int], bool],
         *,
-        inherited: Score | None = None,
+        inherited: StepScore | None = None,
     ) -> None:
         """`is_due`: whether the evaluation of a step is due. `inherited`: the best score in the
         checkpoint from which the run resumes, whose file may be on another disk.
         """
         self._checkpoints, self._is_due, self._inherited = checkpoints, is_due, inherited
         self._folder = checkpoints.run / FOLDER
-        self._by_step: dict[int, Score] = {}
+        self._by_step: dict[int, StepScore] = {}
         self._from_files: set[int] = set()
         """Steps whose files were read or written."""
-        self.best: Score | None = None
+        self.best: StepScore | None = None
         """The best score up to now."""
         self._read_all()
 
@@ -141,11 +141,11 @@ class ScoreTable:
         """The step of the best score."""
         return self.best.step if self.best else None
 
-    def get(self, step: int) -> Score | None:
+    def get(self, step: int) -> StepScore | None:
         """The score of a step, if it has one."""
         return self._by_step.get(step)
 
-    def refresh(self) -> list[tuple[Score, float | None]]:
+    def refresh(self) -> list[tuple[StepScore, float | None]]:
         """Read the files that are new; these scores with their gains, by ascending step.
 
         Forgets the scores whose files a rollback has removed.
@@ -163,10 +163,10 @@ class ScoreTable:
         new = [self._read(step) for step in sorted(steps - self._from_files)]
         return [(score, self._take(score)) for score in new if score is not None]
 
-    def _read(self, step: int) -> Score | None:
+    def _read(self, step: int) -> StepScore | None:
         path = self._folder / f"step-{step:08d}.json"
         try:
-            score = Score.model_validate_json(path.read_bytes())
+            score = StepScore.model_validate_json(path.read_bytes())
             if not self._is_current(score):
                 return None
             self._from_files.add(step)
@@ -179,7 +179,7 @@ class ScoreTable:
             log.warning("%s cannot be read (%s): the step counts as not evaluated", path, problem)
             return None
 
-    def _is_current(self, score: Score) -> bool:
+    def _is_current(self, score: StepScore) -> bool:
         """Whether the checkpoint of its step, if there is one, is that which was scored."""
         path = self._checkpoints.at(score.step)
         if score.save_id is None or not path.exists():
@@ -189,15 +189,15 @@ class ScoreTable:
         except CheckpointError:
             return True
 
-    def _take(self, score: Score) -> float | None:
+    def _take(self, score: StepScore) -> float | None:
         self._by_step[score.step] = score
         gain = score.gain_over(self.best)
         if gain is not None:
             self.best = score
         return gain
 
-    def add(self, score: Score) -> float | None:
-        """Write the file of a score; its gain over the best one (`Score.gain_over`).
+    def add(self, score: StepScore) -> float | None:
+        """Write the file of a score; its gain over the best one (`StepScore.gain_over`).
 
         A file that cannot be written is a warning: the next start evaluates the step again.
         """
@@ -274,4 +274,4 @@ class Evaluate(Protocol):
     Returns the score of the weights of `state`, or None on all ranks if `stop` is true on any.
     """
 
-    def __call__(self, state: "TrainState", *, stop: object) -> Score | None: ...
+    def __call__(self, state: "TrainState", *, stop: object) -> StepScore | None: ...

@@ -35,7 +35,7 @@ class SegmentSource:
 
     def open_at(self, state: TrainState) -> tuple[LanePlan, Iterator[Segment]]:
         """The lanes of the current phase, and the segments from the position of `state` on."""
-        self._streams.close()  # that of an abandoned trajectory
+        self._streams.close()  # that of superseded steps
         stream = self._streams.enter_context(closing(_open_stream(self._rank, self._step, state)))
         segments, device = segment_pipeline(stream), self._rank.world.device
         if device.type != "cpu":

@@ -88,7 +88,7 @@ def product_flops(size: int, dtype: torch.dtype, device: torch.device, *, second
             matrix @ matrix
             synchronize(device)
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    except torch.OutOfMemoryError:  # the run uses the memory; skip this measurement
+    except torch.OutOfMemoryError:  # the run uses the GPU memory; skip this measurement
         return 0.0
     return best
 

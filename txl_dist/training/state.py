@@ -32,7 +32,7 @@ from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.divergence import DivergenceState
-from txl_dist.training.scores import Score
+from txl_dist.training.scores import StepScore
 
 if TYPE_CHECKING:
     from data_pipeline.streams.segments import Segment
@@ -123,7 +123,7 @@ class TrainState(StrictModel):
     """Lane position of the next segment."""
     tokens: Count = 0
     """Targets trained on, over all lanes."""
-    best: Score | None = None
+    best: StepScore | None = None
     """The best score when the checkpoint was saved; None in a run that trains (`scores.py`)."""
     unreported: tuple[float, Count, Count] = (0.0, 0, 0)
     """Nats, tokens and bytes since the last line of metrics.jsonl."""

@@ -21,6 +21,7 @@ from data_pipeline.system.files import (
     PAGE_BYTES,
     STAGING,
     StagedDirectory,
+    is_locked,
     overwrite_page,
     publish_directory,
     remove_directory,
@@ -111,6 +112,16 @@ def test_only_one_descriptor_holds_the_lock(descriptors: tuple[int, int]) -> Non
     assert not try_lock(second)
     assert try_lock(first), "the holder may take it again"
     assert not wait_for_lock(second, timeout_seconds=0.2)
+
+
+def test_a_lock_can_be_seen_without_taking_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not is_locked(path), "no file"
+    with path.open("wb") as first, path.open("wb") as second:
+        assert not is_locked(path)
+        assert try_lock(first.fileno())
+        assert is_locked(path)
+        assert not try_lock(second.fileno()), "still held"
 
 
 def test_waiting_ends_when_the_lock_is_released(descriptors: tuple[int, int]) -> None:

@@ -14,12 +14,12 @@ from txl_dist.checkpoint.writer import CheckpointHeader, Save
 from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.training.scores import Score
+from txl_dist.training.scores import StepScore
 from txl_dist.training.state import TrainState
 
 NUM_LANES = 3
 STATES = ("exp_avg", "exp_avg_sq")
-BEST = Score(step=1, nats=2.5, tokens_scored=1, split="valid", max_tokens=None)
+BEST = StepScore(step=1, nats=2.5, tokens_scored=1, split="valid", max_tokens=None)
 CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
 _TOKENIZER = ByteTokenizer()
 HEADER = CheckpointHeader(
@@ -45,7 +45,7 @@ def save(
     run: Path,
     *,
     step: int,
-    best: Score | None = BEST,
+    best: StepScore | None = BEST,
     start: bool = True,
     change: Callable[[str, torch.Tensor], None] = leave,
 ) -> Path:

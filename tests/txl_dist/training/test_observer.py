@@ -13,7 +13,7 @@ from txl_dist.training.context import open_inputs
 from txl_dist.training.job import TrainJob
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.scores import Score
+from txl_dist.training.scores import StepScore
 from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
@@ -51,10 +51,10 @@ class Everything(Observer):
     def save(self, state: TrainState) -> None:
         self.events.append(("save", state.step))
 
-    def score(self, score: Score, gain: float | None) -> None:
+    def score(self, score: StepScore, gain: float | None) -> None:
         self.events.append(("score", score.step))
 
-    def rollback(self, state: TrainState, abandoned_step: int) -> None:
+    def rollback(self, state: TrainState, reached_step: int) -> None:
         self.events.append(("rollback", state.step))
 
     def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:

@@ -25,7 +25,7 @@ from txl_dist.errors import CheckpointError, DivergedError, LostRankError, TxlEr
 from txl_dist.runtime import world as world_module
 from txl_dist.runtime.world import World
 from txl_dist.training.saving import RunSaver
-from txl_dist.training.scores import Score, ScoreTable
+from txl_dist.training.scores import ScoreTable, StepScore
 from txl_dist.training.state import TrainState
 
 
@@ -94,8 +94,8 @@ def state(step: int, **changes: Any) -> TrainState:
     return TrainState(step=step, position=4 * step, **changes)
 
 
-def score(step: int, nats: float) -> Score:
-    return Score(step=step, nats=nats, tokens_scored=1, split="valid", max_tokens=None)
+def score(step: int, nats: float) -> StepScore:
+    return StepScore(step=step, nats=nats, tokens_scored=1, split="valid", max_tokens=None)
 
 
 def test_saves_scores_and_removals_happen_in_the_order_of_the_calls(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.observer import Observer
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.scores import Score
+from txl_dist.training.scores import StepScore
 from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import TrainState, load_state
 
@@ -113,7 +113,7 @@ class CopyAtScore(Observer):
     def __init__(self, trainer: Trainer, copy: Path) -> None:
         self.trainer, self.copy = trainer, copy
 
-    def score(self, score: Score, gain: float | None) -> None:
+    def score(self, score: StepScore, gain: float | None) -> None:
         if score.step == 10:
             self.trainer.saver.wait()  # one rank: not collective
             shutil.copytree(Path(self.trainer.config.directory), self.copy)
@@ -235,7 +235,7 @@ def nan_in_evaluation(trainer: Trainer, step: int) -> None:
     evaluate = trainer.evaluate
     assert evaluate is not None
 
-    def poisoned(state: TrainState, *, stop: object) -> Score | None:
+    def poisoned(state: TrainState, *, stop: object) -> StepScore | None:
         if trainer.state.step == step and trainer.step.world.rank == 1:
             with trainer.step.engine.whole_model() as model:
                 next(model.parameters()).data.view(-1)[:] = float("nan")

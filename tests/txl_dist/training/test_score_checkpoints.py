@@ -28,7 +28,7 @@ from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.score_checkpoints import watch
 from txl_dist.training.score_watch import MAX_STARTS, ScoreWatch
-from txl_dist.training.scores import Score, ScoreTable
+from txl_dist.training.scores import ScoreTable, StepScore
 from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = (
@@ -250,8 +250,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     return processes
 
 
-def score_of(step: int, nats: float = 2.0) -> Score:
-    return Score(step=step, nats=nats, tokens_scored=1, split="valid", max_tokens=None)
+def score_of(step: int, nats: float = 2.0) -> StepScore:
+    return StepScore(step=step, nats=nats, tokens_scored=1, split="valid", max_tokens=None)
 
 
 def watched(run: Path, *steps: int) -> tuple[ScoreWatch, ScoreTable, list[int]]:
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_cannot_be_scored_is_announced_and_tried_again_by_the_
     assert table.waiting() == [10]
 
 
-def test_after_a_rollback_no_score_of_the_abandoned_steps_counts(
+def test_after_a_rollback_no_score_of_the_superseded_steps_counts(
     tmp_path: Path, processes: Processes
 ) -> None:
     watch, table, _ = watched(tmp_path, 10, 20, 30)

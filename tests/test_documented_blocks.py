@@ -1,4 +1,4 @@
-"""Every block of commands in README and docs runs, in the order of its page, or says why not.
+"""Every block of commands in READMEs, CONTRIBUTING and docs runs, in the order of its page, or says why not.
 
 The commands run where a reader would have data and runs of these names. Models are small: what a
 command does not set is overridden. Options that only make it faster or larger are left out.
@@ -104,7 +104,7 @@ def test_the_blocks_of_a_page_run(
         Path("run.yaml").write_text(text)
         for name in ("data", "runs"):
             Path(name).rename(f"other-{name}")
-    if page == "docs/tutorials/your_own_corpus.md":
+    if page in ("docs/tutorials/your_own_corpus.md", "configs/README.md"):
         Path("mine.yaml").unlink()
     if page == "docs/tutorials/what_memory_is_worth.md":
         Path("data/mine").symlink_to("books")

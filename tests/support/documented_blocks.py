@@ -44,8 +44,8 @@ class Block:
 
 def pages() -> Iterator[str]:
     """Paths of the documents whose blocks are checked."""
-    yield "README.md"
-    for path in sorted((ROOT / "docs").rglob("*.md")):
+    yield from ("README.md", "CONTRIBUTING.md", "SECURITY.md", "cluster/deploy/README.md")
+    for path in (*sorted((ROOT / "configs").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
         page = str(path.relative_to(ROOT))
         if not page.startswith(DATED) and page != HAS_OWN_MARKS:
             yield page

@@ -1,4 +1,4 @@
-"""Every block of commands in READMEs, CONTRIBUTING and docs runs, in the order of its page, or says why not.
+"""Every block of commands in docs and READMEs runs, in the order of its page, or says why not.
 
 The commands run where a reader would have data and runs of these names. Models are small: what a
 command does not set is overridden. Options that only make it faster or larger are left out.

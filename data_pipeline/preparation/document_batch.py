@@ -21,6 +21,7 @@ from data_pipeline.preparation.output import RECORDS
 from data_pipeline.preparation.scan import TEXT_HASH_BYTES, InputIndex, document_id, spill_name
 from data_pipeline.readers import InputFile, read_text_chunks, text_of_stored
 from data_pipeline.shards.shard_index import NO_LINE, DocumentIds
+from data_pipeline.system.files import open_descriptor
 from data_pipeline.system.progress import count_bytes
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS
@@ -196,7 +197,7 @@ def _read_group(batch: DocumentBatch, first: int, stop: int, staging: Path) -> l
     for start, end in _runs(batch, first, stop):
         source = batch.source_of(start, staging)
         file, places = source.file, batch.location[start:end, :2].tolist()
-        with source.explain_errors(), _descriptor(file.path) as descriptor:
+        with source.explain_errors(), open_descriptor(file.path) as descriptor:
             stored = [os.pread(descriptor, size, file.base + offset) for offset, size in places]
             if file.holds_plain_texts:
                 run = [raw.decode("utf-8") for raw in stored]
@@ -216,13 +217,3 @@ def _runs(batch: DocumentBatch, first: int, stop: int) -> Iterator[tuple[int, in
     differs = (file[1:] != file[:-1]) | (unit[1:] != unit[:-1])
     bounds = [first, *(np.flatnonzero(differs) + first + 1).tolist(), stop]
     return itertools.pairwise(bounds)
-
-
-@contextlib.contextmanager
-def _descriptor(path: str) -> Iterator[int]:
-    # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

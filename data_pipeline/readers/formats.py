@@ -43,6 +43,7 @@ from data_pipeline.readers.wikitext import (
     read_wikitext,
     read_wikitext_rows,
 )
+from data_pipeline.system.files import open_descriptor
 from data_pipeline.system.sources import (
     Compression,
     SourceError,
@@ -196,12 +197,9 @@ class InputFile:
             if not self.is_plain:
                 with self.open() as stream:
                     return stream.read(size)
-            # A fifth of the time of `open`, which matters for many files. O_NONBLOCK: a pipe.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
+            # A fifth of the time of `open`, which matters for many files.
+            with open_descriptor(self.path) as descriptor:
                 return os.read(descriptor, size)
-            finally:
-                os.close(descriptor)
         except OSError:  # the reader reports it
             return b""
 

@@ -51,7 +51,7 @@ class FrameWriter:
     at their end; from 1.5 times `frame_bytes` on they are divided evenly into several frames.
     """
 
-    def __init__(self, file: BinaryIO, *, frame_bytes: int, level: int = ZSTD_LEVEL) -> None:
+    def __init__(self, file: BinaryIO, *, frame_bytes: int) -> None:
         if not _CUT_UNIT <= frame_bytes <= MAX_FRAME_BYTES // 2:
             raise ValueError(
                 f"frame_bytes={frame_bytes} must be in [{_CUT_UNIT}, {MAX_FRAME_BYTES // 2}]"
@@ -66,7 +66,7 @@ class FrameWriter:
         self._file = file
         self._frame_bytes = frame_bytes
         self._compressor = zstandard.ZstdCompressor(
-            level=level, write_checksum=True, write_content_size=True, write_dict_id=False
+            level=ZSTD_LEVEL, write_checksum=True, write_content_size=True, write_dict_id=False
         )
         self._buffer = bytearray()
         self._cut_at = 0  # raw offset up to which frames are written

@@ -40,7 +40,6 @@ def shard_name(split: str, number: int) -> str:
 
 
 def index_name(shard: str) -> str:
-    """The file name of a shard's index."""
     return shard.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX
 
 

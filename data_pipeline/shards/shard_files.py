@@ -19,6 +19,7 @@ from typing import Self
 from data_pipeline.errors import ConfigError, DataError, UnreadableError
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
+from data_pipeline.system.files import open_descriptor
 from data_pipeline.system.remote_path import DatasetPath, RemotePath
 from data_pipeline.system.sources import is_read_failure, is_url, shown
 
@@ -66,12 +67,8 @@ def _read_local(path: Path, first: int, size: int) -> bytes:
 
 def _read_once(path: Path, first: int, size: int) -> bytes:
     # Opened for every read: a corpus may have more shards than a process may have open files.
-    # O_NONBLOCK: opening a FIFO would otherwise block until another process writes to it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
+    with open_descriptor(path) as descriptor:
         return os.pread(descriptor, size, first)
-    finally:
-        os.close(descriptor)
 
 
 def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: int) -> bytes:

@@ -8,7 +8,7 @@ the first step (`verify.py` does it).
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -111,7 +111,9 @@ class SplitReader:
         self._frame_cache = frame_cache or (FrameCache.of_user() if is_remote else None)
         self._lock = threading.Lock()
         check_sizes(self.directory, self.entry.shards)
-        self.block_tokens = load_block_tokens(self.directory, self.entry.shards)
+        with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
+            read_tokens = partial(read_block_tokens, self.directory)
+            self.block_tokens = np.concatenate([*pool.map(read_tokens, self.entry.shards)])
         blocks = [shard.blocks for shard in self.entry.shards]
         self._first_block = np.concatenate([[0], np.cumsum(blocks)])
 
@@ -251,12 +253,6 @@ class SplitReader:
         key = entry.sha256, frame.compressed_offset, frame.compressed_size
         check = partial(checked_frame, path=path, frame=frame, number=number)
         return self._read_checked(path, key, check, frame_place(frame, number))
-
-
-def load_block_tokens(directory: DatasetPath, shards: Sequence[ShardEntry]) -> np.ndarray:
-    """int64 [num_blocks]: tokens of every block of these shards, in order."""
-    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
-        return np.concatenate([*pool.map(partial(read_block_tokens, directory), shards)])
 
 
 def open_split(

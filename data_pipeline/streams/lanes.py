@@ -124,7 +124,6 @@ class LanePlan:
         return self.num_tokens // self.num_lanes
 
     def lane_tokens_in(self, epoch: int) -> int:
-        """The tokens of one lane in this epoch."""
         return self._remainder_of(epoch).num_tokens // self.num_lanes
 
     def token_ranges(self, lane: int, part: EpochRange) -> list[TokenRange]:

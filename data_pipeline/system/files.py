@@ -119,6 +119,16 @@ def sha256_file(path: "DatasetPath") -> str:
 
 
 @contextlib.contextmanager
+def open_descriptor(path: str | Path) -> Iterator[int]:
+    """A descriptor for reading. Opening a named pipe does not wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def explain_disk_errors(action: str, directory: Path) -> Iterator[None]:
     """Raise an OSError of writing below `directory` as an UnfinishedError with the next step."""
     try:

@@ -63,7 +63,7 @@ def bpe_of_counts(
         tokenizer=json.loads(library.to_str()),
     )
     tokenizer = PretrainedTokenizer(description)
-    require_same_ids(tokenizer, [])
+    require_same_ids(tokenizer)
     return tokenizer
 
 

@@ -3,7 +3,7 @@
 job.py            config and options of a run, as a launcher sends them; equal on all ranks
 rank.py           the entry of every launcher: one rank from start to exit
 setup.py          builds the Trainer in five stages: inputs, attempt, point, parts, trainer
-begin.py          inputs, attempt and point: what is trained, and from where
+context.py        the inputs, and where a run begins, as data for all that is built
 computation.py    the step with model and engine, and evaluation on the ranks
 compilation.py    layers compiled by torch.compile
 segment_source.py  the segments that a rank reads
@@ -23,8 +23,7 @@ score_watch.py    the part of training in that
 state.py          progress of a run, stored in each checkpoint; changes of corpora and lanes
 saving.py         when checkpoints are written and removed
 resume.py         where a run resumes: one function, whose docstring is a table
-resume_point.py   the chosen checkpoint: verified, then loaded
-start_state.py    the state to begin with; counts the tokens that a resume loses
+start_state.py    loads that checkpoint; the state to begin with; counts the tokens that are lost
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and who may write them: lock and attempts
 tracked.py        what the tracking process is told at the start of a run

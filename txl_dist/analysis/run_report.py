@@ -159,8 +159,8 @@ def _legend(runs: Sequence[RunRecord]) -> str:
         marks.append("triangles: the ranks were started again, at this step")
     if any(run.log.divergences for run in runs):
         marks.append("bold crosses at the top: this step has diverged")
-    if any(run.given_up for run in runs):
-        marks.append("thin crosses: losses of steps that a restart or a rollback has given up")
+    if any(run.superseded for run in runs):
+        marks.append("thin crosses: losses of steps that a restart or a rollback has superseded")
     return paragraph(f"Marks on the losses: {'; '.join(marks)}.", "soft") if marks else ""
 
 

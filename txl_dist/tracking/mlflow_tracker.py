@@ -1,8 +1,8 @@
 """MlflowTracker: runs in MLflow. Only this module and `mlflow_models.py` import mlflow.
 
 A parameter of MLflow cannot change: a value that differs after a resume becomes a tag
-`txl.changed.*`. MLflow cannot delete points: the run with steps that a rollback has given up ends,
-and becomes a child of the run that supersedes it (decision 13).
+`txl.changed.*`. MLflow cannot delete points: the run with superseded steps ends, and becomes a
+child of the run that supersedes it (decision 13).
 """
 
 import contextlib

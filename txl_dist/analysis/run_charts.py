@@ -114,8 +114,9 @@ def _by_step(
     if log_scale:
         axes.set_yscale("log", nonpositive="mask")
     if superseded:  # without a line: their steps come in pieces
-        steps, values = zip(*superseded, strict=True)
-        axes.plot(steps, values, "x", color="0.4", markersize=4, label="superseded")
+        axes.plot(
+            *zip(*superseded, strict=True), "x", color="0.4", markersize=4, label="superseded"
+        )
     _mark_events(axes, marked)
     finish(axes, "step", "")
     ends = [f"{label} {points[-1][1]:.4g} at step {points[-1][0]:,}" for label, points in

@@ -102,9 +102,8 @@ class Sender:
         self._has_ended = False
         self._last_step: dict[str, int] = {}
         """Per metric, the last step that was sent or that the server had."""
-        datasets = [TrackedDataset(**each) for each in request.datasets]
-        self._datasets = datasets
-        self._scored_on = next((each for each in datasets if each.scores), None)
+        self._datasets = [TrackedDataset(**each) for each in request.datasets]
+        self._scored_on = next((each for each in self._datasets if each.scores), None)
         self._scores: dict[int, tuple[Point, ...]] = {}
         """The points of the journal that are scores, by step."""
         self._checkpoints = CheckpointModels(run_dir)

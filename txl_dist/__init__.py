@@ -57,33 +57,26 @@ if TYPE_CHECKING:
     from txl_dist.training.job import TrainJob as TrainJob
 
 # Imported on first use: `txl --help` imports this package, and torch takes seconds.
-_MODULE_OF = {
-    "EvaluationJob": "txl_dist.evaluation.job",
-    "EvaluationSettings": "txl_dist.evaluation.job",
-    "LanePlan": "data_pipeline.streams.lanes",
-    "Memory": "txl_dist.model.carried_memory",
-    "ModelConfig": "txl_dist.model.config",
-    "Reading": "txl_dist.convert.stored_model",
-    "RunConfig": "txl_dist.config.run_config",
-    "Sampling": "txl_dist.generation.text",
-    "SegmentStream": "data_pipeline.streams.segment_stream",
-    "TextLimits": "txl_dist.generation.text",
-    "TrainJob": "txl_dist.training.job",
-    "TransformerXL": "txl_dist.model.transformer_xl",
-    "evaluate": "txl_dist.evaluation.distributed",
-    "evaluation_job": "txl_dist.evaluation.job",
-    "find_launcher": "txl_dist.launch.launcher",
-    "find_model": "txl_dist.convert.stored_model",
-    "generate_texts": "txl_dist.generation.generate",
-    "generate_tokens": "txl_dist.generation.generate",
-    "load_manifest": "data_pipeline.shards.manifest",
-    "load_run_config": "txl_dist.config.config_file",
-    "open_split": "data_pipeline.shards.shard_reader",
-    "open_tokenizer": "data_pipeline.shards.manifest",
-    "prompt_tokens": "txl_dist.generation.generate",
-    "relative_effective_context_length": "txl_dist.analysis.recl",
-    "write_exported": "txl_dist.convert.stored_model",
+_NAMES_IN = {
+    "data_pipeline.shards.manifest": ("load_manifest", "open_tokenizer"),
+    "data_pipeline.shards.shard_reader": ("open_split",),
+    "data_pipeline.streams.lanes": ("LanePlan",),
+    "data_pipeline.streams.segment_stream": ("SegmentStream",),
+    "txl_dist.analysis.recl": ("relative_effective_context_length",),
+    "txl_dist.config.config_file": ("load_run_config",),
+    "txl_dist.config.run_config": ("RunConfig",),
+    "txl_dist.convert.stored_model": ("Reading", "find_model", "write_exported"),
+    "txl_dist.evaluation.distributed": ("evaluate",),
+    "txl_dist.evaluation.job": ("EvaluationJob", "EvaluationSettings", "evaluation_job"),
+    "txl_dist.generation.generate": ("generate_texts", "generate_tokens", "prompt_tokens"),
+    "txl_dist.generation.text": ("Sampling", "TextLimits"),
+    "txl_dist.launch.launcher": ("find_launcher",),
+    "txl_dist.model.carried_memory": ("Memory",),
+    "txl_dist.model.config": ("ModelConfig",),
+    "txl_dist.model.transformer_xl": ("TransformerXL",),
+    "txl_dist.training.job": ("TrainJob",),
 }
+_MODULE_OF = dict(sorted((name, module) for module in _NAMES_IN for name in _NAMES_IN[module]))
 __all__ = list(_MODULE_OF)
 
 

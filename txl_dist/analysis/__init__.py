@@ -5,6 +5,7 @@
     attention.py    attention of every head by distance (`txl attention`)
     run_report.py   what run directories say about runs, as one HTML page (`txl report`)
     run_status.py   what runs are doing now (`txl status`)
+    model_card.py   what a checkpoint, its run and its data tell (`txl export --format hf`)
     plots.py        all figures; no other module imports matplotlib
 
 Compute RECL of losses that were measured elsewhere:

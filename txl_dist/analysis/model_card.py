@@ -27,7 +27,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory, run_of
 from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.data_config import dataset_paths
 from txl_dist.config.redaction import redact_field
-from txl_dist.convert.standalone import FILE_NAME
+from txl_dist.convert.standalone import FILE_NAME, require_supported
 from txl_dist.errors import TxlError
 from txl_dist.training.goodput import read_goodput
 from txl_dist.training.run_log import read_log
@@ -85,7 +85,11 @@ def read_facts(
     results: Sequence[Evaluation] = (),
     name: str,
 ) -> CardFacts:
-    """The facts of a checkpoint. Its run directory may be gone."""
+    """The facts of a checkpoint. Its run directory may be gone.
+
+    Raises ConfigError for a model that the standalone file cannot compute.
+    """
+    require_supported(manifest.architecture)
     state = load_state(checkpoint, manifest)
     corpora = state.phases[-1].corpora if state.phases else ()
     if (path := manifest.run.get("data.path")) and len(corpora) == 1:

@@ -74,7 +74,6 @@ def write_figure(figure: Figure, directory: Path, name: str) -> list[str]:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """Write a PNG."""
     with _reproducible():
         figure.savefig(path, dpi=150, metadata={"Software": None})
 

@@ -196,6 +196,8 @@ def analyse_group(
 # --- a group of stored models ---------------------------------------------------------------------
 
 JSON_NAME = "recl.json"
+MAX_ROWS = 12
+"""Of the table of contexts that is printed."""
 
 ReclReport: TypeAlias = dict[str, Any]
 """The object of recl.json."""
@@ -243,7 +245,7 @@ def measure_group(
     """Losses of every model at every context, their curves and RECL: the object of recl.json.
 
     Calls `on_progress(tokens read, tokens to read)`, first before anything is read. Holds one model
-    in RAM at a time. Raises DataError if no target has enough context, CheckpointError for
+    at a time. Raises DataError if no target has enough context, CheckpointError for
     damaged weights.
     """
     check_group(request)
@@ -401,11 +403,11 @@ def _print_table(rows: list[list[str]]) -> None:
         print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
 
 
-def _curve_rows(report: ReclReport, *, max_rows: int = 12) -> list[list[str]]:
-    """Nats per token of every model by context; at most about `max_rows`."""
+def _curve_rows(report: ReclReport) -> list[list[str]]:
+    """Nats per token of every model by context; at most about MAX_ROWS."""
     models, contexts = report["models"], report["contexts"]
     rows = [["context", *(model["name"] for model in models)]]
-    last, step = len(contexts) - 1, -(-len(contexts) // max_rows)
+    last, step = len(contexts) - 1, -(-len(contexts) // MAX_ROWS)
     for column in sorted({*range(0, last, step), last}):
         points = [model["curve"][column] for model in models]
         cells = [f"{p['nats']:.4f} ±{(p['high'] - p['low']) / 2:.4f}" for p in points]

@@ -52,10 +52,11 @@ class Chart:
 def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     """The charts that the runs have values for. The first one is the loss of training."""
     losses = {_label(run, runs, "training"): run.series("loss") for run in runs}
-    yield from _by_step("Training loss in nats per token", runs, losses, mark=True, superseded=True)
+    lost = [point for run in runs for point in run.superseded]
+    yield from _by_step("Training loss in nats per token", losses, marked=runs, superseded=lost)
     yield from _by_tokens(runs)
     scores = {_label(run, runs, run.evaluated): run.series(run.evaluated or "") for run in runs}
-    yield from _by_step("Validation loss in nats per token", runs, scores, mark=True)
+    yield from _by_step("Validation loss in nats per token", scores, marked=runs)
     for title, name, log_scale in (
         ("Tokens per second", "tokens_per_second", False),
         ("Learning rate", "lr", False),
@@ -63,7 +64,7 @@ def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[Chart]:
         ("Share of the memory that is filled", "memory_valid", False),
     ):
         series = {_label(run, runs, name): run.series(name) for run in runs}
-        yield from _by_step(title, runs, series, log_scale=log_scale)
+        yield from _by_step(title, series, log_scale=log_scale)
     yield from _time_chart(runs)
 
 
@@ -93,15 +94,14 @@ def thin_out(
 
 def _by_step(
     title: str,
-    runs: Sequence[RunRecord],
     series: Mapping[str, Series],
     *,
     log_scale: bool = False,
-    mark: bool = False,
-    superseded: bool = False,
+    marked: Sequence[RunRecord] = (),
+    superseded: Series = (),
 ) -> Iterator[Chart]:
-    """`mark`: show where ranks were restarted and where a step has diverged. `superseded`: show the
-    losses of steps that a resume or a rollback has superseded.
+    """`marked`: runs of which it shows where ranks were restarted and where a step has diverged.
+    `superseded`: the losses of steps that a resume or a rollback has superseded.
     """
     series = {label: points for label, points in series.items() if points}
     if not series:
@@ -113,11 +113,11 @@ def _by_step(
         draw_line(axes, steps, values, label=_short(label), number=number, num_lines=len(series))
     if log_scale:
         axes.set_yscale("log", nonpositive="mask")
-    lost = [point for run in runs for point in run.superseded if superseded]
-    if lost:  # without a line: their steps come in pieces
-        axes.plot(*zip(*lost, strict=True), "x", color="0.4", markersize=4, label="superseded")
-    if mark:
-        _mark_events(axes, runs)
+    if superseded:  # without a line: their steps come in pieces
+        axes.plot(
+            *zip(*superseded, strict=True), "x", color="0.4", markersize=4, label="superseded"
+        )
+    _mark_events(axes, marked)
     finish(axes, "step", "")
     ends = [f"{label} {points[-1][1]:.4g} at step {points[-1][0]:,}" for label, points in
             series.items()]  # fmt: skip

@@ -10,7 +10,6 @@ evaluations/, ... -> results of other commands (run_results.py)
 Reads only, and imports no torch. What is damaged or missing becomes a note.
 """
 
-import json
 import math
 import os
 from collections import Counter, defaultdict
@@ -31,7 +30,8 @@ from txl_dist.config.data_config import dataset_paths
 from txl_dist.config.yaml_file import YamlTextError, read_yaml
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.tracking.journal import JOURNAL, SUPERSEDED, read_metrics
-from txl_dist.training.goodput import GoodputFile
+from txl_dist.tracking.tracker import as_text
+from txl_dist.training.goodput import GoodputFile, read_goodput
 from txl_dist.training.run_log import RunLog, read_log
 
 Series: TypeAlias = Sequence[tuple[int, float]]
@@ -175,13 +175,11 @@ def _read_log(run: Path, notes: list[str]) -> RunLog:
 
 
 def _read_goodput(path: Path, notes: list[str]) -> GoodputFile | None:
-    try:
-        return GoodputFile.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        notes.append(f"{path.name} is missing: goodput and restarts are not known")
-    except (OSError, ValueError):
-        notes.append(f"{path.name} is damaged: goodput and restarts are not known")
-    return None
+    goodput = read_goodput(path)
+    if goodput is None:
+        problem = "damaged" if path.exists() else "missing"
+        notes.append(f"{path.name} is {problem}: goodput and restarts are not known")
+    return goodput
 
 
 def _read_manifest(run: Path, notes: list[str]) -> CheckpointManifest | None:
@@ -295,9 +293,5 @@ def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def differing_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """(name, value in each run) of every setting that is not the same in all runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "directory")
-    rows = [(name, *(_shown(run.settings.get(name, "")) for run in runs)) for name in names]
+    rows = [(name, *(as_text(run.settings.get(name, "")) for run in runs)) for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -15,6 +15,7 @@ from txl_dist.cli.options import (
     MemLen,
     Seed,
     TgtLen,
+    listed_names,
     path_argument,
     whole_numbers,
 )
@@ -293,9 +294,9 @@ def gpu(
     from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops, load_model
     from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 
-    chosen_models = _chosen("models", models, [*MODELS])
+    chosen_models = listed_names("--models", models, MODELS) if models else [*MODELS]
     implementations = ["auto", *ATTENTION_IMPLEMENTATIONS]
-    chosen = _chosen("attention", attention, implementations) if attention else []
+    chosen = listed_names("--attention", attention, implementations) if attention else []
     if not torch.cuda.is_available():
         print(json.dumps({"skipped": NO_GPU}) if as_json else NO_GPU)
         return
@@ -347,11 +348,3 @@ def run_gpu(
             "rows": [asdict(row) for row in rows],
         }
         print(json.dumps(result, allow_nan=False))
-
-
-def _chosen(option: str, given: str | None, known: list[str]) -> list[str]:
-    names = [name.strip() for name in given.split(",")] if given else known
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--{option}: {name!r} must be one of {', '.join(known)}")
-    return names

@@ -1,7 +1,6 @@
 """`txl recl` and `txl attention`: how much context models use, and what they attend to."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +22,8 @@ from txl_dist.cli.options import (
     PrecisionOption,
     Seed,
     TgtLen,
+    listed,
+    listed_names,
     path_argument,
     staged_output,
 )
@@ -123,13 +124,17 @@ def recl(
         )
         for path, config in zip(checkpoints, configs, strict=True)
     ]
-    model_names = _names(names, checkpoints)
+    model_names = listed_names("--names", names) if names else [*map(str, checkpoints)]
+    if len(model_names) != len(checkpoints):
+        raise ConfigError(
+            f"--names has {len(model_names)} names for {len(checkpoints)} checkpoints"
+        )
     request = ReclRequest(
         group=group or ", ".join(model_names),
-        names=model_names,
+        names=tuple(model_names),
         jobs=tuple(jobs),
         contexts=_contexts(max_context, delta),
-        r_values=_fractions(r),
+        r_values=tuple(listed("--r", r, float, expected="numbers")),
         threshold=threshold,
         num_positions=positions,
         num_resamples=resamples,
@@ -150,15 +155,6 @@ def recl(
             print(f"recl.json, recl.png and recl.svg are in {out}")
 
 
-def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
-    if names is None:
-        return tuple(str(path) for path in checkpoints)
-    listed = tuple(name.strip() for name in names.split(","))
-    if len(listed) != len(checkpoints):
-        raise ConfigError(f"--names has {len(listed)} names for {len(checkpoints)} checkpoints")
-    return listed
-
-
 def _contexts(max_context: int, delta: int) -> tuple[int, ...]:
     contexts = tuple(range(delta, max_context + 1, delta))
     if len(contexts) < 2:
@@ -167,13 +163,6 @@ def _contexts(max_context: int, delta: int) -> tuple[int, ...]:
             "RECL compares contexts one step apart, so take a smaller --delta"
         )
     return contexts
-
-
-def _fractions(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--r {text!r}: expected numbers separated by commas") from None
 
 
 # --- attention ------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from txl_dist.cli.options import (
     PrecisionOption,
     TgtLen,
     checkpoint_path,
+    listed_names,
     open_workers,
     path_argument,
     staged_output,
@@ -225,7 +226,9 @@ def evaluate(
         )
 
     # All are planned first, so that an impossible one is refused before anything starts.
-    splits, settings = _names(split), combinations(swept)
+    splits, settings = listed_names("--split", split), combinations(swept)
+    if len(set(splits)) < len(splits):
+        raise ConfigError(f"--split {split!r}: expected different names, such as valid,test")
     with running("reading the checkpoints and the data"):
         sweeps = [
             [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
@@ -261,7 +264,7 @@ def _score(
         write_evaluation,
     )
     from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
-    from txl_dist.tracking.evaluations import log_evaluations
+    from txl_dist.tracking.checkpoints import log_evaluations
 
     planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
     with staged_output(out, RESULT_NAME) as staged:
@@ -354,15 +357,6 @@ def _write_documents(
         with explain_disk_errors("writing the scores of documents", path.parent):
             write_file(path, document_lines(planned, results))
         _note(f"wrote {path}")
-
-
-def _names(split: str) -> list[str]:
-    """Parse `valid,test`."""
-
-    names = [name.strip() for name in split.split(",")]
-    if "" in names or len(set(names)) < len(names):
-        raise ConfigError(f"--split {split!r}: expected different names, such as valid,test")
-    return names
 
 
 def _resume_advice(planned: "Sequence[PlannedJob]") -> str:

@@ -176,10 +176,8 @@ def _model_card(
     from txl_dist.analysis.model_card import card, read_facts
     from txl_dist.analysis.run_results import read_result, results_of_model
     from txl_dist.checkpoint.directory import run_of
-    from txl_dist.convert.standalone import require_supported
     from txl_dist.convert.stored_model import find_model
 
-    require_supported(model.config)
     stored, run = find_model(checkpoint), run_of(checkpoint)
     results = [read_result(path, stored.digest) for path in scores]
     if run is not None and not results:

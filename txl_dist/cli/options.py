@@ -7,11 +7,11 @@ successful, and its output would be lost with the machine.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -95,14 +95,38 @@ def checkpoint_path(text: str) -> Path:
     return path
 
 
+T = TypeVar("T")
+
+
+def listed(option: str, text: str, parse: Callable[[str], T], *, expected: str) -> list[T]:
+    """The value of an option `X,X,...`. Raises ConfigError if `parse` raises ValueError."""
+    try:
+        return [parse(part.strip()) for part in text.split(",")]
+    except ValueError:
+        message = f"{option} {text!r}: expected {expected}, separated by commas"
+        raise ConfigError(message) from None
+
+
+def listed_names(option: str, text: str, known: Collection[str] = ()) -> list[str]:
+    """The names in an option `NAME,NAME,...`; without `known`, any."""
+
+    def parse(name: str) -> str:
+        if not name or (known and name not in known):
+            raise ValueError
+        return name
+
+    return listed(option, text, parse, expected=f"some of {', '.join(known)}" if known else "names")
+
+
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The value of an option `N,N,...`. Raises ConfigError for others than numbers from 1 on."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(
-            f"{option} {text!r}: expected whole numbers of at least 1, separated by commas"
-        )
-    return [int(part) for part in parts]
+    """The numbers in an option `N,N,...`, each at least 1."""
+
+    def parse(number: str) -> int:
+        if not (number.isascii() and number.isdecimal() and int(number) > 0):
+            raise ValueError
+        return int(number)
+
+    return listed(option, text, parse, expected="whole numbers of at least 1")
 
 
 @contextmanager

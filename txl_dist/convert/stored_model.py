@@ -260,25 +260,7 @@ def find_model(path: str | Path, *, weights: Weights = "auto") -> StoredModel:
                 f"{path} is an exported model with one set of weights; leave the option out"
             )
         return _exported(path)
-    return _checkpoint(resolve_checkpoint(path), weights)
-
-
-def _exported(path: Path) -> StoredModel:
-    exported, config = _read_config(path)
-    tokenizer_path = _tokenizer_path(path)
-    tokenizer = _tokenizer(tokenizer_path, config)
-    return StoredModel(
-        path=path,
-        digest=sha256_of([asdict(config), exported.weights_sha256]),
-        config=config,
-        tokenizer=StoredTokenizer(tokenizer_path, tokenizer.digest) if tokenizer else None,
-        tgt_len=exported.reading.tgt_len,
-        reset=exported.reading.reset,
-        load=lambda changed: load_exported(path, config=changed),
-    )
-
-
-def _checkpoint(path: Path, weights: Weights) -> StoredModel:
+    path = resolve_checkpoint(path)
     manifest = load_checkpoint_manifest(path)
     chosen = chosen_weights(path, manifest, weights)
     # Not the digest of the manifest, which changes when the score of the checkpoint is known.
@@ -296,4 +278,19 @@ def _checkpoint(path: Path, weights: Weights) -> StoredModel:
         reset=manifest.run["data.reset"],
         weights=chosen,
         load=lambda config: load_model(path, config=config, weights=chosen)[:2],
+    )
+
+
+def _exported(path: Path) -> StoredModel:
+    exported, config = _read_config(path)
+    tokenizer_path = _tokenizer_path(path)
+    tokenizer = _tokenizer(tokenizer_path, config)
+    return StoredModel(
+        path=path,
+        digest=sha256_of([asdict(config), exported.weights_sha256]),
+        config=config,
+        tokenizer=StoredTokenizer(tokenizer_path, tokenizer.digest) if tokenizer else None,
+        tgt_len=exported.reading.tgt_len,
+        reset=exported.reading.reset,
+        load=lambda changed: load_exported(path, config=changed),
     )

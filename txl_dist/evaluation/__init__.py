@@ -2,9 +2,8 @@
 
 job.py:         what is evaluated: model, split and settings; `evaluation_job` builds it
 scoring.py:     split -> chunks with context -> the LossSums of each, several chunks per batch
-batches.py:     batches of chunks, and how a worker scores one
+batches.py:     batches of chunks, how a worker scores one, and the file of finished ones
 distributed.py: all batches on any workers, for several models and splits; sweeps
-finished_scores.py: the scores of finished batches, from which a stopped evaluation continues
 result.py:      the sums of all chunks, the line to quote, the words of the text
 scores.py:      the sums, also those of a training step, and the scores computed from them
 breakdown.py:   loss by position, token and document (--details); bootstrap.py: intervals

@@ -24,9 +24,14 @@ from data_pipeline.system.workers import InProcess, WorkerDiedError, Workers
 from txl_dist.checkpoint.directory import run_of
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.evaluation.batches import PlannedJob, close_scorer, score_batch, scoring_tasks
+from txl_dist.evaluation.batches import (
+    FinishedScores,
+    PlannedJob,
+    close_scorer,
+    score_batch,
+    scoring_tasks,
+)
 from txl_dist.evaluation.breakdown import counted_split
-from txl_dist.evaluation.finished_scores import FinishedScores
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.result import (
     EvaluationResult,
@@ -63,8 +68,8 @@ def evaluate_on_workers(
             progress("scoring", done, total)
     except WorkerDiedError as error:
         raise TxlError(
-            f"{error.event}. Most likely RAM ran out (SIGKILL: see dmesg on that machine). Run "
-            f"the same command with --resume and fewer --workers (now {workers.num_workers}), "
+            f"{error.event}. Most likely RAM ran out (SIGKILL: see dmesg on that machine). Run the "
+            f"same command with --resume and fewer --workers (now {workers.num_workers}), "
             "which keeps the finished chunks, or with a smaller --batch (now "
             f"{planned[0].job.batch_chunks}), which starts again"
         ) from None

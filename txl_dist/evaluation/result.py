@@ -213,7 +213,7 @@ def plan_evaluation(
             f"more text, or give it a larger share: txl prepare ... --split {settings.split}=0.1"
         )
 
-    # Called once per chunk, so that the ages of the whole split are never in RAM.
+    # Called once per chunk, so that the ages of the whole split are never held at once.
     def document_start(position: int) -> int:
         _, age = read_range(source, position, position + 1)
         return position - int(age[0])
@@ -233,11 +233,7 @@ def context_tokens(settings: EvaluationSettings, model: ModelConfig) -> int | No
 
     Mode `fast` has the context of a model of one layer, and is not exact.
     """
-    reaching = replace(
-        model,
-        n_layer=model.n_layer if settings.mode == "exact" else 1,
-        mem_len=settings.mem_len,
-        mem_shares=model.mem_shares if settings.mode == "exact" else (),
-        same_length=settings.same_length,
-    )
-    return memory_kind(reaching).receptive_tokens(settings.tgt_len)
+    kind = memory_kind(replace(model, mem_len=settings.mem_len, same_length=settings.same_length))
+    if settings.mode == "fast":
+        return kind.receptive_tokens_of_one_layer(settings.tgt_len)
+    return kind.receptive_tokens(settings.tgt_len)

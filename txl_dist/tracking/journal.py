@@ -9,6 +9,7 @@ the lines.
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import math
@@ -20,11 +21,12 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from data_pipeline.system.files import fsync_directory
+from txl_dist.tracking.tracker import Recorded, points_of
 
 JOURNAL = "metrics.jsonl"
 SUPERSEDED = "logs/metrics-superseded.jsonl"
 MAX_HELD_LINES = 10_000
-"""Lines held in RAM while the disk is full. Beyond that the oldest are lost."""
+"""Lines that wait while the disk is full. Beyond that the oldest are lost."""
 READ_BYTES = 1 << 19
 
 _log = logging.getLogger("txl_dist.tracking")
@@ -35,7 +37,7 @@ class MetricsJournal:
     """Appends to a run's metrics.jsonl.
 
     Each line is one write, so a killed process leaves at most one incomplete line, which the next
-    open removes. A full disk causes one warning and no error: lines wait in RAM.
+    open removes. A full disk causes one warning and no error: lines wait until there is room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,8 +75,8 @@ class MetricsJournal:
         except OSError as error:
             if not self._has_warned:
                 _log.warning(
-                    "%s cannot be written (%s): training continues and its metrics are held in "
-                    "memory. Free some space there.",
+                    "%s cannot be written (%s): training continues, and its metrics wait until "
+                    "there is room. Free some space there.",
                     self.path,
                     error.strerror,
                 )
@@ -199,6 +201,34 @@ def last_trained_step(path: Path) -> int:
             return max(trained, default=0)
     except FileNotFoundError:
         return 0
+
+
+# --- what a server should have --------------------------------------------------------------------
+
+
+def journal_metrics(run_dir: Path) -> set[str]:
+    """Names of every metric in the journal and in the lines that resumes have superseded."""
+    lines = itertools.chain(_lines_of(run_dir / JOURNAL), _lines_of(run_dir / SUPERSEDED))
+    return {name for line in lines for name in line} - {"step", "time"}
+
+
+def first_step_not_in_journal(run_dir: Path, recorded: Mapping[str, Recorded]) -> int | None:
+    """The first step with a recorded point that the journal does not have; None if it has all.
+
+    Points are compared by metric, step and time: a step that was trained again has another time.
+    """
+    missing = {metric: set(points) for metric, points in recorded.items()}
+    for line in _lines_of(run_dir / JOURNAL):
+        for point in points_of(line):
+            missing.get(point.metric, set()).discard((point.step, point.milliseconds))
+    return min((step for points in missing.values() for step, _ in points), default=None)
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    return read_metrics(path) if path.exists() else iter(())
+
+
+# --- lines ----------------------------------------------------------------------------------------
 
 
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

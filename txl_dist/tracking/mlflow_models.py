@@ -10,8 +10,9 @@ A removed model is only hidden (`lifecycle_stage: deleted`) until `mlflow gc`.
 
 import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from mlflow.entities import (
@@ -31,6 +32,8 @@ from txl_dist.tracking.tracker import Point, TrackedDataset, TrackedModel
 MODEL_KEY = "txl.save_id"
 MAX_DIGEST_LENGTH = 36
 """MLflow's limit. The whole digest is in the profile."""
+MAX_KEY_LENGTH = 250
+_ILLEGAL_IN_KEY = re.compile(r"[^\w.\- :/]")
 _CONTEXT = "mlflow.data.context"
 _ILLEGAL_IN_MODEL_NAME = str.maketrans("/:.%\"'", "______")
 
@@ -65,15 +68,21 @@ def _entity(dataset: TrackedDataset) -> Dataset:
     )
 
 
-def linked_metrics(
-    points: Sequence[Point], names: Mapping[str, str], model_id: str, dataset: TrackedDataset | None
+def clean_key(key: str) -> str:
+    """`key` with the characters that MLflow allows, and without `.` and `..` as path components."""
+    parts = [part for part in _ILLEGAL_IN_KEY.sub("_", key).split("/") if part.strip(".")]
+    return "/".join(parts)[:MAX_KEY_LENGTH].rstrip("/") or "_"
+
+
+def metrics_of(
+    points: Sequence[Point], model_id: str | None = None, dataset: TrackedDataset | None = None
 ) -> list[Metric]:
-    """Points of a run that are also metrics of a model. `names`: MLflow's names of the metrics."""
+    """The finite points of a run, which are also metrics of a model on a dataset."""
     link = {"model_id": model_id}
     if dataset is not None:
         link |= {"dataset_name": dataset.name, "dataset_digest": dataset.digest[:MAX_DIGEST_LENGTH]}
     return [
-        Metric(names[p.metric], p.value, p.milliseconds, p.step, **link)
+        Metric(clean_key(p.metric), p.value, p.milliseconds, p.step, **link)
         for p in points
         if math.isfinite(p.value)
     ]
@@ -86,16 +95,8 @@ def find_model(client: MlflowClient, run_id: str, key: str) -> str | None:
     return found[0].model_id if found else None
 
 
-def record_models(
-    client: MlflowClient,
-    run_id: str,
-    models: Sequence[TrackedModel],
-    names: Mapping[str, str],
-) -> None:
-    """Let the models of a run in MLflow be these, with their scores. May be repeated.
-
-    `names`: MLflow's names of the metrics in `scores`.
-    """
+def record_models(client: MlflowClient, run_id: str, models: Sequence[TrackedModel]) -> None:
+    """Let the models of a run in MLflow be these, with their scores. May be repeated."""
     run = client.get_run(run_id)
     present = _models_of(client, run.info.experiment_id, run_id)
     wanted = {model.key for model in models}
@@ -116,7 +117,7 @@ def record_models(
                 model_type="checkpoint",
             )
         _complete(client, run_id, logged, model, is_output=logged.model_id in outputs)
-        _record_scores(client, run_id, logged, model, names)
+        _record_scores(client, run_id, logged, model)
 
 
 def _complete(
@@ -132,14 +133,10 @@ def _complete(
 
 
 def _record_scores(
-    client: MlflowClient,
-    run_id: str,
-    logged: LoggedModel,
-    model: TrackedModel,
-    names: Mapping[str, str],
+    client: MlflowClient, run_id: str, logged: LoggedModel, model: TrackedModel
 ) -> None:
     recorded = {(metric.key, metric.step, metric.timestamp) for metric in logged.metrics or ()}
-    metrics = linked_metrics(model.scores, names, logged.model_id, model.scored_on)
+    metrics = metrics_of(model.scores, logged.model_id, model.scored_on)
     new = [m for m in metrics if (m.key, m.step, m.timestamp) not in recorded]
     if new:
         # MLflow records metrics of a model only together with those of a run. The run has these

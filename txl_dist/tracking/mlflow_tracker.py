@@ -1,15 +1,14 @@
 """MlflowTracker: runs in MLflow. Only this module and `mlflow_models.py` import mlflow.
 
 A parameter of MLflow cannot change: a value that differs after a resume becomes a tag
-`txl.changed.*`. MLflow cannot delete points: the run with steps that a rollback has given up ends,
-and becomes a child of the run that supersedes it (decision 13).
+`txl.changed.*`. MLflow cannot delete points: the run with superseded steps ends, and becomes a
+child of the run that supersedes it (decision 13).
 """
 
 import contextlib
 import logging
 import math
 import os
-import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,14 +21,15 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from txl_dist.config.redaction import redact
 from txl_dist.tracking.mlflow_models import (
+    clean_key,
     find_model,
-    linked_metrics,
+    metrics_of,
     record_inputs,
     record_models,
 )
@@ -44,10 +44,9 @@ from txl_dist.tracking.tracker import (
     UnavailableError,
 )
 
-# The limits of MLflow's REST API for one request, one parameter and one name.
+# The limits of MLflow's REST API for one request and one parameter.
 MAX_ITEMS = 100
 MAX_PARAM_LENGTH = 6000
-MAX_KEY_LENGTH = 250
 
 _STATUSES = {
     "running": "RUNNING",
@@ -60,7 +59,6 @@ _STATUSES = {
 """Our status of a run (tag `txl.status`) -> MLflow's, which has no word for a preemption."""
 _REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _GONE = {"RESOURCE_DOES_NOT_EXIST"}
-_ILLEGAL_IN_KEY = re.compile(r"[^\w.\- :/]")
 _SQLITE = "sqlite:///"
 
 log = logging.getLogger(__name__)
@@ -124,7 +122,7 @@ class MlflowTracker:
         self._to_describe: list[Callable[[], None]] = []
         self._files: Mapping[str, Path] = {}
         self._not_finite: set[str] = set()
-        self._scores: tuple[str, TrackedDataset | None] | None = None
+        self._scores: tuple[str, TrackedDataset | None] | tuple[()] = ()
         """Of a run that evaluates a model: the id of the model, and the dataset."""
 
     def start(self, run: TrackedRun) -> str:
@@ -132,7 +130,7 @@ class MlflowTracker:
             self._run_id = self._find_or_create(run)
             self._to_describe = self._description(run, self._run_id)
             self._key, self._files, self._not_finite = run.key, run.files, set()
-            self._scores = None
+            self._scores = ()
         while self._to_describe:  # one call at a time: a failure repeats only that one
             try:
                 with _translated():
@@ -155,17 +153,10 @@ class MlflowTracker:
         for point in points:
             if not math.isfinite(point.value) and point.metric not in self._not_finite:
                 tags.setdefault(point.metric, f"first at step {point.step}")
-        if self._scores is not None and run_id == self._run_id:
-            metrics = linked_metrics(points, _names(points), *self._scores)
-        else:
-            metrics = [
-                Metric(clean_key(p.metric), p.value, p.milliseconds, p.step)
-                for p in points
-                if math.isfinite(p.value)
-            ]
+        link = self._scores if run_id == self._run_id else ()
         try:
             with _translated():
-                self._client.log_batch(run_id, metrics=metrics)
+                self._client.log_batch(run_id, metrics=metrics_of(points, *link))
         except RefusedError as error:
             # MLflow reports a deleted run in a batch as an invalid parameter.
             if not self._is_active(run_id):
@@ -239,10 +230,9 @@ class MlflowTracker:
             self._scores = model_id, next(iter(run.datasets), None)
 
     def _record_models(self, run_id: str, models: Sequence[TrackedModel]) -> None:
-        points = [point for model in models for point in model.scores]
         try:
             with _optional("models"):
-                record_models(self._client, run_id, models, _names(points))
+                record_models(self._client, run_id, models)
         except RefusedError as error:
             log.warning("models not recorded: %s", error)
 
@@ -286,16 +276,6 @@ class MlflowTracker:
             except (UnavailableError, RefusedError) as error:
                 # Not tried again: artifacts may be in a store that this host cannot reach at all.
                 log.warning("artifact %s not recorded: %s", name, error)
-
-
-def _names(points: Sequence[Point]) -> dict[str, str]:
-    return {point.metric: clean_key(point.metric) for point in points}
-
-
-def clean_key(key: str) -> str:
-    """`key` with the characters that MLflow allows, and without `.` and `..` as path components."""
-    parts = [part for part in _ILLEGAL_IN_KEY.sub("_", key).split("/") if part.strip(".")]
-    return "/".join(parts)[:MAX_KEY_LENGTH].rstrip("/") or "_"
 
 
 def _split_long(params: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ sends them. Once the ranks have ended, the launcher waits for the sender (`wait_
 container the sender ends with the launcher. No rank, restart or stop request waits for it. A sender
 that died during the run is replaced at its end, and the new one delivers the rest.
 
-Scores of `txl eval` are in `evaluations.py`.
+Scores of `txl eval` are in `checkpoints.py`.
 """
 
 import contextlib

@@ -13,9 +13,9 @@ exits. A server that fails is one line of RUN/logs/tracking.log and of the log o
 `Sender` sends each point exactly once: it first queries the points that the server has, and sends
 only the others, with the timestamps of the journal. If a call failed, the server may still have
 executed it, so the points of its metrics are queried again. After delivery, the run on the server
-equals the journal. If it has steps that a resume has given up, a new run gets the whole journal.
-Its models are the checkpoints in the run directory (`checkpoints.py`), and `evaluations.py` sends
-the scores of `txl eval`.
+equals the journal. If it has steps that a resume has superseded, a new run gets the whole journal.
+Its models are the checkpoints in the run directory; they and the scores of `txl eval` are read by
+`checkpoints.py`.
 
 Why a process and not a thread: docs/decisions/0014-tracking-in-its-own-process.md.
 """
@@ -38,14 +38,18 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
-from txl_dist.tracking.checkpoints import CheckpointModels
-from txl_dist.tracking.comparison import first_step_not_in_journal, journal_metrics
-from txl_dist.tracking.evaluations import (
+from txl_dist.tracking.checkpoints import (
+    CheckpointModels,
     deliver_evaluations,
     send_evaluations,
     unsent_evaluations,
 )
-from txl_dist.tracking.journal import JOURNAL, JournalTail
+from txl_dist.tracking.journal import (
+    JOURNAL,
+    JournalTail,
+    first_step_not_in_journal,
+    journal_metrics,
+)
 from txl_dist.tracking.process import FLUSH_SECONDS
 from txl_dist.tracking.tracker import (
     LOCK,
@@ -98,9 +102,8 @@ class Sender:
         self._has_ended = False
         self._last_step: dict[str, int] = {}
         """Per metric, the last step that was sent or that the server had."""
-        datasets = [TrackedDataset(**each) for each in request.datasets]
-        self._datasets = datasets
-        self._scored_on = next((each for each in datasets if each.scores), None)
+        self._datasets = [TrackedDataset(**each) for each in request.datasets]
+        self._scored_on = next((each for each in self._datasets if each.scores), None)
         self._scores: dict[int, tuple[Point, ...]] = {}
         """The points of the journal that are scores, by step."""
         self._checkpoints = CheckpointModels(run_dir)

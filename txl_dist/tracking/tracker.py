@@ -136,7 +136,7 @@ class TrackedRun:
     previous: str | None = None
     """Id of the run that it continues, for the description of a new run."""
     supersedes: str | None = None
-    """Id of a run with steps that a rollback has given up; it ends, and is shown below this one."""
+    """Id of a run with superseded steps; it ends, and is shown below this one."""
     datasets: Sequence[TrackedDataset] = ()
     models: Sequence[TrackedModel] | None = None
     """All models that the run has now: the server removes others. None: leave them as they are."""

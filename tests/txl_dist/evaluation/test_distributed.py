@@ -23,6 +23,7 @@ from tests.support.exported_model import export_small_model
 from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation import distributed
+from txl_dist.evaluation.batches import BatchScores
 from txl_dist.evaluation.distributed import (
     PlannedJob,
     Sweep,
@@ -30,7 +31,6 @@ from txl_dist.evaluation.distributed import (
     evaluate_sweep,
     plan_job,
 )
-from txl_dist.evaluation.finished_scores import BatchScores
 from txl_dist.evaluation.job import (
     EvaluationJob,
     EvaluationSettings,

@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 
 from txl_dist.doctor.checks import check_tracking
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
-from txl_dist.tracking.mlflow_tracker import clean_key
+from txl_dist.tracking.mlflow_models import clean_key
 from txl_dist.tracking.tracker import UnavailableError
 
 from .conftest import (

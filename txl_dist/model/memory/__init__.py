@@ -15,6 +15,7 @@ resume on other ranks and evaluation work for every kind
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -166,6 +167,10 @@ class MemoryKind(ABC):
         A lane that reads only these, with ages from 0, has the state of one that has read the whole
         text. None: there is no limit within a document.
         """
+
+    def receptive_tokens_of_one_layer(self, tgt_len: int) -> int | None:
+        """`receptive_tokens` of a model with one layer, whose memory has `mem_len` tokens."""
+        return type(self)(replace(self.config, n_layer=1, mem_shares=())).receptive_tokens(tgt_len)
 
     @abstractmethod
     def empty(

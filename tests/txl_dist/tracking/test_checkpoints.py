@@ -12,7 +12,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tests.support.checkpoint_manifests import write_manifest
-from txl_dist.tracking.evaluations import deliver_evaluations, log_evaluations
+from txl_dist.tracking.checkpoints import deliver_evaluations, log_evaluations
 from txl_dist.tracking.tracker import TrackingState, UnavailableError
 
 from .conftest import (
@@ -150,7 +150,7 @@ def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
     sender.set_end_status("finished")
     sender.finish()
     server.close()
-    monkeypatch.setattr("txl_dist.tracking.evaluations.EVALUATION_SECONDS", 0.2)
+    monkeypatch.setattr("txl_dist.tracking.checkpoints.EVALUATION_SECONDS", 0.2)
     _keep(run_dir, mem_len=0)
     with caplog.at_level(logging.WARNING):
         log_evaluations([checkpoint, checkpoint])
@@ -180,7 +180,7 @@ def test_several_evaluations_are_children_of_their_training_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With the process that txl eval starts."""
-    monkeypatch.setattr("txl_dist.tracking.evaluations.EVALUATION_SECONDS", 300)
+    monkeypatch.setattr("txl_dist.tracking.checkpoints.EVALUATION_SECONDS", 300)
     server.open()
     sender_for(run_dir, server.uri).pump()
     other = run_dir.with_name("other")  # a second training run of the same experiment
@@ -202,7 +202,7 @@ def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
     sender.pump()
     _keep(run_dir)
     monkeypatch.setattr(
-        "txl_dist.tracking.evaluations.wait_for_lock", lambda _, timeout_seconds: False
+        "txl_dist.tracking.checkpoints.wait_for_lock", lambda _, timeout_seconds: False
     )
     waiting = threading.Thread(target=deliver_evaluations, args=([run_dir],))
     waiting.start()

@@ -111,13 +111,21 @@ def test_a_resume_with_muon_is_bit_for_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["model.memory=recurrent", "training.backprop_segments=3"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        ("model.memory=recurrent",),
+        ("training.backprop_segments=3",),
+        ("model.memory=compressive", "model.compression_rate=3"),
+    ],
+    ids=str,
+)
 def test_ranks_and_lanes_change_in_one_run(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, memory: str
+    ranks: RankGroups, dataset: Path, tmp_path: Path, memory: tuple[str, ...]
 ) -> None:
     """Ranks 1 -> 2 -> 3 -> 1 and lanes 6 -> 12 in one run; the reference has one rank."""
     changes = "training.changes=[{step: 6, num_lanes: 12}]"
-    settings = (*SETTINGS, "optimizer.schedule=constant", "data.num_lanes=6", changes, memory)
+    settings = (*SETTINGS, "optimizer.schedule=constant", "data.num_lanes=6", changes, *memory)
     legs = {
         "moved": [
             (1, 4, ZERO["1"]), (2, 8, ZERO["2"]), (3, 12, ZERO["3-all-spread"]), (1, 15, ZERO["1"])

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from tests.support.running_mean import KINDS
 from tests.support.small_models import MODERN, SHORT_AND_LONG, VOCAB_SIZE, random_text, small_model
+from txl_dist.model.choices import MEMORY_KINDS
 from txl_dist.model.memory import SequenceState, memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -66,12 +67,31 @@ CASES = [
     # The layers of other memories have one length.
     *((kind, "short and long", SHORT_AND_LONG) for kind in ("recurrent", "recurrent+tokens")),
 ]
+DISTANCES: dict[str, dict[str, Any]] = {
+    "clamped": {"distance_encoding": "sinusoidal", "clamp_len": 3},
+    "shaw": {"distance_encoding": "shaw", "clamp_len": 3},
+    "rotary": {"distance_encoding": "rotary"},
+    "alibi": {"distance_encoding": "alibi"},
+    "clamped alibi": {"distance_encoding": "alibi", "clamp_len": 3},
+}
+MORE_CASES = [
+    (kind, " ".join([name, distances, *same_length]), options | DISTANCES[distances] | same_length)
+    for kind, name, options in CASES
+    for distances in DISTANCES
+    for same_length in ({}, {"same_length": True})
+    if name in ("", "modern", "short and long")
+    if not same_length or MEMORY_KINDS[kind].keys_are_tokens
+]
 
 
 @in_training_and_inference
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [pytest.param(kind, options, id=f"{kind} {name}") for kind, name, options in CASES],
+    [
+        pytest.param(kind, options, id=f"{kind} {name}", marks=marks)
+        for cases, marks in ((CASES, ()), (MORE_CASES, pytest.mark.slow))
+        for kind, name, options in cases
+    ],
 )
 @torch.no_grad()
 def test_no_loss_depends_on_later_tokens(kind: str, start: str, options: dict[str, Any]) -> None:

@@ -90,6 +90,16 @@ def test_impossible_sizes_are_refused(sizes: dict[str, object]) -> None:
         RecallProbe(**({"span": 5, "cue": 2} | sizes))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["compressive", "associative"])
+def test_another_kind_of_memory_is_probed_too(dataset: Path, tmp_path: Path, kind: str) -> None:
+    """Beyond its segment of 12 tokens the model sees the text through its memory only."""
+    model = export_small_model(tmp_path / "model", dataset, memory=kind)
+    code, output = run_txl("bench", "recall", model, "--distances", "16,30", "--json")
+    content = json.loads(output)
+    assert (code, [row["distance"] for row in content["rows"]]) == (0, [16, 30])
+    assert content["rows"][0]["gain"] != 0
+
+
 def test_the_command_prints_a_table_or_one_object(dataset: Path, tmp_path: Path) -> None:
     model = export_small_model(tmp_path / "model", dataset)
     small = "--distances", "16,30"

@@ -71,6 +71,16 @@ def test_it_writes_the_curve_and_recl_and_says_how(
         assert point["low"] <= point["nats"] <= point["high"]
 
 
+def test_kinds_of_memory_are_one_group(dataset: Path, tmp_path: Path) -> None:
+    kinds = ["tokens", "compressive", "associative"]
+    models = [export_small_model(tmp_path / kind, dataset, memory=kind) for kind in kinds]
+    code, output = run_txl("recl", *models, dataset, *SMALL, "--out", tmp_path / "out")
+    assert code == 0, output
+    for model in json.loads((tmp_path / "out" / "recl.json").read_text())["models"]:
+        nats = [point["nats"] for point in model["curve"]]
+        assert nats[0] != nats[2], "24 tokens are two segments"
+
+
 def test_the_tokens_to_read_and_the_time_left_are_shown(
     group: list[Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

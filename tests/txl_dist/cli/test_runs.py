@@ -1,9 +1,17 @@
 """`txl checkpoint`, and `txl report` with a trained model. Others are tested next to their work."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import run_txl
+from tests.support.gloo_ranks import RankGroups
+from tests.support.running_mean import overrides_of
+from tests.support.training_runs import NO_EVALUATION, tiny_job, train
+from txl_dist.checkpoint.manifest import file_name, load_checkpoint_manifest
+from txl_dist.model.memory import memory_kind
 
 
 def test_checkpoints_are_listed_with_what_they_hold(run: Path) -> None:
@@ -20,6 +28,24 @@ def test_checkpoints_are_listed_with_what_they_hold(run: Path) -> None:
     assert "LATEST" in text.splitlines()[-1]
     assert f"validation loss {listed[1]['nats_per_token']:.4f}" in text.splitlines()[-1]
     assert "LATEST" not in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("kind", ["compressive", "associative"])
+def test_the_listed_bytes_have_the_memory_of_every_lane(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
+) -> None:
+    steps = ("training.num_steps=3", "optimizer.warmup_steps=1")
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *steps, *overrides_of(kind))
+    assert ranks(1).run(train, job) == [0]
+    (row,) = json.loads(run_txl("checkpoint", "list", tmp_path, "--json")[1])["checkpoints"]
+    files = load_checkpoint_manifest(tmp_path / "checkpoints" / "step-00000003").files
+    memory_bytes = files[file_name("memory", 0)].bytes
+    lanes = job.config.data.num_lanes
+    per_lane = memory_kind(replace(job.config.model, vocab_size=257)).empty(1).bytes_per_lane
+    # And names and shapes.
+    assert lanes * per_lane < memory_bytes < lanes * (per_lane + 2000)
+    assert row["bytes"] == sum(entry.bytes for entry in files.values())
+    assert row["bytes"] > memory_bytes
 
 
 def test_a_report_lets_the_model_continue_the_beginning_of_the_held_out_text(

@@ -14,6 +14,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.engine.optimizers import create_optimizer
 
+TWO_SEGMENTS = {"training": {"backprop_segments": 2}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"precision": "bf16"},
@@ -25,6 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"training": {"activation_checkpointing": True}},
     "bf16 memory": {"training": {"memory_dtype": "bf16"}},
     "segments": {"training": {"backprop_segments": 4}},
+    "compressive": {"model": {"memory": "compressive"}, **TWO_SEGMENTS},
+    "recurrent+tokens": {"model": {"memory": "recurrent+tokens"}, **TWO_SEGMENTS},
+    "associative": {"model": {"memory": "associative"}, **TWO_SEGMENTS},
 }
 MAX_ERROR = 0.02
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.hypothesis_examples import examples
-from tests.support.small_models import random_text, small_model
+from tests.support.small_models import MODERN, random_text, small_model
 from txl_dist.errors import TxlError
 from txl_dist.generation.decoder import BatchDecoder, next_tokens
 from txl_dist.generation.text import Sampling
@@ -25,6 +25,7 @@ OPTIONS = [
     {"mem_len": 3, "distance_encoding": "shaw", "clamp_len": 4},
     {"mem_len": 7, "distance_encoding": "rotary", "attention": "sdpa"},
     {"mem_len": 5, "distance_encoding": "alibi", "attention": "cpu"},
+    MODERN["modern"],
     {"mem_len": 0},
     {"mem_len": 0, "distance_encoding": "absolute"},
     {"mem_len": 6, "memory": "compressive", "compression_rate": 2},
@@ -89,7 +90,7 @@ def test_lanes_that_are_dropped_change_nothing_for_the_others(
         assert tokens[lane] == alone
 
 
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
 def test_token_by_token_equals_one_pass_while_the_memory_holds_the_text(
     options: dict[str, Any], seen: list[Tensor]
 ) -> None:
@@ -104,7 +105,7 @@ def test_token_by_token_equals_one_pass_while_the_memory_holds_the_text(
     assert_close(torch.stack(seen), one_pass_NV[:-1])
 
 
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
 def test_past_the_memory_it_equals_a_memory_that_reads_the_same_segments(
     options: dict[str, Any], seen: list[Tensor]
 ) -> None:

@@ -22,6 +22,9 @@ OPTIONS = [
     {"distance_encoding": "rotary", "attention": "sdpa"},
     {"distance_encoding": "alibi"},
     *MODERN.values(),
+    MODERN["modern"] | {"distance_encoding": "sinusoidal"},
+    MODERN["modern"] | {"distance_encoding": "shaw", "clamp_len": 4},
+    MODERN["modern"] | {"distance_encoding": "alibi"},
     {"distance_encoding": "alibi", "attention": "reference", "clamp_len": 3},
 ]
 

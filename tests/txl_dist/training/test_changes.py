@@ -9,6 +9,7 @@ import yaml
 
 from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
+from tests.support.running_mean import overrides_of
 from tests.support.training_runs import DROPOUT, NO_EVALUATION, losses, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -32,6 +33,32 @@ def hashes(run: Path) -> dict[str, str]:
     return {name: entry.sha256 for name, entry in manifest.files.items()}
 
 
+def compare_with_changes_by_hand(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    changes: str,
+    legs: list[tuple[str, ...]],
+    more: tuple[str, ...] = (),
+) -> str:
+    """Run the schedule, and each leg with `--allow-change`; returns the log of the first."""
+    scheduled, by_hand = tmp_path / "scheduled", tmp_path / "by-hand"
+    settings = (*CONSTANT_LR, *DROPOUT, NO_EVALUATION, *more)
+    overrides = (*legs[-1][:1], f"training.changes={changes}")
+    assert ranks(1).run(train, tiny_job(dataset, scheduled, *settings, *overrides)) == [0]
+    for leg in legs:
+        job = tiny_job(dataset, by_hand, *settings, *leg, allow_change=ALLOWED)
+        assert ranks(1).run(train, job) == [0]
+    assert losses(scheduled) == losses(by_hand)
+    assert hashes(scheduled) == hashes(by_hand)
+
+    manifest = load_checkpoint_manifest(resolve_checkpoint(scheduled))
+    assert len(manifest.rank_of_lane) == job.config.data.num_lanes
+    written = yaml.safe_load((scheduled / "config.yaml").read_text())
+    assert written["data"] == {**written["data"], "num_lanes": 5, "tgt_len": 3}, "as it was given"
+    return (scheduled / "logs" / "rank-0.log").read_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "legs"),
     [
@@ -53,22 +80,38 @@ def hashes(run: Path) -> dict[str, str]:
 def test_a_schedule_equals_the_same_changes_by_hand(
     ranks: RankGroups, dataset: Path, tmp_path: Path, changes: str, legs: list[tuple[str, ...]]
 ) -> None:
-    scheduled, by_hand = tmp_path / "scheduled", tmp_path / "by-hand"
-    settings = (*CONSTANT_LR, *DROPOUT, NO_EVALUATION)
-    overrides = (legs[-1][0], f"training.changes={changes}")
-    assert ranks(1).run(train, tiny_job(dataset, scheduled, *settings, *overrides)) == [0]
-    for leg in legs:
-        job = tiny_job(dataset, by_hand, *settings, *leg, allow_change=ALLOWED)
-        assert ranks(1).run(train, job) == [0]
-    assert losses(scheduled) == losses(by_hand)
-    assert hashes(scheduled) == hashes(by_hand)
-
-    manifest = load_checkpoint_manifest(resolve_checkpoint(scheduled))
-    assert len(manifest.rank_of_lane) == 8
-    written = yaml.safe_load((scheduled / "config.yaml").read_text())
-    assert written["data"]["num_lanes"] == 5, "config.yaml is the config that was given"
-    log = (scheduled / "logs" / "rank-0.log").read_text()
+    log = compare_with_changes_by_hand(ranks, dataset, tmp_path, changes, legs)
     assert log.count("tokens lost by this resume 0, read twice 0") == len(legs) - 1
+
+
+COMPRESSIVE = ("model.memory=compressive", "model.compression_rate=3")
+"""Segments of 3 and 6 tokens are whole blocks."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "change"),
+    [
+        ("compressive", COMPRESSIVE, {"num_lanes": 8, "tgt_len": 6, "mem_len": 10}),
+        # No number of tokens would rebuild what is written, so the lanes stay.
+        ("tokens", overrides_of("tokens"), {"tgt_len": 6}),
+        ("associative", overrides_of("associative"), {"tgt_len": 6}),
+    ],
+)
+def test_so_does_one_with_another_kind_of_memory(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    kind: str,
+    settings: tuple[str, ...],
+    change: dict[str, int],
+) -> None:
+    sections = {"num_lanes": "data", "tgt_len": "data", "mem_len": "model"}
+    changed = [f"{sections[name]}.{name}={value}" for name, value in change.items()]
+    entry = ", ".join(f"{name}: {value}" for name, value in change.items())
+    legs = [("training.num_steps=2",), ("training.num_steps=5", *changed)]
+    changes = f"[{{step: 2, {entry}}}]"
+    log = compare_with_changes_by_hand(ranks, dataset, tmp_path, changes, legs, settings)
+    assert ("tokens per lane, unscored" in log) == (kind == "compressive"), "read again"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import random_corpus
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_job, train
+from txl_dist.model.memory import memory_kind
 
 CONSTANT_WEIGHTS = ("optimizer.lr=1.0e-30", "optimizer.min_lr=0", "optimizer.warmup_steps=0")
 LENGTHS = [[17, 40], [9], [30, 22, 14]]
@@ -21,13 +23,13 @@ N_LAYER, MEM_LEN, TGT_LEN = 2, 7, 3
 CONTEXT_SEGMENTS = N_LAYER * 3  # ceil(7 / 3)
 
 
-def memory_after(num_segments: int, reset: str) -> list[torch.Tensor]:
+def memory_after(num_segments: int, reset: str, **options: Any) -> list[torch.Tensor]:
     """The memory of 4 lanes that begin inside an epoch, after a replay of some segments."""
     plan = LanePlan(
         num_tokens=132, num_lanes=4, tgt_len=TGT_LEN, start=20,
         remainder=Remainder(((50, 70), (80, 132)), context_tokens=num_segments * TGT_LEN),
     )  # fmt: skip
-    model = small_model(n_layer=N_LAYER, mem_len=MEM_LEN)
+    model = small_model(n_layer=N_LAYER, mem_len=MEM_LEN, **options)
     source = random_corpus(LENGTHS, vocab_size=VOCAB_SIZE, seed=1)
     memory = model.empty_memory(4)
     with SegmentStream(source, plan, lanes=range(4), reset=reset, position=20) as stream:  # type: ignore[arg-type]
@@ -44,6 +46,18 @@ def test_the_context_gives_the_memory_of_the_whole_epoch_before(reset: str) -> N
     if reset == "stream":
         with pytest.raises(AssertionError):
             assert_close(memory_after(N_LAYER, reset), whole_epoch)
+
+
+def test_the_context_gives_a_compressive_memory_too() -> None:
+    """Its blocks of one segment are the same ones wherever the reading begins."""
+    options = {"memory": "compressive", "compression_rate": TGT_LEN, "compressed_len": 2}
+    config = small_model(n_layer=N_LAYER, mem_len=MEM_LEN, **options).config
+    num_tokens = memory_kind(config).receptive_tokens(TGT_LEN)
+    assert num_tokens > CONTEXT_SEGMENTS * TGT_LEN
+    whole_epoch = memory_after(132 // TGT_LEN, "stream", **options)
+    assert_close(memory_after(num_tokens // TGT_LEN, "stream", **options), whole_epoch)
+    with pytest.raises(AssertionError):
+        assert_close(memory_after(CONTEXT_SEGMENTS, "stream", **options), whole_epoch)
 
 
 @pytest.mark.slow

@@ -88,14 +88,6 @@ class ArchiveError(ValueError):
         self.advice = advice
 
 
-class _Stream(Protocol):
-    """What `_MemberStream` reads from."""
-
-    def read(self, size: int, /) -> bytes: ...
-    def seek(self, offset: int, /) -> int: ...
-    def seekable(self) -> bool: ...
-
-
 class Archive(Protocol):
     """An open archive."""
 
@@ -259,7 +251,7 @@ class _ForwardStream:
 class _MemberStream(io.RawIOBase):
     """The bytes of a member of a tar."""
 
-    def __init__(self, stream: _Stream, member: ArchiveMember) -> None:
+    def __init__(self, stream: Any, member: ArchiveMember) -> None:
         self._stream, self._member, self._position = stream, member, 0
 
     def readable(self) -> bool:

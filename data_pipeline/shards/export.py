@@ -25,7 +25,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -56,17 +56,14 @@ _BATCH_BYTES = 16 * 2**20
 """Tokens that are read, and rows of Parquet that are written, at a time."""
 
 
+_Advance = Callable[[int], None]
+"""Called with n after every n tokens."""
+
+
 class _Document(NamedTuple):
     id: str
     content: str | np.ndarray
     """The text, or the ids [T] of a dataset of ids."""
-
-
-class _SplitWriter(Protocol):
-    """Writes one split. Returns the bytes of its texts; 0 if it writes no texts."""
-
-    def __call__(self, split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
-        """`advance(n)` is called after every n tokens."""
 
 
 def export_dataset(
@@ -95,7 +92,6 @@ def export_dataset(
         done += num_tokens * itemsize
         progress("exporting", done, total)
 
-    write = _writer_of(format, tokenizer)
     described: dict[str, Any] = {}
     with StagedDirectory(out, last=EXPORT_NAME) as staged, explain_disk_errors("exporting", out):
         _require_empty(out, staged.path)
@@ -104,7 +100,7 @@ def export_dataset(
             file_name = f"{name}.{format}"
             split = open_split(directory, name, manifest=manifest)
             with (staging / file_name).open("wb") as file:
-                text_bytes = write(split, file, advance)
+                text_bytes = _write_split(split, tokenizer, file, format, advance)
                 file.flush()
                 os.fsync(file.fileno())
             if format != "bin" and tokenizer.lossless and text_bytes != entry.text_bytes:
@@ -152,34 +148,30 @@ def _require_empty(out: Path, staging: Path) -> None:
         )
 
 
-def _writer_of(format: str, tokenizer: Tokenizer) -> _SplitWriter:
-    def documents(split: SplitReader, advance: Callable[[int], None]) -> Iterator[_Document]:
-        for id_, tokens in _documents(split):
-            content = tokens[tokens != tokenizer.end_of_document]
-            yield _Document(
-                id_,
-                content
-                if isinstance(tokenizer, IdTokenizer)
-                else _text_of(split, id_, tokens, tokenizer),
-            )
-            advance(len(tokens))
+def _write_split(
+    split: SplitReader, tokenizer: Tokenizer, file: BinaryIO, format: str, advance: _Advance
+) -> int:
+    """Write one split. Returns the UTF-8 bytes of its texts; 0 if it writes no texts."""
+    if format == "bin":
+        _write_bin(split, file, advance)
+        return 0
+    documents = _documents(split, tokenizer, advance)
+    if format == "jsonl":
+        return _write_jsonl(documents, split, file)
+    return _write_parquet(documents, split, file, is_ids=isinstance(tokenizer, IdTokenizer))
 
-    def write_jsonl(split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
-        text_bytes = 0
-        for id_, content in documents(split, advance):
-            is_text = isinstance(content, str)
-            value = {"text": content} if is_text else {"ids": content.tolist()}  # type: ignore[union-attr]
-            row = {"id": id_, "split": split.split, **value}
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-            text_bytes += len(content.encode()) if isinstance(content, str) else 0
-        return text_bytes
 
-    def write_parquet(split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
-        return _write_parquet(
-            documents(split, advance), split, file, is_ids=isinstance(tokenizer, IdTokenizer)
-        )
-
-    return {"jsonl": write_jsonl, "parquet": write_parquet, "bin": _write_bin}[format]
+def _documents(split: SplitReader, tokenizer: Tokenizer, advance: _Advance) -> Iterator[_Document]:
+    """The documents of the split in order. Each block is read once."""
+    for block, documents in itertools.groupby(split.documents(), key=lambda each: each.block):
+        tokens = split.read(block, 0, int(split.block_tokens[block]))
+        for document in documents:
+            ids = tokens[document.start : document.stop]
+            if isinstance(tokenizer, IdTokenizer):
+                yield _Document(document.id, ids[ids != tokenizer.end_of_document])
+            else:
+                yield _Document(document.id, _text_of(split, document.id, ids, tokenizer))
+            advance(len(ids))
 
 
 def _text_of(split: SplitReader, id_: str, tokens: np.ndarray, tokenizer: Tokenizer) -> str:
@@ -194,22 +186,23 @@ def _text_of(split: SplitReader, id_: str, tokens: np.ndarray, tokenizer: Tokeni
         ) from error
 
 
-def _documents(split: SplitReader) -> Iterator[tuple[str, np.ndarray]]:
-    """Id and tokens of every document of the split. Each block is read once."""
-    for block, documents in itertools.groupby(split.documents(), key=lambda each: each.block):
-        tokens = split.read(block, 0, int(split.block_tokens[block]))
-        for document in documents:
-            yield document.id, tokens[document.start : document.stop]
-
-
-def _write_bin(split: SplitReader, file: BinaryIO, advance: Callable[[int], None]) -> int:
+def _write_bin(split: SplitReader, file: BinaryIO, advance: _Advance) -> None:
     room = _BATCH_BYTES // split.dtype.itemsize
     for block, num_tokens in enumerate(split.block_tokens.tolist()):
         for start in range(0, num_tokens, room):
             tokens = split.read(block, start, min(start + room, num_tokens))
             file.write(tokens.astype(split.dtype.newbyteorder("<"), copy=False).tobytes())
             advance(len(tokens))
-    return 0
+
+
+def _write_jsonl(documents: Iterator[_Document], split: SplitReader, file: BinaryIO) -> int:
+    text_bytes = 0
+    for id_, content in documents:
+        value = {"ids": content.tolist()} if isinstance(content, np.ndarray) else {"text": content}
+        row = {"id": id_, "split": split.split, **value}
+        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        text_bytes += len(content.encode()) if isinstance(content, str) else 0
+    return text_bytes
 
 
 def _write_parquet(

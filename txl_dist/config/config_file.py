@@ -202,7 +202,9 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     elif kind in ("model_type", "dataclass_type", "dict_type"):
         yield f"{name} is a section; write its keys below it, found {_show(name, value)}"
     else:
-        yield f"{name} is {_show(name, value)}; {_rule(error)}"
+        is_per_layer = name == "model.mem_len" and isinstance(value, list)
+        hint = "; lengths per layer are shares of it, model.mem_shares" if is_per_layer else ""
+        yield f"{name} is {_show(name, value)}; {_rule(error)}{hint}"
 
 
 def _rule(error: Mapping[str, Any]) -> str:

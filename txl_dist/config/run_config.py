@@ -147,8 +147,8 @@ class RunConfig(Section):
         if not self.training.changes or not uneven:
             return []
         return [
-            f"training.changes with model.memory=compressive needs segments that are multiples of "
-            f"model.compression_rate={rate}; they have {', '.join(uneven)} tokens"
+            f"training.changes with model.memory={self.model.memory} needs segments that are "
+            f"multiples of model.compression_rate={rate}; they have {', '.join(uneven)} tokens"
         ]
 
     @property

@@ -205,6 +205,11 @@ class ModelConfig:
             raise ValueError(
                 f"clamp_len={self.clamp_len} is not supported by distance_encoding={name}; use null"
             )
+        if self.memory_facts.adds_tokens and not encoding.allows_memory:
+            raise ValueError(
+                f"memory={self.memory} adds tokens to segments, to which distance_encoding={name} "
+                "gives no position; use another distance_encoding"
+            )
         if self.mem_len and not encoding.allows_memory:
             raise ValueError(
                 f"mem_len={self.mem_len} is not supported by distance_encoding={name}, which "
@@ -227,11 +232,6 @@ class ModelConfig:
             raise ValueError(
                 f"mem_shares is not supported by memory={self.memory}, whose layers have one "
                 "length; use []"
-            )
-        if self.memory_facts.adds_tokens and not self.encoding.allows_memory:
-            raise ValueError(
-                f"memory={self.memory} adds tokens to segments, to which distance_encoding="
-                f"{self.distance_encoding} gives no position; use another distance_encoding"
             )
 
     def _check_compression(self) -> None:

@@ -26,7 +26,7 @@ def host_waits_for(device: torch.device) -> bool:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`; itself if it is there.
 
-    A copy to a GPU goes through page-locked memory, so the host continues immediately. The GPU
+    A copy to a GPU goes through page-locked RAM, so the host continues immediately. The GPU
     reads the values in the order of its stream; do not change `tensor` afterwards.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":

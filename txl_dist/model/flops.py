@@ -95,7 +95,8 @@ def training_flops(
 
 def _pasts(kind: MemoryKind) -> list[int]:
     """M of each layer."""
-    return [kind.num_past_in(number) for number in range(kind.config.n_layer)]
+    state = kind.empty(1, device="meta")
+    return [state.num_past_in(number) for number in range(kind.config.n_layer)]
 
 
 def _memory(config: ModelConfig, num_lanes: int) -> int:

@@ -14,10 +14,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from txl_dist.model.attention import Attention, SegmentContext
+from txl_dist.model.attention import Attention, SegmentContext, StackedLinear
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, DropoutMasks
-from txl_dist.model.linear import StackedLinear
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.norms import new_norm
 

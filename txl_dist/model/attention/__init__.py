@@ -32,7 +32,6 @@ from txl_dist.model.encodings import (
     encoding_class,
     heads_first,
 )
-from txl_dist.model.linear import StackedLinear
 from txl_dist.model.memory.kv_cache import LayerKVCache
 from txl_dist.model.norms import normalise
 from txl_dist.model.visibility import Visibility
@@ -111,6 +110,20 @@ class SegmentContext:
     dropout_masks: DropoutMasks | None
     """None in evaluation."""
     on_attention_weights: AttentionWeightsCallback | None = None
+
+
+class StackedLinear(nn.Linear):
+    """`nn.Linear` of `num_stacked` maps of the same input, computed as one product.
+
+    The output is theirs side by side. Optimizers that treat a matrix as a whole, such as Muon, have
+    to know: the best update of two matrices is not that of both as one.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, num_stacked: int, bias: bool = False
+    ) -> None:
+        super().__init__(in_features, num_stacked * out_features, bias=bias)
+        self.num_stacked = num_stacked
 
 
 class Attention(nn.Module):

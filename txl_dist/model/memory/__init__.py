@@ -6,11 +6,12 @@
     associative.py   a matrix per layer, written with the delta rule
     kv_cache.py      keys and values of a recurrent memory, for inference
 
-`MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A kind is a
-module with both, and an entry in `MEMORY_KINDS` (model/choices.py). Nothing else knows what a state
-holds: it is tensors with names, whose first dimension is the lanes. So training, checkpoints, a
-resume on other ranks and evaluation work for every kind
-(docs/decisions/0045-a-kind-of-memory.md).
+`MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A new kind is
+a module with both, an entry in `MEMORY_KINDS` (model/choices.py), and its settings among the fields
+of `ModelConfig` (model/config.py). To leave with its models it also needs a module in
+convert/standalone and a text in convert/model_card.py. Nothing else knows what a state holds: it is
+tensors with names, whose first dimension is the lanes. So training, checkpoints, a resume on other
+ranks and evaluation work for every kind (docs/decisions/0045-a-kind-of-memory.md).
 """
 
 from abc import ABC, abstractmethod
@@ -151,15 +152,6 @@ class MemoryKind(ABC):
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
-    @property
-    def num_past(self) -> int:
-        """M of a state of `empty`: the most of any layer."""
-        return 0
-
-    def num_past_in(self, number: int) -> int:
-        """M of layer `number`."""
-        return self.num_past
-
     @abstractmethod
     def receptive_tokens(self, tgt_len: int) -> int | None:
         """The tokens before a segment of `tgt_len` that determine its state; a multiple of tgt_len.
@@ -184,7 +176,7 @@ class MemoryKind(ABC):
         """The state at the start of streams, whose ages start at 0.
 
         `dtype`: that of the model, or another one to store the state in; a kind may keep fp32.
-        `pin`: page-locked memory of the host, from which a GPU copies without the processor.
+        `pin`: in page-locked RAM of the host, from which a GPU copies without the processor.
         """
 
     def for_inference(
@@ -207,7 +199,8 @@ class MemoryKind(ABC):
     def writer(self, layer: int) -> nn.Module | None:
         """The part of layer `layer` that computes what `SequenceState.after` stores, if any.
 
-        writer(x_BTD) -> a tensor with lanes first, from the layer's output.
+        writer(x_BTD) -> a tensor with lanes first, from the layer's output; with residual scalars,
+        from what the next layer reads: a x + b x_0.
         """
         return None
 
@@ -251,7 +244,7 @@ def memory_kind(config: ModelConfig) -> MemoryKind:
 
 
 def stored_like(old: Tensor, new: Tensor) -> Tensor:
-    """A copy of `new` with the dtype and device of `old`, in page-locked memory if `old` is.
+    """A copy of `new` with the dtype and device of `old`, in page-locked RAM if `old` is.
 
     Always a copy: a view would keep the activations of the whole segment.
     """

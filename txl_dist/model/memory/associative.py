@@ -1,6 +1,7 @@
 """`model.memory: associative`: per layer a matrix of values by key, which m added tokens write.
 
-Before layer l every token reads (`Reader`), after it the m write tokens write (`Writer`):
+Before layer l every token reads (`Reader`), after it the m write tokens write (`Writer`), whose x
+is the layer's output, or with residual scalars what the next layer reads, a x + b x_0:
 
     read      x = x + A^T q / max(z . q, 1)       q = phi(W_q x)
     segment   A = d A,  z = d z                   d = `memory_decay`

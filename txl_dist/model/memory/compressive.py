@@ -41,10 +41,6 @@ class Compressive(MemoryKind):
     documents_are_independent = False
     """The tokens before a document decide which of its tokens share a slot."""
 
-    @property
-    def num_past(self) -> int:
-        return sum(_sizes(self.config)[:2])
-
     def receptive_tokens(self, tgt_len: int) -> int | None:
         """None if blocks end inside segments: then they depend on where the reading starts."""
         num_slots, num_recent, rate = _sizes(self.config)

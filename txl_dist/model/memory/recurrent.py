@@ -29,13 +29,6 @@ class Recurrent(MemoryKind):
 
     caches_keys = True
 
-    @property
-    def num_past(self) -> int:
-        return self.config.mem_len
-
-    def num_past_in(self, number: int) -> int:
-        return self.config.mem_lens[number]
-
     def receptive_tokens(self, tgt_len: int) -> int:
         """Each layer sees its memory before its segment, so whole segments per layer.
 

@@ -41,13 +41,6 @@ class RecurrentAndTokens(MemoryKind):
         super().__init__(config)
         self.recurrent = Recurrent(config)
 
-    @property
-    def num_past(self) -> int:
-        return self.recurrent.num_past
-
-    def num_past_in(self, number: int) -> int:
-        return self.recurrent.num_past_in(number)
-
     def receptive_tokens(self, tgt_len: int) -> None:
         return None
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 
 from txl_dist.checkpoint.snapshot import AVERAGE
 from txl_dist.config.optimizer_config import OptimizerConfig, Role
-from txl_dist.model.linear import StackedLinear
+from txl_dist.model.attention import StackedLinear
 from txl_dist.model.transformer_xl import TransformerXL
 
 
@@ -151,7 +151,7 @@ class FlatMatrices:
 class Muon(AdamW):
     """Muon for groups with `rule: muon`, AdamW for all others, also on ZeRO's flat partitions.
 
-    A weight of several stacked matrices (model/linear.py) is updated as these, one by one.
+    A weight of several stacked matrices (`StackedLinear`) is updated as these, one by one.
 
         B     momentum * B + (1 - momentum) * gradient       elementwise, on this rank's part
         U     (1 - momentum) * gradient + momentum * B       Nesterov; elementwise

@@ -247,6 +247,7 @@ def test_changes_that_would_need_another_state_are_refused(kind: str, change: st
     ("options", "message"),
     [
         ({"same_length": True}, "same_length=true is not supported by memory=associative"),
+        ({"distance_encoding": "absolute"}, "use another distance_encoding"),
         ({"distance_encoding": "absolute", "mem_len": 0}, "use another distance_encoding"),
         ({"memory_tokens": 0}, "memory_tokens=0 must be at least 1"),
         ({"memory_decay": 1.5}, r"memory_decay=1\.5 must be above 0 and at most 1"),

@@ -218,14 +218,14 @@ def test_losses_reach_back_through_the_slots() -> None:
 
 def test_blocks_that_end_inside_segments_have_no_limited_reach() -> None:
     kind = memory_kind(config(mem_len=8, compression_rate=4))
-    assert kind.num_past == 2 + 8 + 3
+    assert kind.empty(B).num_past == 2 + 8 + 3
     assert kind.receptive_tokens(8) == 2 * 16
     assert kind.receptive_tokens(6) is None
 
 
 def test_without_a_memory_nothing_is_compressed() -> None:
     kind = memory_kind(config(mem_len=0))
-    assert (kind.num_past, kind.receptive_tokens(3)) == (0, 0)
+    assert (kind.empty(B).num_past, kind.receptive_tokens(3)) == (0, 0)
     assert kind.empty(B).bytes_per_lane == 4  # the count
 
 

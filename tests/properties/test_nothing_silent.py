@@ -20,12 +20,11 @@ from data_pipeline.shards.verify import verify_dataset
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
 from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
-from txl_dist.checkpoint.reader import (
-    verify_checkpoint,
-)
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import CheckpointError
 from txl_dist.runtime.world import World
-from txl_dist.training.resume import _newest_intact
+from txl_dist.training.resume import Resume
 
 Dataset = tuple[Path, ShardManifest]
 
@@ -265,10 +264,9 @@ def byte_ranges(path: Path) -> dict[str, range]:
 
 def newest_intact(run: Path) -> int:
     """Step of the checkpoint that a run would resume from."""
+    no_data: Any = None  # not compared here
     job = tiny_job(Path("no-data"), run)
-    point = _newest_intact(job, World(0, 1))
-    assert point is not None
-    return point.state.step
+    return Resume(job, no_data, World(0, 1), CheckpointDirectory(run)).newest_intact().state.step
 
 
 @pytest.mark.slow

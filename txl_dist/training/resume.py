@@ -135,7 +135,7 @@ class Resume:
         source = self._on_rank_zero(lambda: self._source(download=download))
         if source == "new run":
             return None
-        point = self._fork(source) if isinstance(source, Path) else self._newest_intact()
+        point = self._fork(source) if isinstance(source, Path) else self.newest_intact()
         require_compatible(point.manifest, point.state, point.path, job=self.job, data=self.data)
         # A warning, not an error: most changes of the code do not change losses.
         if point.manifest.written_by != (current := code_description()):
@@ -227,7 +227,8 @@ class Resume:
         update = {"forked_from": self._given_path, "divergence": divergence}
         return replace(point, state=point.state.model_copy(update=update), is_fork=True)
 
-    def _newest_intact(self) -> ResumePoint:
+    def newest_intact(self) -> ResumePoint:
+        """The newest checkpoint without damage, which may be older than the newest. Collective."""
         # From rank 0: on a network file system the ranks may see different directory listings.
         steps = self.world.broadcast(self.directory.steps())
         damage: list[str] = []

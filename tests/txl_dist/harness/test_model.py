@@ -139,6 +139,8 @@ def test_a_memory_without_mem_len_is_used(tmp_path: Path) -> None:
     assert (model.mode, model.max_length) == ("memory", TGT_LEN)
     with pytest.raises(ConfigError, match="mem_len=64 has no effect"):
         TransformerXLModel(directory, mem_len=64)
+    windowed = TransformerXLModel(directory, mode="windowed", max_length=TGT_LEN + 5)
+    assert windowed.max_length == TGT_LEN + 5, "longer than a segment, because it has a memory"
 
 
 @pytest.mark.parametrize("options", [{"distance_encoding": "absolute"}, {}], ids=str)

@@ -87,6 +87,17 @@ def test_gradients_and_other_numbers_of_lanes_are_refused() -> None:
         model(*segment, model.inference_state(3))
 
 
+@torch.no_grad()
+def test_more_tokens_than_the_last_segment_has_are_not_removed() -> None:
+    """Of two removals without a segment in between, the second finds none."""
+    model, text_BT = small_model(), random_text(2, 4)
+    cache = model.inference_state(2)
+    model(text_BT, text_BT, torch.arange(4).expand(2, -1), cache)
+    cache.select([1, 0], [3, 0])
+    with pytest.raises(ValueError, match="only the tokens of the last segment to remove"):
+        cache.select([1, 0], [1, 0])
+
+
 def test_a_cache_holds_no_autograd_graph() -> None:
     model, text_BT = small_model(), random_text(2, 3)
     cache = model.inference_state(2)

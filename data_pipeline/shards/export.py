@@ -274,7 +274,7 @@ def push_dataset(
     sizes = {name: (directory / name).stat().st_size for name in names}
     shard_files = manifest.shard_files
     with _explain_store_errors(target):
-        remote_sizes = _remote_sizes(target)
+        remote_sizes = target.sizes(missing_ok=True)
         _require_same_dataset(target, manifest, remote_sizes)
         # Without a manifest, a remote file may be from an interrupted push of other data.
         if MANIFEST_NAME in remote_sizes:
@@ -287,13 +287,6 @@ def push_dataset(
         done += sizes[name]
         progress("sending", done, total)
     return manifest
-
-
-def _remote_sizes(target: RemotePath) -> dict[str, int]:
-    try:
-        return target.sizes()
-    except FileNotFoundError:  # a folder of an object store exists once it contains a file
-        return {}
 
 
 def _require_same_dataset(

@@ -350,7 +350,7 @@ class CopyUploader:
             manifest = load_checkpoint_manifest(path)
             name = copy_name(manifest)
             target = self._copies.at(name)
-            present = _sizes(target)
+            present = target.sizes(missing_ok=True)
             fault_point("upload")
             for file, entry in manifest.files.items():
                 if self._closing.is_set():
@@ -431,13 +431,6 @@ def _download(source: RemotePath, target: Path, entry: FileEntry) -> None:
         raise CheckpointError(f"{source} has {num_bytes:,} bytes, expected {entry.bytes:,}")
     if sha256.hexdigest() != entry.sha256:
         raise CheckpointError(f"{source} has sha256 {sha256.hexdigest()}, expected {entry.sha256}")
-
-
-def _sizes(target: RemotePath) -> dict[str, int]:
-    try:
-        return target.sizes()
-    except FileNotFoundError:  # a folder of object storage exists once it contains a file
-        return {}
 
 
 def _for_another_directory(tracking_state: bytes) -> bytes:

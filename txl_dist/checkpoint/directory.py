@@ -5,7 +5,7 @@ numbers in their names, never by file times. LATEST and BEST are pointers for pe
 `--resume auto` does not read them.
 
     step-NNNNNNNN              a complete checkpoint
-    superseded-step-NNNNNNNN   of steps that the run has given up; never chosen by a resume
+    superseded-step-NNNNNNNN   of steps that were undone; a resume never chooses it
     .*.tmp                     being written or removed; the next start removes what a killed
                                process has left
 
@@ -96,7 +96,7 @@ class CheckpointDirectory:
         return sorted(int(match[1]) for match in matches if match)
 
     def superseded(self) -> list[Path]:
-        """The checkpoints of steps that the run has given up (`rewind`)."""
+        """The checkpoints of steps that a resume or a rollback has undone (`rewind`)."""
         if not self.path.is_dir():
             return []
         return [entry for entry in self.path.iterdir() if _SUPERSEDED.fullmatch(entry.name)]

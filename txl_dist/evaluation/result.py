@@ -213,7 +213,7 @@ def plan_evaluation(
             f"more text, or give it a larger share: txl prepare ... --split {settings.split}=0.1"
         )
 
-    # Called once per chunk, so that the ages of the whole split are never held at once.
+    # Reads the age of one token per chunk: those of a whole split might not fit in RAM.
     def document_start(position: int) -> int:
         _, age = read_range(source, position, position + 1)
         return position - int(age[0])

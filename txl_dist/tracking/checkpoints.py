@@ -1,7 +1,7 @@
 """What the sender reads from a run directory besides the journal: checkpoints and their scores.
 
-The checkpoints that exist become models of the run. The directory is the record: checkpoints appear
-and disappear in it at once, so training writes nothing else for it.
+The checkpoints that exist become models of the run. Training writes nothing else for it: a
+checkpoint appears in the directory, and is removed from it, by one rename.
 
 Scores of `txl eval` become runs below the training run:
 
@@ -177,7 +177,7 @@ def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> T
 
 
 def deliver_evaluations(run_dirs: Sequence[Path]) -> None:
-    """Record what run directories hold, in a process of its own; the caller limits the time.
+    """Record what run directories hold, in a separate process, whose time the caller limits.
 
     The sender of a run that trains does it for that run. Raises UnavailableError.
     """

@@ -1,11 +1,8 @@
 """The sender: a process that sends a run's journal to its tracker while training runs.
 
-    python -m txl_dist.tracking.sender RUN --request FILE
-                                                     # started by `TrackingProcess`, with a pipe
-    python -m txl_dist.tracking.sender RUN --sync    # started by `txl track sync`: send what a run
-                                                     # that has ended did not deliver
-    python -m txl_dist.tracking.sender RUN... --evaluations
-                                                     # started by `log_evaluations`: only scores
+    python -m txl_dist.tracking.sender RUN --request FILE     `TrackingProcess`, with a pipe
+    python -m txl_dist.tracking.sender RUN --sync             `txl track sync`, of an ended run
+    python -m txl_dist.tracking.sender RUN... --evaluations   `log_evaluations`: only scores
 
 When training has ended, also by SIGKILL, the sender delivers the rest within a bounded time and
 exits. A server that fails is one line of RUN/logs/tracking.log and of the log of rank 0.
@@ -14,8 +11,7 @@ exits. A server that fails is one line of RUN/logs/tracking.log and of the log o
 only the others, with the timestamps of the journal. If a call failed, the server may still have
 executed it, so the points of its metrics are queried again. After delivery, the run on the server
 equals the journal. If it has steps that a resume has superseded, a new run gets the whole journal.
-Its models are the checkpoints in the run directory; they and the scores of `txl eval` are read by
-`checkpoints.py`.
+`checkpoints.py` reads its models, and the scores of `txl eval`, from the run directory.
 
 Why a process and not a thread: docs/decisions/0014-tracking-in-its-own-process.md.
 """
@@ -441,9 +437,8 @@ def main() -> int:
     line = "%(message)s" if options.sync else "%(asctime)s %(message)s"
     logging.basicConfig(level=logging.WARNING, format=line, datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("txl_dist").setLevel(logging.INFO)
-    request_path = options.request or run_dir / REQUEST
-    seconds = options.flush_seconds
-    if reason := run(run_dir, request_path, sync=options.sync, flush_seconds=seconds):
+    request, seconds = options.request or run_dir / REQUEST, options.flush_seconds
+    if reason := run(run_dir, request, sync=options.sync, flush_seconds=seconds):
         log.warning("not everything was delivered after %g s: %s", seconds, reason)
         return EXIT_UNDELIVERED
     return 0

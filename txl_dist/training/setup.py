@@ -76,7 +76,7 @@ def begin_run(inputs: RankContext) -> Beginning:
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
     world.run_on_rank_zero(lambda: inputs.stack.enter_context(lock))
     checkpoints = directory.checkpoints
-    # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
+    # A change of settings (`training.changes`) begins no new attempt. The newest checkpoint is then
     # in the run directory, so the run continues even if its URL cannot be reached.
     is_new_attempt = checkpoints.attempt is None
     point = find_resume_point(job, data, world, download=is_new_attempt)

@@ -1,6 +1,7 @@
 """`model.memory: associative`: the equations, row by row, and an exact reset within a segment."""
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.testing import assert_close
 
 from tests.support.small_models import random_text, small_model
 from tests.support.training_runs import TINY
-from tests.support.written_out import ages, attend
+from tests.support.written_out import assert_losses, attend
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
@@ -151,15 +152,7 @@ def by_hand(model: TransformerXL, text_N: Tensor, age: list[int], tgt_len: int) 
 def test_losses_are_those_of_the_equations_written_out(options: dict[str, Any]) -> None:
     """With residual scalars a layer's writer reads the input of the next layer."""
     model = small_model(memory="associative", **options)
-    tgt_len, num_segments = 4, 5
-    num_tokens, beginnings = tgt_len * num_segments, [(0,), (0, 6), (0, 5, 8, 11)]
-    text_BN = random_text(len(beginnings), num_tokens + 1)
-    age_BN = torch.tensor([ages(each, num_tokens) for each in beginnings])
-    nats_BN, _ = model(
-        text_BN[:, :-1], text_BN[:, 1:], age_BN, model.empty_memory(3), None, num_segments
-    )
-    for text_N, nats_N, age_N in zip(text_BN, nats_BN, age_BN, strict=True):
-        assert_close(nats_N, by_hand(model, text_N, age_N.tolist(), tgt_len))
+    assert_losses(model, partial(by_hand, model, tgt_len=4), tgt_len=4, num_segments=5)
 
 
 def test_what_was_written_is_read_with_its_key() -> None:

@@ -1,5 +1,6 @@
 """`model.memory: compressive`: slots are the means of the equations, and hide other documents."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.testing import assert_close
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import random_text, small_model
 from tests.support.training_runs import TINY
-from tests.support.written_out import ages, attend
+from tests.support.written_out import assert_losses, attend
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
@@ -146,15 +147,7 @@ def test_losses_are_those_of_attention_written_out(options: dict[str, Any], rate
     model = small_model(
         memory="compressive", compressed_len=2, **options | {"compression_rate": rate}
     )
-    tgt_len, num_segments = 4, 6
-    num_tokens, beginnings = tgt_len * num_segments, [(0,), (0, 6), (0, 5, 8, 11)]
-    text_BN = random_text(len(beginnings), num_tokens + 1)
-    age_BN = torch.tensor([ages(each, num_tokens) for each in beginnings])
-    nats_BN, _ = model(
-        text_BN[:, :-1], text_BN[:, 1:], age_BN, model.empty_memory(3), None, num_segments
-    )
-    for text_N, nats_N, age_N in zip(text_BN, nats_BN, age_BN, strict=True):
-        assert_close(nats_N, by_hand(model, text_N, age_N.tolist(), tgt_len))
+    assert_losses(model, partial(by_hand, model, tgt_len=4), tgt_len=4, num_segments=6)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """`model.memory: tokens` and `recurrent+tokens`, against attention that is written out."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,11 +9,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.small_models import random_text, small_model
-from tests.support.written_out import ages, attend
+from tests.support.written_out import assert_losses, attend
 from txl_dist.model.transformer_xl import TransformerXL
 
 M, TGT_LEN, NUM_SEGMENTS = 3, 4, 4  # M: memory_tokens of small_model
-BEGINNINGS = [(0,), (0, 6), (0, 5, 8, 11)]
 """Where the documents of each lane begin."""
 
 
@@ -72,14 +72,9 @@ def by_hand(model: TransformerXL, text_N: Tensor, age: list[int], mem_len: int) 
 @torch.no_grad()
 def test_losses_are_those_of_attention_written_out(kind: str, options: dict[str, Any]) -> None:
     model = small_model(memory=kind, **options)
-    text_BN = random_text(len(BEGINNINGS), TGT_LEN * NUM_SEGMENTS + 1)
-    age_BN = torch.tensor([ages(each, TGT_LEN * NUM_SEGMENTS) for each in BEGINNINGS])
-    nats_BN, _ = model(
-        text_BN[:, :-1], text_BN[:, 1:], age_BN, model.empty_memory(3), None, NUM_SEGMENTS
-    )
     mem_len = model.config.mem_len if kind == "recurrent+tokens" else 0
-    for text_N, nats_N, age_N in zip(text_BN, nats_BN, age_BN, strict=True):
-        assert_close(nats_N, by_hand(model, text_N, age_N.tolist(), mem_len))
+    expected = partial(by_hand, model, mem_len=mem_len)
+    assert_losses(model, expected, tgt_len=TGT_LEN, num_segments=NUM_SEGMENTS)
 
 
 @torch.no_grad()

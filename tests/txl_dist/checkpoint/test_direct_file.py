@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.system import files
-from data_pipeline.system.files import DirectFile
+from txl_dist.checkpoint import snapshot
+from txl_dist.checkpoint.snapshot import DirectFile
 
 BUFFER_BYTES = 3 * 4096
 CONTENT = bytes(range(256)) * 256
@@ -18,7 +18,7 @@ CONTENT = bytes(range(256)) * 256
 
 @pytest.fixture(autouse=True)
 def _small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BUFFER_BYTES", BUFFER_BYTES)
+    monkeypatch.setattr(snapshot, "BUFFER_BYTES", BUFFER_BYTES)
 
 
 def write(path: Path, *sizes: int) -> bytes:

@@ -8,7 +8,8 @@ same tokens for all runs of a seed, and scores the same held-out tokens from tim
 seconds are those of steps alone, without data, evaluation and start. Each run is one line of --out;
 a second call runs what is missing. `--table` prints means over seeds, differences from `modern`
 with the same seed (the loss varies more between seeds than between runs), and how many steps and
-CPU-seconds each run took to the final loss of `paper-adamw`.
+CPU-seconds each run took to the final loss of `paper-adamw`. `--models DIR` keeps the models, for
+`txl recl DIR/... DATA`.
 
 `gpt` is a GPT without memory in the manner of nanoGPT (rival_gpt.py), at two learning rates.
 """
@@ -16,6 +17,7 @@ CPU-seconds each run took to the final loss of `paper-adamw`.
 import argparse
 import json
 import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -110,6 +112,9 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=8, help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--variants", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--models", metavar="DIR", type=Path, help="keep each model as DIR/DATA-NAME-SEED"
+    )
     arguments = parser.parse_args()
     if arguments.data:
         torch.set_num_threads(1)
@@ -132,8 +137,12 @@ def results(path: Path) -> list[dict[str, Any]]:
 def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Train one run; its result has (step, CPU-seconds, held-out nats) of each evaluation."""
     every = arguments.steps // arguments.evaluations
-    make = gpt_steps if name in RIVALS else transformer_xl_steps
-    step, score, num_parameters = make(name, arguments.data, arguments.steps, seed)
+    data, steps = arguments.data, arguments.steps
+    if name in RIVALS:
+        step, score, num_parameters = gpt_steps(name, data, steps, seed)
+    else:
+        kept = arguments.models and arguments.models / f"{data.name}-{name}-{seed}"
+        step, score, num_parameters = transformer_xl_steps(name, data, steps, seed, kept)
     curve, seconds = [], 0.0
     for number in range(1, arguments.steps + 1):
         seconds += step(number)
@@ -151,7 +160,9 @@ Steps = tuple[Callable[[int], float], Callable[[], float], int]
 the number of parameters."""
 
 
-def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
+def transformer_xl_steps(
+    name: str, data: Path, num_steps: int, seed: int, kept: Path | None
+) -> Steps:
     config_name, *overrides = VARIANTS[name]
     settings = [f"data.path={data}", f"seed={seed}", f"training.num_steps={num_steps}", *overrides]
     config = load_run_config(CONFIGS / f"{config_name}.yaml", settings)
@@ -190,6 +201,8 @@ def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> St
             out = Path(folder) / "model"
             reading = Reading(tgt_len=config.segment_len, reset="document")
             write_exported(out, model, tokenizer, reading)
+            if kept:
+                shutil.copytree(out, kept, dirs_exist_ok=True)
             job = evaluation_job(out, data, max_tokens=SCORED_TOKENS)
             return evaluate(job).sums.nats_per_token
 

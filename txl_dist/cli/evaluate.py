@@ -96,9 +96,10 @@ WorkersOption = Annotated[
 OnOption = Annotated[
     str | None,
     typer.Option(
+        metavar="processes|ray|ADDRESS",
         help="processes: on this machine, one worker in this process. ray: a Ray started for "
         "this command. An address: a running Ray cluster, whose nodes must all see the "
-        "checkpoints and the data. Default: processes for one worker, else ray."
+        "checkpoints and the data. Default: processes for one worker, else ray.",
     ),
 ]
 ResumeOption = Annotated[

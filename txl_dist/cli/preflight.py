@@ -183,6 +183,7 @@ def doctor(
     on: Annotated[
         str | None,
         typer.Option(
+            metavar="ray|ADDRESS",
             help="The address of a running Ray cluster: check every node. ray: a Ray started for "
             "this command.",
             show_default="this machine, without Ray",

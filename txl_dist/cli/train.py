@@ -20,6 +20,7 @@ def train(
     on: Annotated[
         str | None,
         typer.Option(
+            metavar="processes|ray|ADDRESS",
             help="ray: start Ray on this machine. An address: use a running Ray cluster. "
             "processes: start processes on this machine, without Ray.",
             show_default="ray",

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
 
-app = typer.Typer(help="Measure speed and size on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure speed on this machine, and how far back a model copies.", no_args_is_help=True
+)
 NO_GPU = (
     "skipped: torch finds no GPU on this machine. It needs one with CUDA, its driver, and a torch "
     "that is built for CUDA; `txl doctor` shows what is installed"

@@ -208,8 +208,8 @@ def export(
 ) -> None:
     """Write a dataset as files that other programs read: one per split, and export.json.
 
-    The documents keep their order. txl prepare OUT reads the files again. A killed export leaves no
-    file under its final name.
+    The documents keep their order. txl prepare OUT reads the files again (bin: with --format ids).
+    A killed export leaves no file under its final name.
 
     Example: txl data export data/books --format parquet --out books-parquet
     """

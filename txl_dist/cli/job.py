@@ -37,7 +37,9 @@ Address = Annotated[
 JobId = Annotated[
     str,
     typer.Argument(
-        metavar="JOB", help="Id of a job, or its name, with or without digest: the newest."
+        metavar="JOB",
+        help="Id of one attempt, or the name of a run, with or without its digest: its newest "
+        "attempt.",
     ),
 ]
 

@@ -152,7 +152,10 @@ def print_result(content: Mapping[str, object], text: str, *, as_json: bool) -> 
 
 # --- options and arguments ------------------------------------------------------------------------
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the result as JSON, and nothing else on standard output."),
+]
 
 ConfigPath = Annotated[
     Path,

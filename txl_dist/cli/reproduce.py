@@ -65,8 +65,8 @@ ShrinkOption = Annotated[
     bool,
     typer.Option(
         "--shrink",
-        help="A smoke run on a laptop: the whole corpus, a tiny model, 20 steps. Its score "
-        "means nothing.",
+        help="A smoke run on a laptop: prepares all of --data, which may be a sample of the "
+        "corpus, and trains a tiny model for 20 steps. Its score means nothing.",
     ),
 ]
 ListOption = Annotated[

@@ -197,10 +197,11 @@ def sync(
     timeout_seconds: Annotated[float, typer.Option(min=1, help="Give up after this time.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Deliver to MLflow what a run has not delivered: metrics, settings and how it ended.
+    """Deliver to MLflow what a run has not delivered: metrics, settings, checkpoints, and scores.
 
-    For a run that has ended; one that is training delivers by itself. Points that MLflow has are
-    not sent again, so it can be repeated. The copy of a run directory gets its own MLflow run.
+    Scores are also those of txl eval. For a run that has ended; one that is training delivers by
+    itself. Points that MLflow has are not sent again, so it can be repeated. The copy of a run
+    directory gets its own MLflow run.
 
     Example: txl track sync runs/quickstart
     """

@@ -22,7 +22,7 @@ score_checkpoints.py  evaluation by another process (txl eval --watch)
 score_watch.py    the part of training in that
 state.py          progress of a run, stored in each checkpoint; changes of corpora and lanes
 saving.py         when checkpoints are written and removed
-resume.py         where a run resumes: one function, whose docstring is a table
+resume.py         where a run resumes: one class, by the table in the docstring of the module
 start_state.py    loads that checkpoint; the state to begin with; counts the tokens that are lost
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and who may write them: lock and attempts

@@ -127,14 +127,16 @@ class ScoreTable:
         """`is_due`: whether the evaluation of a step is due. `inherited`: the best score in the
         checkpoint from which the run resumes, whose file may be on another disk.
         """
-        self._checkpoints, self._is_due, self._inherited = checkpoints, is_due, inherited
+        self._checkpoints, self._is_due = checkpoints, is_due
         self._folder = checkpoints.run / FOLDER
         self._by_step: dict[int, StepScore] = {}
         self._from_files: set[int] = set()
         """Steps whose files were read or written."""
         self.best: StepScore | None = None
         """The best score up to now."""
-        self._read_all()
+        if inherited is not None:
+            self._take(inherited)
+        self.refresh()
 
     @property
     def best_step(self) -> int | None:
@@ -150,21 +152,29 @@ class ScoreTable:
 
         Forgets the scores whose files a rollback has removed.
         """
-        if not self._folder.is_dir():
-            return []
-        matches = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        steps = {int(match[1]) for match in matches if match}
-        if removed := self._from_files - steps:
-            self._by_step = {n: s for n, s in self._by_step.items() if n not in removed}
-            self._from_files -= removed
-            self.best = None
-            for step in sorted(self._by_step):
-                self._take(self._by_step[step])
+        steps = self._steps_with_file()
+        self._forget(self._from_files - steps)
         new = [self._read(step) for step in sorted(steps - self._from_files)]
         return [(score, self._take(score)) for score in new if score is not None]
 
+    def _steps_with_file(self) -> set[int]:
+        paths = self._folder.iterdir() if self._folder.is_dir() else ()
+        matches = (_NAME.fullmatch(path.name) for path in paths)
+        return {int(match[1]) for match in matches if match}
+
+    def _forget(self, steps: set[int]) -> None:
+        if steps:
+            self._by_step = {n: score for n, score in self._by_step.items() if n not in steps}
+            self._from_files -= steps
+            self.best = None
+            for step in sorted(self._by_step):
+                self._take(self._by_step[step])
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}.json"
+
     def _read(self, step: int) -> StepScore | None:
-        path = self._folder / f"step-{step:08d}.json"
+        path = self._path(step)
         try:
             score = StepScore.model_validate_json(path.read_bytes())
             if not self._is_current(score):
@@ -201,7 +211,7 @@ class ScoreTable:
 
         A file that cannot be written is a warning: the next start evaluates the step again.
         """
-        path = self._folder / f"step-{score.step:08d}.json"
+        path = self._path(score.step)
         try:
             self._folder.mkdir(exist_ok=True)
             write_file(path, score.model_dump_json(indent=1).encode() + b"\n")
@@ -213,19 +223,14 @@ class ScoreTable:
     def rewind(self, step: int) -> None:
         """Remove the scores after `step`, to which the run returns, and those without a number,
         which are tried again.
-        """
-        for score in self._by_step.values():
-            if score.step > step or score.nats is None:
-                (self._folder / f"step-{score.step:08d}.json").unlink(missing_ok=True)
-        if self._inherited is not None and self._inherited.step > step:
-            self._inherited = None
-        self._read_all()
 
-    def _read_all(self) -> None:
-        self._by_step, self._from_files, self.best = {}, set(), None
-        if self._inherited is not None:
-            self._take(self._inherited)
-        self.refresh()
+        Files that are new stay new, unless they are of later steps: `refresh` announces them.
+        """
+        known = {n for n, score in self._by_step.items() if n > step or score.nats is None}
+        removed = known | {n for n in self._steps_with_file() if n > step}
+        for number in removed:
+            self._path(number).unlink(missing_ok=True)
+        self._forget(removed)
 
     def waiting(self) -> list[int]:
         """Steps of checkpoints whose evaluation is due and not done, ascending."""

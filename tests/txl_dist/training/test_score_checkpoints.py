@@ -328,7 +328,21 @@ def test_after_a_rollback_no_score_of_the_superseded_steps_counts(
     assert watch.is_over()
 
 
-def test_a_score_of_an_abandoned_save_of_the_step_does_not_count(tmp_path: Path) -> None:
+def test_scores_that_arrive_just_before_a_rollback(tmp_path: Path, processes: Processes) -> None:
+    """Rank 0 has not looked at their files: the earlier is announced, the later one removed."""
+    watch, table, announced = watched(tmp_path, 5, 8, 10)
+    other = ScoreTable(CheckpointDirectory(tmp_path), is_due=bool)
+    for step in (5, 10):
+        other.add(score_of(step))
+    table.rewind(8)
+    CheckpointDirectory(tmp_path).rewind(8)
+    watch.poll()
+    assert announced == [5]
+    other.refresh()
+    assert (other.best_step, other.waiting()) == (5, [8])
+
+
+def test_a_score_of_a_superseded_save_of_the_step_does_not_count(tmp_path: Path) -> None:
     path = save(tmp_path, step=3)
     table = ScoreTable(CheckpointDirectory(tmp_path), is_due=bool)
     save_id = load_checkpoint_manifest(path).save_id

@@ -5,7 +5,6 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from typer.exceptions import TyperException
 
 from txl_dist.cli import (
@@ -99,8 +98,8 @@ def _usage_error(error: TyperException) -> TxlError:
     elif message.startswith("No such option") and "Possible options" not in message:
         options = [each.opts[0] for each in command.params if each.param_type_name == "option"]
         expected = f". {context.command_path} has the options {', '.join([*options, '--help'])}"
-    elif isinstance(error.__cause__, ValidationError):
-        expected = f", found {error.__cause__.errors()[0]['input']}"
+    elif find_errors := getattr(error.__cause__, "errors", None):  # pydantic's ValidationError
+        expected = f", found {find_errors()[0]['input']}"
     elif not message.startswith(("No such", "Invalid value")):
         expected = f". {' '.join(context.get_usage().split())}"
     return ConfigError(f"{message}{expected} (see {context.command_path} -h)")

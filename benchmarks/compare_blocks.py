@@ -11,7 +11,9 @@ with the same seed (the loss varies more between seeds than between runs), and h
 CPU-seconds each run took to the final loss of `paper-adamw`. `--models DIR` keeps the models, for
 `txl recl DIR/... DATA`.
 
-`gpt` is a GPT without memory in the manner of nanoGPT (rival_gpt.py), at two learning rates.
+`windows` is the modern block without memory, trained on random windows instead of lanes, and `gpt`
+a GPT without memory in the manner of nanoGPT (rival_gpt.py), at two learning rates. Both are scored
+with at least half a window before each token.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from torch import Tensor
 from txl_dist import (
     LanePlan,
     Reading,
+    RunConfig,
     SegmentStream,
     TransformerXL,
     evaluate,
@@ -51,10 +55,12 @@ from txl_dist.training.schedule import lr_at
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 REFERENCE = "paper-adamw"
-SAME_DATA = ("data.num_lanes=32", "data.tgt_len=64")
+SAME_DATA = ("data.num_lanes=128", "data.tgt_len=16")
 """As in the modern quickstart."""
-TWO_SEGMENTS = ("training.backprop_segments=2", "model.memory_tokens=4")
-"""The gradient passes through the memory once."""
+FEW_LANES = ("modern/quickstart", "data.num_lanes=32", "data.tgt_len=64")
+"""As many tokens per step, in longer segments: for models without a memory of single tokens."""
+TWO_SEGMENTS = (*FEW_LANES, "training.backprop_segments=2", "model.memory_tokens=4")
+"""Of 32 tokens: the gradient passes through the memory once."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     REFERENCE: ("quickstart", *SAME_DATA),
     "paper-as-shipped": ("quickstart",),  # 16 lanes of 128
@@ -63,7 +69,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "optimizer.schedule=linear", "optimizer.gradient_clipping=0",
     ),
     "modern": ("modern/quickstart",),
-    "no-memory": ("modern/quickstart", "model.mem_len=0"),
+    "few-lanes": FEW_LANES,
+    "no-memory": (*FEW_LANES, "model.mem_len=0"),
+    "no-memory-128": (
+        "modern/quickstart", "data.num_lanes=16", "data.tgt_len=128", "model.mem_len=0",
+    ),
     "memory-64": ("modern/quickstart", "model.mem_len=64"),
     "short-long": ("modern/quickstart", "model.mem_shares=[0.25, 1]"),
     "compressive": ("modern/quickstart", "model.memory=compressive"),
@@ -71,10 +81,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "modern/quickstart", "model.memory=compressive", "model.mem_len=64",
         "model.compressed_len=64",
     ),
-    "two-segments": ("modern/quickstart", *TWO_SEGMENTS),
-    "tokens": ("modern/quickstart", "model.memory=tokens", *TWO_SEGMENTS),
-    "recurrent+tokens": ("modern/quickstart", "model.memory=recurrent+tokens", *TWO_SEGMENTS),
-    "associative": ("modern/quickstart", "model.memory=associative", *TWO_SEGMENTS),
+    "two-segments": TWO_SEGMENTS,
+    "tokens": (*TWO_SEGMENTS, "model.memory=tokens"),
+    "recurrent+tokens": (*TWO_SEGMENTS, "model.memory=recurrent+tokens"),
+    "associative": (*TWO_SEGMENTS, "model.memory=associative"),
     "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
     "embedding-norm": ("modern/quickstart", "model.embedding_norm=true"),
@@ -96,6 +106,14 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "cosine": ("modern/quickstart", "optimizer.schedule=cosine"),
 }  # fmt: skip
 """Config and overrides of each run: the modern block, and one ingredient changed."""
+WINDOWS: dict[str, tuple[str, ...]] = {
+    f"windows-{length}": (
+        "modern/quickstart", "model.mem_len=0", f"data.tgt_len={length}",
+        f"data.num_lanes={2048 // length}",
+    )
+    for length in (64, 128)
+}  # fmt: skip
+"""The modern block without memory, which needs no lanes, on random windows as the GPT."""
 RIVALS = {"gpt-1e-3": 1e-3, "gpt-3e-3": 3e-3}
 """Learning rates of the GPT."""
 SCORED_TOKENS = 200_000
@@ -103,7 +121,7 @@ SCORED_TOKENS = 200_000
 
 def main() -> None:
     """Train what is missing, or print the table."""
-    names = [*VARIANTS, *RIVALS]
+    names = [*VARIANTS, *WINDOWS, *RIVALS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", nargs="?", type=Path, help="dataset with a split valid")
     parser.add_argument("--out", type=Path, required=True, help="file of the results")
@@ -140,6 +158,8 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
     data, steps = arguments.data, arguments.steps
     if name in RIVALS:
         step, score, num_parameters = gpt_steps(name, data, steps, seed)
+    elif name in WINDOWS:
+        step, score, num_parameters = window_steps(name, data, steps, seed)
     else:
         kept = arguments.models and arguments.models / f"{data.name}-{name}-{seed}"
         step, score, num_parameters = transformer_xl_steps(name, data, steps, seed, kept)
@@ -171,22 +191,14 @@ def transformer_xl_steps(
     lanes, tgt_len = config.data.num_lanes, config.data.tgt_len
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=lanes, tgt_len=tgt_len)
     segments = iter(SegmentStream(source, plan, lanes=range(lanes), reset="document", seed=seed))
-    model_config = replace(config.model, vocab_size=manifest.vocab_size)
-    model = TransformerXL(model_config, seed=seed)
-    optimizer = create_optimizer(model, config.optimizer)
-    for group in optimizer.param_groups:  # as the engine creates the state
-        for parameter in group["params"]:
-            zeros = {state: torch.zeros_like(parameter) for state in group["states"]}
-            optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+    model, optimizer = model_and_optimizer(config, manifest.vocab_size, seed)
     memory = [model.empty_memory(lanes)]
     clipping = config.optimizer.gradient_clipping
 
     def step(number: int) -> float:
         segment = next(segments)
         start = time.thread_time()
-        lr = lr_at(number, config.optimizer, num_steps=num_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_factor"]
+        set_rate(optimizer, lr_at(number, config.optimizer, num_steps=num_steps))
         target_BT = torch.from_numpy(segment.target)
         input_BT, age_BT = torch.from_numpy(segment.input), torch.from_numpy(segment.age)
         num_segments = config.training.backprop_segments
@@ -209,11 +221,53 @@ def transformer_xl_steps(
     return step, score, sum(p.numel() for p in model.parameters())
 
 
+def model_and_optimizer(
+    config: RunConfig, vocab_size: int | None, seed: int
+) -> tuple[TransformerXL, torch.optim.Optimizer]:
+    model = TransformerXL(replace(config.model, vocab_size=vocab_size), seed=seed)
+    optimizer = create_optimizer(model, config.optimizer)
+    for group in optimizer.param_groups:  # as the engine creates the state
+        for parameter in group["params"]:
+            zeros = {state: torch.zeros_like(parameter) for state in group["states"]}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+    return model, optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_factor"]
+
+
+def window_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
+    config_name, *overrides = WINDOWS[name]
+    config = load_run_config(CONFIGS / f"{config_name}.yaml", [f"data.path={data}", *overrides])
+    train_text, held_out, vocab_size = texts(data)
+    model, optimizer = model_and_optimizer(config, vocab_size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    length = config.data.tgt_len
+
+    def nats_of(window_BT: Tensor) -> Tensor:
+        rows, age_T = len(window_BT), torch.arange(window_BT.shape[1] - 1)
+        age_BT, memory = age_T.expand(rows, -1), model.empty_memory(rows)
+        return model(window_BT[:, :-1], window_BT[:, 1:], age_BT, memory)[0]
+
+    def step(number: int) -> float:
+        window_BT = rival_gpt.random_windows(train_text, config.data.num_lanes, generator, length)
+        start = time.thread_time()
+        set_rate(optimizer, lr_at(number, config.optimizer, num_steps=num_steps))
+        update(model, optimizer, nats_of(window_BT).mean(), config.optimizer.gradient_clipping)
+        return time.thread_time() - start
+
+    return (
+        step,
+        lambda: rival_gpt.held_out_nats(nats_of, held_out, length),
+        sum(p.numel() for p in model.parameters()),
+    )
+
+
 def gpt_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
-    manifest = load_manifest(data)
-    train_text = all_tokens(open_split(data, "train", manifest=manifest))
-    held_out = all_tokens(open_split(data, "valid", manifest=manifest))[: SCORED_TOKENS + 1]
-    model = rival_gpt.Gpt(rival_gpt.GptConfig(manifest.vocab_size), seed)
+    train_text, held_out, vocab_size = texts(data)
+    model = rival_gpt.Gpt(rival_gpt.GptConfig(vocab_size), seed)
     optimizer = rival_gpt.optimizer_of(model, RIVALS[name])
     generator = torch.Generator().manual_seed(seed)
     warmup = 100
@@ -226,12 +280,12 @@ def gpt_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * max(0.0, share)))
         for group in optimizer.param_groups:
             group["lr"] = RIVALS[name] * (number / warmup if number < warmup else cosine)
-        update(model, optimizer, rival_gpt.training_loss(model, windows), 1.0)
+        update(model, optimizer, rival_gpt.nats(model, windows).mean(), 1.0)
         return time.thread_time() - start
 
     return (
         step,
-        lambda: rival_gpt.held_out_nats(model, held_out),
+        lambda: rival_gpt.held_out_nats(partial(rival_gpt.nats, model), held_out),
         sum(p.numel() for p in model.parameters()),
     )
 
@@ -246,10 +300,16 @@ def update(
     optimizer.step()
 
 
-def all_tokens(source: Any) -> Any:
-    """The text of a split in its order on disk."""
-    sizes = enumerate(source.block_tokens.tolist())
-    return np.concatenate([source.read(block, 0, size) for block, size in sizes])
+def texts(data: Path) -> tuple[np.ndarray, np.ndarray, int]:
+    """The training text, the scored held-out text, each in its order on disk, and the number of
+    ids."""
+    manifest = load_manifest(data)
+    splits = (open_split(data, split, manifest=manifest) for split in ("train", "valid"))
+    train, held_out = (
+        np.concatenate([x.read(i, 0, size) for i, size in enumerate(x.block_tokens.tolist())])
+        for x in splits
+    )
+    return train, held_out[: SCORED_TOKENS + 1], manifest.vocab_size
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ weights, causal attention inside one window, each batch of windows at random pla
 are scored with at least half a window before them, from windows that overlap by half.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,30 +69,33 @@ class Gpt(nn.Module):
         return self.norm(x_BTD) @ self.table.weight.T
 
 
-def random_windows(token_N: np.ndarray, num_windows: int, generator: torch.Generator) -> Tensor:
-    """Windows [B, T + 1] at random places."""
-    starts = torch.randint(len(token_N) - WINDOW - 1, (num_windows,), generator=generator)
-    rows = [token_N[start : start + WINDOW + 1].astype(np.int64) for start in starts.tolist()]
+def random_windows(
+    token_N: np.ndarray, num_windows: int, generator: torch.Generator, length: int = WINDOW
+) -> Tensor:
+    """Windows [B, T + 1] of T = `length` at random places."""
+    starts = torch.randint(len(token_N) - length - 1, (num_windows,), generator=generator)
+    rows = [token_N[start : start + length + 1].astype(np.int64) for start in starts.tolist()]
     return torch.from_numpy(np.stack(rows))
 
 
-def training_loss(model: Gpt, window_BT: Tensor) -> Tensor:
+def nats(model: Gpt, window_BT: Tensor) -> Tensor:
+    """Loss of each token after the first, [B, T]."""
     logits = model(window_BT[:, :-1])
-    return cross_entropy(logits.flatten(0, 1), window_BT[:, 1:].flatten())
+    return cross_entropy(logits.transpose(1, 2), window_BT[:, 1:], reduction="none")
 
 
 @torch.no_grad()
-def held_out_nats(model: Gpt, token_N: np.ndarray) -> float:
-    """Mean over all tokens after the first."""
-    half, total, count = WINDOW // 2, 0.0, 0
+def held_out_nats(
+    nats_of: Callable[[Tensor], Tensor], token_N: np.ndarray, length: int = WINDOW
+) -> float:
+    """Mean over all tokens after the first. nats_of: windows [B, T + 1] to losses [B, T]."""
+    half, total, count = length // 2, 0.0, 0
     text = torch.from_numpy(token_N.astype(np.int64))
     starts = list(range(0, max(1, len(text) - half - 1), half))
     for first in range(0, len(starts), 16):
         for start in starts[first : first + 16]:
-            window = text[start : start + WINDOW + 1]
-            logits = model(window[None, :-1])[0]
-            nats = cross_entropy(logits, window[1:], reduction="none")
-            scored = nats if start == 0 else nats[half:]
+            losses = nats_of(text[None, start : start + length + 1])[0]
+            scored = losses if start == 0 else losses[half:]
             total, count = total + float(scored.sum()), count + len(scored)
     return total / count
 

@@ -85,7 +85,7 @@ def _bars(with_memory: float, twin: float, off: float) -> Iterator[str]:
         height = value * scale
         top = bottom - height
         yield f'<rect class="{kind}" x="{x}" y="{top:g}" width="64" height="{height:g}"/>'
-        yield _text(x + 32, top - 7, f"{value:.3f}", "value", "middle")
+        yield _text(x + 32, top - 7, f"{value:.2f}", "value", "middle")
         yield _text(x + 32, bottom + 18, label, "note", "middle")
     yield f'<path class="grid" d="M20 {bottom}h285"/>'
     yield _text(20, 290, "make quickstart, and a twin without memory", "note")

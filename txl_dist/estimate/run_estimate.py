@@ -187,7 +187,8 @@ class _Estimator:
 
     def num_lanes(self, gpus: int) -> int:
         per_gpu = self._assumptions.lanes_per_gpu
-        return self._config.data.num_lanes if per_gpu is None else per_gpu * gpus
+        data = self._config.data
+        return data.num_lanes if per_gpu is None else per_gpu * gpus * data.num_turns
 
     @property
     def num_parameters(self) -> int:

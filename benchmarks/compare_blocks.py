@@ -55,12 +55,12 @@ from txl_dist.training.schedule import lr_at
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 REFERENCE = "paper-adamw"
-SAME_DATA = ("data.num_lanes=128", "data.tgt_len=16")
+SAME_DATA = ("data.num_lanes=512", "data.lanes_per_step=32", "data.tgt_len=64")
 """As in the modern quickstart."""
-FEW_LANES = ("modern/quickstart", "data.num_lanes=32", "data.tgt_len=64")
-"""As many tokens per step, in longer segments: for models without a memory of single tokens."""
-TWO_SEGMENTS = (*FEW_LANES, "training.backprop_segments=2", "model.memory_tokens=4")
-"""Of 32 tokens: the gradient passes through the memory once."""
+ONE_TURN = ("data.lanes_per_step=null",)
+"""Every step reads all lanes."""
+TWO_SEGMENTS = ("training.backprop_segments=2", "model.memory_tokens=4")
+"""The gradient passes through the memory once."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     REFERENCE: ("quickstart", *SAME_DATA),
     "paper-as-shipped": ("quickstart",),  # 16 lanes of 128
@@ -69,10 +69,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "optimizer.schedule=linear", "optimizer.gradient_clipping=0",
     ),
     "modern": ("modern/quickstart",),
-    "few-lanes": FEW_LANES,
-    "no-memory": (*FEW_LANES, "model.mem_len=0"),
-    "no-memory-128": (
-        "modern/quickstart", "data.num_lanes=16", "data.tgt_len=128", "model.mem_len=0",
+    "32-lanes": ("modern/quickstart", "data.num_lanes=32", *ONE_TURN),
+    "128-lanes": ("modern/quickstart", "data.num_lanes=128", "data.tgt_len=16", *ONE_TURN),
+    "no-memory": ("modern/quickstart", "model.mem_len=0"),
+    "no-memory-32-lanes": (
+        "modern/quickstart", "model.mem_len=0", "data.num_lanes=32", *ONE_TURN
     ),
     "memory-64": ("modern/quickstart", "model.mem_len=64"),
     "short-long": ("modern/quickstart", "model.mem_shares=[0.25, 1]"),
@@ -81,10 +82,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "modern/quickstart", "model.memory=compressive", "model.mem_len=64",
         "model.compressed_len=64",
     ),
-    "two-segments": TWO_SEGMENTS,
-    "tokens": (*TWO_SEGMENTS, "model.memory=tokens"),
-    "recurrent+tokens": (*TWO_SEGMENTS, "model.memory=recurrent+tokens"),
-    "associative": (*TWO_SEGMENTS, "model.memory=associative"),
+    "two-segments": ("modern/quickstart", *TWO_SEGMENTS),
+    "tokens": ("modern/quickstart", "model.memory=tokens", *TWO_SEGMENTS),
+    "recurrent+tokens": ("modern/quickstart", "model.memory=recurrent+tokens", *TWO_SEGMENTS),
+    "associative": ("modern/quickstart", "model.memory=associative", *TWO_SEGMENTS),
     "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
     "embedding-norm": ("modern/quickstart", "model.embedding_norm=true"),
@@ -109,7 +110,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 WINDOWS: dict[str, tuple[str, ...]] = {
     f"windows-{length}": (
         "modern/quickstart", "model.mem_len=0", f"data.tgt_len={length}",
-        f"data.num_lanes={2048 // length}",
+        f"data.num_lanes={2048 // length}", *ONE_TURN,
     )
     for length in (64, 128)
 }  # fmt: skip
@@ -192,17 +193,22 @@ def transformer_xl_steps(
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=lanes, tgt_len=tgt_len)
     segments = iter(SegmentStream(source, plan, lanes=range(lanes), reset="document", seed=seed))
     model, optimizer = model_and_optimizer(config, manifest.vocab_size, seed)
-    memory = [model.empty_memory(lanes)]
-    clipping = config.optimizer.gradient_clipping
+    rows, turns = config.data.rows, config.data.num_turns
+    memories = [model.empty_memory(rows) for _ in range(turns)]
+    clipping, segment = config.optimizer.gradient_clipping, None
 
     def step(number: int) -> float:
-        segment = next(segments)
+        nonlocal segment
+        turn = (number - 1) % turns
+        if turn == 0:
+            segment = next(segments)
+        assert segment is not None
         start = time.thread_time()
         set_rate(optimizer, lr_at(number, config.optimizer, num_steps=num_steps))
-        target_BT = torch.from_numpy(segment.target)
-        input_BT, age_BT = torch.from_numpy(segment.input), torch.from_numpy(segment.age)
-        num_segments = config.training.backprop_segments
-        nats_BT, memory[0] = model(input_BT, target_BT, age_BT, memory[0], None, num_segments)
+        parts = (segment.input, segment.target, segment.age)
+        input_BT, target_BT, age_BT = (torch.from_numpy(part[turn::turns]) for part in parts)
+        num_segments, memory = config.training.backprop_segments, memories[turn]
+        nats_BT, memories[turn] = model(input_BT, target_BT, age_BT, memory, None, num_segments)
         update(model, optimizer, nats_BT.sum() / (target_BT >= 0).sum(), clipping)
         return time.thread_time() - start
 

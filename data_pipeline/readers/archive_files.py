@@ -41,8 +41,8 @@ from data_pipeline.readers.names import (
     is_pattern,
     name_in_utf8,
     split_of_file,
-    split_of_folders,
     split_pattern,
+    splits_of_folders,
 )
 from data_pipeline.readers.tar import is_metadata, sample_extensions, split_name
 from data_pipeline.system.sources import is_transient, local_path, reject_reason, shown
@@ -103,7 +103,7 @@ def _first_names(archive: Archive, file: InputFile) -> Iterator[str]:
 
 def _have_splits(names: list[str]) -> bool:
     own = {split_of_file(posixpath.basename(name)) for name in names}
-    folders = {split_of_folders(posixpath.dirname(name)) for name in names}
+    folders = {*splits_of_folders(map(posixpath.dirname, names)).values()}
     return bool(own - {""}) or len(folders - {""}) > 1
 
 

@@ -8,8 +8,9 @@ words, whatever its case:
     train, training -> train     valid, validation, val, dev, heldout, holdout -> valid
     test, testing -> test
 
-1. A folder in the path of the file whose first or last part is such a word, the innermost first:
-   `training-monolingual/news`, `data/validation/00.jsonl`.
+1. A folder in the path of the file whose first or last part is such a word: on the outermost level
+   that separates train from another split, else the innermost: `training-monolingual/news`,
+   `data/validation/00.jsonl`. So `train/package/test/a.txt` beside `test/b.txt` is in train.
 2. Otherwise the file's own name without numbers and compression, if the word is its first part, its
    last, or the one before: `validation-00000-of-00001.parquet`, `ptb.train.txt`, `c4-val.json.gz`.
 3. With several inputs, the name of the folder that was given: `corpus/train corpus/dev`. It counts
@@ -162,7 +163,8 @@ def split_pattern(address: str) -> tuple[str, re.Pattern[str]]:
 def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFile]:
     """The files of all inputs, each with the split that its name gives; "" if it gives none."""
     files = [file for each in inputs for file in each]
-    by_folder = [split_of_folders(posixpath.dirname(file.name)) for file in files]
+    splits_of = splits_of_folders(posixpath.dirname(file.name) for file in files)
+    by_folder = [splits_of[posixpath.dirname(file.name)] for file in files]
     given = [_WORDS.get(_given_folder(file).lower(), "") for file in files]
     if len(inputs) == 1:  # one folder has one split, whatever it is called
         given = [""] * len(files)
@@ -179,10 +181,21 @@ def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFil
     return with_splits
 
 
-def split_of_folders(folder: str) -> str:
-    """The split that the innermost folder of a path gives; "" if none gives one."""
-    splits = (_split_of_parts(parts[:1] + parts[-1:]) for parts in map(_parts, folder.split("/")))
-    return next(filter(None, reversed(list(splits))), "")
+def splits_of_folders(folders: Iterable[str]) -> dict[str, str]:
+    """The split of each path of folders; "" if none of its folders gives one."""
+    by_level = {
+        folder: [_split_of_parts(p[:1] + p[-1:]) for p in map(_parts, folder.split("/"))]
+        for folder in set(folders)
+    }
+    depth = max(map(len, by_level.values()), default=0)
+    levels = ({splits[d] for splits in by_level.values() if d < len(splits)} for d in range(depth))
+    # The outermost level that separates train from another split.
+    outer = next((d for d, found in enumerate(levels) if {TRAIN} < found - {""}), None)
+    return {
+        folder: "".join(splits[outer : outer + 1] if outer is not None else [])
+        or next(filter(None, reversed(splits)), "")
+        for folder, splits in by_level.items()
+    }
 
 
 def split_of_file(name: str) -> str:

@@ -1,6 +1,7 @@
 """Lanes: which tokens each data-parallel rank reads, and in what order.
 
-A lane is one contiguous stream of tokens and one row of the global batch. In every lane, the
+A lane is one contiguous stream of tokens and one row of the global batch. (If steps read the lanes
+in turns, "step" means a round of turns here; `TrainState` has the turn.) In every lane, the
 segment of step s + 1 starts at the token after the segment of step s, so the model's memory holds
 the layer inputs of the tokens directly before the segment, except at the start of a slice. With N
 tokens per epoch and L lanes (elsewhere L counts layers), each lane reads one slice of Q = N // L
@@ -225,19 +226,29 @@ class LanePlan:
         num_before = max(0, -(-(start - first_end) // self.lane_tokens))  # rounded up
         return range(first_end + num_before * self.lane_tokens, stop, self.lane_tokens)
 
-    def targets_in_step(self, position: int) -> int:
-        """Unmasked targets of the step at `position`, over all lanes of all ranks.
+    def lanes_of_turn(self, turn: int, num_turns: int) -> range:
+        """The lanes that a step reads if steps read the lanes in turns: every `num_turns`-th one.
+
+        Every rank with at least `num_turns` lanes, which are consecutive, has one in each turn.
+        """
+        return range(turn, self.num_lanes, num_turns)
+
+    def targets_in_step(self, position: int, turn: int = 0, num_turns: int = 1) -> int:
+        """Unmasked targets of the step at `position`, over its lanes of all ranks.
 
         Known before the first micro-batch, so that every rank divides its loss sum by the same
         number and no collective is needed to count targets.
         """
-        return self.targets_between(position, position + self.tgt_len)
+        lanes = self.lanes_of_turn(turn, num_turns)
+        return self.targets_between(position, position + self.tgt_len, lanes)
 
-    def targets_between(self, start: int, stop: int) -> int:
-        """Unmasked targets at lane positions [start, stop), over all lanes of all ranks."""
+    def targets_between(self, start: int, stop: int, lanes: range | None = None) -> int:
+        """Unmasked targets at lane positions [start, stop), over `lanes` (None: all)."""
+        lanes = range(self.num_lanes) if lanes is None else lanes
         num_positions = stop - start - len(self.slice_ends(start, stop))
-        first_gap, end = (bisect_left(self._gaps, p - self.start) for p in (start, stop))
-        return self.num_lanes * num_positions - (end - first_gap)
+        first_gap, end = (bisect_left(self._gaps, (p - self.start,)) for p in (start, stop))
+        gaps = sum(lane in lanes for _, lane in self._gaps[first_gap:end])
+        return len(lanes) * num_positions - gaps
 
     def _locate(self, position: int) -> tuple[int, int]:
         """The epoch at a lane position, and the offset in every lane's slice."""
@@ -249,15 +260,15 @@ class LanePlan:
         return self.first_epoch + 1 + epoch, offset
 
     @cached_property
-    def _gaps(self) -> list[int]:
-        """Offsets in the first epoch, ascending, where some lane's text breaks off in its slice."""
+    def _gaps(self) -> list[tuple[int, int]]:
+        """(offset in the first epoch, lane), ascending, where a lane's text breaks off."""
         remainder, lane_tokens = (
             self._remainder_of(self.first_epoch),
             self.lane_tokens_in(self.first_epoch),
         )
         last_tokens = (divmod(start - 1, lane_tokens) for start in remainder.starts[1:-1])
         return sorted(
-            offset
+            (offset, lane)
             for lane, offset in last_tokens
             if lane < self.num_lanes and offset < lane_tokens - 1
         )

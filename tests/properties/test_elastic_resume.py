@@ -177,6 +177,14 @@ def test_so_it_is_with_gradients_through_the_memory(
     resumed_equals_straight(ranks, dataset, tmp_path, settings)
 
 
+TURNS = ("data.num_lanes=9", "data.lanes_per_step=3")
+
+
+def test_so_it_is_in_the_middle_of_turns(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
+    """After step 8, lanes of two turns of three are a segment ahead of the others."""
+    resumed_equals_straight(ranks, dataset, tmp_path, (*SETTINGS, *ZERO["1"], *TURNS))
+
+
 def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

@@ -112,7 +112,8 @@ def read_facts(
         train_seconds=seconds,
         device=_device(run) if run else None,
         validation=scores.get(manifest.step) if scores else None,
-        results=results,
+        # A split may have been scored twice, alone and with others.
+        results=list({result.key: result for result in results}.values()),
     )
 
 

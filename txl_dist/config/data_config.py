@@ -64,9 +64,14 @@ class DataConfig(Section):
     train_split: str = "train"
     """Split to train on, of every corpus."""
     num_lanes: int = Field(default=16, ge=1)
-    """Rows of the global batch. Does not depend on the number of ranks, which share the lanes."""
+    """Streams of text, each with its memory: the rows of the global batch, unless `lanes_per_step`
+    is set. Does not depend on the number of ranks, which share the lanes."""
+    lanes_per_step: int | None = Field(default=None, ge=1)
+    """Rows of the global batch: the lanes that one step reads, in turns. null: all of `num_lanes`,
+    which must be a multiple. With turns, successive steps read other documents."""
     tgt_len: int = Field(default=128, ge=1)
-    """Tokens of a lane in a step: one segment, or `training.backprop_segments` of them."""
+    """Tokens of each of its lanes in a step: one segment, or `training.backprop_segments` of
+    them."""
     reset: Literal["document", "stream"] = "document"
     """`document`: no token sees another document. `stream`: memory continues into the next one, as
     in the paper; for documents whose order has a meaning, such as chapters."""
@@ -100,6 +105,26 @@ class DataConfig(Section):
         if path is not None and mixture is not None and mixture is not ...:
             raise ValueError("is set, but so is data.mixture; set one of them to null")
         return path
+
+    @property
+    def rows(self) -> int:
+        """Lanes that a step reads, on all ranks."""
+        return self.lanes_per_step or self.num_lanes
+
+    @property
+    def rows_setting(self) -> str:
+        """The setting that `rows` comes from."""
+        return "data.lanes_per_step" if self.lanes_per_step else "data.num_lanes"
+
+    @property
+    def num_turns(self) -> int:
+        """Steps in which every lane is read once."""
+        return self.num_lanes // self.rows
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all lanes that a step reads."""
+        return self.rows * self.tgt_len
 
     @property
     def order(self) -> "Shuffle":

@@ -82,10 +82,12 @@ class RunConfig(Section):
                 "model.vocab_size=null is a model of vectors, for a loop of your own; a run reads "
                 "token ids: use 0, the vocabulary size of the data"
             )
-        lanes, micro = self.data.num_lanes, self.training.micro_batch_lanes
-        if micro is not None and micro > lanes:
+        problems += self._problems_of_turns()
+        rows, micro = self.data.rows, self.training.micro_batch_lanes
+        if micro is not None and micro > rows:
             problems.append(
-                f"training.micro_batch_lanes={micro} is above data.num_lanes={lanes}; use null"
+                f"training.micro_batch_lanes={micro} is above {self.data.rows_setting}={rows}; "
+                "use null"
             )
         for change in self.training.changes:
             try:
@@ -117,6 +119,30 @@ class RunConfig(Section):
         if problems:
             raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
         return self
+
+    def _problems_of_turns(self) -> list[str]:
+        rows = self.data.lanes_per_step
+        if rows is None:
+            return []
+        changes = self.training.changes
+        lanes = [self.data.num_lanes, *(c.num_lanes for c in changes if c.num_lanes)]
+        problems = [
+            f"data.lanes_per_step={rows} does not divide data.num_lanes={count}: every step reads "
+            "as many lanes; use a multiple, or lanes_per_step=null"
+            for count in lanes
+            if count % rows
+        ]
+        # Before and after a change all lanes are at one position.
+        before = 0
+        for change in () if problems else changes:
+            turns = self.after_step(before).data.num_turns
+            if (change.step - before) % turns:
+                problems.append(
+                    f"training.changes, step {change.step}: the lanes are read in {turns} turns, "
+                    f"so a change must come a multiple of {turns} steps after step {before}"
+                )
+            before = change.step
+        return problems
 
     def _problems_of_backprop_segments(self) -> list[str]:
         num_segments, model = self.training.backprop_segments, self.model
@@ -219,7 +245,7 @@ class RunConfig(Section):
         """Targets of all steps after `step`, over all lanes."""
         total = 0
         while step < self.num_steps:
-            last_step, data = self.last_step_with(step), self.after_step(step).data
-            total += (last_step - step) * data.num_lanes * data.tgt_len
+            last_step = self.last_step_with(step)
+            total += (last_step - step) * self.after_step(step).data.tokens_per_step
             step = last_step
         return total

@@ -216,6 +216,8 @@ class RankPeak:
     num_micro_batches: int
     lane_bytes: int
     """Recurrent memory of all lanes of this rank."""
+    num_turns: int = 1
+    """Steps in which every lane is read once; a step replaces the memory of its lanes."""
     lanes_on_host: bool = False
     copies_to_reduce: bool = False
     """Whether a reduce-scatter copies its input, as torch's for gloo does."""
@@ -245,8 +247,9 @@ class RankPeak:
             host, weights = host + weights, 0
         # The new memory of the lanes is complete before the old one is given up. The activations
         # include that of one micro-batch.
-        lanes = 2 * self.lane_bytes
-        new_memory = self.lane_bytes // self.num_micro_batches
+        new_bytes = self.lane_bytes // self.num_turns
+        lanes = self.lane_bytes + new_bytes
+        new_memory = new_bytes // self.num_micro_batches
         phase = phase._replace(activations=max(0, phase.activations - new_memory))
         if self.lanes_on_host:
             host, lanes = host + lanes, 0

@@ -144,18 +144,19 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate `config` on each number of GPUs. Raises ConfigError for more GPUs than lanes."""
     estimator = _Estimator(config, facts, assumptions)
-    if max(gpus) > (lanes := estimator.num_lanes(max(gpus))):
+    if max(gpus) > (lanes := estimator.num_lanes(max(gpus)) // config.data.num_turns):
         raise ConfigError(
-            f"{max(gpus)} GPUs for data.num_lanes={lanes}: every rank needs a lane, so this config "
-            f"runs on 1 to {lanes} GPUs. To estimate a larger batch, add data.num_lanes="
-            f"{max(gpus)}, or --lanes-per-gpu 1 for a batch that grows with the GPUs"
+            f"{max(gpus)} GPUs for {config.data.rows_setting}={lanes}: every rank needs a lane, so "
+            f"this config runs on 1 to {lanes} GPUs. To estimate a larger batch, add "
+            f"{config.data.rows_setting}={max(gpus)}, or --lanes-per-gpu 1 for a batch that grows "
+            "with the GPUs"
         )
     scales = [estimator.scale(num_gpus) for num_gpus in gpus]
     return RunEstimate(
         num_parameters=estimator.num_parameters,
         flops_per_token=estimator.flops_per_token,
         zero_stage=config.deepspeed.zero_stage,
-        max_ranks=None if assumptions.lanes_per_gpu else config.data.num_lanes,
+        max_ranks=None if assumptions.lanes_per_gpu else config.data.rows,
         scales=scales,
     )
 
@@ -173,7 +174,7 @@ class _Estimator:
         state = memory_kind(model).empty(1, dtype=dtype, device="meta")
         self._lane_bytes = state.bytes_per_lane
         self._lane_elements = sum(tensor.numel() for tensor in state.row(0).values())
-        lanes, tgt_len = config.data.num_lanes, config.data.tgt_len
+        lanes, tgt_len = config.data.rows, config.data.tgt_len
         tails = tail_rows(model, num_tokens=lanes * tgt_len)
         flops = training_flops(
             model,
@@ -186,7 +187,8 @@ class _Estimator:
 
     def num_lanes(self, gpus: int) -> int:
         per_gpu = self._assumptions.lanes_per_gpu
-        return self._config.data.num_lanes if per_gpu is None else per_gpu * gpus
+        data = self._config.data
+        return data.num_lanes if per_gpu is None else per_gpu * gpus * data.num_turns
 
     @property
     def num_parameters(self) -> int:
@@ -195,9 +197,10 @@ class _Estimator:
 
     def scale(self, gpus: int) -> ScaleEstimate:
         config, lanes = self._config, self.num_lanes(gpus)
-        lanes_per_rank = math.ceil(lanes / gpus)
-        rows = min(lanes_per_rank, config.training.micro_batch_lanes or lanes_per_rank)
-        micro_batches = math.ceil(lanes_per_rank / rows)
+        lanes_per_rank, turns = math.ceil(lanes / gpus), config.data.num_turns
+        step_lanes, rank_rows = lanes // turns, math.ceil(lanes_per_rank / turns)
+        rows = min(rank_rows, config.training.micro_batch_lanes or rank_rows)
+        micro_batches = math.ceil(rank_rows / rows)
         stages = {
             stage: self._peak(gpus, stage, rows, micro_batches)
             for stage in STAGES
@@ -208,19 +211,19 @@ class _Estimator:
         rank_tokens = rows * micro_batches * config.data.tgt_len
         seconds = rank_tokens * self.flops_per_token * recompute
         seconds /= self._assumptions.flops_per_second(config.precision)
-        steps = self._facts.steps_of_run(tokens_per_step=lanes * config.data.tgt_len)
+        steps = self._facts.steps_of_run(tokens_per_step=step_lanes * config.data.tgt_len)
         model = self._models[rows]
         return ScaleEstimate(
             gpus=gpus,
             num_lanes=lanes,
             lanes_per_rank=lanes_per_rank,
             micro_batches=micro_batches,
-            padded_share=1 - lanes / (rows * micro_batches * gpus),
+            padded_share=1 - step_lanes / (rows * micro_batches * gpus),
             stages=stages,
             checkpoint_bytes=FP32_BYTES
             * (model.num_parameters + model.num_states + lanes * self._lane_elements),
             step_seconds=seconds,
-            tokens_per_second=lanes * config.data.tgt_len / seconds,
+            tokens_per_second=step_lanes * config.data.tgt_len / seconds,
             num_steps=steps,
             days=None if steps is None else steps * seconds / DAY_SECONDS,
         )
@@ -236,7 +239,8 @@ class _Estimator:
             ),
             num_ranks=gpus,
             num_micro_batches=micro_batches,
-            lane_bytes=rows * micro_batches * self._lane_bytes,
+            lane_bytes=rows * micro_batches * self._config.data.num_turns * self._lane_bytes,
+            num_turns=self._config.data.num_turns,
             lanes_on_host=training.memory_device == "cpu" and device != "cpu",
             copies_to_reduce=device == "cpu",
         ).peak()
@@ -290,7 +294,7 @@ def _world_sizes(lanes: int | None, assumptions: Assumptions) -> str:
         return f"legal world sizes: any; {assumptions.lanes_per_gpu} lanes per GPU"
     even = [ranks for ranks in range(1, lanes + 1) if lanes % ranks == 0]
     shown = ", ".join(map(str, even if len(even) <= 16 else [*even[:12], "...", *even[-3:]]))
-    return f"legal world sizes: 1 to {lanes:,} (data.num_lanes); without padding: {shown}"
+    return f"legal world sizes: 1 to {lanes:,} (lanes of a step); without padding: {shown}"
 
 
 def _row(label: str, cells: list[str]) -> str:

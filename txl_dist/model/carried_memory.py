@@ -120,17 +120,23 @@ class Memory:
         return torch.where(begin_BT >= 0, position_T - begin_BT, age_BT)
 
     def reset(self, rows: Tensor | Sequence[int]) -> "Memory":
-        """`rows` begin a new episode: a mask [B] of torch.bool, or row numbers.
+        """`rows` begin a new episode: a mask [B] of booleans, or row numbers, which may be none.
 
-        Raises ValueError for a number below 0 or above the last row.
+        Raises ValueError for a mask of another length, a number below 0 or above the last row, and
+        a number that is repeated: that is rather a mask of 0 and 1.
         """
         rows = torch.as_tensor(rows, device=self.age_B.device)
-        if (
-            rows.dtype != torch.bool
-            and rows.numel()
-            and not 0 <= rows.min() <= rows.max() < len(self)
-        ):
+        if not rows.numel():
+            rows = rows.long()
+        is_mask = rows.dtype == torch.bool
+        if is_mask and rows.shape != self.age_B.shape:
+            raise ValueError(f"a mask {list(rows.shape)} of a memory of {len(self)} rows")
+        if not is_mask and rows.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"rows are {rows.dtype}; give row numbers, or a mask: rows.bool()")
+        if not is_mask and rows.numel() and not 0 <= rows.min() <= rows.max() < len(self):
             raise ValueError(f"rows {rows.tolist()} of a memory of {len(self)} rows")
+        if not is_mask and len(rows.unique()) < rows.numel():
+            raise ValueError(f"rows {rows.tolist()} are repeated; write a mask as rows.bool()")
         age_B = self.age_B.clone()
         age_B[rows] = 0
         return replace(self, age_B=age_B)

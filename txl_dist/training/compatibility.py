@@ -62,6 +62,7 @@ _ON_REQUEST = (
     "training.memory_dtype",
     "training.dropout_rng",
     "data.num_lanes",
+    "data.lanes_per_step",
     "data.tgt_len",
     "model.mem_len",
     "model.mem_shares",
@@ -72,6 +73,8 @@ _ON_REQUEST = (
 )
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
+_BETWEEN_TURNS = ("data.num_lanes", "data.lanes_per_step", "data.tgt_len", "model.mem_")
+"""Settings that change only where all lanes are at one position, like the data."""
 _IN_TOKENS = ("training.num_tokens", "training.num_epochs")
 
 
@@ -95,9 +98,32 @@ def require_compatible(
     )
     # A change after the checkpoint's step is not applied yet.
     config = job.config.after_step(state.step - 1)
-    check_config(
-        manifest.run, flatten_config(config), allowed=job.allow_change, checkpoint=str(path)
-    )
+    settings = flatten_config(config)
+    check_config(manifest.run, settings, allowed=job.allow_change, checkpoint=str(path))
+    if state.turn:
+        _require_same_lanes(manifest.run, settings, state, data.phase, path)
+
+
+def _require_same_lanes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    state: TrainState,
+    phase: Phase,
+    path: DatasetPath,
+) -> None:
+    """Raises CheckpointError if lanes change while some of them are a segment ahead of others."""
+    old = {**default_settings(), **old}
+    changed = [key for key in new if key.startswith(_BETWEEN_TURNS) and new[key] != old.get(key)]
+    if PhaseChange.between(state.phases[-1], phase):
+        changed.append("the data")
+    if changed:
+        turns = old["data.num_lanes"] // old["data.lanes_per_step"]
+        raise CheckpointError(
+            f"{path}: {', '.join(changed)} cannot change here. The lanes are read in {turns} turns "
+            f"(data.lanes_per_step), and {state.turn} of them are a segment ahead of the others. "
+            f"Resume without the change to step {state.step + turns - state.turn}, or from an "
+            f"older checkpoint: at every {turns}th step all lanes are at one position"
+        )
 
 
 def check_newest_checkpoint(job: TrainJob, data: TrainingData) -> None:

@@ -28,7 +28,9 @@ def build_step(rank: RankContext) -> TrainStep:
     """The model, its engine, and the memory of this rank's lanes. Collective."""
     config, data, world = rank.config, rank.data, rank.world
     fault_point("engine")
-    num_rows = data.plan.rows_per_rank(world.num_ranks)
+    # Of the rank with the most lanes, and of its longest turn.
+    num_turns = config.data.num_turns
+    num_rows = math.ceil(data.plan.rows_per_rank(world.num_ranks) / num_turns)
     micro_batch_rows = min(num_rows, config.training.micro_batch_lanes or num_rows)
     # Equal on all ranks: at stage 3 every forward and backward is collective, so a rank with fewer
     # lanes computes padding rows.
@@ -57,6 +59,7 @@ def build_step(rank: RankContext) -> TrainStep:
         memory_on_host=config.training.memory_device == "cpu",
         dropout_rng=config.training.dropout_rng,
         num_segments=config.training.backprop_segments,
+        num_turns=num_turns,
         **shape,
     )
 

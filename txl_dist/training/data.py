@@ -114,6 +114,11 @@ class TrainingData:
         for each in (data, *map(data.with_settings, later)):
             each.plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
             _require_segment_fits(each.plan)
+        if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
+            raise ConfigError(
+                f"{num_ranks} ranks for data.lanes_per_step={rows}: in every step each rank needs "
+                f"a lane. Start at most {rows} ranks, or set lanes_per_step to {num_ranks} or more"
+            )
         return data
 
     def with_settings(self, config: RunConfig) -> "TrainingData":

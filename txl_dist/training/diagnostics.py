@@ -139,9 +139,7 @@ def tokens_before_check(config: RunConfig, *, vocab_size: int) -> int | None:
     """Tokens after which a run must have learned something; None: it is too short to say so."""
     data = config.data
     num_steps = max(MIN_STEPS, 2 * config.optimizer.warmup_steps)
-    num_tokens = max(
-        MIN_TOKENS, TOKENS_PER_ID * vocab_size, num_steps * data.num_lanes * data.tgt_len
-    )
+    num_tokens = max(MIN_TOKENS, TOKENS_PER_ID * vocab_size, num_steps * data.tokens_per_step)
     # Shortly before the end of a shorter run: fewer targets are trained than tokens are read.
     num_tokens = min(num_tokens, config.tokens_after(0) * 9 // 10)
     return num_tokens if num_tokens >= MIN_TOKENS else None

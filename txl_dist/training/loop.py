@@ -74,6 +74,8 @@ class Trainer:
     recovery: Recovery
     evaluation_is_pending: bool = False
     """The ranks have to evaluate the weights of `state` before the next step."""
+    _segment: Segment | None = field(default=None, init=False)
+    """The newest one."""
     _is_done: bool = field(default=False, init=False)
     _must_rebuild: bool = field(default=False, init=False)
     """A rollback has returned to a checkpoint of other settings."""
@@ -129,7 +131,7 @@ class Trainer:
         if result.is_update:
             # The step was accepted, so the checkpoint written after the previous one is usable.
             self.saver.confirm()
-        self.state = after_step(self.state, segment, result, self.config.divergence)
+        self.state = after_step(self.state, segment, result, self.config)
         self.observers.step(self.state, result)
         if self._is_due(self.config.training.log_interval_steps):
             self._write_line()
@@ -174,7 +176,10 @@ class Trainer:
         self.observers.segment(self.state.step + 1)
         self._activity.name = f"step {self.state.step + 1}"
         self._activity.enter(Span.DATA_WAIT)
-        segment = next(self.segments)
+        # The lanes of a segment may be read in turns, by several steps.
+        if self._segment is None or self._segment.position != self.state.position:
+            self._segment = next(self.segments)
+        segment = self._segment
         self._activity.enter(Span.OTHER)
         if self._activity.num_steps == 0:
             self.observers.event(FIRST_BATCH)
@@ -194,7 +199,10 @@ class Trainer:
         result = self.step(
             segment,
             step=number,
-            num_targets=self.plan.targets_in_step(segment.position),
+            turn=self.state.turn,
+            num_targets=self.plan.targets_in_step(
+                segment.position, self.state.turn, self.config.data.num_turns
+            ),
             lr=lr_at(number, self.config.optimizer, num_steps=self.config.num_steps),
             check=lambda sums, norm: self.state.divergence.find_event(
                 self.config.divergence, step=number, sums=sums, gradient_norm=norm
@@ -217,6 +225,7 @@ class Trainer:
         self._must_rebuild = rollback.has_other_settings
         if not self._must_rebuild:
             self.plan, self.segments = self.read_from(self.state)
+            self._segment = None
 
     def _write_line(self) -> None:
         self.observers.line(self.state, {})

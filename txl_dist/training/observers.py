@@ -26,7 +26,7 @@ def build_observers(
     data = config.data
     flops = training_flops(
         rank.data.model_config,
-        num_lanes=data.num_lanes,
+        num_lanes=data.rows,
         tgt_len=data.tgt_len,
         num_segments=config.training.backprop_segments,
     )
@@ -34,7 +34,7 @@ def build_observers(
         Utilisation(
             world,
             TORCH_DTYPE[config.precision],
-            flops_per_token=flops / (data.num_lanes * data.tgt_len),
+            flops_per_token=flops / data.tokens_per_step,
         ),
         StragglerCheck(world, zero_stage=config.deepspeed.zero_stage),
         SystemMetrics(world),

@@ -203,7 +203,10 @@ def log_start(
             f"{rank.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
         )
     if point is not None:
-        log.info("%s", count_tokens(point.state.phases, state).line)
+        count = count_tokens(
+            point.state.phases, state, tgt_len=config.data.tgt_len, num_turns=config.data.num_turns
+        )
+        log.info("%s", count.line)
     _log_data(config, rank.data)
     if config.optimizer.averaging and rank.data.evaluation:
         log.info("evaluation | scores the average of the weights (%s)", config.optimizer.averaging)

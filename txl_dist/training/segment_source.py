@@ -38,7 +38,8 @@ class SegmentSource:
         self._streams.close()  # that of superseded steps
         stream = self._streams.enter_context(closing(_open_stream(self._rank, self._step, state)))
         segments, device = segment_pipeline(stream), self._rank.world.device
-        if device.type != "cpu":
+        # Lanes that are read in turns are selected on the host.
+        if device.type != "cpu" and self._rank.config.data.num_turns == 1:
             segments = DeviceSegments(segments, device, is_ready=lambda: stream.has_segment)
             self._step.while_computing = segments.prefetch
         return self._rank.data.plan_of(state.phases[-1]), segments
@@ -108,7 +109,7 @@ def _open_stream(rank: RankContext, step: TrainStep, state: TrainState) -> Segme
         rank.data.source_of(phase, rank.config),
         rank.data.plan_of(phase),
         lanes=step.lanes,
-        num_rows=len(step.lane_of_row),
+        num_rows=step.num_rows,
         reset=data.reset,
         shuffle=data.order,
         seed=rank.config.seed,

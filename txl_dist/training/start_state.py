@@ -132,7 +132,9 @@ class TokenCount:
         )
 
 
-def count_tokens(before: tuple[Phase, ...], state: TrainState) -> TokenCount:
+def count_tokens(
+    before: tuple[Phase, ...], state: TrainState, *, tgt_len: int = 1, num_turns: int = 1
+) -> TokenCount:
     """Compare the phases of a checkpoint with the last phase of `state`, which continues it."""
     after = state.phases[-1]
     plans = [phase.plan() for phase in before]
@@ -146,6 +148,11 @@ def count_tokens(before: tuple[Phase, ...], state: TrainState) -> TokenCount:
     missing = before[-1].num_tokens - covered
     targets = sum(
         plan.targets_between(plan.start, stop) for plan, stop in zip(plans, stops, strict=True)
+    )
+    # Some lanes may be a segment ahead.
+    last_plan = before[-1].plan(tgt_len=tgt_len)
+    targets += sum(
+        last_plan.targets_in_step(state.position, turn, num_turns) for turn in range(state.turn)
     )
     return TokenCount(
         epoch=epoch,

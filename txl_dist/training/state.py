@@ -28,6 +28,7 @@ from data_pipeline.streams.order import Remainder
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
+from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.scores import LossSums
@@ -121,6 +122,8 @@ class TrainState(StrictModel):
     """Steps without an update of the weights. The optimizer has counted the others only."""
     position: Count = 0
     """Lane position of the next segment."""
+    turn: Count = 0
+    """Which part of the lanes reads next there (`data.lanes_per_step`); 0 if all do."""
     tokens: Count = 0
     """Targets trained on, over all lanes."""
     best: StepScore | None = None
@@ -153,14 +156,19 @@ def load_state(path: DatasetPath, manifest: CheckpointManifest) -> TrainState:
 
 
 def after_step(
-    state: TrainState, segment: "Segment", result: "StepResult", config: DivergenceConfig
+    state: TrainState, segment: "Segment", result: "StepResult", config: RunConfig
 ) -> TrainState:
-    """The state after the step that has read `segment`.
+    """The state after the step that has read `segment`, or its part of the lanes.
 
     A step that was skipped or rejected counts as a step, but not as an update.
     """
-    changes = _updated(state, result, config) if result.is_update else _skipped(state, segment)
-    position = {"step": state.step + 1, "position": segment.next_position}
+    changes = (
+        _updated(state, result, config.divergence) if result.is_update else _skipped(state, segment)
+    )
+    turn = (state.turn + 1) % config.data.num_turns
+    position = {"step": state.step + 1, "turn": turn}
+    if turn == 0:
+        position["position"] = segment.next_position
     return state.model_copy(update={**position, **changes})
 
 

@@ -1,4 +1,6 @@
-"""One training step: a segment of every lane through the model, in micro-batches over lanes.
+"""One training step: a segment of its lanes through the model, in micro-batches over lanes.
+
+These are all lanes, or with `data.lanes_per_step` those whose turn it is: every `num_turns`-th one.
 
 Gradients are accumulated over lanes, never over steps, and each micro-batch has its own rows of the
 memory. The loss is the sum of nats divided by the global number of targets, which is known before
@@ -83,29 +85,45 @@ class TrainStep:
         self, engine: Engine, world: World, *, lanes: Sequence[int], micro_batch_rows: int,
         num_micro_batches: int, seed: int, byte_counts_V: NDArray[Any],
         memory_dtype: torch.dtype | None = None, memory_on_host: bool = False,
-        dropout_rng: DropoutRng = "lane", num_segments: int = 1,
+        dropout_rng: DropoutRng = "lane", num_segments: int = 1, num_turns: int = 1,
     ) -> None:  # fmt: skip
         self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
         self.dropout_rng, self.num_segments = dropout_rng, num_segments
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
-        # Padding rows are last, so row i is lanes[i] for all rows with a lane.
-        self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
+        in_turns = [[lane for lane in lanes if lane % num_turns == t] for t in range(num_turns)]
+        # Padding rows are last.
+        self._lanes_of_turns = [[*own, *[NO_LANE] * (num_rows - len(own))] for own in in_turns]
+        """The lane of each row of a step, by turn."""
+        self.num_rows = len(lanes) + max(num_rows - len(own) for own in in_turns)
+        """Rows of the segments: those of all lanes in order, and rows of padding."""
+        self._rows_of_turns = [
+            [row for row, lane in enumerate(lanes) if lane in own]
+            + list(range(len(lanes), len(lanes) + num_rows - len(own)))
+            for own in map(set, in_turns)
+        ]
         self._byte_counts_V = byte_counts_V
         self.while_computing: Callable[[], None] = lambda: None
         """Called when a GPU has all work of the micro-batches, before the host waits for it."""
         self.memories = [
-            engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host)
-            for _ in range(num_micro_batches)
+            [
+                engine.model.empty_memory(
+                    micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host
+                )
+                for _ in range(num_micro_batches)
+            ]
+            for _ in range(num_turns)
         ]
+        """Of each micro-batch, by turn."""
 
     def __call__(
         self, segment: Segment, *, step: int, num_targets: int, lr: float, check: DivergenceCheck,
-        contiguous_from: int = 0, flags: Mapping[str, bool] = MappingProxyType({}),
+        turn: int = 0, contiguous_from: int = 0, flags: Mapping[str, bool] = MappingProxyType({}),
     ) -> StepResult:  # fmt: skip
-        """Step number `step` (from 1). `num_targets` counts the targets of all ranks' lanes.
+        """Step number `step` (from 1). `num_targets` counts the targets of its lanes on all ranks.
 
-        `check` must decide the same on every rank. No token attends to tokens before lane position
+        `segment` is of all lanes of this rank, of which the step reads those of `turn`. `check`
+        must decide the same on every rank. No token attends to tokens before lane position
         `contiguous_from`.
 
         `flags` are local to the rank, with the same names on all ranks: the ranks agree on them in
@@ -113,11 +131,11 @@ class TrainStep:
         """
         self.world.activity.name = f"step {step}"
         fault_point("step")
-        segment = self._without_gap(segment, contiguous_from)
-        batches = self._micro_batches(segment, step=step, num_targets=num_targets)
+        segment = self._without_gap(self._of_turn(segment, turn), turn, contiguous_from)
+        batches = self._micro_batches(segment, turn, step=step, num_targets=num_targets)
         self.world.activity.enter(Span.REDUCE)
         # One collective for everything the ranks have to agree on.
-        agreed = self.world.all_reduce_sum(self._local_values(segment, batches, flags))
+        agreed = self.world.all_reduce_sum(self._local_values(segment, turn, batches, flags))
         self.world.activity.enter(Span.OPTIMIZER)
         self.while_computing()
         sums, memory_valid, raised = LossSums(), 0.0, frozenset[str]()
@@ -137,7 +155,7 @@ class TrainStep:
 
         gradient_norm = self.engine.step(lr, accept)
         if event is None:
-            self.memories = [batch.memory for batch in batches]
+            self.memories[turn] = [batch.memory for batch in batches]
         return StepResult(
             sums,
             gradient_norm=gradient_norm,
@@ -145,7 +163,7 @@ class TrainStep:
             raised=raised,
             event=event,
             is_update=event is None,
-            lane_sums={} if event is None else self._lane_sums(batches),
+            lane_sums={} if event is None else self._lane_sums(batches, turn),
         )
 
     def skip(self, *, step: int, flags: Mapping[str, bool]) -> StepResult:
@@ -157,11 +175,20 @@ class TrainStep:
             LossSums(), gradient_norm=0.0, memory_valid=0.0, raised=raised, is_update=False
         )
 
-    def _without_gap(self, segment: Segment, contiguous_from: int) -> Segment:
+    def _of_turn(self, segment: Segment, turn: int) -> Segment:
+        """The rows of the segment that are read in this turn."""
+        if len(self.memories) == 1:
+            return segment
+        rows = self._rows_of_turns[turn]
+        parts = (segment.input[rows], segment.target[rows], segment.age[rows])
+        return Segment(*parts, segment.position, segment.next_position)
+
+    def _without_gap(self, segment: Segment, turn: int, contiguous_from: int) -> Segment:
         """The segment with ages that limit attention to tokens from `contiguous_from` on."""
-        num_contiguous = segment.position - contiguous_from
+        # 0 if lanes of an earlier turn have skipped this segment.
+        num_contiguous = max(0, segment.position - contiguous_from)
         # The first segment after a gap must not read the state; later ones only keys after the gap.
-        if num_contiguous > 0 and num_contiguous >= self.memories[0].num_past_tokens:
+        if num_contiguous > 0 and num_contiguous >= self.memories[turn][0].num_past_tokens:
             return segment
         tgt_len = segment.age.shape[1]
         limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)
@@ -169,16 +196,18 @@ class TrainStep:
         # Not `replace`: the ages of a DeviceSegment are also on the GPU.
         return Segment(segment.input, segment.target, age, segment.position, segment.next_position)
 
-    def _micro_batches(self, segment: Segment, *, step: int, num_targets: int) -> list[_MicroBatch]:
+    def _micro_batches(
+        self, segment: Segment, turn: int, *, step: int, num_targets: int
+    ) -> list[_MicroBatch]:
         """Forward and backward of all micro-batches."""
         input_BT, age_BT = self._on_device(segment)
         batches = []
-        for index, memory in enumerate(self.memories):
+        for index, memory in enumerate(self.memories[turn]):
             rows = self._rows_of(index)
             target_RT = torch.from_numpy(segment.target[rows])
             self.world.activity.enter(Span.FORWARD)
-            self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
-            masks = self._dropout_masks(index, step)
+            self.engine.begin_micro_batch(is_last=index == len(self.memories[turn]) - 1)
+            masks = self._dropout_masks(index, turn, step)
             nats_RT, next_memory = self.engine.forward(
                 input_BT[rows], target_RT, age_BT[rows], memory, masks, self.num_segments
             )
@@ -189,13 +218,13 @@ class TrainStep:
             batches.append(_MicroBatch(nats_RT.detach(), target_RT, next_memory))
         return batches
 
-    def _dropout_masks(self, index: int, step: int) -> DropoutMasks:
+    def _dropout_masks(self, index: int, turn: int, step: int) -> DropoutMasks:
         if self.dropout_rng == "device":
             return DeviceDropoutMasks(
                 seed=self.seed, step=step, rank=self.world.rank, micro_batch=index
             )
         # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
-        lanes = self.lane_of_row[self._rows_of(index)]
+        lanes = self._lanes_of_turns[turn][self._rows_of(index)]
         return LaneDropoutMasks(seed=self.seed, step=step, lanes=lanes)
 
     def _on_device(self, segment: Segment) -> tuple[Tensor, Tensor]:
@@ -209,7 +238,11 @@ class TrainStep:
         return slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
 
     def _local_values(
-        self, segment: Segment, batches: Sequence[_MicroBatch], flags: Mapping[str, bool]
+        self,
+        segment: Segment,
+        turn: int,
+        batches: Sequence[_MicroBatch],
+        flags: Mapping[str, bool],
     ) -> Tensor:
         """What is summed over ranks: nats, targets, bytes, visible memory, all memory, flags."""
         nats = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -217,19 +250,20 @@ class TrainStep:
             nats = nats + batch.nats_RT.double().sum()
         scored_N = segment.target[segment.target >= 0]
         num_bytes = int(self._byte_counts_V[scored_N].sum())
-        counts = [len(scored_N), num_bytes, *self._visible_memory(segment), *flags.values()]
+        visible = self._visible_memory(segment, turn)
+        counts = [len(scored_N), num_bytes, *visible, *flags.values()]
         # float64 is exact for counts up to 2**53.
         values = to_device(torch.tensor([0, *counts], dtype=torch.float64), self.world.device)
         values[0] = nats
         return values
 
-    def _lane_sums(self, batches: Sequence[_MicroBatch]) -> dict[int, LossSums]:
+    def _lane_sums(self, batches: Sequence[_MicroBatch], turn: int) -> dict[int, LossSums]:
         byte_counts_V = torch.from_numpy(self._byte_counts_V)
         return {
             lane: LossSums.of(
                 batches[index].nats_RT[row], batches[index].target_RT[row], byte_counts_V
             )
-            for index, row, lane in self._rows_with_lanes()
+            for index, row, lane in self._rows_with_lanes(turn)
         }
 
     def replay(self, segment: Segment, model: TransformerXL, precision: Precision) -> None:
@@ -237,36 +271,40 @@ class TrainStep:
 
         `model` is the whole model (`Engine.whole_model`), in evaluation mode.
         """
-        input_BT, age_BT = self._on_device(segment)
-        tgt_len = input_BT.shape[1] // self.num_segments
-        for index, memory in enumerate(self.memories):
-            rows = self._rows_of(index)
-            reader = SequenceReader(model, state=memory, tgt_len=tgt_len, precision=precision)
-            parts = (x[rows].split(tgt_len, dim=1) for x in (input_BT, age_BT))
-            for part_BT, part_age_BT in zip(*parts, strict=True):
-                reader.read(part_BT, part_age_BT)
-            self.memories[index] = reader.state
+        for turn, memories in enumerate(self.memories):
+            input_BT, age_BT = self._on_device(self._of_turn(segment, turn))
+            tgt_len = input_BT.shape[1] // self.num_segments
+            for index, memory in enumerate(memories):
+                rows = self._rows_of(index)
+                reader = SequenceReader(model, state=memory, tgt_len=tgt_len, precision=precision)
+                parts = (x[rows].split(tgt_len, dim=1) for x in (input_BT, age_BT))
+                for part_BT, part_age_BT in zip(*parts, strict=True):
+                    reader.read(part_BT, part_age_BT)
+                memories[index] = reader.state
 
-    def _visible_memory(self, segment: Segment) -> tuple[int, int]:
+    def _visible_memory(self, segment: Segment, turn: int) -> tuple[int, int]:
         """The memory of this rank's lanes: what the first tokens may read of it, and all."""
-        ages = [segment.age[row, 0] for row, lane in enumerate(self.lane_of_row) if lane != NO_LANE]
-        return self.memories[0].visible_share([int(age) for age in ages])
+        lanes = enumerate(self._lanes_of_turns[turn])
+        ages = [segment.age[row, 0] for row, lane in lanes if lane != NO_LANE]
+        return self.memories[turn][0].visible_share([int(age) for age in ages])
 
     def memory_of_lanes(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Each lane and its memory: views of its tensors by name."""
-        for index, row, lane in self._rows_with_lanes():
-            yield lane, self.memories[index].row(row)
+        for turn, memories in enumerate(self.memories):
+            for index, row, lane in self._rows_with_lanes(turn):
+                yield lane, memories[index].row(row)
 
     def load_memory(self, memory_of_lane: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Copy the memory of each of this rank's lanes from a checkpoint."""
-        for index, row, lane in self._rows_with_lanes():
-            self.memories[index].load_row(row, memory_of_lane[lane])
+        for turn, memories in enumerate(self.memories):
+            for index, row, lane in self._rows_with_lanes(turn):
+                memories[index].load_row(row, memory_of_lane[lane])
 
-    def _rows_with_lanes(self) -> list[tuple[int, int, int]]:
-        """(micro-batch, row in it, lane) of every lane of this rank."""
+    def _rows_with_lanes(self, turn: int) -> list[tuple[int, int, int]]:
+        """(micro-batch, row in it, lane) of every lane of this rank that is read in this turn."""
         return [
             (*divmod(row, self.micro_batch_rows), lane)
-            for row, lane in enumerate(self.lane_of_row)
+            for row, lane in enumerate(self._lanes_of_turns[turn])
             if lane != NO_LANE
         ]
 

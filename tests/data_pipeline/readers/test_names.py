@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from data_pipeline.readers import find_files
+from data_pipeline.readers.names import splits_of_folders
 from tests.data_pipeline.preparation.preparing import texts_of
 from tests.data_pipeline.readers.test_columns import column
 
@@ -129,3 +130,22 @@ def test_a_text_with_other_metadata_is_no_text_of_oscar(tmp_path: Path) -> None:
         "novel.txt": "text",
         "novel_meta.jsonl": "jsonl",
     }
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        # The outermost level that separates train from another split.
+        {"train/unittest/test/mock": "train", "train/a": "train", "test/a": "test", "dev": "valid"},
+        {"c/train/test": "train", "c/test/train": "test", "c/other/dev": "valid", "c": ""},
+        # No level separates train: the innermost.
+        {"test_data/train": "train", "test_data/a/heldout": "valid", "test_data": "test"},
+        {"training/a/test": "test", "training/b": "train"},
+        {"": "", "a/b": ""},
+    ],
+    ids=lambda splits: next(iter(splits)),
+)
+def test_folders_give_splits_on_the_outermost_level_that_separates_them(
+    splits: dict[str, str],
+) -> None:
+    assert splits_of_folders(splits) == splits

@@ -35,3 +35,33 @@ def test_a_step_is_divided_into_segments_of_equal_length(changes: tuple) -> None
     settings["training"] |= {"backprop_segments": 3}
     settings["data"] |= {"tgt_len": 12}
     assert RunConfig.model_validate(settings).segment_len == 4
+
+
+def test_every_step_reads_as_many_lanes_and_a_change_ends_a_round() -> None:
+    def config(num_lanes: int, *changes: dict[str, int], **training: int) -> RunConfig:
+        return RunConfig.model_validate(
+            {
+                "directory": "run",
+                "data": {
+                    "path": "data", "num_lanes": num_lanes, "lanes_per_step": 4, "tgt_len": 11
+                },
+                "model": {"n_layer": 1, "d_model": 4, "n_head": 1, "d_head": 4, "d_inner": 4},
+                "training": {"num_steps": 12, "changes": changes, **training},
+            }
+        )  # fmt: skip
+
+    data = config(12).data
+    assert (data.rows, data.num_turns, data.tokens_per_step) == (4, 3, 44)
+    changes = ({"step": 3, "num_lanes": 8}, {"step": 7, "tgt_len": 2})
+    tokens = [44] * 7 + [8] * 5
+    assert config(12, *changes).tokens_after(0) == sum(tokens)
+    with pytest.raises(ValueError, match=r"lanes_per_step=4 does not divide data.num_lanes=10"):
+        config(10)
+    with pytest.raises(ValueError, match=r"lanes_per_step=4 does not divide data.num_lanes=6"):
+        config(12, {"step": 3, "num_lanes": 6})
+    with pytest.raises(ValueError, match=r"step 4: the lanes are read in 3 turns"):
+        config(12, {"step": 4, "num_lanes": 8})
+    with pytest.raises(ValueError, match=r"step 6: the lanes are read in 2 turns.*after step 3"):
+        config(12, changes[0], {"step": 6, "tgt_len": 2})
+    with pytest.raises(ValueError, match=r"micro_batch_lanes=5 is above data.lanes_per_step=4"):
+        config(12, micro_batch_lanes=5)

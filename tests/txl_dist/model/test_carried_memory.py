@@ -93,6 +93,8 @@ def test_a_reset_row_reads_as_a_new_one_and_the_others_go_on() -> None:
         output, _ = memory.reset(rows).read(model, x_BND)
         assert_close(output[1], new[1])
         assert torch.equal(output[[0, 2]], continued[[0, 2]])
+    for none in ([], torch.tensor([False] * NUM_ROWS)):
+        assert memory.reset(none).age_B.tolist() == [NUM_TOKENS] * NUM_ROWS
     assert memory.age_B.tolist() == [NUM_TOKENS] * NUM_ROWS, "reset returns another memory"
 
 
@@ -228,6 +230,9 @@ def test_one_row_and_vectors_and_memories_of_another_precision() -> None:
             "expected torch.int64",
         ),
         (lambda model, memory: memory.reset(torch.tensor([3])), "of a memory of 3 rows"),
+        (lambda model, memory: memory.reset([True, False]), r"a mask \[2\] of a memory of 3"),
+        (lambda model, memory: memory.reset([1, 0, 0]), r"are repeated; write a mask as"),
+        (lambda model, memory: memory.reset([1.0, 0.0, 0.0]), r"float32; give row numbers, or"),
         (
             lambda model, memory: memory.with_rows([0], Memory.empty(of_vectors(mem_len=2), 1)),
             "do not fit rows",

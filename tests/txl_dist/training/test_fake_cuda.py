@@ -134,10 +134,10 @@ def test_a_step_until_its_only_synchronisation(
         stream = DeviceSegments(iter(segments()), CUDA, is_ready=lambda: True)
         for number in (1, 2):
             segment = next(stream)
-            batches = step._micro_batches(segment, step=number, num_targets=9)
+            batches = step._micro_batches(segment, 0, step=number, num_targets=9)
             stream.prefetch()
-            values = step._local_values(segment, batches, {"stop": False})
-            step.memories = [batch.memory for batch in batches]
+            values = step._local_values(segment, 0, batches, {"stop": False})
+            step.memories = [[batch.memory for batch in batches]]
         assert values.device == CUDA
         assert values.shape == (6,)
     assert len(engine.gradients) == 4
@@ -145,7 +145,7 @@ def test_a_step_until_its_only_synchronisation(
         for parameter in model.parameters():
             gradient = gradients[parameter]
             assert (gradient.device, gradient.shape) == (CUDA, parameter.shape)
-    assert {layer.device for memory in step.memories for layer in memory.layers} == {CUDA}
+    assert {layer.device for memory in step.memories[0] for layer in memory.layers} == {CUDA}
 
 
 @pytest.mark.parametrize(

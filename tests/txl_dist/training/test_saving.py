@@ -157,7 +157,7 @@ def poison_before_save(trainer: Trainer, step: int, rank: int, kind: str) -> Non
     def poisoned(state: TrainState) -> None:
         if state.step == step and trainer.step.world.rank == rank:
             if kind == "memory":
-                trainer.step.memories[0].layers[1][0, -1, -1] = float("inf")
+                trainer.step.memories[0][0].layers[1][0, -1, -1] = float("inf")
             else:
                 fragment = next(iter(trainer.step.engine.fragments()))
                 tensor = fragment.master if kind == "weights" else fragment.states["exp_avg"]

@@ -108,7 +108,7 @@ def with_and_without_a_rejected_step(world: World, job: TrainJob) -> list[list[T
         bad, last = next(trainer.segments), next(trainer.segments)
         compute(trainer, first, 1)
         seen = [snapshot(trainer)]
-        memories = trainer.step.memories
+        memories = [[*turn] for turn in trainer.step.memories]
         fragments = [(f.master.clone(), deepcopy(f.states)) for f in engine.fragments_to_load()]
         compute(trainer, last, 3)
         seen.append(snapshot(trainer))
@@ -154,7 +154,7 @@ def loss_with_memory(
     trainer: Trainer, segment: Segment, fill: float, contiguous_from: int
 ) -> tuple[float, float]:
     """Loss and share of valid memory of a rejected step with this memory."""
-    for memory in trainer.step.memories:
+    for memory in trainer.step.memories[0]:
         for tensor in memory.tensors().values():
             tensor.fill_(fill)
     result = trainer.step(
@@ -253,7 +253,7 @@ def read_and_replayed(world: World, job: TrainJob) -> list[list[Tensor]]:
     with ExitStack() as stack:
         trainer = build_trainer(open_inputs(job, world, directory, stack))
         step, memories = trainer.step, []
-        empty = step.memories
+        empty = [[*turn] for turn in step.memories]
         segments = [next(trainer.segments), next(trainer.segments)]
         for number, segment in enumerate(segments, start=1):
             step(

@@ -106,6 +106,7 @@ def train(out: Path, *, num_steps: int) -> None:
             f"data.path={out / 'data'}",
             f"data.tgt_len={TGT_LEN}",
             f"data.num_lanes={NUM_LANES}",
+            "data.lanes_per_step=null",
             f"training.num_steps={num_steps}",
             f"optimizer.warmup_steps={min(50, num_steps // 4)}",
             f"evaluation.interval_steps={num_steps}",

@@ -166,7 +166,8 @@ def check_config(
         )
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
     # Computed from the new lanes as if they had held from step 0, the length would be wrong.
-    changed = [key for key in ("data.num_lanes", "data.tgt_len") if old.get(key) != new.get(key)]
+    sizes = ("data.num_lanes", "data.lanes_per_step", "data.tgt_len")
+    changed = [key for key in sizes if old.get(key) != new.get(key)]
     for key in _IN_TOKENS if changed else ():
         if new.get(key) is not None:
             lines.append(

@@ -169,10 +169,11 @@ def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
 def test_a_length_in_tokens_is_refused_when_the_lanes_change(key: str) -> None:
     """It would be computed as if the new lanes had held from the first step."""
     old = {**default_settings(), "data.num_lanes": 5, key: 15}
-    allowed = ("data.num_lanes", "training.num_steps")
+    allowed = ("data.num_lanes", "data.lanes_per_step", "training.num_steps")
     check_config(old, old, allowed=allowed, checkpoint="RUN")
-    with pytest.raises(CheckpointError, match=rf"{key}=15: .*data.num_lanes.*in steps"):
-        check_config(old, {**old, "data.num_lanes": 10}, allowed=allowed, checkpoint="RUN")
+    for changed, value in (("data.num_lanes", 10), ("data.lanes_per_step", 1)):
+        with pytest.raises(CheckpointError, match=rf"{key}=15: .*{changed}.*in steps"):
+            check_config(old, {**old, changed: value}, allowed=allowed, checkpoint="RUN")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,11 @@ SETTINGS = (
 )
 
 
-def command(dataset: Path, run: Path) -> tuple[object, ...]:
-    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
+TURNS = ("data.num_lanes=9", "data.lanes_per_step=3")
+
+
+def command(dataset: Path, run: Path, *settings: str) -> tuple[object, ...]:
+    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS, *settings)
     return ("train", TINY, *overrides, "--on", "processes", "--ranks", 2)
 
 
@@ -35,8 +38,8 @@ def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPath
     return run
 
 
-def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
-    process = start_txl(*command(dataset, run))
+def kill_and_resume(dataset: Path, run: Path, *settings: str, victim: str) -> None:
+    process = start_txl(*command(dataset, run, *settings))
     wait_until(lambda: num_lines(run / "metrics.jsonl") > 60)
     ranks = children_of(process.pid)
     assert len(ranks) == 2
@@ -49,7 +52,7 @@ def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
     assert num_lines(run / "metrics.jsonl") < NUM_STEPS
 
-    finished = txl(*command(dataset, run))
+    finished = txl(*command(dataset, run, *settings))
     assert finished.returncode == 0, finished.stderr + finished.stdout
     assert "resuming at step" in finished.stdout
 
@@ -65,6 +68,16 @@ def test_losses_after_a_sigkill_are_those_of_an_uninterrupted_run(
     evaluations = [line for line in metrics(tmp_path) if "valid/loss" in line]
     expected = [line for line in metrics(straight) if "valid/loss" in line]
     assert [e["valid/loss"] for e in evaluations] == [e["valid/loss"] for e in expected]
+
+
+@pytest.mark.fault_row(1)
+@pytest.mark.fault
+def test_so_they_are_with_lanes_in_turns(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
+    """A checkpoint every 40 steps is in the middle of three turns."""
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    assert ranks(2).run(train, tiny_job(dataset, straight, *SETTINGS, *TURNS)) == [0, 0]
+    kill_and_resume(dataset, run, *TURNS, victim="rank")
+    assert losses(run) == losses(straight)
 
 
 @pytest.mark.fault_row(5)

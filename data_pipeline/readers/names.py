@@ -190,10 +190,9 @@ def splits_of_folders(folders: Iterable[str]) -> dict[str, str]:
     depth = max(map(len, by_level.values()), default=0)
     levels = ({splits[d] for splits in by_level.values() if d < len(splits)} for d in range(depth))
     # The outermost level that separates train from another split.
-    outer = next((d for d, found in enumerate(levels) if {TRAIN} < found - {""}), None)
+    outer = next((d for d, found in enumerate(levels) if {TRAIN} < found - {""}), depth)
     return {
-        folder: "".join(splits[outer : outer + 1] if outer is not None else [])
-        or next(filter(None, reversed(splits)), "")
+        folder: next(filter(None, [*splits[outer : outer + 1], *reversed(splits)]), "")
         for folder, splits in by_level.items()
     }
 

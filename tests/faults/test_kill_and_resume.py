@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import TINY, losses, metrics, tiny_job, train
+from tests.support.training_runs import TINY, TURNS, losses, metrics, tiny_job, train
 from tests.txl_dist.tracking.conftest import run_id_of, status_of, tags_of
 from txl_dist.tracking.tracker import TrackingState
 
@@ -20,9 +20,6 @@ SETTINGS = (
     "evaluation.max_tokens=500",
     "model.dropout=0.1",
 )
-
-
-TURNS = ("data.num_lanes=9", "data.lanes_per_step=3")
 
 
 def command(dataset: Path, run: Path, *settings: str) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from tests.support.running_mean import OTHER_KINDS, ROUNDING_FACTOR, overrides_o
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
+    TURNS,
     ZERO,
     losses,
     refusal,
@@ -175,9 +176,6 @@ def test_so_it_is_with_gradients_through_the_memory(
 ) -> None:
     settings = (*SETTINGS, *ZERO["1"], "training.backprop_segments=3")
     resumed_equals_straight(ranks, dataset, tmp_path, settings)
-
-
-TURNS = ("data.num_lanes=9", "data.lanes_per_step=3")
 
 
 def test_so_it_is_in_the_middle_of_turns(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:

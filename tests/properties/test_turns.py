@@ -1,7 +1,7 @@
-"""Lanes that steps read in turns (`data.lanes_per_step`): the promises hold as for all at once.
+"""Training in which a step reads only some of the lanes (`data.lanes_per_step`).
 
-Nine lanes, three per step: of two ranks, the first has two lanes in the first turn and one in the
-others, the second one in the first turn and two in the others.
+There are nine lanes, and a step reads three. Of two ranks, rank 0 has lanes 0 to 3, so it reads two
+lanes in the first turn and one in the others; rank 1 reads one in the first and two in the others.
 """
 
 from pathlib import Path
@@ -14,6 +14,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
+    TURNS,
     ZERO,
     losses,
     metrics,
@@ -26,7 +27,6 @@ from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import load_memory
 from txl_dist.errors import CheckpointError, ConfigError
 
-TURNS = ("data.num_lanes=9", "data.lanes_per_step=3")
 NUM_TURNS = 3
 CONSTANT = (NO_EVALUATION, "optimizer.lr=1e-30", "training.num_steps=24")
 # As in test_one_trajectory.py: another number of ranks sums floats in another order.

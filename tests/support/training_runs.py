@@ -24,6 +24,8 @@ ZERO = {
     ),
 }
 """Every ZeRO stage, as overrides."""
+TURNS = ("data.num_lanes=9", "data.lanes_per_step=3")
+"""Each step reads every third lane."""
 DROPOUT = ("model.dropout=0.1", "model.dropatt=0.2")
 
 

@@ -91,17 +91,20 @@ class TrainStep:
         self.dropout_rng, self.num_segments = dropout_rng, num_segments
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
-        in_turns = [[lane for lane in lanes if lane % num_turns == t] for t in range(num_turns)]
-        # Padding rows are last.
-        self._lanes_of_turns = [[*own, *[NO_LANE] * (num_rows - len(own))] for own in in_turns]
-        """The lane of each row of a step, by turn."""
-        self.num_rows = len(lanes) + max(num_rows - len(own) for own in in_turns)
-        """Rows of the segments: those of all lanes in order, and rows of padding."""
-        self._rows_of_turns = [
-            [row for row, lane in enumerate(lanes) if lane in own]
-            + list(range(len(lanes), len(lanes) + num_rows - len(own)))
-            for own in map(set, in_turns)
+        in_turns = [
+            [row for row, lane in enumerate(lanes) if lane % num_turns == turn]
+            for turn in range(num_turns)
         ]
+        # Rows of padding are last, in segments and in steps.
+        self._rows_of_turns = [
+            [*rows, *range(len(lanes), len(lanes) + num_rows - len(rows))] for rows in in_turns
+        ]
+        """The rows of a segment that a step reads, by turn."""
+        self.num_rows = 1 + max(map(max, self._rows_of_turns))
+        """Rows of the segments: those of all lanes in order, and rows of padding."""
+        lane_of_row = [*lanes, *[NO_LANE] * (self.num_rows - len(lanes))]
+        self._lanes_of_turns = [[lane_of_row[row] for row in rows] for rows in self._rows_of_turns]
+        """The lane of each row of a step, by turn."""
         self._byte_counts_V = byte_counts_V
         self.while_computing: Callable[[], None] = lambda: None
         """Called when a GPU has all work of the micro-batches, before the host waits for it."""

@@ -14,6 +14,10 @@ CPU-seconds each run took to the final loss of `paper-adamw`. `--models DIR` kee
 `windows` is the modern block without memory, trained on random windows instead of lanes, and `gpt`
 a GPT without memory in the manner of nanoGPT (rival_gpt.py), at two learning rates. Both are scored
 with at least half a window before each token.
+
+Models are comparable only if each token has equally much text before it. So `--readings` scores the
+last model of each run (not of `gpt`) in several ways, with the CPU time of each: in segments of 64
+tokens with memories of 0 to 256, and in windows that overlap by half.
 """
 
 import argparse
@@ -112,12 +116,14 @@ WINDOWS: dict[str, tuple[str, ...]] = {
         "modern/quickstart", "model.mem_len=0", f"data.tgt_len={length}",
         f"data.num_lanes={2048 // length}", *ONE_TURN,
     )
-    for length in (64, 128)
+    for length in (64, 128, 256)
 }  # fmt: skip
 """The modern block without memory, which needs no lanes, on random windows as the GPT."""
 RIVALS = {"gpt-1e-3": 1e-3, "gpt-3e-3": 3e-3}
 """Learning rates of the GPT."""
 SCORED_TOKENS = 200_000
+SEGMENT, MEMORIES, OVERLAPPING = 64, (0, 32, 64, 128, 256), (64, 128, 256)
+"""Of `--readings`: tokens per segment, memories, and lengths of windows."""
 
 
 def main() -> None:
@@ -134,6 +140,7 @@ def main() -> None:
     parser.add_argument(
         "--models", metavar="DIR", type=Path, help="keep each model as DIR/DATA-NAME-SEED"
     )
+    parser.add_argument("--readings", action="store_true", help="score the last model in all ways")
     arguments = parser.parse_args()
     if arguments.data:
         torch.set_num_threads(1)
@@ -157,33 +164,78 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
     """Train one run; its result has (step, CPU-seconds, held-out nats) of each evaluation."""
     every = arguments.steps // arguments.evaluations
     data, steps = arguments.data, arguments.steps
-    if name in RIVALS:
-        step, score, num_parameters = gpt_steps(name, data, steps, seed)
-    elif name in WINDOWS:
-        step, score, num_parameters = window_steps(name, data, steps, seed)
-    else:
-        kept = arguments.models and arguments.models / f"{data.name}-{name}-{seed}"
-        step, score, num_parameters = transformer_xl_steps(name, data, steps, seed, kept)
+    steps_of = (
+        gpt_steps if name in RIVALS else window_steps if name in WINDOWS else transformer_xl_steps
+    )
+    step, score, model = steps_of(name, data, steps, seed)
     curve, seconds = [], 0.0
     for number in range(1, arguments.steps + 1):
         seconds += step(number)
         if number % every == 0:
             curve.append((number, round(seconds, 2), round(score(), 5)))
             print(f"{name}, seed {seed}: step {number}, {seconds:.0f} CPU-s, {curve[-1][2]:.4f}")
-    return {
-        "data": arguments.data.name, "name": name, "seed": seed, "steps": arguments.steps,
-        "parameters": num_parameters, "curve": curve,
+    result = {
+        "data": data.name, "name": name, "seed": seed, "steps": steps,
+        "parameters": sum(p.numel() for p in model.parameters()), "curve": curve,
     }  # fmt: skip
+    if isinstance(model, TransformerXL):
+        if arguments.models:
+            export(model, data, SEGMENT, arguments.models / f"{data.name}-{name}-{seed}")
+        if arguments.readings:
+            result["readings"] = readings(model, data)
+            print(f"{name}, seed {seed}: {result['readings']}")
+    return result
 
 
-Steps = tuple[Callable[[int], float], Callable[[], float], int]
+def readings(model: TransformerXL, data: Path) -> dict[str, tuple[float, float]]:
+    """Held-out nats of each way to read, and its CPU-microseconds per token."""
+    _, held_out, _ = texts(data)
+    ways: dict[str, Callable[[], float]] = {
+        f"{SEGMENT} given {memory}": partial(segment_nats, model, data, SEGMENT, memory)
+        for memory in MEMORIES
+    }
+    for length in OVERLAPPING:
+        nats_of = partial(window_nats, model)
+        ways[f"half of {length}"] = partial(rival_gpt.held_out_nats, nats_of, held_out, length)
+    scores = {}
+    for way, score in ways.items():
+        start = time.process_time()
+        nats = score()
+        microseconds = (time.process_time() - start) * 1e6 / SCORED_TOKENS
+        scores[way] = (round(nats, 4), round(microseconds, 1))
+    return scores
+
+
+def segment_nats(
+    model: TransformerXL, data: Path, tgt_len: int, mem_len: int | None = None
+) -> float:
+    """Held-out nats in segments, with the memory of training or another."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "model"
+        export(model, data, tgt_len, out)
+        job = evaluation_job(out, data, max_tokens=SCORED_TOKENS, mem_len=mem_len)
+        return evaluate(job).sums.nats_per_token
+
+
+def export(model: TransformerXL, data: Path, tgt_len: int, out: Path) -> None:
+    shutil.rmtree(out, ignore_errors=True)
+    tokenizer = open_tokenizer(data, load_manifest(data))
+    write_exported(out, model, tokenizer, Reading(tgt_len=tgt_len, reset="document"))
+
+
+def window_nats(model: TransformerXL, window_BT: Tensor) -> Tensor:
+    """The loss of each token after the first of windows [B, T + 1], without memory, [B, T]."""
+    rows, age_T = len(window_BT), torch.arange(window_BT.shape[1] - 1)
+    age_BT, memory = age_T.expand(rows, -1), model.empty_memory(rows)
+    return model(window_BT[:, :-1], window_BT[:, 1:], age_BT, memory)[0]
+
+
+Steps = tuple[Callable[[int], float], Callable[[], float], torch.nn.Module]
 """A function that makes step n and returns its CPU-seconds, one that returns the held-out nats, and
-the number of parameters."""
+the model."""
 
 
-def transformer_xl_steps(
-    name: str, data: Path, num_steps: int, seed: int, kept: Path | None
-) -> Steps:
+def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
     config_name, *overrides = VARIANTS[name]
     settings = [f"data.path={data}", f"seed={seed}", f"training.num_steps={num_steps}", *overrides]
     config = load_run_config(CONFIGS / f"{config_name}.yaml", settings)
@@ -212,19 +264,7 @@ def transformer_xl_steps(
         update(model, optimizer, nats_BT.sum() / (target_BT >= 0).sum(), clipping)
         return time.thread_time() - start
 
-    tokenizer = open_tokenizer(data, manifest)
-
-    def score() -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "model"
-            reading = Reading(tgt_len=config.segment_len, reset="document")
-            write_exported(out, model, tokenizer, reading)
-            if kept:
-                shutil.copytree(out, kept, dirs_exist_ok=True)
-            job = evaluation_job(out, data, max_tokens=SCORED_TOKENS)
-            return evaluate(job).sums.nats_per_token
-
-    return step, score, sum(p.numel() for p in model.parameters())
+    return step, partial(segment_nats, model, data, config.segment_len), model
 
 
 def model_and_optimizer(
@@ -252,23 +292,16 @@ def window_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
     generator = torch.Generator().manual_seed(seed)
     length = config.data.tgt_len
 
-    def nats_of(window_BT: Tensor) -> Tensor:
-        rows, age_T = len(window_BT), torch.arange(window_BT.shape[1] - 1)
-        age_BT, memory = age_T.expand(rows, -1), model.empty_memory(rows)
-        return model(window_BT[:, :-1], window_BT[:, 1:], age_BT, memory)[0]
-
     def step(number: int) -> float:
         window_BT = rival_gpt.random_windows(train_text, config.data.num_lanes, generator, length)
         start = time.thread_time()
         set_rate(optimizer, lr_at(number, config.optimizer, num_steps=num_steps))
-        update(model, optimizer, nats_of(window_BT).mean(), config.optimizer.gradient_clipping)
+        loss = window_nats(model, window_BT).mean()
+        update(model, optimizer, loss, config.optimizer.gradient_clipping)
         return time.thread_time() - start
 
-    return (
-        step,
-        lambda: rival_gpt.held_out_nats(nats_of, held_out, length),
-        sum(p.numel() for p in model.parameters()),
-    )
+    nats_of = partial(window_nats, model)
+    return step, partial(rival_gpt.held_out_nats, nats_of, held_out, length), model
 
 
 def gpt_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
@@ -289,11 +322,8 @@ def gpt_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
         update(model, optimizer, rival_gpt.nats(model, windows).mean(), 1.0)
         return time.thread_time() - start
 
-    return (
-        step,
-        lambda: rival_gpt.held_out_nats(partial(rival_gpt.nats, model), held_out),
-        sum(p.numel() for p in model.parameters()),
-    )
+    nats_of = partial(rival_gpt.nats, model)
+    return step, partial(rival_gpt.held_out_nats, nats_of, held_out), model
 
 
 def update(
@@ -329,6 +359,7 @@ def print_tables(runs: list[dict[str, Any]]) -> None:
     for (data, steps), group in groups.items():
         print(f"\n{data}, {steps} steps, {len({run['seed'] for run in group})} seeds\n")
         print("\n".join(table(group)))
+        print("\n".join(["", *readings_table(group)]))
 
 
 def table(runs: list[dict[str, Any]]) -> Iterator[str]:
@@ -354,6 +385,19 @@ def table(runs: list[dict[str, Any]]) -> Iterator[str]:
             f"| {mean(differences(group, preset, at_its_seconds=True))} "
             f"| {reached(group, goal, reference)} |"
         )
+
+
+def readings_table(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """Nats of each run by way of reading, and the CPU-microseconds per token, of `--readings`."""
+    read = [run for run in runs if "readings" in run]
+    ways = list(dict.fromkeys(way for run in read for way in run["readings"]))
+    if read:
+        yield f"| run | seed | CPU-s | {' | '.join(ways)} |"
+        yield "|---" * (len(ways) + 3) + "|"
+    for run in read:
+        cells = (run["readings"].get(way) for way in ways)
+        scores = " | ".join(f"{cell[0]:.3f} ({cell[1]:.0f})" if cell else "-" for cell in cells)
+        yield f"| {run['name']} | {run['seed']} | {run['curve'][-1][1]:.0f} | {scores} |"
 
 
 def differences(

@@ -89,14 +89,19 @@ def held_out_nats(
     nats_of: Callable[[Tensor], Tensor], token_N: np.ndarray, length: int = WINDOW
 ) -> float:
     """Mean over all tokens after the first. nats_of: windows [B, T + 1] to losses [B, T]."""
-    half, total, count = length // 2, 0.0, 0
+    half = length // 2
     text = torch.from_numpy(token_N.astype(np.int64))
-    starts = list(range(0, max(1, len(text) - half - 1), half))
-    for first in range(0, len(starts), 16):
-        for start in starts[first : first + 16]:
-            losses = nats_of(text[None, start : start + length + 1])[0]
-            scored = losses if start == 0 else losses[half:]
-            total, count = total + float(scored.sum()), count + len(scored)
+    window_NT = text.unfold(0, length + 1, half) if len(text) > length else text[:0, None]
+    batches = list(window_NT.split(16)) if len(window_NT) else []
+    rest = text[None, len(window_NT) * half :]
+    if not batches or rest.shape[1] > half + 1:
+        batches.append(rest)
+    total, count = 0.0, 0
+    for number, window_BT in enumerate(batches):
+        loss_BT = nats_of(window_BT)
+        first = loss_BT[0, :half] if number == 0 else loss_BT[0, :0]  # nothing is before it
+        for scored in (first, loss_BT[:, half:]):
+            total, count = total + float(scored.sum()), count + scored.numel()
     return total / count
 
 

@@ -30,10 +30,12 @@ LOADED = re.compile(
 def references() -> dict[str, str]:
     """Each generated part of the reference by its name."""
     sys.path.insert(0, str(DOCS / "site"))
-    import hooks
+    import api_reference
+    import references
 
     sys.path.remove(str(DOCS / "site"))
-    return {name: generate() for name, generate in hooks.REFERENCES.items()}
+    parts = {name: generate() for name, generate in references.REFERENCES.items()}
+    return {"api": api_reference.api_reference(), **parts}
 
 
 def settings() -> Iterator[str]:
@@ -49,8 +51,10 @@ def test_every_setting_has_its_type_range_default_and_meaning(references: dict[s
     names = [*settings()]
     assert len(names) > 100
     for name in names:
-        (entry,) = re.findall(rf"### `{re.escape(name)}` {{#.*?}}\n\n(.*?)(?=\n##|\Z)", page, re.S)
-        facts, _, meaning = entry.partition("{.setting}")
+        (entry,) = re.findall(
+            rf"### <a .*?></a>`{re.escape(name)}`\n\n(.*?)(?=\n##|\Z)", page, re.S
+        )
+        facts, _, meaning = entry.partition("\n\n")
         assert re.search(r"^`.+` · .*(default|required)", facts), name
         assert len(meaning.split()) > 2, name
     assert "in [0, 0.99]" in page, "ranges that the model checks itself"
@@ -82,7 +86,7 @@ def test_the_api_as_text_has_methods_and_is_the_same_in_every_build(
 def test_every_command_and_option_is_in_the_reference(references: dict[str, str]) -> None:
     page = references["commands"]
     for words, command in leaf_commands(typer.main.get_command(app)).items():
-        entry = page.partition(f" txl {words} {{#")[2].partition("\n#")[0]
+        entry = page.partition(f"</a>txl {words}\n")[2].partition("\n#")[0]
         assert entry, words
         for parameter in command.params:
             if parameter.param_type_name == "option" and not parameter.hidden:
@@ -96,23 +100,24 @@ def test_every_public_name_is_in_the_reference(references: dict[str, str]) -> No
     assert sorted(documented) == sorted(txl_dist.__all__)
 
 
-def test_every_page_is_in_the_navigation_and_generated_parts_exist(
+def test_the_pages_in_the_repository_have_what_the_code_says_now(
     references: dict[str, str],
 ) -> None:
+    generator = sys.modules["references"]
+    pages = {path: path.read_text("utf-8") for path in generator.pages()}
+    parts = re.findall(r"<!-- generated: ([a-z ]+) -->", "".join(pages.values()))
+    assert sorted([*parts, "api"]) == sorted(references)
+    for path, text in pages.items():
+        assert text == generator.filled(text), f"{path}: run python docs/site/references.py"
+
+
+def test_every_page_is_in_the_navigation() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     in_navigation = set(_pages(config["nav"]))
-    pages = {
-        path.relative_to(DOCS).as_posix(): path.read_text("utf-8") for path in DOCS.rglob("*.md")
-    }
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     notebooks = {f"notebooks/{path.stem}.md" for path in DOCS.glob("notebooks/*.ipynb")}
     decisions = {page for page in pages if page.startswith("decisions/0")}
-    assert in_navigation == pages.keys() - decisions | notebooks
-    markers = {
-        name
-        for text in pages.values()
-        for name in re.findall(r"<!-- generated: ([a-z ]+) -->", text)
-    }
-    assert markers == set(references)
+    assert in_navigation == pages - decisions | notebooks
 
 
 def _pages(nav: object) -> Iterator[str]:
@@ -166,7 +171,7 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
             assert not re.match(r"(https?:)?//", address), (path, address)
     for name in ("settings", "commands", "python", "file_formats"):
         text = (tmp_path / "reference" / f"{name}.md").read_text()
-        assert "<!-- generated" not in text
+        assert "<!-- api" not in text
         assert not re.search("^:::", text, re.MULTILINE)
     listed = re.findall(r"\]\(([\w/.]+)\)", (tmp_path / "llms.txt").read_text())
     assert len(listed) > 40

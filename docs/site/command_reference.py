@@ -22,7 +22,7 @@ def command_reference() -> str:
 def _group(group: Any, words: str) -> Iterator[str]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
-            yield from (f"## {words} {name} {{#{name}}}", "", command.help or "", "")
+            yield from (f'## <a id="{name}"></a>{words} {name}', "", command.help or "", "")
             yield from _group(command, f"{words} {name}")
         elif not command.hidden:
             yield from _command(command, f"{words} {name}")
@@ -30,7 +30,8 @@ def _group(group: Any, words: str) -> Iterator[str]:
 
 def _command(command: Any, words: str) -> Iterator[str]:
     level = "#" * len(words.split())
-    yield from (f"{level} {words} {{#{'-'.join(words.split()[1:])}}}", "")
+    anchor = "-".join(words.split()[1:])
+    yield from (f'{level} <a id="{anchor}"></a>{words}', "")
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     options = [each for each in command.params if each.param_type_name == "option"]
     usage = " ".join([words, *map(_argument, arguments), "[OPTIONS]"])

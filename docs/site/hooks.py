@@ -1,41 +1,30 @@
 """MkDocs hooks: what the site has besides the files of docs/.
 
     docs/*.md ---- links to other files of the repository -> pages below source/ (sources.py)
-              ---- "<!-- generated: NAME -->" -> reference from the code (REFERENCES)
+              ---- "<!-- generated: NAME -->" -> reference from the code (references.py)
+              ---- "<!-- api -->" -> mkdocstrings' blocks of the public API
               ---- notebooks/*.ipynb -> pages (notebook_pages.py)
               ---- every page -> the same page as .md in the site, and llms.txt (plain_text.py)
 
-The pages stay readable where no site is built: links are relative to the file, and a generated page
-says on its first lines what it will hold.
+The pages stay readable where no site is built: links are relative to the file, and generated parts
+are in the repository.
 """
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
 from api_reference import api_reference, as_text
-from code_reference import decision_list, exit_codes, manifest_fields
-from command_reference import command_reference
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from notebook_pages import notebook_page
 from plain_text import write_index, write_page
-from settings_reference import recipe_table, settings_reference
+from references import filled
 from sources import ROOT, linked_files, page_of, source_page, with_site_links
 
-REFERENCES = {
-    "api": api_reference,
-    "commands": command_reference,
-    "decisions": decision_list,
-    "exit codes": exit_codes,
-    "manifests": manifest_fields,
-    "recipes": recipe_table,
-    "settings": settings_reference,
-}
+API = "<!-- api -->"
 DATED = ("decisions/0", "experiments.md")
-_MARKER = re.compile(r"^<!-- generated: ([a-z ]+) -->$", re.MULTILINE)
 _pages: dict[str, tuple[Page, str]] = {}
 """Every page by its path in docs/, with its Markdown as it is in the site."""
 
@@ -74,7 +63,7 @@ def on_nav(nav: Navigation, config: Any, files: Files) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     """Fill in what is generated, and let links lead to pages of the site."""
-    markdown = _MARKER.sub(lambda match: REFERENCES[match[1]](), markdown)
+    markdown = filled(markdown).replace(API, api_reference())
     source = page.file.src_uri
     if source.startswith(DATED):
         page.meta["search"] = {"boost": 0.3}  # after the pages about what is

@@ -66,7 +66,7 @@ def _setting(name: str, schema: dict[str, Any], text: str, definitions: Any) -> 
     )
     default = f"default `{json.dumps(schema['default'])}`" if "default" in schema else "required"
     facts = " · ".join(filter(None, (f"`{_type(schema)}`", limits, default)))
-    yield from (f"### `{name}` {{#{name}}}", "", facts, "{.setting}", "", text, "")
+    yield from (f'### <a id="{name}"></a>`{name}`', "", facts, "", text, "")
     for part in _parts(schema):
         for key, entry in definitions[part]["properties"].items():
             kind = ", ".join([f"`{_type(entry)}`", *_limits(entry, key)])

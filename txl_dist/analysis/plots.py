@@ -68,7 +68,7 @@ def finish(axes: Axes, x_label: str, y_label: str) -> None:
     """Add labels, a grid, and a legend unless there is one line, or many."""
     for axis in (axes.xaxis, axes.yaxis):
         if isinstance(axis.get_major_formatter(), LogFormatter):
-            base = axis.get_transform().base
+            base = axis.get_transform().base  # type: ignore[attr-defined]
             axis.set_major_formatter(_PlainNumbers(base))
             axis.set_minor_formatter(_PlainNumbers(base))
     axes.set_xlabel(x_label, fontsize=9, parse_math=False)

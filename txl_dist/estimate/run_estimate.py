@@ -16,7 +16,7 @@ import torch
 
 from data_pipeline.shards.manifest import MANIFEST_NAME
 from data_pipeline.system.remote_path import dataset_path
-from txl_dist.config.run_config import RunConfig
+from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.estimate.dry_run import Device, dry_run, tail_rows
 from txl_dist.estimate.rank_bytes import (
@@ -51,7 +51,7 @@ class Assumptions:
     lanes_per_gpu: int | None = None
     """The batch grows with the GPUs; None: `data.num_lanes` is the same for all."""
 
-    def peak(self, precision: str) -> float:
+    def peak(self, precision: Precision) -> float:
         """TFLOP/s of one rank at the peak."""
         return self.peak_tflops or (
             PEAK_TFLOPS[precision] if self.device == "cuda" else _cpu_tflops(precision)
@@ -59,7 +59,7 @@ class Assumptions:
 
 
 @cache
-def _cpu_tflops(precision: str) -> float:
+def _cpu_tflops(precision: Precision) -> float:
     return device_peak_flops(torch.device("cpu"), TORCH_DTYPE[precision]) / 1e12
 
 
@@ -272,7 +272,9 @@ _ROWS: list[tuple[str, Callable[[ScaleEstimate], str]]] = [
 ]
 
 
-def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str) -> Iterator[str]:
+def lines_of(
+    estimate: RunEstimate, assumptions: Assumptions, *, precision: Precision
+) -> Iterator[str]:
     """The lines that `txl estimate` prints: tables with one column per number of GPUs."""
     yield (
         f"{estimate.num_parameters:,} parameters, {estimate.flops_per_token:.3g} FLOPs per token "

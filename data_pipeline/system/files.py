@@ -45,12 +45,16 @@ def fsync_directory(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an OSError name `path`: that of a full disk names no file, others a temporary one."""
+def _naming(path: Path, *, temporary: Path | None = None) -> Iterator[None]:
+    """Let an OSError name `path` if it names no file, as that of a full disk, or the temporary one.
+
+    An error of what is written may name another file.
+    """
     try:
         yield
     except OSError as error:
-        error.filename = str(path)
+        if error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
 
 
@@ -73,7 +77,7 @@ def publish_file(path: Path, data: bytes | Iterable[bytes]) -> None:
     # In the same directory, because a rename is atomic within one file system only. The process id
     # keeps two writers of one path from sharing a temporary file.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _naming(path):
+    with _naming(path, temporary=temporary_path):
         try:
             write_synced(temporary_path, data)
             temporary_path.replace(path)

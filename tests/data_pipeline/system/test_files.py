@@ -79,6 +79,9 @@ def test_the_error_of_a_write_names_the_file_that_was_meant(
         with pytest.raises(OSError) as raised:  # noqa: PT011 - its file is what is tested
             write(path, b"new")
         assert raised.value.filename == str(path)
+    with pytest.raises(OSError) as raised:  # noqa: PT011
+        write_file(tmp_path / "copy", (path.read_bytes() for path in [tmp_path / "source"]))
+    assert raised.value.filename == str(tmp_path / "source"), "what is written cannot be read"
 
 
 def test_leftovers_of_killed_writers_are_removed_and_no_other_files(tmp_path: Path) -> None:

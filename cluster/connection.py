@@ -278,7 +278,9 @@ def ray_log(path: Path | None) -> Iterator[None]:
         for line in data["lines"]:
             _ray_output.warning("%s: %s", data.get("pid", "ray"), line)
 
-    handler = logging.NullHandler() if path is None else logging.FileHandler(path)
+    handler: logging.Handler = logging.NullHandler()
+    if path is not None:
+        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger = logging.getLogger("ray")
     previous = logger.handlers[:], logger.level, logger.propagate, worker.print_worker_logs

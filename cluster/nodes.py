@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import psutil
 
 from cluster.connection import LOOPBACK, responds
+from data_pipeline.errors import counted
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
 
 Node = Mapping[str, Any]
@@ -123,8 +124,8 @@ class ClusterMonitor:
         total, free, num_nodes = self.state.total, self.state.free, len(self.state.node_ids)
         if total < num_ranks:
             return (
-                f"resources: {need}, the cluster has {total:g} on {num_nodes} live nodes. Add a "
-                "node, or start again with fewer --ranks"
+                f"resources: {need}, the cluster has {total:g} on "
+                f"{counted(num_nodes, 'live node')}. Add a node, or start again with fewer --ranks"
             )
         return f"the ranks to start: {need}, and {free:g} of {total:g} are free"
 

@@ -45,6 +45,11 @@ class UnfinishedError(DataError):
     """
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, such as `1 rank` or `1,200 ranks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """`text` with control characters escaped, safe to print on a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -17,11 +17,12 @@
 likely cause and the next command. Only the command line turns an error into an exit.
 """
 
+import errno
 import json
 import sys
 from contextlib import suppress
 
-from data_pipeline.errors import ConfigError, DataError, TxlError, UnreadableError
+from data_pipeline.errors import ConfigError, DataError, TxlError, UnreadableError, printable
 from data_pipeline.system.signals import STOPPED_EXIT_CODE
 
 __all__ = [
@@ -70,6 +71,19 @@ class PreemptedError(TxlError):
     """The run received a stop request, saved its state and can be resumed (EX_TEMPFAIL)."""
 
     exit_code = STOPPED_EXIT_CODE
+
+
+def error_of_files(error: OSError) -> TxlError | None:
+    """The message of a file or an output that a command cannot use; None for other errors of the
+    system, such as those of networks, which name no file.
+    """
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return None
+    path = "the output" if error.filename is None else printable(str(error.filename))
+    return TxlError(
+        f"{path}: {error.strerror}. Check the path, its permissions (ls -ld) and the free space "
+        "(df), or choose another place; then run the command again"
+    )
 
 
 def print_error(error: TxlError) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.errors import DataError, UnfinishedError
+from data_pipeline.errors import DataError, UnfinishedError, counted
 from data_pipeline.preparation.output import RECORDS
 from data_pipeline.preparation.scan import TEXT_HASH_BYTES, InputIndex, document_id, spill_name
 from data_pipeline.readers import InputFile, read_text_chunks, text_of_stored
@@ -91,8 +91,9 @@ class DocumentBatch:
         return len(self.file)
 
     def __str__(self) -> str:
-        more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
-        return f"{len(self):,} documents of {self.files[0].name}{more}"
+        others = len(self.files) - 1
+        more = f" and {counted(others, 'more file')}" if others else ""
+        return f"{counted(len(self), 'document')} of {self.files[0].name}{more}"
 
     @property
     def size(self) -> int:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import DataError, printable
+from data_pipeline.errors import DataError, counted, printable
 from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import (
@@ -151,8 +151,9 @@ def require_usable_input(
         first, count, rate = index.first_rejects, rejected, "a higher --max-reject-rate"
     elif not len(index):
         raise DataError(
-            f"the input holds no text: {len(index.files)} files, {index.empty} empty documents "
-            f"and no other. Give files with text in them: txl prepare INPUT --out {out}"
+            f"the input holds no text: {counted(len(index.files), 'file')}, "
+            f"{counted(index.empty, 'empty document')} and no other. Give files with text in them: "
+            f"txl prepare INPUT --out {out}"
         )
     else:
         return

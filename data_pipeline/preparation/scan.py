@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from data_pipeline.errors import DataError, printable
+from data_pipeline.errors import DataError, counted, printable
 from data_pipeline.readers import InputFile, Record, RecordBlock, RecordReader, Reject, scan_ranges
 from data_pipeline.shards.manifest import InputSummary
 
@@ -75,7 +75,8 @@ class ScanUnit:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def __str__(self) -> str:
-        more = f" and {len(self.ranges) - 1} more files" if len(self.ranges) > 1 else ""
+        others = len(self.ranges) - 1
+        more = f" and {counted(others, 'more file')}" if others else ""
         first = self.ranges[0]
         return f"{self.name}, bytes {first.start:,} to {first.stop:,} of {first.file.name}{more}"
 

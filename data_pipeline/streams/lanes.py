@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, counted
 from data_pipeline.streams.order import Range, Remainder, merged
 
 
@@ -199,9 +199,9 @@ class LanePlan:
         if num_ranks > self.num_lanes:
             raise ConfigError(
                 f"{num_ranks} ranks for data.num_lanes={self.num_lanes}: every rank needs a lane. "
-                f"Start at most {self.num_lanes} ranks, or set data.num_lanes to {num_ranks} or "
-                "more (lanes are the global batch: a run that has begun also needs --allow-change "
-                "data.num_lanes)."
+                f"Start at most {counted(self.num_lanes, 'rank')}, or set data.num_lanes to "
+                f"{num_ranks} or more (lanes are the global batch: a run that has begun also needs "
+                "--allow-change data.num_lanes)."
             )
 
     # --- in which step --------------------------------------------------------------------------

@@ -14,11 +14,10 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -45,9 +44,23 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def _naming(path: Path, *, temporary: Path | None = None) -> Iterator[None]:
+    """Let an OSError name `path` if it names no file, as that of a full disk, or the temporary one.
+
+    An error of what is written may name another file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
+
+
 def write_synced(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write `data` to `path` and sync it. Not atomic: use it for files in a staging folder."""
-    with path.open("wb") as file:
+    with _naming(path), path.open("wb") as file:
         file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
         os.fsync(file.fileno())
@@ -64,11 +77,12 @@ def publish_file(path: Path, data: bytes | Iterable[bytes]) -> None:
     # In the same directory, because a rename is atomic within one file system only. The process id
     # keeps two writers of one path from sharing a temporary file.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_synced(temporary_path, data)
-        temporary_path.replace(path)
-    finally:
-        temporary_path.unlink(missing_ok=True)
+    with _naming(path, temporary=temporary_path):
+        try:
+            write_synced(temporary_path, data)
+            temporary_path.replace(path)
+        finally:
+            temporary_path.unlink(missing_ok=True)
 
 
 def overwrite_page(path: Path, text: str) -> None:
@@ -87,17 +101,6 @@ def overwrite_page(path: Path, text: str) -> None:
         os.pwrite(descriptor, data, 0)
     finally:
         os.close(descriptor)
-
-
-def write_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write(path)`, set the file's mode to that of any new file, and sync it. Not atomic."""
-    # safetensors creates its files with mode 0600 and ignores the umask.
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    write(path)
-    path.chmod(mode)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def remove_leftovers(path: Path) -> None:

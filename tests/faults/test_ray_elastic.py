@@ -112,7 +112,7 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
             first = node_of(first_pid)
             noticed_at = time.monotonic()
             drain(first, head.address, tmp_path)
-            command.wait_for("continuing with 1 ranks from step ")
+            command.wait_for("continuing with 1 rank from step ")
             seconds_to_save = time.monotonic() - noticed_at
             wait_until(lambda: pid_of_rank(run) not in (None, first_pid))
             second = node_of(pid_of_rank(run))
@@ -122,7 +122,7 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
     assert second != first
     assert seconds_to_save < 60
     assert re.search(r"node [\d.]+ is preempted in \d+ s: the ranks save", text)
-    (saved,) = re.findall(r"continuing with 1 ranks from step (\d+); no step is lost", text)
+    (saved,) = re.findall(r"continuing with 1 rank from step (\d+); no step is lost", text)
     assert f"resuming at step {saved} from " in text
     # A start after a preemption notice is planned: it is no restart after a failure.
     assert "summary | 0 restarts, 0 steps lost | goodput " in text
@@ -149,7 +149,7 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
             lost.kill()
             command.wait_for("continuing with 1 instead of 2 ranks from step ")
             with ray_node(tmp_path, join=head.address):
-                command.wait_for("continuing with 2 instead of 1 ranks", timeout_seconds=300)
+                command.wait_for("continuing with 2 ranks instead of 1", timeout_seconds=300)
                 lines = num_lines(run / "metrics.jsonl")
                 wait_until(lambda: num_lines(run / "metrics.jsonl") > lines + 10)
                 command.process.send_signal(signal.SIGTERM)
@@ -160,8 +160,8 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
     (shrunk,) = re.findall(r"continuing with 1 instead of 2 ranks from step \d+; (.*)", text)
     assert re.fullmatch(r"at least \d+ steps? (is|are) lost|no step is lost", shrunk)
     assert "there is room for 2 ranks instead of 1: the ranks save" in text
-    assert re.search(r"with 2 instead of 1 ranks from step \d+; no step is lost", text)
-    assert re.findall(r"\| (\d) ranks on cpu", text) == ["2", "1", "2"]
+    assert re.search(r"with 2 ranks instead of 1 from step \d+; no step is lost", text)
+    assert re.findall(r"\| (\d) ranks? on cpu", text) == ["2", "1", "2"]
     assert "Traceback" not in text
 
     last_step = max(losses(run))

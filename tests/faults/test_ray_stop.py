@@ -104,7 +104,7 @@ def test_a_run_without_resources_prints_what_it_waits_for_and_can_be_stopped(
     address, environment = one_cpu
     overrides = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION, "--on", address)
     process = start_txl("train", TINY, *overrides, "--ranks", 2, environment=environment)
-    message = "for resources: 2 ranks need a CPU each, the cluster has 1 on 1 live nodes"
+    message = "for resources: 2 ranks need a CPU each, the cluster has 1 on 1 live node"
     lines = read_until(process, message)
     assert any(line.startswith("waiting ") for line in lines)
     assert stop(process, signal.SIGINT) < SOON_SECONDS

@@ -2,7 +2,10 @@
 
 import re
 
+import pytest
+
 import data_pipeline.errors as data_errors
+from data_pipeline.errors import counted
 from txl_dist import errors
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 
@@ -19,6 +22,11 @@ def test_the_tree_in_the_docstring_is_that_of_the_classes() -> None:
         drawn.add(cls)
     defined = {c for c in classes.values() if isinstance(c, type) and issubclass(c, TxlError)}
     assert drawn == defined
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 ranks"), (1, "1 rank"), (1200, "1,200 ranks")])
+def test_a_number_has_its_noun_in_the_singular_only_if_it_is_one(number: int, text: str) -> None:
+    assert counted(number, "rank") == text
 
 
 def test_an_error_of_another_process_is_recreated() -> None:

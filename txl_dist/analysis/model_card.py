@@ -49,7 +49,7 @@ _TRAINING = (
     "deepspeed.zero_stage", "model.dropout", "model.dropatt",
 )  # fmt: skip
 """Settings in the table; those of the optimizer follow."""
-_DEVICE = re.compile(r"\d+ ranks on (\w+)")
+_DEVICE = re.compile(r"\d+ ranks? on (\w+)")
 _SCORE_NAMES = ("perplexity", "bits_per_byte", "bits_per_token", "word_perplexity")
 
 

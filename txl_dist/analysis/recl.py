@@ -52,6 +52,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.errors import counted
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
@@ -331,7 +332,7 @@ def _protocol(report: ReclReport) -> str:
         f"RECL (arXiv:1901.02860, appendix C) of group {report['group']!r} on {report['split']} of "
         f"{Subject(report['data'], report['data_sha256'])}: contexts {contexts[0]} to "
         f"{contexts[-1]} tokens in steps of {report['delta']}, threshold {report['threshold']:g}, "
-        f"{report['positions']:,} targets of {report['documents']:,} documents (seed "
+        f"{report['positions']:,} targets of {counted(report['documents'], 'document')} (seed "
         f"{report['seed']}) with {contexts[-1]} tokens before them in their {place}; each loss "
         f"after exactly c tokens, read from an empty memory; {models}"
     )

@@ -176,7 +176,8 @@ def _scores_by_step(run: RunRecord) -> str:
         (f"{step:,}", *(_number(values[column].get(step), ",.6g") or "-" for column in columns))
         for step in list(values["loss"])[-MAX_STEPS:]
     ]
-    return paragraph(f"Split {split}", "soft") + table(("step", *columns), rows)
+    head = ("step", *(column.replace("_", " ") for column in columns))
+    return paragraph(f"Split {split}", "soft") + table(head, rows)
 
 
 def _starts(run: RunRecord) -> str:

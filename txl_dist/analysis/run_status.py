@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from data_pipeline.errors import counted
 from data_pipeline.system.files import is_locked
 from data_pipeline.system.progress import clock
 from txl_dist.checkpoint.attempts import FOLDER, newest_record
@@ -34,9 +35,12 @@ from txl_dist.training.run_log import RunLog, last_error, read_log
 SILENT_SECONDS = BEAT_SECONDS * SILENT_BEATS
 POLL_SECONDS = 0.5
 
-State = Literal["running", "starting", "ended", "stopped", "failed", "lost"]
+State = Literal["running", "starting", "ended", "stopped", "failed", "lost", "unreadable"]
 """`starting`: no step since the newest start. `ended`: all steps are done. `stopped`: on request.
-`failed`: with an error. `lost`: without a last word, as after SIGKILL or the loss of a machine."""
+`failed`: with an error. `lost`: without a last word, as after SIGKILL or the loss of a machine.
+`unreadable`: the files of the run cannot be read here."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,27 +50,28 @@ class RunStatus:
     run: str
     state: State
     doing: str
-    """What rank 0 is doing, or how the run ended."""
-    step: int | None
-    num_steps: int | None
-    loss: float | None
-    tokens_per_second: float | None
-    seconds_left: float | None
-    """As of the newest step line."""
-    restarts: int | None
-    checkpoint: str | None
-    checkpoint_seconds: float | None
+    """What rank 0 is doing, how the run ended, or why it cannot be read."""
+    step: int | None = None
+    """The last step that was trained, as far as its files say."""
+    num_steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    """Loss, speed and time left are those of the newest step line."""
+    restarts: int | None = None
+    checkpoint: str | None = None
+    checkpoint_seconds: float | None = None
     """Since the newest checkpoint was written, by the clock of the storage and of this host."""
-    host: str | None
-    attempt: int | None
-    error: str | None
+    host: str | None = None
+    attempt: int | None = None
+    error: str | None = None
     """How the newest start ended, if not as it should."""
-    log: str | None
+    log: str | None = None
     """The file to read about it."""
-    mlflow_run_id: str | None
-    mlflow_command: str | None
+    mlflow_run_id: str | None = None
+    mlflow_command: str | None = None
     """Opens the page of MLflow; None without tracking, or for a server (`mlflow_server`)."""
-    mlflow_server: str | None
+    mlflow_server: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """With null for the loss of a diverged run, because JSON has no NaN."""
@@ -98,19 +103,37 @@ def read_status(
     `wait(runs)` is called before the heartbeats of runs that no lock shows are watched, which takes
     up to SILENT_SECONDS.
     """
-    for run in runs:
-        if not any((run / name).exists() for name in ("config.yaml", JOURNAL, "logs")):
-            raise ConfigError(
-                f"{run} is not a run directory. Give the `directory` of a config that `txl train` "
-                "has run, or nothing for those below runs/"
-            )
-    are_alive = {run: _is_held(run) for run in runs}
-    beats = {run: read_heartbeats(run) for run in runs}
-    unknown = [run for run in runs if not are_alive[run] and _may_live(beats[run])]
+    unreadable: dict[Path, OSError] = {}
+
+    def read_each(read: Callable[[Path], T]) -> dict[Path, T]:
+        """`read` of all runs that could be read until now."""
+        results = {}
+        for run in (run for run in runs if run not in unreadable):
+            try:
+                results[run] = read(run)
+            except OSError as error:
+                unreadable[run] = error
+        return results
+
+    read_each(_require_run)
+    are_alive, beats = read_each(_is_held), read_each(read_heartbeats)
+    unknown = [run for run in beats if not are_alive[run] and _may_live(beats[run])]
     if unknown:
         wait(unknown)
         are_alive |= _watch(unknown, beats)
-    return [_status(run, beats[run], is_alive=are_alive[run]) for run in runs]
+    statuses = read_each(lambda run: _status(run, beats[run], is_alive=are_alive[run]))
+    for run, error in unreadable.items():
+        reason = f"{error.filename or run} cannot be read: {error.strerror or error}"
+        statuses[run] = RunStatus(run=str(run), state="unreadable", doing=reason)
+    return [statuses[run] for run in runs]
+
+
+def _require_run(run: Path) -> None:
+    if not any((run / name).exists() for name in ("config.yaml", JOURNAL, "logs")):
+        raise ConfigError(
+            f"{run} is not a run directory. Give the `directory` of a config that `txl train` "
+            "has run, or nothing for those below runs/"
+        )
 
 
 # --- is it alive? ---------------------------------------------------------------------------------
@@ -145,11 +168,11 @@ def _watch(runs: Sequence[Path], beats: dict[Path, dict[int, Heartbeat]]) -> dic
 
 
 def _status(run: Path, beats: dict[int, Heartbeat], *, is_alive: bool) -> RunStatus:
-    try:
-        log = read_log(run)
-    except OSError:
-        log = RunLog()
+    log = read_log(run)
     last, goodput = _last_values(run / JOURNAL), read_goodput(run / "goodput.json")
+    # Step lines may be many steps apart, and a stop writes none.
+    steps = [int(last["step"])] if "step" in last else []
+    steps += [goodput.step] if goodput else []
     attempt = newest_record(run / FOLDER)
     state = _state(log, is_alive=is_alive)
     checkpoints = CheckpointDirectory(run)
@@ -161,7 +184,7 @@ def _status(run: Path, beats: dict[int, Heartbeat], *, is_alive: bool) -> RunSta
         run=str(run),
         state=state,
         doing=_doing(state, log, rank_zero),
-        step=int(last["step"]) if "step" in last else None,
+        step=max(steps, default=None),
         num_steps=_num_steps(run),
         loss=last.get("loss"),
         tokens_per_second=last.get("tokens_per_second"),
@@ -190,7 +213,9 @@ def _state(log: RunLog, *, is_alive: bool) -> State:
 def _doing(state: State, log: RunLog, rank_zero: Heartbeat | None) -> str:
     if state == "running" and rank_zero is not None:
         waits = f", waits for other ranks in {rank_zero.collective}" if rank_zero.collective else ""
-        return f"{rank_zero.place}{waits}"
+        # Without the number of the step that it has begun: `RunStatus.step` is the last one.
+        is_step = rank_zero.activity.startswith("step ")
+        return f"{rank_zero.span if is_step else rank_zero.place}{waits}"
     if state in ("running", "starting"):
         # Without the time of day.
         return log.events[-1].partition(" ")[2] if log.events else "no rank has begun"
@@ -242,7 +267,9 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     yield ", ".join([f"{status.run}: {status.state}", *_progress(status)])
     if status.attempt is not None:
         place = f" on {status.host}" if status.host else ""
-        restarts = f", {status.restarts} restarts after failures" if status.restarts else ""
+        restarts = (
+            f", {counted(status.restarts, 'restart')} after failures" if status.restarts else ""
+        )
         yield f"  attempt {status.attempt}{place}{restarts}"
     yield f"  {status.doing}"
     if status.checkpoint is not None:
@@ -274,4 +301,4 @@ def _progress(status: RunStatus) -> Iterator[str]:
 def duration(seconds: float) -> str:
     """`3:12:44`, or `2 days 3:12:44`."""
     days, rest = divmod(round(seconds), 86_400)
-    return f"{days} days {clock(rest)}" if days else clock(rest)
+    return f"{counted(days, 'day')} {clock(rest)}" if days else clock(rest)

@@ -136,7 +136,7 @@ def _copy(tensor: Tensor) -> np.ndarray:
 
 
 def write_tensors(
-    path: Path, arrays: Mapping[str, np.ndarray], *, before_block: Callable[[], None]
+    path: Path, arrays: Mapping[str, np.ndarray], *, before_block: Callable[[], None] = lambda: None
 ) -> FileEntry:
     """Write and sync the fp32 `arrays`; returns the file's entry for the manifest.
 

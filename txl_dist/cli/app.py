@@ -1,6 +1,8 @@
 """`txl`: registers the commands, and turns errors into a message and an exit code."""
 
+import errno
 import sys
+import textwrap
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -21,7 +23,10 @@ from txl_dist.cli import (
     runs,
     train,
 )
-from txl_dist.errors import ConfigError, TxlError, print_error
+from txl_dist.errors import ConfigError, TxlError, error_of_files, print_error
+
+# Help breaks lines at spaces only: an option such as --max-tokens stays one word.
+textwrap.TextWrapper.wordsep_re = textwrap.TextWrapper.wordsep_simple_re
 
 app = typer.Typer(
     name="txl",
@@ -73,11 +78,21 @@ def main() -> None:
     """Run `txl`. Exit codes are listed in `txl_dist/errors.py`."""
     try:
         # The name must be given for `python -m txl_dist`.
-        raise SystemExit(app(prog_name="txl", standalone_mode=False))
+        code = app(prog_name="txl", standalone_mode=False)
+        print(end="", flush=True)  # here, a full disk is an error like any other
+        raise SystemExit(code)
     except TyperException as error:
         problem = _usage_error(error)
     except TxlError as error:
         problem = error
+    except OSError as error:
+        if error.filename is None:
+            sys.stdout = sys.stderr  # else the interpreter flushes it again, and fails again
+        if error.errno == errno.EPIPE:
+            raise SystemExit(1) from None
+        if (of_files := error_of_files(error)) is None:
+            raise
+        problem = of_files
     print_error(problem)
     raise SystemExit(problem.exit_code)
 

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
 
-app = typer.Typer(
-    help="Measure speed on this machine, and how far back a model copies.", no_args_is_help=True
-)
+app = typer.Typer(help="Measure speed, and how far back a model copies.", no_args_is_help=True)
 NO_GPU = (
     "skipped: torch finds no GPU on this machine. It needs one with CUDA, its driver, and a torch "
     "that is built for CUDA; `txl doctor` shows what is installed"
@@ -46,7 +44,7 @@ def model(
     ] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """MFU of training and evaluation, peak RAM, and speed of generation.
+    """Measure MFU of training, peak RAM and speed of generation.
 
     Example: txl bench model --rounds 20
     """
@@ -65,7 +63,7 @@ def data(
     ] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Speed of preparation, loading and resume; size of shards.
+    """Measure speed of preparation, loading and resume.
 
     Example: txl bench data --megabytes 200
     """
@@ -92,7 +90,7 @@ def eval_speed(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Time per token with reused states, and with a window that is read again for every token.
+    """Compare reused states with reading a window for every token.
 
     Both paths run with the same weights, alternately, on a GPU or on one CPU thread, where CPU time
     counts. The ratio of times is compared with the ratio of their floating-point operations, and
@@ -189,10 +187,10 @@ def recall(
     mem_len: MemLen = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how far back a model finds the first occurrence of a repeated span of tokens.
+    """Measure from how far back a model copies.
 
-    For each distance: the loss of the repeated span, the gain over the same text without the first
-    occurrence, its 95 % interval over sequences, and its share of the loss.
+    For each distance: the loss of a repeated span of tokens, the gain over the same text without
+    the first occurrence, its 95 % interval over sequences, and its share of the loss.
 
     Example: txl bench recall runs/quickstart --data data/stdlib --distances 16,64,256
     """
@@ -284,10 +282,11 @@ def gpu(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens/s, MFU and peak GPU memory of training steps, by attention implementation.
+    """Measure training steps on a GPU, by attention implementation.
 
-    The table is Markdown. MFU is against the data sheet and against the fastest matrix product
-    measured here. Without a GPU it says so and ends with exit code 0.
+    The table of tokens/s, MFU and peak memory is Markdown. MFU is against the data sheet and
+    against the fastest matrix product measured here. Without a GPU it says so and ends with exit
+    code 0.
 
     Example: txl bench gpu --models nvidia-base,wt103-base
     """

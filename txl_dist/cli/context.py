@@ -86,13 +86,13 @@ def recl(
     out: OutOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how much context each model of a group uses: loss by context, and RECL.
+    """Measure how much context each model of a group uses.
 
-    Each loss is that of one target after exactly c tokens, which the model reads with an empty
-    memory in segments of tgt_len. RECL compares with the best model of the group at each context
-    (arXiv:1901.02860, appendix C), so it is a property of the group. --mem-len and --clamp-len
-    apply to models trained with a memory. Intervals: 95 %, bootstrap over documents, or over
-    targets if there are fewer than 10 documents.
+    Prints the loss by context, and RECL. Each loss is that of one target after exactly c tokens,
+    which the model reads with an empty memory in segments of tgt_len. RECL compares with the best
+    model of the group at each context (arXiv:1901.02860, appendix C), so it is a property of the
+    group. --mem-len and --clamp-len apply to models trained with a memory. Intervals: 95 %,
+    bootstrap over documents, or over targets if there are fewer than 10 documents.
 
     A target is read again for every context, which takes a while: fewer --positions or a larger
     --delta take less.
@@ -187,9 +187,9 @@ def attention(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how much attention each layer and head pays to the memory, and to which distances.
+    """Show how much each layer and head attends to the memory.
 
-    The text is read as in txl eval. Without --out no file is written.
+    Also to which distances. The text is read as in txl eval. Without --out no file is written.
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.errors import ConfigError, DataError, ReadFailureError, printable
+from data_pipeline.errors import ConfigError, DataError, ReadFailureError, counted, printable
 from txl_dist.cli.options import (
     AsJson,
     ConfigPath,
@@ -51,10 +51,10 @@ def verify(
     on: On = "local",
     as_json: AsJson = False,
 ) -> None:
-    """Hash every file again and list all that are damaged, missing or extra; then exit code 3.
+    """Hash every file again; list damaged, missing and extra ones.
 
-    Files that a disk or network error kept from being read are listed separately; exit code 1 if
-    these are the only ones.
+    Exit code 3 if there are any. Files that a disk or network error kept from being read are listed
+    separately; exit code 1 if these are the only ones.
 
     Example: txl data verify data/books
     """
@@ -94,7 +94,8 @@ def _raise_problems(directory: "DatasetPath", verified: "Verified") -> None:
             "again: the same corpus and options give the same bytes."
         )
         raise DataError(
-            f"{directory}: {len(verified.problems)} problems:{_listed(verified.problems)}\n"
+            f"{directory}: {counted(len(verified.problems), 'problem')}:"
+            f"{_listed(verified.problems)}\n"
             f"Do not train on it. {repair}" + (f"\n{unread}\n{retry}" if verified.unread else "")
         )
     if verified.unread:
@@ -109,7 +110,7 @@ def _listed(problems: list[str]) -> str:
 
 @app.command()
 def rebuild(directory: Directory, *, as_json: AsJson = False) -> None:
-    """Recreate a lost or damaged manifest.json from shards, indexes and tokenizer.json.
+    """Recreate a lost or damaged manifest.json from the other files.
 
     The result is identical, with the same digest. Every shard is read and checked first. Missing or
     damaged shards cannot be rebuilt; run txl prepare again for those.
@@ -134,7 +135,7 @@ def inspect(
     ] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Show totals per split, the tokenizer, and documents decoded back to text.
+    """Show totals per split, the tokenizer, and documents as text.
 
     Example: txl data inspect data/books --documents 5
     """
@@ -206,10 +207,10 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a dataset as files that other programs read: one per split, and export.json.
+    """Write a dataset as files that other programs read.
 
-    The documents keep their order. txl prepare OUT reads the files again (bin: with --format ids).
-    A killed export leaves no file under its final name.
+    One per split, and export.json. The documents keep their order. txl prepare OUT reads the files
+    again (bin: with --format ids). A killed export leaves no file under its final name.
 
     Example: txl data export data/books --format parquet --out books-parquet
     """
@@ -234,13 +235,13 @@ def export(
     }
     print(f"{printable(str(out))}: exported as {format}, {texts[content['text']]}")
     for name, each in content["splits"].items():
-        counts = f"{each['documents']:>10,} documents {each['tokens']:>15,} tokens"
+        counts = f"{counted(each['documents'], 'document'):>20} {each['tokens']:>15,} tokens"
         print(f"  {name:<8} {counts} in {each['file']}")
 
 
 @app.command()
 def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
-    """Show the tokens that one epoch reads of each corpus, and its number of passes.
+    """Show how often one epoch reads each corpus of a mixture.
 
     Example: txl data mix run.yaml data.mixture.web.weight=3
     """
@@ -300,10 +301,10 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
 def print_totals(manifest: "ShardManifest") -> None:
     for name, split in manifest.train_first():
         print(
-            f"  {name:<8} {split.documents:>10,} documents {split.tokens:>15,} tokens "
-            f"{split.compressed_bytes:>13,} bytes in {len(split.shards)} shards "
+            f"  {name:<8} {counted(split.documents, 'document'):>20} {split.tokens:>15,} tokens "
+            f"{split.compressed_bytes:>13,} bytes in {counted(len(split.shards), 'shard')} "
             f"({split.text_bytes_per_compressed_byte:.2f} bytes of text per byte)"
         )
     source = manifest.input
     skipped = f"{source.empty} empty, {source.rejected} rejected, {source.duplicates} duplicates"
-    print(f"  from {source.files:,} files; skipped documents: {skipped}")
+    print(f"  from {counted(source.files, 'file')}; skipped documents: {skipped}")

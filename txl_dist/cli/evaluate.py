@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from data_pipeline.errors import counted
 from data_pipeline.system.files import (
     explain_disk_errors,
     require_writable,
@@ -319,7 +320,7 @@ def _watch(run: Path, on: str, workers: int) -> None:
         num_scored = watch(
             run, opened, num_threads=num_threads, note=_note, is_training=is_training
         )
-    _note(f"{num_scored} checkpoints scored")
+    _note(f"{counted(num_scored, 'checkpoint')} scored")
 
 
 def _note(line: str) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.errors import counted
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -208,8 +209,8 @@ def print_score(scored: Scored) -> None:
     if details := scored.get("details"):
         _print_interval(details)
     print(
-        f"  {scored['num_chunks']:,} chunks, {scored['context_overhead']:.1%} more tokens read as "
-        "context"
+        f"  {counted(scored['num_chunks'], 'chunk')}, {scored['context_overhead']:.1%} more tokens "
+        "read as context"
     )
     if scored["context_tokens"] is None:
         print(
@@ -229,7 +230,7 @@ def _show(value: float | None) -> str:
 def _print_interval(details: Mapping[str, Any]) -> None:
     if (interval := details["interval"]) is None:
         print(
-            f"  95 % interval    none: {details['num_documents']} documents are too few; "
+            f"  95 % interval    none: of {counted(details['num_documents'], 'document')}; "
             f"resampling needs at least {MIN_DOCUMENTS}"
         )
     elif (ends := interval["nats_per_token"]) is not None:

@@ -21,7 +21,7 @@ INTERRUPTED_EXIT_CODE = 130
 """Ctrl-C while following a job, as in a shell: 128 + SIGINT. The job goes on."""
 
 app = typer.Typer(
-    help="Submit txl commands to a Ray cluster as jobs, and watch and stop them.",
+    help="Submit txl commands to a Ray cluster; watch and stop them.",
     no_args_is_help=True,
 )
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
+from data_pipeline.errors import counted
 from txl_dist.config.redaction import HIDDEN, redact, redact_field
 from txl_dist.errors import ConfigError
 
@@ -145,7 +146,7 @@ def _attempt_number(job: Job) -> int:
 
 
 def describe_package(sizes: Mapping[str, int]) -> str:
-    return f"{len(sizes):,} files, {_mib(sum(sizes.values()))} before compression"
+    return f"{counted(len(sizes), 'file')}, {_mib(sum(sizes.values()))} before compression"
 
 
 def require_size(sizes: Mapping[str, int], limit_bytes: int = MAX_BYTES) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from data_pipeline.errors import counted
 from txl_dist.cli.options import AsJson, Run, SavedCheckpoint, path_argument, print_result
 from txl_dist.errors import CheckpointError, ConfigError
 
@@ -20,7 +21,7 @@ app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 
 @app.command("list")
 def list_(run: Run, as_json: AsJson = False) -> None:
-    """List the complete checkpoints of a run, oldest first, and which are LATEST and BEST.
+    """List the complete checkpoints of a run, oldest first.
 
     Example: txl checkpoint list runs/quickstart
     """
@@ -56,7 +57,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     for row in rows:
         nats = row.get("nats_per_token")
         summary = row.get("damage") or (
-            f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  {row['num_ranks']} ranks"
+            f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  "
+            + counted(row["num_ranks"], "rank")
             + ("" if nats is None else f"  validation loss {nats:.4f}")
         )
         print("  ".join([f"{row['path']}  {summary}", *row["pointers"]]))
@@ -100,9 +102,9 @@ def import_(
     out: Out,
     as_json: AsJson = False,
 ) -> None:
-    """Convert weights of other systems: write model.safetensors and config.json.
+    """Convert weights of other systems.
 
-    No code in the source is executed.
+    Writes model.safetensors and config.json. No code in the source is executed.
 
     Example: txl import downloads/transfo-xl-wt103 --out models/wt103
     """
@@ -139,9 +141,10 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write model.safetensors, config.json and tokenizer.json of a checkpoint, for txl or others.
+    """Write the model of a checkpoint, for txl or for others.
 
-    If the run averaged its weights (optimizer.averaging), the average is written.
+    The files are model.safetensors, config.json and tokenizer.json. If the run averaged its weights
+    (optimizer.averaging), the average is written.
 
     Example: txl export runs/quickstart --out models/quickstart
     """

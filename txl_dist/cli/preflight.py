@@ -82,7 +82,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
-    """Print the resolved config: the file, the overrides and every default. Secrets are hidden.
+    """Print a config with the overrides and every default. Secrets are hidden.
 
     Example: txl config show quickstart optimizer.lr=1e-3 model.n_layer=6
     """
@@ -119,7 +119,11 @@ def estimate(
     ],
     peak_tflops: Annotated[
         float | None,
-        typer.Option(min=1e-6, help="Peak of one GPU.", show_default="A100: 312 bf16, 19.5 fp32"),
+        typer.Option(
+            min=1e-6,
+            help="Peak of one rank.",
+            show_default="A100: 312 bf16, 19.5 fp32; on a CPU that of this machine, measured",
+        ),
     ] = None,
     utilisation: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the peak (MFU).")
@@ -137,9 +141,10 @@ def estimate(
     ] = "cuda",
     as_json: AsJson = False,
 ) -> None:
-    """Estimate GPU memory per rank and ZeRO stage, FLOPs, time of the run, and legal world sizes.
+    """Estimate memory, FLOPs and time of a run on any number of GPUs.
 
-    Reads the manifest of the dataset if it is there; else set model.vocab_size.
+    Prints GPU memory by rank and ZeRO stage, and legal world sizes. Reads the manifest of the
+    dataset if it is there; else set model.vocab_size.
 
     Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4,60
     """
@@ -148,7 +153,6 @@ def estimate(
 
     from txl_dist.config.config_file import load_run_config
     from txl_dist.estimate.run_estimate import (
-        PEAK_TFLOPS,
         Assumptions,
         DataFacts,
         estimate_run,
@@ -166,7 +170,7 @@ def estimate(
     if not as_json:
         print("\n".join(lines_of(result, assumptions, precision=run.precision)))
         return
-    assumed = {**asdict(assumptions), "peak_tflops": peak_tflops or PEAK_TFLOPS[run.precision]}
+    assumed = {**asdict(assumptions), "peak_tflops": assumptions.peak(run.precision)}
     print(json.dumps({**result.to_json(), "assumptions": assumed}))
 
 
@@ -211,9 +215,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check versions, devices, storage, dataset, tracking, exposure and network.
+    """Check this machine or all nodes of a cluster before a run.
 
-    Exit code 1 if a problem was found. Nothing is changed.
+    Versions, devices, storage, dataset, tracking, exposure and network are checked. Exit code 1 if
+    a problem was found. Nothing is changed.
 
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
     """

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock, counted_bytes
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class RunDisplay:
         elif math.isfinite(self._end):
             parts.append(f"{clock(max(0.0, self._end - time.monotonic()))} left")
         if (restarts := self._num_starts - 1) > 0:
-            parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+            parts.append(counted(restarts, "restart"))
         return " | ".join(parts)
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from data_pipeline.errors import counted
 from data_pipeline.system.files import write_file
 from txl_dist.cli.experiments import (
     Experiment,
@@ -87,10 +88,11 @@ def reproduce(
     as_json: AsJson = False,
     list_: ListOption = False,
 ) -> None:
-    """Prepare, train and evaluate one of the paper's experiments, and compare with its result.
+    """Prepare, train and evaluate one of the paper's experiments.
 
-    If it is stopped, run it again to continue. Overrides of the config, for example fewer steps,
-    and files that are not as published are listed with the score.
+    The result is compared with the paper's. If it is stopped, run it again to continue. Overrides
+    of the config, for example fewer steps, and files that are not as published are listed with the
+    score.
 
     Example: txl reproduce enwik8-base --data downloads/ --ranks 8
     """
@@ -251,7 +253,7 @@ def _print_dry_run(plan: Plan, commands: dict[str, list[str]], *, as_json: bool)
     }
     lines = [
         *shown,
-        f"found {len(files)} files, such as {files[0]}",
+        f"found {counted(len(files), 'file')}, such as {files[0]}",
         *(f"not the paper's data: {each}" for each in differences),
         *([f"settings chosen here: {plan.experiment.ours}"] if plan.experiment.ours else []),
         *([NOTE_OF_SHRUNK] if plan.is_shrunk else []),

@@ -70,10 +70,11 @@ def report(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML page about a run: curves, scores, wall time, events, what the memory is worth.
+    """Write one HTML page about a run, or about several.
 
-    Of several runs: curves over each other, settings that differ, scores and goodput side by side.
-    The page needs no other file and no network. The runs may be in progress.
+    It has curves, scores, wall time, events, and what the memory is worth. Of several runs: curves
+    over each other, settings that differ, scores and goodput side by side. The page needs no other
+    file and no network. The runs may be in progress.
 
     Example: txl report runs/quickstart
     """
@@ -157,11 +158,12 @@ def status(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what runs are doing: step, loss, speed, time left, newest checkpoint, last error, MLflow.
+    """Say what runs are doing.
 
-    A run is running, starting, ended, stopped (on request), failed, or lost (no last word in its
-    log). Reads files only, also those of a run on another host that shares the storage: then it
-    takes up to 15 seconds to see whether the ranks live.
+    Prints step, loss, speed, time left, newest checkpoint, last error and MLflow's page. A run is
+    running, starting, ended, stopped (on request), failed, lost (no last word in its log), or
+    unreadable. Reads files only, also those of a run on another host that shares the storage: then
+    it takes up to 15 seconds to see whether the ranks live.
 
     Example: txl status runs/quickstart
     """
@@ -197,11 +199,11 @@ def sync(
     timeout_seconds: Annotated[float, typer.Option(min=1, help="Give up after this time.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Deliver to MLflow what a run has not delivered: metrics, settings, checkpoints, and scores.
+    """Deliver to MLflow what a run has not delivered.
 
-    Scores are also those of txl eval. For a run that has ended; one that is training delivers by
-    itself. Points that MLflow has are not sent again, so it can be repeated. The copy of a run
-    directory gets its own MLflow run.
+    Metrics, settings, checkpoints, and scores, also those of txl eval. For a run that has ended;
+    one that is training delivers by itself. Points that MLflow has are not sent again, so it can be
+    repeated. The copy of a run directory gets its own MLflow run.
 
     Example: txl track sync runs/quickstart
     """

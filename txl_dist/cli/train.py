@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from data_pipeline.errors import counted
 from txl_dist.cli.options import ConfigPath, Overrides, require_local
 from txl_dist.cli.progress import run_progress
 from txl_dist.errors import ConfigError
@@ -110,8 +111,9 @@ def train(
     data, num_steps = _open_data(job, num_ranks=rank_range.maximum)
     if dry_run:
         print(
-            f"{config}: ready. {data.plan.num_tokens:,} training tokens in {data.plan.num_lanes} "
-            f"lanes on {rank_range} ranks; the run would write to {job.run_path}"
+            f"{config}: ready. {data.plan.num_tokens:,} training tokens in "
+            f"{counted(data.plan.num_lanes, 'lane')}, --ranks {rank_range}; the run would write "
+            f"to {job.run_path}"
         )
         return
     RunDirectory(job.run_path).create()

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.streams.segments import Reset
@@ -28,7 +28,6 @@ from data_pipeline.system.files import (
     explain_disk_errors,
     sha256_file,
     write_synced,
-    write_with,
 )
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import first_problem
@@ -42,6 +41,7 @@ from txl_dist.checkpoint.manifest import (
     load_checkpoint_manifest,
 )
 from txl_dist.checkpoint.reader import Weights, chosen_weights, load_model
+from txl_dist.checkpoint.snapshot import write_tensors
 from txl_dist.convert.conversion import (
     assign_weights,
     check_tensors,
@@ -106,17 +106,16 @@ def write_exported(
             raise ConfigError(
                 f"{directory} is not empty (it has {names[0]}); choose another --out, or empty it"
             )
-        # save_file rejects tensors that are not contiguous, such as a transposed parameter.
-        contiguous = {name: weight.contiguous() for name, weight in weights.items()}
         with explain_disk_errors("writing the model", directory):
             staging = staged.stage()
-            write_with(staging / WEIGHTS_NAME, lambda path: save_file(contiguous, path))
+            arrays = {name: weight.numpy() for name, weight in weights.items()}
+            entry = write_tensors(staging / WEIGHTS_NAME, arrays)
             if tokenizer is not None:
                 write_synced(staging / tokenizer_name, tokenizer.to_json().encode())
             for name, content in more_files.items():
                 write_synced(staging / name, content.encode())
             config = ExportedConfig(
-                weights_sha256=sha256_file(staging / WEIGHTS_NAME),
+                weights_sha256=entry.sha256,
                 model=asdict(model.config),
                 reading=reading,
             )

@@ -25,7 +25,7 @@ from typing import Protocol, runtime_checkable
 import psutil
 
 import txl_dist
-from data_pipeline.errors import TxlError
+from data_pipeline.errors import TxlError, counted
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_files import check_sizes
 from data_pipeline.system.files import DISK_FULL, try_lock, write_file
@@ -197,7 +197,8 @@ def check_gpus(listed: list[str]) -> list[Finding]:
 
     from txl_dist.model.devices import triton_unavailable_reason
 
-    summary = f"{len(listed)} GPUs ({'; '.join(sorted(set(listed)))}), torch {torch.__version__}"
+    names = "; ".join(sorted(set(listed)))
+    summary = f"{counted(len(listed), 'GPU')} ({names}), torch {torch.__version__}"
     if torch.version.cuda is None:
         return [
             problem(
@@ -264,7 +265,7 @@ def check_dataset(data: str) -> list[Finding]:
     tokens = sum(split.tokens for split in manifest.splits.values())
     return [
         ok(
-            f"{directory}: {tokens:,} tokens in {len(manifest.shards)} shards, digest "
+            f"{directory}: {tokens:,} tokens in {counted(len(manifest.shards), 'shard')}, digest "
             f"{manifest.digest[:12]}",
             dataset=manifest.digest,
         )

@@ -1,19 +1,22 @@
 """The estimate of one run for several numbers of GPUs, and the text that `txl estimate` prints.
 
 Bytes are those of a dry run and of DeepSpeed's buffers (`rank_bytes.py`). Time is that of the
-matrix products at an assumed share of the peak; communication, failures and saves are not in it
-(docs/scaling.md).
+matrix products at an assumed share of the peak, which is measured on a CPU; communication, failures
+and saves are not in it (docs/scaling.md).
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from data_pipeline.shards.manifest import MANIFEST_NAME
 from data_pipeline.system.remote_path import dataset_path
-from txl_dist.config.run_config import RunConfig
+from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.estimate.dry_run import Device, dry_run, tail_rows
 from txl_dist.estimate.rank_bytes import (
@@ -27,6 +30,7 @@ from txl_dist.model.flops import training_flops
 from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.data import first_phase, open_corpora
+from txl_dist.training.speed import device_peak_flops
 
 STAGES = (0, 1, 2, 3)
 DAY_SECONDS = 86400.0
@@ -36,19 +40,27 @@ PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """One kind of machine. `txl estimate` measures none of it."""
+    """One kind of machine, which need not be this one."""
 
     device: Device = "cuda"
     peak_tflops: float | None = None
-    """Peak of one GPU; None: `PEAK_TFLOPS` of the run's precision."""
+    """Peak of one rank; None: on a GPU `PEAK_TFLOPS` of the run's precision, on a CPU that of this
+    machine, measured."""
     utilisation: float = 0.3
     """Share of the peak that a step reaches (MFU)."""
     lanes_per_gpu: int | None = None
     """The batch grows with the GPUs; None: `data.num_lanes` is the same for all."""
 
-    def flops_per_second(self, precision: str) -> float:
-        """Of one GPU, at the assumed utilisation."""
-        return (self.peak_tflops or PEAK_TFLOPS[precision]) * 1e12 * self.utilisation
+    def peak(self, precision: Precision) -> float:
+        """TFLOP/s of one rank at the peak."""
+        return self.peak_tflops or (
+            PEAK_TFLOPS[precision] if self.device == "cuda" else _cpu_tflops(precision)
+        )
+
+
+@cache
+def _cpu_tflops(precision: Precision) -> float:
+    return device_peak_flops(torch.device("cpu"), TORCH_DTYPE[precision]) / 1e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +222,7 @@ class _Estimator:
         recompute = 4 / 3 if config.training.activation_checkpointing else 1.0
         rank_tokens = rows * micro_batches * config.data.tgt_len
         seconds = rank_tokens * self.flops_per_token * recompute
-        seconds /= self._assumptions.flops_per_second(config.precision)
+        seconds /= self._assumptions.peak(config.precision) * 1e12 * self._assumptions.utilisation
         steps = self._facts.steps_of_run(tokens_per_step=step_lanes * config.data.tgt_len)
         model = self._models[rows]
         return ScaleEstimate(
@@ -260,7 +272,9 @@ _ROWS: list[tuple[str, Callable[[ScaleEstimate], str]]] = [
 ]
 
 
-def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str) -> Iterator[str]:
+def lines_of(
+    estimate: RunEstimate, assumptions: Assumptions, *, precision: Precision
+) -> Iterator[str]:
     """The lines that `txl estimate` prints: tables with one column per number of GPUs."""
     yield (
         f"{estimate.num_parameters:,} parameters, {estimate.flops_per_token:.3g} FLOPs per token "
@@ -268,7 +282,8 @@ def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str)
     )
     yield _world_sizes(estimate.max_ranks, assumptions)
     yield ""
-    yield _row("GPUs", [f"{scale.gpus:,}" for scale in estimate.scales])
+    is_gpu = assumptions.device == "cuda"
+    yield _row("GPUs" if is_gpu else "ranks", [f"{scale.gpus:,}" for scale in estimate.scales])
     for label, cell in _ROWS:
         yield _row(label, [cell(scale) for scale in estimate.scales])
     yield ""
@@ -283,9 +298,12 @@ def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str)
         uses = (scale.stages[estimate.zero_stage] for scale in estimate.scales)
         yield _row(f"  {part}", [_size(getattr(use, part)) for use in uses])
     yield ""
-    flops = assumptions.peak_tflops or PEAK_TFLOPS[precision]
-    yield f"assumed: {flops:g} TFLOP/s per GPU at {assumptions.utilisation:.0%} utilisation"
-    if assumptions.device == "cuda":
+    flops, share = assumptions.peak(precision), f"{assumptions.utilisation:.0%} utilisation"
+    if is_gpu or assumptions.peak_tflops:
+        yield f"assumed: {flops:g} TFLOP/s per {'GPU' if is_gpu else 'rank'} at {share}"
+    else:
+        yield f"measured on this CPU: {flops:.3g} TFLOP/s; assumed: as much per rank, at {share}"
+    if is_gpu:
         yield "allow 1 to 2 GiB more per GPU for the CUDA context, NCCL and fragmentation"
 
 

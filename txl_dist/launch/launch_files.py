@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from data_pipeline.errors import counted
 from data_pipeline.system.files import try_lock, wait_for_lock, write_file
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.launch.launcher import OnLine
-from txl_dist.training.run_log import FIRST_BATCH, step_of
+from txl_dist.training.run_log import FIRST_BATCH, is_stop, step_of
 
 STATUS_SECONDS = 4.0
 """Before the first batch, a status line is printed after this time without output."""
@@ -77,11 +78,11 @@ class LaunchOutput:
 
     Until the first step, a launch names its stages, and is never silent for long:
 
-        2 ranks start          by the launcher        (on Ray: starting Ray, Ray is up after 9 s)
-        rank 0 is up           by rank 0, which has imported its libraries
-        2 of 2 ranks are up    the process group exists
-        the model is built     with the optimizer
-        first batch            then the first step begins
+        starting 2 ranks            by the launcher    (on Ray: starting Ray, Ray is up after 9 s)
+        rank 0 is up                by rank 0, which has imported its libraries
+        all ranks are up: 2 ranks   the process group exists
+        the model is built          with the optimizer
+        first batch                 then the first step begins
 
     If no line was printed for STATUS_SECONDS, the launcher prints what it waits for; after the
     first batch, for TRAINING_SECONDS.
@@ -136,7 +137,8 @@ class LaunchOutput:
         if (step := step_of(line)) is not None:
             self.has_stepped, self._last_step = True, step
         self._is_training |= line.endswith(f" {FIRST_BATCH}")
-        self.print(line)
+        if not is_stop(line):  # the launch ends with these words, or goes on
+            self.print(line)
 
     def describe_loss(self, newest_step: int | None) -> str:
         """How many steps a resume from the newest checkpoint has to repeat, in words."""
@@ -144,4 +146,4 @@ class LaunchOutput:
         if num_lost == 0:
             return "no step is lost"
         # Steps between two lines of the log are not printed.
-        return f"at least {num_lost} step{'s are' if num_lost > 1 else ' is'} lost"
+        return f"at least {counted(num_lost, 'step')} {'is' if num_lost == 1 else 'are'} lost"

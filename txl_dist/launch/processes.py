@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
+from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, TxlError, error_from_json
 from txl_dist.launch.launcher import Event, Launcher, Line, RankEnded, RankRange, RanksUp
@@ -35,8 +36,8 @@ class ProcessLauncher(Launcher):
         if 0 < num_devices < ranks.maximum:
             raise ConfigError(
                 f"{ranks} ranks need one GPU each, and this machine has {num_devices}. Start at "
-                f"most {num_devices} ranks, or use CPUs: put CUDA_VISIBLE_DEVICES= before the "
-                "command"
+                f"most {counted(num_devices, 'rank')}, or use CPUs: put CUDA_VISIBLE_DEVICES= "
+                "before the command"
             )
         group = ProcessGroup()
         try:
@@ -97,8 +98,8 @@ class ProcessGroup:
                 # Stays open: closing it ends the rank.
                 process.stdin.write(job.to_json().encode() + b"\n")
         self._running = set(range(num_ranks))
-        ranks = "1 rank starts" if num_ranks == 1 else f"{num_ranks} ranks start"
-        line = Line(f"{ranks} on this machine; logs: {directory.logs}")
+        ranks = counted(num_ranks, "rank")
+        line = Line(f"starting {ranks} on this machine; logs: {directory.logs}")
         self._events += [line, RanksUp(dict.fromkeys(range(num_ranks), ""))]
 
     def poll(self) -> list[Event]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import printable
+from data_pipeline.errors import counted, printable
 from data_pipeline.system.signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
@@ -188,11 +188,10 @@ class RestartBudget:
         """The error after a failure that the budget does not allow."""
         if self.max_restarts == 0:
             return failure.error
-        restarts = f"{self.max_restarts} restart{'' if self.max_restarts == 1 else 's'}"
         return TxlError(
-            f"the ranks failed again after {restarts} without a new checkpoint (--max-restarts, or "
-            f"ray.max_restarts with Ray); the last failure: {failure.event}. Logs of all ranks: "
-            f"{directory.logs}. {resume_advice(directory.path)}"
+            f"the ranks failed again after {counted(self.max_restarts, 'restart')} without a new "
+            "checkpoint (--max-restarts, or ray.max_restarts with Ray); the last failure: "
+            f"{failure.event}. Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
         )
 
 

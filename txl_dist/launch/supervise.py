@@ -19,6 +19,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
@@ -181,9 +182,10 @@ class _Supervisor:
     def _announce(self, num_ranks: int, *, is_change: bool) -> None:
         previous = self.plan.num_ranks
         if previous and (is_change or num_ranks != previous):
-            before = f" instead of {previous}" if num_ranks != previous else ""
+            before = "" if num_ranks == previous else f" instead of {previous}"
             self.output.print(
-                f"continuing with {num_ranks}{before} ranks from {self._describe_resume()}"
+                f"continuing with {counted(num_ranks, 'rank')}{before} from "
+                f"{self._describe_resume()}"
             )
         self.plan.begin(num_ranks)
 
@@ -251,7 +253,8 @@ class _Supervisor:
                 self._ends.setdefault(rank, replace(event, hung=hung, place=place))
             case NodeLost(node):
                 self._lost_nodes.add(node)
-                self._find_lost_nodes()
+                if self._find_lost_nodes():
+                    self.output.print(f"node {node} was lost: the last failure does not count")
             case NotStarted(reason):
                 self._not_started = reason
             case Room(num_ranks):
@@ -346,14 +349,19 @@ class _Supervisor:
             "with its node, which does not count as a failure; restart"
             if self._nodes and not self._suspect_nodes
             else f"restart {self.budget.num_failures} of at most {self.budget.max_restarts} (a "
-            "new checkpoint resets the count)"
+            "new checkpoint resets the count"
+            f"{', and a lost node is not counted' if self._suspect_nodes else ''})"
         )
         self.output.print(f"{failure.event}; {restart}, from {self._describe_resume()}")
 
-    def _find_lost_nodes(self) -> None:
-        """The loss of a node explains the failure of its ranks, which then does not count."""
-        if self._suspect_nodes & self._lost_nodes and self.budget.forgive_lost_node():
-            self._suspect_nodes = frozenset()
+    def _find_lost_nodes(self) -> bool:
+        """The loss of a node explains the failure of its ranks, which then does not count. Returns
+        whether that has been found now.
+        """
+        if not self._suspect_nodes & self._lost_nodes or not self.budget.forgive_lost_node():
+            return False
+        self._suspect_nodes = frozenset()
+        return True
 
 
 def _is_planned(failure: RunFailure) -> bool:

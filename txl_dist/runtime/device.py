@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 
+from data_pipeline.errors import counted
 from txl_dist.config.run_config import Precision
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
@@ -65,7 +66,8 @@ def describe_machine(device: torch.device) -> str:
     """`NVIDIA H100 80GB HBM3, 8 GPUs here | AMD EPYC 7B13, 64 cores, 256 GiB | Python 3.11.2`."""
     gpus = ""
     if device.type == "cuda":
-        gpus = f"{torch.cuda.get_device_name(device)}, {torch.cuda.device_count()} GPUs here | "
+        number = counted(torch.cuda.device_count(), "GPU")
+        gpus = f"{torch.cuda.get_device_name(device)}, {number} here | "
     cpu = platform.processor() or platform.machine()
     with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as file:
         names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))

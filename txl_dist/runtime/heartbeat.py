@@ -19,6 +19,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from data_pipeline.errors import counted
 from data_pipeline.system.files import overwrite_page
 from data_pipeline.system.strict import StrictModel
 
@@ -191,7 +192,8 @@ def _describe_work(beat: Heartbeat) -> str:
 
 def _join(lines: Iterable[str]) -> str:
     named = list(lines)
-    more = f"; and {len(named) - MAX_NAMED} more ranks" if len(named) > MAX_NAMED else ""
+    others = len(named) - MAX_NAMED
+    more = f"; and {counted(others, 'more rank')}" if others > 0 else ""
     return "; ".join(named[:MAX_NAMED]) + more
 
 

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from data_pipeline.errors import counted
 from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.errors import ConfigError, DivergedError, LostRankError, TxlError
 from txl_dist.runtime.activity import Activity
@@ -240,7 +241,7 @@ def wait_for_queues(
         progress = [progress for _, _, progress, _ in outcomes]
         if progress != previous:
             previous, changed_at = progress, now
-        ranks = f"rank{'s' if len(busy) > 1 else ''} {', '.join(map(str, busy))}"
+        ranks = f"{counted(len(busy), 'rank')} ({', '.join(map(str, busy))})"
         if now >= next_notice and world.is_rank_zero:
             next_notice = now + NOTICE_SECONDS
             log.info("waiting %.0f s for %s of %s", now - start, name, ranks)

@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def build_step(rank: RankContext) -> TrainStep:
-    """The model, its engine, and the memory of this rank's lanes. Collective."""
+    """Build the model, its engine, and the memory of this rank's lanes. Collective."""
     config, data, world = rank.config, rank.data, rank.world
     fault_point("engine")
-    # Of the rank with the most lanes, and of its longest turn.
+    # Every rank has as many rows as the rank with the most lanes needs for its longest turn.
     num_turns = config.data.num_turns
     num_rows = math.ceil(data.plan.rows_per_rank(world.num_ranks) / num_turns)
     micro_batch_rows = min(num_rows, config.training.micro_batch_lanes or num_rows)

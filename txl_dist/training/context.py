@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
+from data_pipeline.errors import counted
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import flatten_config
 from txl_dist.config.run_config import RunConfig
@@ -84,7 +85,7 @@ def open_inputs(
     data, written_config = TrainingData.open(job.config, num_ranks=world.num_ranks), job.config
     job = job.model_copy(update={"config": resolve_duration(job.config, data.plan)})
     world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
-    log.info("%d of %d ranks are up", world.num_ranks, world.num_ranks)
+    log.info("all ranks are up: %s", counted(world.num_ranks, "rank"))
     require_same_job(job.config, data, world)
     return RankContext(
         job,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data_pipeline.errors import counted
 from data_pipeline.shards.manifest import (
     TOKENIZER_NAME,
     ShardManifest,
@@ -117,7 +118,8 @@ class TrainingData:
         if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
             raise ConfigError(
                 f"{num_ranks} ranks for data.lanes_per_step={rows}: in every step each rank needs "
-                f"a lane. Start at most {rows} ranks, or set lanes_per_step to {num_ranks} or more"
+                f"a lane. Start at most {counted(rows, 'rank')}, or set lanes_per_step to "
+                f"{num_ranks} or more"
             )
         return data
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
+from data_pipeline.errors import counted
 from data_pipeline.system.files import overwrite_page, remove_leftovers, write_file
 from data_pipeline.system.progress import clock
 from data_pipeline.system.strict import StrictModel
@@ -59,7 +60,8 @@ class GoodputFile(StrictModel):
     """Starts of the run after a failure: not the first, and not those after a stop request."""
     lost_steps: int = Field(ge=0)
     is_complete: bool
-    """The last process trained to the end: if the run is extended later, it was not down."""
+    """Whether the last process trained to the end. The time until the run is extended does not
+    count as down."""
     is_stopped: bool = False
     """The last process ended by a stop request, so the next start is no restart."""
     seconds: dict[str, float]
@@ -195,10 +197,10 @@ class Goodput(Observer):
     def _summary(self, seconds: dict[str, float]) -> str:
         wall_seconds = max(1e-9, sum(seconds.values()))
         shares = {cause: seconds.get(cause, 0.0) / wall_seconds for cause in LOSSES}
-        restarts = f"{self._restarts} restart{'' if self._restarts == 1 else 's'}"
         return " | ".join(
             (
-                f"summary | {restarts}, {self._lost_steps} steps lost",
+                f"summary | {counted(self._restarts, 'restart')}, "
+                f"{counted(self._lost_steps, 'step')} lost",
                 f"goodput {goodput_of(seconds):.1%} of {clock(wall_seconds)}",
                 *(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 5e-4),
             )

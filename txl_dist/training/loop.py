@@ -70,7 +70,7 @@ class Trainer:
     """Waits for the process that scores checkpoints; False after a stop request."""
     state: TrainState
     last_step: int
-    """Where `run` returns: the last step of the run, or that of a change of settings."""
+    """`run` returns after this step: it ends the run, or settings change after it."""
     recovery: Recovery
     evaluation_is_pending: bool = False
     """The ranks have to evaluate the weights of `state` before the next step."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
@@ -131,13 +132,15 @@ def describe_loss(step: int, checkpoints: CheckpointDirectory) -> str:
     saved = checkpoints.steps()
     since = f"the checkpoint of step {saved[-1]}" if saved else "the start"
     num_lost = step - (saved[-1] if saved else 0)
-    return f"the {num_lost} steps since {since} are lost" if num_lost > 0 else "no step is lost"
+    if num_lost <= 0:
+        return "no step is lost"
+    return f"the {counted(num_lost, 'step')} since {since} {'is' if num_lost == 1 else 'are'} lost"
 
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
     """Write the log of this project's packages to a file."""
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     loggers = [logging.getLogger(name) for name in ("txl_dist", "data_pipeline", "cluster")]
     for logger in loggers:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums
@@ -197,9 +198,9 @@ def log_start(
         )
         start = f"resuming at step {state.step} from {point.path}" if point else "a new run"
         log.info(
-            f"{start} | {num_parameters:,} parameters | {world.num_ranks} ranks on "
+            f"{start} | {num_parameters:,} parameters | {counted(world.num_ranks, 'rank')} on "
             f"{world.device.type} | ZeRO stage {config.deepspeed.zero_stage} | {config.precision} "
-            f"| {attention.__name__} | {config.data.num_lanes} lanes of "
+            f"| {attention.__name__} | {counted(config.data.num_lanes, 'lane')} of "
             f"{rank.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
         )
     if point is not None:

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from data_pipeline.errors import counted
 from data_pipeline.system.remote_path import RemotePath
 from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
@@ -244,13 +245,13 @@ class Resume:
                     ) from None
                 damage.append(str(error))
                 continue
+            num_lost = steps[-1] - step
             if damage and self.world.is_rank_zero:
                 log.warning(
-                    "%s. Resuming from step %d instead; %d steps are lost and will be trained "
-                    "again",
+                    "%s. Resuming from step %d instead; %s lost and will be trained again",
                     "; ".join(damage),
                     step,
-                    steps[-1] - step,
+                    f"{counted(num_lost, 'step')} {'is' if num_lost == 1 else 'are'}",
                 )
             return point
         raise self._all_damaged(damage)

@@ -66,6 +66,11 @@ def step_of(line: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_stop(line: str) -> bool:
+    """Whether a line is the last word of a rank after a stop request."""
+    return _STOPPED.match(line) is not None
+
+
 def time_left(line: str) -> float | None:
     """The seconds until the end of the run that a step line expects."""
     match = _TIME_LEFT.search(line)
@@ -81,6 +86,7 @@ _STOPPED = re.compile(r"\S+ (stopped on request .*)")
 _FINISHED = re.compile(r"\S+ finished at step (\d+)")
 _ROLLBACK = re.compile(r"returned from step (\d+) to the checkpoint of step (\d+)")
 _DIVERGED = re.compile(r"(?:loss|global gradient norm) of step (\d+) is ")
+_LANES = re.compile(r"[\d,]+ lanes? of ")
 _EVENT_FILE = re.compile(r"divergence-step-(\d+)-rank-\d+\.json")
 TAIL_BYTES = 1 << 18
 """Of a log, in which the newest error is searched."""
@@ -200,9 +206,9 @@ def last_error(run: Path) -> tuple[str, Path] | None:
 
 
 def _of_start_line(line: str) -> tuple[int | None, str]:
-    """Parameters and ranks of `TIME a new run | 115,076 parameters | 1 ranks on cpu | ...`."""
+    """Parameters and ranks of `TIME a new run | 115,076 parameters | 1 rank on cpu | ...`."""
     fields = line.split(" | ")
     number = fields[1].removesuffix(" parameters").replace(",", "")
-    is_lanes = [" lanes of " in field for field in fields]
+    is_lanes = [bool(_LANES.match(field)) for field in fields]
     stop = is_lanes.index(True) if True in is_lanes else len(fields)
     return int(number) if number.isdecimal() else None, " | ".join(fields[2:stop])

@@ -10,6 +10,7 @@ trained, and dropout is off. A kind of memory without such a limit is refused.
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
+from data_pipeline.errors import counted
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream, segment_pipeline
 from data_pipeline.streams.segments import Segment
@@ -93,7 +94,7 @@ def _replay(
 ) -> None:
     """Fill the memory of this rank's lanes as it is before the stream's position. Collective."""
     world = step.world
-    world.activity.name = f"replay of {num_segments} segments"
+    world.activity.name = f"replay of {counted(num_segments, 'segment')}"
     fault_point("replay")
     segments = stream.segments_before(num_segments)
     with step.engine.whole_model() as model:

@@ -70,11 +70,17 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
     Collective. Measured once per process.
     """
     world.barrier()
+    own = torch.tensor([device_peak_flops(world.device, dtype)], dtype=torch.float64)
+    return float(world.all_reduce_sum(own))
+
+
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of this process, measured."""
     best = 0.0
-    for size in SIZES[world.device.type]:
+    for size in SIZES[device.type]:
         if best == 0 or 2 * size**3 <= best * MAX_PRODUCT_SECONDS:
-            best = max(best, product_flops(size, dtype, world.device, seconds=SECONDS_PER_SIZE))
-    return float(world.all_reduce_sum(torch.tensor([best], dtype=torch.float64)))
+            best = max(best, product_flops(size, dtype, device, seconds=SECONDS_PER_SIZE))
+    return best
 
 
 def product_flops(size: int, dtype: torch.dtype, device: torch.device, *, seconds: float) -> float:

@@ -136,8 +136,8 @@ class TrainState(StrictModel):
     phases: tuple[Phase, ...] = ()
     """All phases in order; the last one is the current one."""
     contiguous_from: Count = 0
-    """Lane position from which the memory is contiguous: the lanes' memory of earlier tokens is not
-    followed directly by this position, so no token may attend across it."""
+    """No token from this lane position on may attend to tokens before it: steps between them were
+    skipped, so the memory of the lanes does not end where the text continues."""
     divergence: DivergenceState = DivergenceState()
     forked_from: str | None = None
     """The checkpoint of another run where this run began: PATH of `--resume PATH`, absolute."""

@@ -117,13 +117,13 @@ class TrainStep:
             ]
             for _ in range(num_turns)
         ]
-        """Of each micro-batch, by turn."""
+        """`memories[turn][micro_batch]` is the memory of the lanes of these rows."""
 
     def __call__(
         self, segment: Segment, *, step: int, num_targets: int, lr: float, check: DivergenceCheck,
         turn: int = 0, contiguous_from: int = 0, flags: Mapping[str, bool] = MappingProxyType({}),
     ) -> StepResult:  # fmt: skip
-        """Step number `step` (from 1). `num_targets` counts the targets of its lanes on all ranks.
+        """Train one step: number `step`, from 1. `num_targets` counts its targets on all ranks.
 
         `segment` is of all lanes of this rank, of which the step reads those of `turn`. `check`
         must decide the same on every rank. No token attends to tokens before lane position

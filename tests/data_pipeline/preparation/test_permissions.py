@@ -73,6 +73,15 @@ def test_a_read_only_directory_is_refused_before_anything_is_read(
     assert list(place.iterdir()) == []
 
 
+def test_a_config_in_the_folder_of_another_user_is_an_error_with_its_path(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    ended = as_a_user("config", "init", tmp_path / "mine")
+    tmp_path.chmod(0o755)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"TxlError: {tmp_path}/mine.yaml: Permission denied. ")
+    assert ended.stderr.count("\n") == 1
+
+
 def test_a_complete_dataset_in_a_read_only_directory_is_reused(
     txl: Txl, corpus: Path, tmp_path: Path
 ) -> None:

@@ -4,11 +4,10 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from data_pipeline.system.files import (
     wait_for_lock,
     write_file,
     write_synced,
-    write_with,
 )
 
 HOLDER = """
@@ -69,20 +67,21 @@ def test_a_page_is_overwritten_completely_also_by_a_shorter_text(tmp_path: Path)
         overwrite_page(path, "é" * PAGE_BYTES)
 
 
-@pytest.fixture(params=[0o022, 0o027, 0o077])
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    previous = os.umask(request.param)
-    yield request.param
-    os.umask(previous)
+@pytest.mark.parametrize("write", [write_file, write_synced])
+def test_the_error_of_a_write_names_the_file_that_was_meant(
+    tmp_path: Path, write: Callable[[Path, bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-
-def test_a_file_that_a_library_made_private_follows_the_umask(tmp_path: Path, umask: int) -> None:
-    def write_private(path: Path) -> None:
-        path.unlink()
-        os.close(os.open(path, os.O_CREAT, mode=0o600))
-
-    write_with(tmp_path / "weights", write_private)
-    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == 0o666 & ~umask
+    monkeypatch.setattr("os.fsync", fail)
+    for path in (tmp_path / "a.yaml", tmp_path / "missing" / "b.yaml"):
+        with pytest.raises(OSError) as raised:  # noqa: PT011 - its file is what is tested
+            write(path, b"new")
+        assert raised.value.filename == str(path)
+    with pytest.raises(OSError) as raised:  # noqa: PT011
+        write_file(tmp_path / "copy", (path.read_bytes() for path in [tmp_path / "source"]))
+    assert raised.value.filename == str(tmp_path / "source"), "what is written cannot be read"
 
 
 def test_leftovers_of_killed_writers_are_removed_and_no_other_files(tmp_path: Path) -> None:

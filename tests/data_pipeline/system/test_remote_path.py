@@ -334,7 +334,7 @@ def test_verify_separates_damage_from_failed_reads(
     result = json.loads(ended.out)
     assert [problem.split(":")[0] for problem in result["problems"]] == [path.name]
     assert [problem.split(":")[0] for problem in result["unread"]] == ["train-000000.tar.zst"]
-    assert "1 problems:\n  train-000001.tar.zst" in ended.err
+    assert "1 problem:\n  train-000001.tar.zst" in ended.err
     assert "1 could not be read now:\n  train-000000.tar.zst" in ended.err
     assert "txl data push" in ended.err
     assert "remove http" not in ended.err

@@ -61,6 +61,19 @@ def test_the_page_has_the_numbers_of_the_run(run: Path) -> None:
     assert "step 1 | loss" not in page, "step lines are no events"
 
 
+@without_charts
+def test_axes_and_headings_have_numbers_and_words_as_people_write_them(run: Path) -> None:
+    line = {"step": 7, "tokens": 105, "time": 1e9 + 9, "valid/loss": 4.4, "valid/tokens_scored": 80}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    charts = charts_of_runs([read_run(run)])
+    svg = next(chart.svg for chart in charts if chart.title == "Gradient norm before clipping")
+    labels = re.findall(r"<!-- (.*?) -->", svg.decode())
+    assert "1" in labels
+    assert not any("10^" in label for label in labels), labels
+    assert ">tokens scored</th>" in page_of(run)
+
+
 def test_text_of_the_run_is_escaped_and_nothing_is_loaded_from_elsewhere(run: Path) -> None:
     page = page_of(run)
     assert "<script" not in page

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.heartbeat import Heartbeat, HeartbeatFiles
 from txl_dist.tracking.tracker import STATE, TrackingState
+from txl_dist.training.goodput import GoodputFile
 
 UP = "12:00:00 rank 0 is up\n"
 STEP = "12:00:05 step 30 | loss 3.0 | ppl 20 | tok/s 1,000 | eta 1:02:03 | lr 1e-3\n"
@@ -78,12 +82,48 @@ def test_a_run_without_processes_has_ended_as_its_log_says(
     assert status.error == (error if state == "failed" else None)
 
 
-@pytest.fixture
-def locked(run: Path) -> Iterator[None]:
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """The lock of a run in progress."""
     descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT)
     assert try_lock(descriptor)
     yield
     os.close(descriptor)
+
+
+@pytest.fixture
+def locked(run: Path) -> Iterator[None]:
+    with held(run):
+        yield
+
+
+@pytest.mark.parametrize("stop", [None, "12:01:00 stopped on request after step 34; saved\n"])
+def test_the_step_is_the_last_one_trained_and_the_only_one(run: Path, stop: str | None) -> None:
+    """Step lines are ten steps apart; goodput.json has the step in progress and that of a stop."""
+    goodput = GoodputFile(
+        updated=0.0, step=34, restarts=1, lost_steps=0, is_complete=False, seconds={}, productive={}
+    )
+    (run / "goodput.json").write_text(goodput.model_dump_json())
+    write_log(run, UP, STEP, stop or "")
+    HeartbeatFiles(run, rank=0).write(beat(1, host=socket.gethostname()))
+    with held(run) if stop is None else nullcontext():
+        (status,) = read_status([run])
+    text = "\n".join(status_lines(status))
+    assert status.step == 34
+    assert set(re.findall(r"step (\d+)", text)) == {"34"}, text
+    assert "1 restart after" in text
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(run: Path, tmp_path: Path) -> None:
+    write_log(run, UP, STEP, "12:01:00 finished at step 40\n")
+    other = tmp_path / "runs" / "of somebody else"
+    (other / "logs" / "rank-0.log").mkdir(parents=True)  # root cannot read it, either
+    code, output = run_txl("status", other, run)
+    assert code == 0
+    assert (
+        f"{other}: unreadable\n  {other}/logs/rank-0.log cannot be read: Is a directory" in output
+    )
+    assert f"{run}: ended" in output
 
 
 @pytest.mark.usefixtures("locked")
@@ -100,7 +140,7 @@ def test_a_locked_run_is_running_once_it_has_stepped(run: Path) -> None:
     write_log(run, UP, STEP)
     HeartbeatFiles(run, rank=0).write(beat(1, host="elsewhere"))
     (status,) = read_status([run])
-    assert (status.state, status.doing, status.host) == ("running", "step 31, forward", "elsewhere")
+    assert (status.state, status.doing, status.host) == ("running", "forward", "elsewhere")
     assert next(status_lines(status)).endswith(
         "running, step 30 of 40 (75%), loss 3.0000, 300 tokens/s, 1:02:03 left"
     )

@@ -1,18 +1,22 @@
 """Every command of `txl`: its help, and where `--json` is declared."""
 
+import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.support.commands import run_txl, txl
+from tests.support.commands import ENVIRONMENT, run_txl, txl
+from txl_dist.cli import preflight
 from txl_dist.cli.app import app, main
 
 CLI = Path(__file__).parents[3] / "txl_dist" / "cli"
@@ -40,6 +44,89 @@ def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> Non
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0
     assert f"Example: txl {' '.join(words)} " in " ".join(result.output.split()) + " "
+
+
+GROUPS = [(), *sorted({words[:-1] for words in COMMANDS if len(words) > 1})]
+
+
+@pytest.mark.parametrize("words", [*GROUPS, *COMMANDS], ids=" ".join)
+def test_help_fits_a_terminal_of_80_columns(words: tuple[str, ...]) -> None:
+    """No summary is cut, and no word is: --max-tokens stays one."""
+    text = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).output
+    summaries = text.partition("Commands:")[2].splitlines()
+    assert not [line for line in summaries if line.endswith("...")]
+    assert not re.findall(r"\S*[\w-]-$", text, re.M)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["txl", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(str(ended.value.code))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "No such file or directory"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ],
+    ids=["no place for files", "full disk", "failing disk"],
+)
+def test_a_file_that_cannot_be_written_ends_with_path_reason_and_advice(
+    error: OSError | None,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = Path("/proc/txl.yaml") if error is None else tmp_path / "a.yaml"
+    if error is not None:
+        monkeypatch.setattr("os.fsync", Mock(side_effect=error))
+    assert run_main(monkeypatch, "config", "init", path) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"TxlError: {path}: {reason}. ")
+    assert "then run the command again" in printed.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_system_that_names_no_file_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, data: bytes) -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    monkeypatch.setattr(preflight, "write_file", fail)
+    monkeypatch.setattr(sys, "argv", ["txl", "config", "init", str(tmp_path / "a")])
+    with pytest.raises(ConnectionResetError):
+        main()
+
+
+def test_an_output_on_a_full_disk_ends_with_the_reason_alone() -> None:
+    command = [sys.executable, "-m", "txl_dist", "config", "list"]
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("TxlError: the output: No space left on device. ")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_text_that_the_terminal_cannot_show_is_escaped(encoding: str, tmp_path: Path) -> None:
+    folder = tmp_path / "b\xfccher → 日本\udcff"  # \udcff: a byte that is not UTF-8
+    folder.mkdir()
+    command = [sys.executable, "-m", "txl_dist", "config", "init", folder / "a"]
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": encoding}
+    for code in (0, 2):  # the second time the file exists
+        ended = subprocess.run(command, check=False, capture_output=True, env=environment)
+        assert ended.returncode == code, ended.stderr
+        expected = str(folder).encode(encoding, errors="backslashreplace")
+        assert expected in ended.stdout + ended.stderr
 
 
 def test_json_is_declared_once() -> None:

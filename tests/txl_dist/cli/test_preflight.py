@@ -17,6 +17,7 @@ from txl_dist.cli.app import app
 from txl_dist.config.config_file import dump_run_config, load_run_config
 from txl_dist.doctor.finding import Finding, ok, print_report, problem
 from txl_dist.errors import ConfigError
+from txl_dist.estimate import run_estimate
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny.yaml")
 
@@ -114,6 +115,20 @@ def test_json_and_table_have_every_stage_and_number_of_gpus(dataset: Path) -> No
         )
     assert scale["days"] * 86400 == pytest.approx(20 * scale["step_seconds"])
     assert content["assumptions"]["peak_tflops"] == 19.5
+
+
+def test_the_peak_of_a_cpu_is_measured_not_that_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_estimate, "device_peak_flops", lambda device, dtype: 5e10)
+    words = ("model.vocab_size=256", "--gpus", "1", "--device", "cpu")
+    run_estimate._cpu_tflops.cache_clear()
+    content = json.loads(estimate(*words, "--json").stdout)
+    assert content["assumptions"]["peak_tflops"] == 0.05
+    speed = content["scales"][0]["tokens_per_second"]
+    assert speed == pytest.approx(5e10 * 0.3 / content["flops_per_token"])
+    assert "measured on this CPU: 0.05 TFLOP/s" in estimate(*words).stdout
+    given = json.loads(estimate(*words, "--json", "--peak-tflops", 2).stdout)
+    assert given["scales"][0]["tokens_per_second"] == pytest.approx(40 * speed)
+    run_estimate._cpu_tflops.cache_clear()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ STEP = (
     " | lr 1.00e-03 | grad 0.500 | mfu 55% | mem valid 100% | data wait 0.0%"
 )
 EVENTS = [
-    "2 ranks start on this machine; logs: runs/x/logs",
+    "starting 2 ranks on this machine; logs: runs/x/logs",
     "12:00:00 rank 0 is up",
     "12:00:01 [the model] is built, and this line is longer than the terminal is wide: " + "x" * 90,
     "12:00:09 rank 0 is up",

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     table = ScoreTable(saving.CheckpointDirectory(path), is_due=lambda step: True)
     table.add(saving.BEST.model_copy(update={"step": 2, "nats": 21.0, "tokens_scored": 10}))
     (path / "logs").mkdir(exist_ok=True)
-    (path / "logs" / "rank-0.log").write_text("12:00 a new run | 2 parameters | 3 ranks on cpu | x")
+    (path / "logs" / "rank-0.log").write_text("12:00 a new run | 2 parameters | 1 rank on cpu | x")
     return path
 
 

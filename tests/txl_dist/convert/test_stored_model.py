@@ -5,6 +5,7 @@ Export and import as commands: the written model equals the read one, complete o
 
 import json
 import re
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,25 @@ def test_an_export_of_any_block_has_the_same_numbers(
     assert loaded.config == model.config
     text_BN = random_text(2, 7)
     assert torch.equal(*(read_stream(each, text_BN, tgt_len=3)[0] for each in (loaded, model)))
+
+
+def test_an_export_that_does_not_fit_on_the_disk_ends_with_its_reason(
+    run: Path, tmp_path: Path
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        code, output = run_txl("export", run, "--out", tmp_path / "exported")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 3
+    assert f"{tmp_path}/exported: writing the model failed: File too large" in output
+    assert not (tmp_path / "exported").exists()
+
+
+def test_the_files_of_an_export_have_the_mode_of_new_files(exported: Path) -> None:
+    (exported / "new").touch()
+    assert len({path.stat().st_mode for path in exported.iterdir()}) == 1
 
 
 def test_an_export_reads_text_as_its_checkpoint(exported: Path) -> None:

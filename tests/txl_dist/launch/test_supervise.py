@@ -213,6 +213,21 @@ def test_the_loss_of_a_node_does_not_count_even_if_it_is_known_later(tmp_path: P
     assert any("with its node, which does not count" in line for line in group.lines)
 
 
+def test_the_loss_of_a_node_that_is_found_after_the_restart_is_not_counted(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def lose(num_ranks: int) -> Script:
+        yield [NodeLost("b")]
+        yield from group.die(num_ranks)
+
+    assert group.run(group.die, lose, group.finish, max_restarts=3) == [2, 2, 2]
+    first, found, second = (line for line in group.lines if "count" in line)
+    assert "restart 1 of at most 3" in first
+    assert "a lost node is not counted" in first
+    assert found == "node b was lost: the last failure does not count"
+    assert "with its node, which does not count as a failure; restart" in second
+
+
 def test_a_run_that_loses_node_after_node_without_a_checkpoint_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +256,8 @@ def test_a_preemption_saves_first_and_does_not_count(ranks: str, tmp_path: Path)
     assert group.run(preempt, group.finish, ranks=ranks) == [2, expected]
     assert "node 10.0.0.2 is preempted in 60 s: the ranks save, and start again" in group.lines
     instead = "" if ranks == "2" else " instead of 2"
-    assert f"continuing with {expected}{instead} ranks from step 9; no step is lost" in group.lines
+    number = f"{expected} rank{'' if expected == 1 else 's'}"
+    assert f"continuing with {number}{instead} from step 9; no step is lost" in group.lines
 
 
 def test_a_preemption_that_comes_too_fast_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
@@ -298,8 +314,8 @@ def test_a_run_shrinks_after_a_loss_and_grows_when_there_is_room(tmp_path: Path)
     assert "there is room for 2 ranks instead of 1: the ranks save, and start again" in group.lines
     lines = [line for line in group.lines if line.startswith("continuing")]
     assert lines == [
-        "continuing with 1 instead of 2 ranks from the beginning; at least 7 steps are lost",
-        "continuing with 2 instead of 1 ranks from step 12; no step is lost",
+        "continuing with 1 rank instead of 2 from the beginning; at least 7 steps are lost",
+        "continuing with 2 ranks instead of 1 from step 12; no step is lost",
     ]
 
 
@@ -391,6 +407,14 @@ def test_a_group_that_is_lost_after_a_stop_request_has_stopped(tmp_path: Path) -
 
     with pytest.raises(PreemptedError, match="stopped on request, but the head of the Ray"):
         group.run(lose_head)
+
+
+def test_the_last_word_after_a_stop_request_is_left_to_the_error_of_the_launch() -> None:
+    lines: list[str] = []
+    output = launch_files.LaunchOutput(lines.append)
+    for line in ("12:00:00 checkpoint at step 9", "12:00:01 stopped on request after step 9; x"):
+        output.print_log_line(line)
+    assert lines == ["12:00:00 checkpoint at step 9"]
 
 
 def test_a_status_is_due_after_a_silence_until_the_first_step(

@@ -1,5 +1,6 @@
 """A clock that jumps and a full log do not change a run; a run directory contains no secrets."""
 
+import logging
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
+from txl_dist.training.rank import _logging_to
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,13 @@ def test_a_log_on_a_full_disk_does_not_stop_training(
     (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION)) == [0]
     assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_a_log_has_names_that_are_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    with _logging_to(path):
+        logging.getLogger("txl_dist").info("checkpoint of runs/b\udcfccher → %s", "日本")
+    assert path.read_text("utf-8").endswith(" checkpoint of runs/b\\udcfccher → 日本\n")
 
 
 @pytest.mark.fault_row(44)

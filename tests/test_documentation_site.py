@@ -26,8 +26,16 @@ LOADED = re.compile(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kinds_of_the_package() -> Iterator[None]:
+    """Without the kind of memory that other tests register."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(choices.MEMORY_KINDS, "running_mean", raising=False)
+        yield
+
+
 @pytest.fixture(scope="module")
-def references() -> dict[str, str]:
+def references(kinds_of_the_package: None) -> dict[str, str]:
     """Each generated part of the reference by its name."""
     sys.path.insert(0, str(DOCS / "site"))
     import api_reference

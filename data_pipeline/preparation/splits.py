@@ -29,7 +29,14 @@ from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.scan import InputIndex
 from data_pipeline.readers import InputFile, InputFiles
-from data_pipeline.readers.names import TRAIN, count_by_split, list_splits, split_order
+from data_pipeline.readers.names import (
+    TRAIN,
+    count_by_split,
+    list_names,
+    list_splits,
+    split_order,
+    unclear_files,
+)
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.training import fixed_split, recipe_of
@@ -261,32 +268,46 @@ def choose_given_splits(
 ) -> list[InputFile]:
     """The input files with the splits that count; reports them to `note`.
 
-    Raises ConfigError if the names of the files give splits and none of them is train.
+    Raises ConfigError if names of files give splits and none is train, or if some say train and
+    others nothing.
     """
     counts, listed = count_by_split(found.files), list_splits(found.files)
-    whole = [replace(file, split="") if file.split else file for file in found.files]
     if found.are_named:
         if settings.merge_splits:
             raise ConfigError("--split none: the inputs are given with the names of their splits")
         note(f"splits as given: {listed}")
         return found.files
-    if len(counts) < 2:
+    is_overridden = settings.merge_splits or bool(settings.split)
+    if not is_overridden:
+        _require_clear_names(found.files)
+    if len(counts) > 1 and not is_overridden:
         if TRAIN not in counts:
-            (only,) = counts
-            note(f"all files have names of the split {only}, and become train: the only split")
-        return whole
-    if settings.merge_splits or settings.split:
+            raise ConfigError(
+                f"the names of the files give the splits {', '.join(counts)}, and none is train "
+                f"({listed}). Add the training text, name it (train=PATH valid=PATH), or merge all "
+                "files with --split none"
+            )
+        note(f"splits by the names of the files, {listed}")
+        return found.files
+    if len(counts) > 1:
         option = "--split none merges" if settings.merge_splits else "--split overrides"
         note(f"{option} the splits in the names of the files: {listed}")
-        return whole
-    if TRAIN not in counts:
+    elif TRAIN not in counts:
+        (only,) = counts
+        note(f"all files have names of the split {only}, and become train: the only split")
+    return [replace(file, split="") if file.split else file for file in found.files]
+
+
+def _require_clear_names(files: list[InputFile]) -> None:
+    """Raise ConfigError if text to hold out may be among the files that would become train."""
+    if unclear := unclear_files(files):
+        named = [file for file in files if file.split == TRAIN]
         raise ConfigError(
-            f"the names of the files give the splits {', '.join(counts)}, and none is train "
-            f"({listed}). Add the training text, name it (train=PATH valid=PATH), or merge all "
-            "files with --split none"
+            f"the names of some files say train ({list_names(named)}), and those of others give no "
+            f"split ({list_names(unclear)}): they may be text to hold out. Name the splits: "
+            f"train={shown(named[0].place)} valid={shown(unclear[0].place)} (each may have several "
+            "inputs), or train on all files: --split none"
         )
-    note(f"splits by the names of the files, {listed}")
-    return found.files
 
 
 def _stem(key: str) -> str:

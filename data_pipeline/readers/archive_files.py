@@ -17,7 +17,6 @@ always reads samples.
 """
 
 import os
-import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,9 +39,8 @@ from data_pipeline.readers.kinds import suffix_of
 from data_pipeline.readers.names import (
     is_pattern,
     name_in_utf8,
-    split_of_file,
     split_pattern,
-    splits_of_folders,
+    splits_of_names,
 )
 from data_pipeline.readers.tar import is_metadata, sample_extensions, split_name
 from data_pipeline.system.sources import is_transient, local_path, reject_reason, shown
@@ -80,7 +78,8 @@ def layout_of(file: InputFile, format: Format, text_key: str, *, is_ids: bool) -
     except (OSError, ArchiveError):  # the reader reports it
         return ArchiveLayout(is_samples=True, reason="")
     in_folders = archive.has_folders and 2 * sum("/" in name for name in names) > len(names)
-    is_packed_folder = in_folders or _have_splits(names)
+    have_splits = len({*splits_of_names(names, [""] * len(names))}) > 1
+    is_packed_folder = in_folders or have_splits
     return _layout_of_names(
         names, sample_extensions(text_key, is_ids=is_ids), is_packed_folder=is_packed_folder
     )
@@ -99,12 +98,6 @@ def _first_names(archive: Archive, file: InputFile) -> Iterator[str]:
     except ArchiveError:
         if not num_bytes:
             raise
-
-
-def _have_splits(names: list[str]) -> bool:
-    own = {split_of_file(posixpath.basename(name)) for name in names}
-    folders = {*splits_of_folders(map(posixpath.dirname, names)).values()}
-    return bool(own - {""}) or len(folders - {""}) > 1
 
 
 def _layout_of_names(

@@ -63,11 +63,13 @@ TRAIN = "train"
 _TOKEN = re.compile(r"h[eo]ld[\W_]?out(?![^\W_])|[^\W_]+", re.IGNORECASE)
 _NUMBER = re.compile(r"\d*(of)?\d*")
 _CASE_OR_DIGIT = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=\d)(?=[^\W\d_])")
-_SPLIT_WORD = re.compile(
-    r"(?:[A-Za-z]*[a-z](?=[A-Z])|(?i:news|dev))?"
+_WORDS = (
     r"(?i:(?P<train>train(?:ing)?)|(?P<test>test(?:ing)?|tst)"
     r"|(?P<valid>val(?:id(?:at(?:e|ion))?)?|dev|eval(?:uation)?|h[eo]ld[\W_]?out))"
-    r"(?i:set)?\d*(?:(?<=[a-z\d])[A-Z])?"
+)
+_HAS_WORD = re.compile(_WORDS)
+_IS_WORD = re.compile(
+    rf"(?:[A-Za-z][a-z]+(?=[A-Z]))?(?i:news|dev)?{_WORDS}(?i:set)?\d*(?:(?<=[a-z\d])[A-Z])?"
 )
 _SOURCE_CODE = {
     *(".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cs", ".java"),
@@ -202,11 +204,11 @@ def splits_of_names(names: Sequence[str], given: Sequence[str]) -> list[str]:
     """
     depth = max((name.count("/") for name in names), default=0)
     num_levels = depth + 2
-    are_code = [suffix_of(name).name in _SOURCE_CODE for name in names]
+    suffixes = [suffix_of(name) for name in names]
     rows = []  # the split of every level by outer words, then that by all words
-    for name, root, is_code in zip(names, given, are_code, strict=True):
+    for name, root, suffix in zip(names, given, suffixes, strict=True):
         *folders, own = name.split("/")
-        own = "" if is_code else own.removesuffix(suffix_of(own).packed)
+        own = "" if suffix.name in _SOURCE_CODE else own.removesuffix(suffix.packed)
         path = (root, *folders, *[""] * (depth - len(folders)), own)
         rows.append([split_of_words(each, outer=outer) for outer in (True, False) for each in path])
     levels = [{*level} for level in zip(*rows, strict=True)] or [{""}] * 2 * num_levels
@@ -217,23 +219,32 @@ def splits_of_names(names: Sequence[str], given: Sequence[str]) -> list[str]:
         *(level for level in range(num_levels, 2 * num_levels) if separates[level]),
         *(*range(depth, 0, -1), num_levels - 1, 0),
     ]
-    counts_for_code = any(separates[: num_levels - 1])
+    are_all_split = any(separates[: num_levels - 1])
     return [
         next((row[level] for level in order if row[level]), "")
-        if counts_for_code or not code
+        if are_all_split or suffix.name not in _SOURCE_CODE
         else ""
-        for row, code in zip(rows, are_code, strict=True)
+        for row, suffix in zip(rows, suffixes, strict=True)
     ]
 
 
 @lru_cache(maxsize=2**14)
 def split_of_words(name: str, *, outer: bool) -> str:
     """The split that the outer words of a name give, or all; "" for none, or train and another."""
+    if not _HAS_WORD.search(name):  # most names
+        return ""
     words = _TOKEN.findall(name if outer else _CASE_OR_DIGIT.sub("_", name))
     words = [word for word in words if not _NUMBER.fullmatch(word)]
-    matches = map(_SPLIT_WORD.fullmatch, words[:1] + words[-2:] if outer else words)
-    splits = [str(match.lastgroup) for match in matches if match]
-    return "" if {TRAIN} < {*splits} else splits[-1] if splits else ""
+    splits = []
+    for match in map(_IS_WORD.fullmatch, words[:1] + words[-2:] if outer else words):
+        # Not a random id such as `xyTsT`.
+        if match and (word := match[str(match.lastgroup)]) in (
+            word.lower(),
+            word.upper(),
+            word.title(),
+        ):
+            splits.append(str(match.lastgroup))
+    return "" if not splits or {TRAIN} < {*splits} else splits[-1]
 
 
 def unclear_files(files: Sequence[InputFile]) -> list[InputFile]:

@@ -277,37 +277,32 @@ def choose_given_splits(
             raise ConfigError("--split none: the inputs are given with the names of their splits")
         note(f"splits as given: {listed}")
         return found.files
-    is_overridden = settings.merge_splits or bool(settings.split)
-    if not is_overridden:
-        _require_clear_names(found.files)
-    if len(counts) > 1 and not is_overridden:
-        if TRAIN not in counts:
-            raise ConfigError(
-                f"the names of the files give the splits {', '.join(counts)}, and none is train "
-                f"({listed}). Add the training text, name it (train=PATH valid=PATH), or merge all "
-                "files with --split none"
-            )
+    if settings.merge_splits or settings.split:
+        if len(counts) > 1:
+            option = "--split none merges" if settings.merge_splits else "--split overrides"
+            note(f"{option} the splits in the names of the files: {listed}")
+    elif unclear := unclear_files(found.files):
+        trained = [file for file in found.files if file.split == TRAIN]
+        named, unnamed = (list_names([file.name for file in each]) for each in (trained, unclear))
+        raise ConfigError(
+            f"the names of some files say train ({named}), and those of others give no split "
+            f"({unnamed}): they may be text to hold out. Name the splits: "
+            f"train={shown(trained[0].place)} valid={shown(unclear[0].place)} (each may have "
+            "several inputs), or train on all files: --split none"
+        )
+    elif len(counts) > 1 and TRAIN in counts:
         note(f"splits by the names of the files, {listed}")
         return found.files
-    if len(counts) > 1:
-        option = "--split none merges" if settings.merge_splits else "--split overrides"
-        note(f"{option} the splits in the names of the files: {listed}")
+    elif len(counts) > 1:
+        raise ConfigError(
+            f"the names of the files give the splits {', '.join(counts)}, and none is train "
+            f"({listed}). Add the training text, name it (train=PATH valid=PATH), or merge all "
+            "files with --split none"
+        )
     elif TRAIN not in counts:
         (only,) = counts
         note(f"all files have names of the split {only}, and become train: the only split")
     return [replace(file, split="") if file.split else file for file in found.files]
-
-
-def _require_clear_names(files: list[InputFile]) -> None:
-    """Raise ConfigError if text to hold out may be among the files that would become train."""
-    if unclear := unclear_files(files):
-        named = [file for file in files if file.split == TRAIN]
-        raise ConfigError(
-            f"the names of some files say train ({list_names(named)}), and those of others give no "
-            f"split ({list_names(unclear)}): they may be text to hold out. Name the splits: "
-            f"train={shown(named[0].place)} valid={shown(unclear[0].place)} (each may have several "
-            "inputs), or train on all files: --split none"
-        )
 
 
 def _stem(key: str) -> str:
@@ -386,9 +381,4 @@ def _head(text: str, room: int, unit: str) -> str:
         return text[:room]
     if unit == "bytes":
         return text.encode()[:room].decode(errors="ignore")  # drops half a character
-    if text.count(" ") < room:
-        return text
-    at = -1
-    for _ in range(room):
-        at = text.find(" ", at + 1)
-    return text[:at]
+    return " ".join(text.split(" ", room)[:room])

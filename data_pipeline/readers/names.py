@@ -2,28 +2,26 @@
 
 They say the splits of files, the ids of their documents, and which files are no data.
 
-**Splits** come with `train=A` on the command line, or a name gives one if it has one of these
-words, whatever its case:
+**Splits** come with `train=A` on the command line, or with words in names, in any case:
 
-    train, training -> train     valid, validate, validation, val, dev, eval, evaluation,
-    test, testing, tst -> test       heldout, held-out, holdout -> valid
+    train, training -> train     test, testing, tst -> test
+    valid, validate, validation, val, dev, eval, evaluation, heldout, held-out, holdout -> valid
 
-A word may begin with `news`, `dev` or a camel-case name, and end in `set`, digits and a capital:
-`newstest2014`, `myTest`, `testA`. Everything but letters and digits separates words: `split=test`.
+A word may begin with `news`, `dev` or another word in camel case, and end in `set`, digits and a
+capital: `newstest2014`, `myTest`, `testA`. Other characters separate words: `split=test`.
 
-1. A name gives a split if its first word, its last or the one before is such a word, apart from
-   numbers and compression: `training-monolingual`, `validation-00000-of-00001.parquet`. So does the
-   name of each folder of a file, and of the folder that was given if there are several inputs.
-2. Of several names in a path counts the outermost on whose level the files differ, else the
-   innermost folder: `train/package/test/a.txt` beside `test/b.txt` is in train. A given folder
-   counts first if the given folders have different splits, otherwise last.
-3. All words count on a level on which they separate train from another split:
-   `wmt-train-en-de.txt` beside `wmt-test-en-de.txt`, `trainSmall` beside `testSmall`.
+1. A name gives a split if its first word, its last or the one before is one of these, numbers and
+   compression apart: `training-monolingual`, `validation-00000-of-00001.parquet`.
+2. A file's path has its folders, and the folder that was given if there are several inputs. Of the
+   names in it counts the outermost by which the files differ, else the innermost folder:
+   `train/package/test/a.txt` beside `test/b.txt` is in train. A given folder counts first if the
+   given folders have different splits, otherwise last.
+3. All words of a name count if on its level they separate train from another split:
+   `wmt-train-en-de.txt` beside `wmt-test-en-de.txt`.
 
-Files of source code (`test_parser.py`) name no split, and their folders only on a level that
-separates train from another split. A file without a split is in train; but if other names say
-train, it may be held-out text, and `unclear_files` has it. If all files are in one split, nothing
-was separated, and the names have no effect.
+Files of source code (`test_parser.py`) name no split, and their folders only if they separate train
+from another. Files without a split are in train, but refused if other names say train: they may be
+held-out text (`unclear_files`). If all files are in one split, the names have no effect.
 
 **Descriptions.** `only_data_files` leaves out what describes a corpus: the JSON files, cached
 results of `map` and locks of `datasets` (an .arrow file that state.json does not list is such a
@@ -83,20 +81,16 @@ _MAX_EXPANDED = 100_000
 """Maximum number of addresses of one brace pattern."""
 _MAX_LISTED = 3
 _MAX_STATE_BYTES = 16 * 2**20
-_DESCRIPTIONS = {
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
-    *("metadata.csv", "metadata.tsv"),
-}
+_NO_DATA = re.compile(
+    r"(?P<kind>(?:^|(?<=/))(?:dataset_(?:infos?|dict)\.json|metadata\.[ct]sv|_SUCCESS|_temporary"
+    r"|_(?:common_)?metadata)|\.(?:incomplete|part|partial|crdownload|tmp|swp)|~)(?:/|$)"
+)
+"""Also a folder: `0.0.0.incomplete/a.arrow`, `_temporary/0/part-0`."""
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
 _OSCAR_META = re.compile(
     r"(?P<language>(.*/)?[a-z]{2,3})_(meta(?P<part>_part_\d+)?\.jsonl(\.gz)?|sha256\.txt)",
     re.DOTALL,
 )
-_UNFINISHED = re.compile(
-    r"(?P<kind>\.(?:incomplete|part|partial|crdownload|tmp|swp)|~"
-    r"|(?:^|(?<=/))_(?:SUCCESS|temporary|(?:common_)?metadata))(?:/|$)"
-)
-"""Also a folder: `0.0.0.incomplete/a.arrow`, `_temporary/0/part-0`."""
 _HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
 
 
@@ -250,18 +244,14 @@ def split_of_words(name: str, *, outer: bool) -> str:
 def unclear_files(files: Sequence[InputFile]) -> list[InputFile]:
     """Files whose names give no split where others say train: they may be held-out text.
 
-    Not what is known to describe a corpus, nor source code, unless its folders give splits.
+    Not those that describe a corpus; source code only if folders of source code give splits.
     """
     if all(file.split != TRAIN for file in files):
         return []
-    are_code = [suffix_of(file.name).name in _SOURCE_CODE for file in files]
-    code_counts = any(file.split and code for file, code in zip(files, are_code, strict=True))
-    return [
-        file
-        for file, is_code in zip(files, are_code, strict=True)
-        if (code_counts or not is_code)
-        and not (file.split or _DESCRIBES.fullmatch(posixpath.basename(file.name)))
-    ]
+    is_code = {file.name: suffix_of(file.name).name in _SOURCE_CODE for file in files}
+    code_has_splits = any(file.split and is_code[file.name] for file in files)
+    unnamed = (f for f in files if not f.split and (code_has_splits or not is_code[f.name]))
+    return [f for f in unnamed if not _DESCRIBES.fullmatch(posixpath.basename(f.name))]
 
 
 def _given_folder(file: InputFile) -> str:
@@ -288,15 +278,15 @@ def list_splits(files: Sequence[InputFile]) -> str:
     """The number of files of every split as text: "3 files: train; 1: valid; 1: test"."""
     counts = [f"{count:,}: {split}" for split, count in count_by_split(files).items()]
     counts[0] = counts[0].replace(":", " file:" if counts[0].startswith("1:") else " files:")
-    unnamed = [file for file in files if not file.split]
+    unnamed = [file.name for file in files if not file.split]
     note = f" (in train because their names give no split: {list_names(unnamed)})"
     return "; ".join(counts) + note * (0 < len(unnamed) < len(files))
 
 
-def list_names(files: Sequence[InputFile]) -> str:
-    """The names of the first files, and how many more there are."""
-    more = f" and {len(files) - _MAX_LISTED:,} more" if len(files) > _MAX_LISTED else ""
-    return ", ".join(printable(file.name) for file in files[:_MAX_LISTED]) + more
+def list_names(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _MAX_LISTED:,} more" * (len(names) > _MAX_LISTED)
+    return ", ".join(map(printable, names[:_MAX_LISTED])) + more
 
 
 # --- names of documents ----------------------------------------------------------------------
@@ -410,8 +400,10 @@ def _kind_of_description(
     """
     folder, name = posixpath.split(file.name)
     suffix = posixpath.splitext(name)[1]
+    if no_data := _NO_DATA.search(file.name):
+        return no_data["kind"]
     is_export = name == "export.json" and _describes_export(file)
-    if name in _DESCRIPTIONS or is_export or (name == "state.json" and folder in listed):
+    if is_export or (name == "state.json" and folder in listed):
         return name
     if file.name.startswith(copies):
         return "blobs and refs"
@@ -419,8 +411,6 @@ def _kind_of_description(
     is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
     if is_lock or is_cached or _CACHED_RESULT.fullmatch(name):
         return suffix
-    if unfinished := _UNFINISHED.search(file.name):
-        return unfinished["kind"]
     if (meta := _OSCAR_META.fullmatch(file.name)) and not scheme_of(file.path):
         texts = [f"{meta['language']}{meta['part'] or part}.txt" for part in ("", "_part_1")]
         if any(text in names or f"{text}.gz" in names for text in texts):

@@ -1,5 +1,6 @@
 """Splits that come with a corpus are kept: by the names of its files, or by names of the inputs."""
 
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,21 @@ def test_text_beside_train_is_in_a_split_or_refused(
         assert part in str(refused.value)
     for settings in (PrepareSettings(merge_splits=True), PrepareSettings(split={"valid": 0.5})):
         assert splits_of(tmp_path, names, settings) == [""] * len(names)
+
+
+def test_files_of_an_archive_and_of_several_inputs_are_refused_alike(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as packed:
+        for name in ("c/train.txt", "c/heldback.txt"):
+            packed.writestr(name, name)
+            packed.extract(name, tmp_path)
+    for inputs, place in (
+        (["c.zip"], f"{tmp_path}/c.zip/c"),
+        (["c/train.txt", "c/heldback.txt"], f"{tmp_path}/c"),
+    ):
+        paths = [str(tmp_path / each) for each in inputs]
+        found = find_files(paths, format="auto", exclude=Path("/nowhere"))
+        with pytest.raises(ConfigError, match=f"train={place}/train.txt valid={place}/heldback"):
+            choose_given_splits(found, TEXT, lambda line: None)
 
 
 NOTHING_SEPARATED = [

@@ -44,7 +44,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, takewhile
+from itertools import compress, count, islice, takewhile
 from pathlib import Path
 
 from braceexpand import braceexpand
@@ -202,24 +202,19 @@ def splits_of_names(names: Sequence[str], given: Sequence[str]) -> list[str]:
     rows = []  # the split of every level by outer words, then that by all words
     for name, root, suffix in zip(names, given, suffixes, strict=True):
         *folders, own = name.split("/")
-        own = "" if suffix.name in _SOURCE_CODE else own.removesuffix(suffix.packed)
+        own = "" if suffix.name in _SOURCE_CODE else own[: len(own) - len(suffix.packed)]
         path = (root, *folders, *[""] * (depth - len(folders)), own)
         rows.append([split_of_words(each, outer=outer) for outer in (True, False) for each in path])
     levels = [{*level} for level in zip(*rows, strict=True)] or [{""}] * 2 * num_levels
     separates = [{TRAIN} < level - {""} for level in levels]
-    order = [
-        *[0][: len(levels[0] - {""}) > 1],
-        *(level for level in range(1, num_levels) if len(levels[level]) > 1),
-        *(level for level in range(num_levels, 2 * num_levels) if separates[level]),
-        *(*range(depth, 0, -1), num_levels - 1, 0),
-    ]
-    are_all_split = any(separates[: num_levels - 1])
-    return [
-        next((row[level] for level in order if row[level]), "")
-        if are_all_split or suffix.name not in _SOURCE_CODE
-        else ""
-        for row, suffix in zip(rows, suffixes, strict=True)
-    ]
+    differ = [len(levels[0] - {""}) > 1, *(len(level) > 1 for level in levels[1:num_levels])]
+    outermost = compress(count(), differ + separates[num_levels:])
+    order = [*outermost, *range(depth, 0, -1), num_levels - 1, 0]
+    splits = [next((row[level] for level in order if row[level]), "") for row in rows]
+    if any(separates[: num_levels - 1]):  # by folders, which then count for source code, too
+        return splits
+    is_code = (suffix.name in _SOURCE_CODE for suffix in suffixes)
+    return ["" if code else split for code, split in zip(is_code, splits, strict=True)]
 
 
 @lru_cache(maxsize=2**14)
@@ -229,15 +224,10 @@ def split_of_words(name: str, *, outer: bool) -> str:
         return ""
     words = _TOKEN.findall(name if outer else _CASE_OR_DIGIT.sub("_", name))
     words = [word for word in words if not _NUMBER.fullmatch(word)]
-    splits = []
-    for match in map(_IS_WORD.fullmatch, words[:1] + words[-2:] if outer else words):
-        # Not a random id such as `xyTsT`.
-        if match and (word := match[str(match.lastgroup)]) in (
-            word.lower(),
-            word.upper(),
-            word.title(),
-        ):
-            splits.append(str(match.lastgroup))
+    matches = filter(None, map(_IS_WORD.fullmatch, words[:1] + words[-2:] if outer else words))
+    pairs = [(str(match.lastgroup), match[str(match.lastgroup)]) for match in matches]
+    # Words in other cases are parts of random ids, such as `xyTsT`.
+    splits = [split for split, word in pairs if word in (word.lower(), word.upper(), word.title())]
     return "" if not splits or {TRAIN} < {*splits} else splits[-1]
 
 

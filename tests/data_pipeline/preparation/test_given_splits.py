@@ -56,7 +56,7 @@ def test_every_published_layout_keeps_its_splits(layout: Layout, tmp_path: Path)
 NAMES = {
     "train": ["train.txt", "TRAIN.jsonl", "my-train-00001.txt", "training_set/a.txt", "train/1/a"],
     "valid": ["dev.tsv", "x.val.txt", "val_0003.bin", "heldout-0/x", "c4-validation.00-of-08.json"],
-    "test": ["test.en", "a/b.test.tokens", "test/train.txt", "corpus_test_00.npy"],
+    "test": ["test.en", "a/b.test.tokens", "test/train.txt", "corpus_test_00.npy", "a.TEST.TXT.GZ"],
     "": ["a.txt", "latest.txt", "contest.txt", "unit_test_results_a.txt", "test_train.txt",
          "src/test_parser.py", "tests/x.c", "test/cases.py", "dev/tools.sh", "notes/test.md"],
 }  # fmt: skip

@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import DataError, counted, printable
+from data_pipeline.errors import DataError, counted
 from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
 from data_pipeline.readers import InputFile
+from data_pipeline.readers.names import list_names
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -47,8 +48,6 @@ from data_pipeline.system.sources import local_path
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.loading import StoredTokenizer, describe_differences
 
-_MAX_LISTED = 5
-
 
 def find_existing(
     out: Path, settings: PrepareSettings, tokenizer: Tokenizer | None
@@ -63,7 +62,7 @@ def find_existing(
         others = [path.name for path in paths if not _is_reject_list(path)]
         if others:
             raise DataError(
-                f"{out} holds files that do not belong to a dataset: {listed(others)}. Nothing "
+                f"{out} holds files that do not belong to a dataset: {list_names(others)}. Nothing "
                 "was changed; choose an empty or new directory for --out."
             )
         return None
@@ -166,11 +165,6 @@ def require_usable_input(
         f"{problem}; no dataset was written.{shown}{more}\nAll are listed in "
         f"{out / REJECTS_NAME}. Repair them and run this again, or accept the loss with {rate}."
     )
-
-
-def listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED:,} more" * (len(names) > _MAX_LISTED)
-    return ", ".join(map(printable, names[:_MAX_LISTED])) + more
 
 
 # --- finished work units ----------------------------------------------------------------------

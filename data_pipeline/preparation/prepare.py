@@ -21,7 +21,6 @@ from data_pipeline.preparation.output import (
     claim_staging,
     find_existing,
     fingerprint_of,
-    listed,
     load_finished,
     record_finished,
     require_same_input,
@@ -38,7 +37,7 @@ from data_pipeline.preparation.work_units import (
     UnitRunner,
 )
 from data_pipeline.readers import InputFile, find_files
-from data_pipeline.readers.names import count_by_split
+from data_pipeline.readers.names import count_by_split, list_names
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -169,7 +168,9 @@ def _warn_of_empty_files(files: list[InputFile]) -> str:
     a version mark may have an unknown size.
     """
     empty = [f.name for f in files if not f.size and f.mark and f.kind != "text"]
-    return f"{len(empty):,} of {len(files):,} files have 0 bytes: {listed(empty)}" if empty else ""
+    return (
+        f"{len(empty):,} of {len(files):,} files have 0 bytes: {list_names(empty)}" if empty else ""
+    )
 
 
 def _write_dataset(

@@ -29,7 +29,14 @@ from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.scan import InputIndex
 from data_pipeline.readers import InputFile, InputFiles
-from data_pipeline.readers.names import TRAIN, count_by_split, list_splits, split_order
+from data_pipeline.readers.names import (
+    TRAIN,
+    count_by_split,
+    list_names,
+    list_splits,
+    split_order,
+    unclear_files,
+)
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.training import fixed_split, recipe_of
@@ -261,32 +268,41 @@ def choose_given_splits(
 ) -> list[InputFile]:
     """The input files with the splits that count; reports them to `note`.
 
-    Raises ConfigError if the names of the files give splits and none of them is train.
+    Raises ConfigError if names of files give splits and none is train, or if some say train and
+    others nothing.
     """
     counts, listed = count_by_split(found.files), list_splits(found.files)
-    whole = [replace(file, split="") if file.split else file for file in found.files]
     if found.are_named:
         if settings.merge_splits:
             raise ConfigError("--split none: the inputs are given with the names of their splits")
         note(f"splits as given: {listed}")
         return found.files
-    if len(counts) < 2:
-        if TRAIN not in counts:
-            (only,) = counts
-            note(f"all files have names of the split {only}, and become train: the only split")
-        return whole
     if settings.merge_splits or settings.split:
-        option = "--split none merges" if settings.merge_splits else "--split overrides"
-        note(f"{option} the splits in the names of the files: {listed}")
-        return whole
-    if TRAIN not in counts:
+        if len(counts) > 1:
+            option = "--split none merges" if settings.merge_splits else "--split overrides"
+            note(f"{option} the splits in the names of the files: {listed}")
+    elif unclear := unclear_files(found.files):
+        trained = [file for file in found.files if file.split == TRAIN]
+        named, unnamed = (list_names([file.name for file in each]) for each in (trained, unclear))
+        raise ConfigError(
+            f"the names of some files say train ({named}), and those of others give no split "
+            f"({unnamed}): they may be text to hold out. Name the splits: "
+            f"train={shown(trained[0].place)} valid={shown(unclear[0].place)} (each may have "
+            "several inputs), or train on all files: --split none"
+        )
+    elif len(counts) > 1 and TRAIN in counts:
+        note(f"splits by the names of the files, {listed}")
+        return found.files
+    elif len(counts) > 1:
         raise ConfigError(
             f"the names of the files give the splits {', '.join(counts)}, and none is train "
             f"({listed}). Add the training text, name it (train=PATH valid=PATH), or merge all "
             "files with --split none"
         )
-    note(f"splits by the names of the files, {listed}")
-    return found.files
+    elif TRAIN not in counts:
+        (only,) = counts
+        note(f"all files have names of the split {only}, and become train: the only split")
+    return [replace(file, split="") if file.split else file for file in found.files]
 
 
 def _stem(key: str) -> str:
@@ -365,9 +381,4 @@ def _head(text: str, room: int, unit: str) -> str:
         return text[:room]
     if unit == "bytes":
         return text.encode()[:room].decode(errors="ignore")  # drops half a character
-    if text.count(" ") < room:
-        return text
-    at = -1
-    for _ in range(room):
-        at = text.find(" ", at + 1)
-    return text[:at]
+    return " ".join(text.split(" ", room)[:room])

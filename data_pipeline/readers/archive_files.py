@@ -9,8 +9,8 @@ and shards.
 
 1. most samples have several members with the same extensions: 0.jpg, 0.txt, 1.jpg, 1.txt; or
 2. most samples have a member with a text (0.json, 1.json), and nothing shows that a folder was
-   packed: the archive has entries for folders, with most files in them; or the names of its files
-   and folders give splits.
+   packed: the archive has entries for folders, with most files in them; or the name of a file
+   gives a split; or names of folders separate a split from other files.
 
 Otherwise, and with the format of a file (`--format text`), it is read as a folder. `--format tar`
 always reads samples.
@@ -40,9 +40,9 @@ from data_pipeline.readers.kinds import suffix_of
 from data_pipeline.readers.names import (
     is_pattern,
     name_in_utf8,
-    split_of_file,
+    split_of_words,
     split_pattern,
-    splits_of_folders,
+    splits_of_names,
 )
 from data_pipeline.readers.tar import is_metadata, sample_extensions, split_name
 from data_pipeline.system.sources import is_transient, local_path, reject_reason, shown
@@ -80,7 +80,9 @@ def layout_of(file: InputFile, format: Format, text_key: str, *, is_ids: bool) -
     except (OSError, ArchiveError):  # the reader reports it
         return ArchiveLayout(is_samples=True, reason="")
     in_folders = archive.has_folders and 2 * sum("/" in name for name in names) > len(names)
-    is_packed_folder = in_folders or _have_splits(names)
+    have_splits = any(split_of_words(posixpath.basename(name), outer=True) for name in names)
+    differ = len({*splits_of_names(names, [""] * len(names))}) > 1
+    is_packed_folder = in_folders or have_splits or differ
     return _layout_of_names(
         names, sample_extensions(text_key, is_ids=is_ids), is_packed_folder=is_packed_folder
     )
@@ -99,12 +101,6 @@ def _first_names(archive: Archive, file: InputFile) -> Iterator[str]:
     except ArchiveError:
         if not num_bytes:
             raise
-
-
-def _have_splits(names: list[str]) -> bool:
-    own = {split_of_file(posixpath.basename(name)) for name in names}
-    folders = {*splits_of_folders(map(posixpath.dirname, names)).values()}
-    return bool(own - {""}) or len(folders - {""}) > 1
 
 
 def _layout_of_names(

@@ -2,29 +2,33 @@
 
 They say the splits of files, the ids of their documents, and which files are no data.
 
-**Splits** come with `train=A` on the command line, or a name gives one if it has one of these
-words, whatever its case:
+**Splits** come with `train=A` on the command line, or with words in names, in any case:
 
-    train, training -> train     valid, validation, val, dev, heldout, holdout -> valid
-    test, testing -> test
+    train, training -> train     test, testing, tst -> test
+    valid, validate, validation, val, dev, eval, evaluation, heldout, held-out, holdout -> valid
 
-1. A folder in the path of the file whose first or last part is such a word: on the outermost level
-   that separates train from another split, else the innermost: `training-monolingual/news`,
-   `data/validation/00.jsonl`. So `train/package/test/a.txt` beside `test/b.txt` is in train.
-2. Otherwise the file's own name without numbers and compression, if the word is its first part, its
-   last, or the one before: `validation-00000-of-00001.parquet`, `ptb.train.txt`, `c4-val.json.gz`.
-3. With several inputs, the name of the folder that was given: `corpus/train corpus/dev`. It counts
-   before the file's own name if the given folders have different splits, otherwise after it.
+A word may begin with `news`, `dev` or another word in camel case, and end in `set`, digits and a
+capital: `newstest2014`, `myTest`, `testA`. Other characters separate words: `split=test`.
 
-Parts are separated by `.`, `-`, `_` and blanks. Files of source code (`test_parser.py`) name no
-split, and their folders only if one of the folders is named train. A file without a split is in
-train. If all files are in one split, nothing was separated, and the names have no effect.
+1. A name gives a split if its first word, its last or the one before is one of these, numbers and
+   compression apart: `training-monolingual`, `validation-00000-of-00001.parquet`.
+2. A file's path has its folders, and the folder that was given if there are several inputs. Of the
+   names in it counts the outermost by which the files differ, else the innermost folder:
+   `train/package/test/a.txt` beside `test/b.txt` is in train. A given folder counts first if the
+   given folders have different splits, otherwise last.
+3. All words of a name count if on its level they separate train from another split:
+   `wmt-train-en-de.txt` beside `wmt-test-en-de.txt`.
+
+Files of source code (`test_parser.py`) name no split, and their folders only if they separate train
+from another. Files without a split are in train, but refused if other names say train: they may be
+held-out text (`unclear_files`). If all files are in one split, the names have no effect.
 
 **Descriptions.** `only_data_files` leaves out what describes a corpus: the JSON files, cached
-results of `map`, locks and unfinished downloads of `datasets` (an .arrow file that state.json does
-not list is such a result); in the cache of `huggingface_hub` the blobs/ and refs/ to which its
-snapshots/ are links; metadata.csv of PG-19; export.json of `txl data export`; and
-en_meta_part_1.jsonl.gz and en_sha256.txt next to en_part_1.txt.gz of OSCAR 21.09.
+results of `map` and locks of `datasets` (an .arrow file that state.json does not list is such a
+result); unfinished downloads, backups of editors, the marks of Hadoop and Spark (_SUCCESS); in the
+cache of `huggingface_hub` the blobs/ and refs/ to which its snapshots/ are links; metadata.csv of
+PG-19; export.json of `txl data export`; and en_meta_part_1.jsonl.gz and en_sha256.txt next to
+en_part_1.txt.gz of OSCAR 21.09.
 
 Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
 github.com/google-deepmind/pg19; OSCAR, "OSCAR Schema v1.1".
@@ -39,7 +43,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
+from functools import lru_cache
+from itertools import compress, count, islice, takewhile
 from pathlib import Path
 
 from braceexpand import braceexpand
@@ -53,11 +58,17 @@ from data_pipeline.system.strict_json import parse_json
 
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 TRAIN = "train"
-_WORDS = {
-    **dict.fromkeys(("train", "training"), TRAIN),
-    **dict.fromkeys(("valid", "validation", "val", "dev", "heldout", "holdout"), "valid"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
+_TOKEN = re.compile(r"h[eo]ld[\W_]?out(?![^\W_])|[^\W_]+", re.IGNORECASE)
+_NUMBER = re.compile(r"\d*(of)?\d*")
+_CASE_OR_DIGIT = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?<=\d)(?=[^\W\d_])")
+_WORDS = (
+    r"(?i:(?P<train>train(?:ing)?)|(?P<test>test(?:ing)?|tst)"
+    r"|(?P<valid>val(?:id(?:at(?:e|ion))?)?|dev|eval(?:uation)?|h[eo]ld[\W_]?out))"
+)
+_HAS_WORD = re.compile(_WORDS)
+_IS_WORD = re.compile(
+    rf"(?:[A-Za-z][a-z]+(?=[A-Z]))?(?i:news|dev)?{_WORDS}(?i:set)?\d*(?:(?<=[a-z\d])[A-Z])?"
+)
 _SOURCE_CODE = {
     *(".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cs", ".java"),
     *(".kt", ".scala", ".go", ".rs", ".swift", ".m", ".js", ".jsx", ".ts", ".tsx", ".vue", ".css"),
@@ -65,14 +76,16 @@ _SOURCE_CODE = {
     *(".lisp", ".asm", ".f90", ".proto", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".md", ".rst"),
 }
 """Suffixes of code and its documentation, whose names speak of train and test."""
+_DESCRIBES = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog|authors)\b.*", re.I)
 _MAX_EXPANDED = 100_000
 """Maximum number of addresses of one brace pattern."""
 _MAX_LISTED = 3
 _MAX_STATE_BYTES = 16 * 2**20
-_DESCRIPTIONS = {
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
-    *("metadata.csv", "metadata.tsv"),
-}
+_NO_DATA = re.compile(
+    r"(?P<kind>(?:^|(?<=/))(?:dataset_(?:infos?|dict)\.json|metadata\.[ct]sv|_SUCCESS|_temporary"
+    r"|_(?:common_)?metadata)|\.(?:incomplete|part|partial|crdownload|tmp|swp)|~)(?:/|$)"
+)
+"""Also a folder: `0.0.0.incomplete/a.arrow`, `_temporary/0/part-0`."""
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
 _OSCAR_META = re.compile(
     r"(?P<language>(.*/)?[a-z]{2,3})_(meta(?P<part>_part_\d+)?\.jsonl(\.gz)?|sha256\.txt)",
@@ -84,12 +97,19 @@ _HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
 def parse_input(argument: str) -> tuple[str, str]:
     """(split, address) of NAME=ADDRESS; the split is "" for an address alone.
 
-    The argument is an address if there is a file with its whole path.
+    The argument is an address if there is a file with its whole path, or if NAME is part of a path,
+    URL or pattern. Raises ConfigError if NAME cannot be the name of a split.
     """
-    named = re.fullmatch(rf"({SPLIT_PATTERN})=(.+)", argument, re.DOTALL)
-    if not named or os.path.lexists(argument):
+    name, _, address = argument.partition("=")
+    if not address or re.search(r"[/:*?\[{]", name) or os.path.lexists(argument):
         return "", argument
-    return named[1], named[2]
+    if not re.fullmatch(SPLIT_PATTERN, name):
+        raise ConfigError(
+            f"{printable(argument)}: {printable(name)!r} cannot be the name of a split: lower-case "
+            "letters, digits and _ after a letter, at most 32. Write valid="
+            f"{printable(address)}; or, if = is part of a file's name, ./{printable(argument)}"
+        )
+    return name, address
 
 
 def require_all_named(splits: Sequence[str], arguments: Sequence[str]) -> None:
@@ -163,56 +183,65 @@ def split_pattern(address: str) -> tuple[str, re.Pattern[str]]:
 def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFile]:
     """The files of all inputs, each with the split that its name gives; "" if it gives none."""
     files = [file for each in inputs for file in each]
-    splits_of = splits_of_folders(posixpath.dirname(file.name) for file in files)
-    by_folder = [splits_of[posixpath.dirname(file.name)] for file in files]
-    given = [_WORDS.get(_given_folder(file).lower(), "") for file in files]
-    if len(inputs) == 1:  # one folder has one split, whatever it is called
-        given = [""] * len(files)
-    are_given_apart = len({*given} - {""}) > 1
-    has_train_folder = TRAIN in by_folder or TRAIN in given
-    with_splits = []
-    for file, folder, given_folder in zip(files, by_folder, given, strict=True):
-        is_code = suffix_of(file.name).name in _SOURCE_CODE
-        own = "" if is_code else split_of_file(posixpath.basename(file.name))
-        folders = folder or (given_folder if are_given_apart else "")
-        split = (folders if has_train_folder or not is_code else "") or own
-        split = split or ("" if is_code else given_folder)
-        with_splits.append(replace(file, split=split) if split else file)
-    return with_splits
+    # One folder has one split, whatever it is called.
+    given = [_given_folder(file) if len(inputs) > 1 else "" for file in files]
+    splits = splits_of_names([file.name for file in files], given)
+    pairs = zip(files, splits, strict=True)
+    return [replace(file, split=split) if split else file for file, split in pairs]
 
 
-def splits_of_folders(folders: Iterable[str]) -> dict[str, str]:
-    """The split of each path of folders; "" if none of its folders gives one."""
-    by_level = {
-        folder: [_split_of_parts(p[:1] + p[-1:]) for p in map(_parts, folder.split("/"))]
-        for folder in set(folders)
-    }
-    depth = max(map(len, by_level.values()), default=0)
-    levels = ({splits[d] for splits in by_level.values() if d < len(splits)} for d in range(depth))
-    # The outermost level that separates train from another split.
-    outer = next((d for d, found in enumerate(levels) if {TRAIN} < found - {""}), depth)
-    return {
-        folder: next(filter(None, [*splits[outer : outer + 1], *reversed(splits)]), "")
-        for folder, splits in by_level.items()
-    }
+def splits_of_names(names: Sequence[str], given: Sequence[str]) -> list[str]:
+    """The split of each file by its path, and by the name of the folder that was given.
+
+    It is "" if they give none. A level has the names at one depth: the given folder, the folders
+    below it, the files themselves.
+    """
+    depth = max((name.count("/") for name in names), default=0)
+    num_levels = depth + 2
+    suffixes = [suffix_of(name) for name in names]
+    rows = []  # the split of every level by outer words, then that by all words
+    for name, root, suffix in zip(names, given, suffixes, strict=True):
+        *folders, own = name.split("/")
+        own = "" if suffix.name in _SOURCE_CODE else own[: len(own) - len(suffix.packed)]
+        path = (root, *folders, *[""] * (depth - len(folders)), own)
+        rows.append([split_of_words(each, outer=outer) for outer in (True, False) for each in path])
+    levels = [{*level} for level in zip(*rows, strict=True)] or [{""}] * 2 * num_levels
+    separates = [{TRAIN} < level - {""} for level in levels]
+    differ = [len(levels[0] - {""}) > 1, *(len(level) > 1 for level in levels[1:num_levels])]
+    outermost = compress(count(), differ + separates[num_levels:])
+    order = [*outermost, *range(depth, 0, -1), num_levels - 1, 0]
+    splits = [next((row[level] for level in order if row[level]), "") for row in rows]
+    if any(separates[: num_levels - 1]):  # by folders, which then count for source code, too
+        return splits
+    is_code = (suffix.name in _SOURCE_CODE for suffix in suffixes)
+    return ["" if code else split for code, split in zip(is_code, splits, strict=True)]
 
 
-def split_of_file(name: str) -> str:
-    """The split that a name gives, without its folders; "" if it gives none."""
-    parts = _parts(name.lower().removesuffix(suffix_of(name).packed))
-    return _split_of_parts(parts[:1] + parts[-2:])
+@lru_cache(maxsize=2**14)
+def split_of_words(name: str, *, outer: bool) -> str:
+    """The split that the outer words of a name give, or all; "" for none, or train and another."""
+    if not _HAS_WORD.search(name):  # most names
+        return ""
+    words = _TOKEN.findall(name if outer else _CASE_OR_DIGIT.sub("_", name))
+    words = [word for word in words if not _NUMBER.fullmatch(word)]
+    matches = filter(None, map(_IS_WORD.fullmatch, words[:1] + words[-2:] if outer else words))
+    pairs = [(str(match.lastgroup), match[str(match.lastgroup)]) for match in matches]
+    # Words in other cases are parts of random ids, such as `xyTsT`.
+    splits = [split for split, word in pairs if word in (word.lower(), word.upper(), word.title())]
+    return "" if not splits or {TRAIN} < {*splits} else splits[-1]
 
 
-def _parts(name: str) -> list[str]:
-    """The words of a name, without numbers such as those of `00000-of-00002`."""
-    words = re.split(r"[.\-_\s]+", name.lower())
-    return [word for word in words if word not in ("", "of") and not word.isdigit()]
+def unclear_files(files: Sequence[InputFile]) -> list[InputFile]:
+    """Files whose names give no split where others say train: they may be held-out text.
 
-
-def _split_of_parts(parts: Iterable[str]) -> str:
-    """The split that these words give; "" for none or for different ones."""
-    splits = {_WORDS[part] for part in parts if part in _WORDS}
-    return splits.pop() if len(splits) == 1 else ""
+    Not those that describe a corpus; source code only if folders of source code give splits.
+    """
+    if all(file.split != TRAIN for file in files):
+        return []
+    is_code = {file.name: suffix_of(file.name).name in _SOURCE_CODE for file in files}
+    code_has_splits = any(file.split and is_code[file.name] for file in files)
+    unnamed = (f for f in files if not f.split and (code_has_splits or not is_code[f.name]))
+    return [f for f in unnamed if not _DESCRIBES.fullmatch(posixpath.basename(f.name))]
 
 
 def _given_folder(file: InputFile) -> str:
@@ -239,13 +268,15 @@ def list_splits(files: Sequence[InputFile]) -> str:
     """The number of files of every split as text: "3 files: train; 1: valid; 1: test"."""
     counts = [f"{count:,}: {split}" for split, count in count_by_split(files).items()]
     counts[0] = counts[0].replace(":", " file:" if counts[0].startswith("1:") else " files:")
-    unnamed = [printable(file.name) for file in files if not file.split]
-    note = ""
-    if unnamed and len(unnamed) < len(files):
-        more = f" and {len(unnamed) - _MAX_LISTED:,} more" if len(unnamed) > _MAX_LISTED else ""
-        listed = ", ".join(unnamed[:_MAX_LISTED]) + more
-        note = f" (in train because their names give no split: {listed})"
-    return "; ".join(counts) + note
+    unnamed = [file.name for file in files if not file.split]
+    note = f" (in train because their names give no split: {list_names(unnamed)})"
+    return "; ".join(counts) + note * (0 < len(unnamed) < len(files))
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _MAX_LISTED:,} more" * (len(names) > _MAX_LISTED)
+    return ", ".join(map(printable, names[:_MAX_LISTED])) + more
 
 
 # --- names of documents ----------------------------------------------------------------------
@@ -328,7 +359,7 @@ def reject_ambiguous_names(files: list[InputFile]) -> None:
 
 
 def only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[InputFile]:
-    """`files` without those that describe a corpus, caches, locks and unfinished downloads.
+    """`files` without those that describe a corpus, caches, locks, backups, unfinished downloads.
 
     Counts these in `ignored`. Raises DataError for a missing data file of a saved dataset.
     """
@@ -359,8 +390,10 @@ def _kind_of_description(
     """
     folder, name = posixpath.split(file.name)
     suffix = posixpath.splitext(name)[1]
+    if no_data := _NO_DATA.search(file.name):
+        return no_data["kind"]
     is_export = name == "export.json" and _describes_export(file)
-    if name in _DESCRIPTIONS or is_export or (name == "state.json" and folder in listed):
+    if is_export or (name == "state.json" and folder in listed):
         return name
     if file.name.startswith(copies):
         return "blobs and refs"
@@ -368,8 +401,6 @@ def _kind_of_description(
     is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
     if is_lock or is_cached or _CACHED_RESULT.fullmatch(name):
         return suffix
-    if any(part.endswith(".incomplete") for part in file.name.split("/")):
-        return ".incomplete"
     if (meta := _OSCAR_META.fullmatch(file.name)) and not scheme_of(file.path):
         texts = [f"{meta['language']}{meta['part'] or part}.txt" for part in ("", "_part_1")]
         if any(text in names or f"{text}.gz" in names for text in texts):

@@ -126,8 +126,10 @@ class _Source:
             if not isinstance(section, dict):
                 found = f"{dotted(parts[:depth])} is {_kind_of(section)}"
                 raise ConfigError(f"{origin}: {found}, not a section")
+        # A shell has its own comments: `#` is text, and not the end of a value.
+        is_text = re.search(r"(^|\s)#", value_text) and value_text.strip()[0] not in "'\"[{"
         try:
-            section[parts[-1]] = read_yaml(value_text).value
+            section[parts[-1]] = value_text.strip() if is_text else read_yaml(value_text).value
         except YamlTextError as error:
             raise ConfigError(f"{origin}: {error}") from None
         # The new value replaces everything below it.

@@ -1,6 +1,7 @@
 """Splits that come with a corpus are kept: by the names of its files, or by names of the inputs."""
 
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.preparation.splits import choose_given_splits
 from data_pipeline.readers import find_files
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -17,6 +19,7 @@ from tests.data_pipeline.preparation.preparing import files_of, ids_of
 from tests.support.corpus_layouts import LAYOUTS, Layout, table_row
 
 Txl = Callable[..., Any]
+TEXT = PrepareSettings()
 
 
 def tokens_of(directory: Path, split: str) -> list[int]:
@@ -53,7 +56,7 @@ def test_every_published_layout_keeps_its_splits(layout: Layout, tmp_path: Path)
 NAMES = {
     "train": ["train.txt", "TRAIN.jsonl", "my-train-00001.txt", "training_set/a.txt", "train/1/a"],
     "valid": ["dev.tsv", "x.val.txt", "val_0003.bin", "heldout-0/x", "c4-validation.00-of-08.json"],
-    "test": ["test.en", "a/b.test.tokens", "test/train.txt", "corpus_test_00.npy"],
+    "test": ["test.en", "a/b.test.tokens", "test/train.txt", "corpus_test_00.npy", "a.TEST.TXT.GZ"],
     "": ["a.txt", "latest.txt", "contest.txt", "unit_test_results_a.txt", "test_train.txt",
          "src/test_parser.py", "tests/x.c", "test/cases.py", "dev/tools.sh", "notes/test.md"],
 }  # fmt: skip
@@ -68,6 +71,95 @@ def test_a_name_gives_a_split_or_none(name: str, split: str, tmp_path: Path) -> 
     path.write_text("text")
     found = find_files([str(tmp_path / "in")], format="text", exclude=Path("/nowhere"))
     assert [file.split for file in found.files] == [split]
+
+
+BESIDE_TRAIN = {
+    "valid": ["eval.txt", "evaluation.txt", "held-out.txt", "held_out/a.txt", "HeldOut.txt",
+              "validate.txt", "dev2010.en", "val1.txt", "my-valid.v2.txt", "devset.txt"],
+    "test": ["devtest.txt", "newstest2014.en", "tst.txt", "testA.txt", "split=test/a.txt",
+             "IWSLT14.TED.tst2010.de-en.en.xml", "test2017/a.txt", "wmtTest.txt", "dev-test.txt"],
+    "refused": ["heldback.txt", "development.txt", "unseen/a.txt", "tests/a.txt", "quiz",
+                "TESTB.en"],
+}  # fmt: skip
+TRAIN_AND = {
+    ("myTrain.txt", "myTest.txt"): ["train", "test"],
+    ("train2017/a.txt", "val2017/a.txt"): ["train", "valid"],
+    ("split=train/a.txt", "split=test/a.txt"): ["train", "test"],
+    ("wmt-train-en-de.txt", "wmt-test-en-de.txt"): ["train", "test"],
+    ("trainSmall.txt", "testSmall.txt"): ["train", "test"],
+    ("c-train-v2/a.txt", "c-heldout-v2/a.txt"): ["train", "valid"],
+    ("a/train/1.txt", "a/train/2.txt", "b/1.txt"): [],
+    ("train/a.py", "test/b.py", "other/c.py"): [],
+    ("train.txt", "test.txt", "more.txt"): [],
+    **{
+        ("train.txt", name): [] if split == "refused" else ["train", split]
+        for split, names in BESIDE_TRAIN.items()
+        for name in names
+    },
+}
+"""Files of which one says train, and their splits; none if they are refused."""
+
+
+def splits_of(folder: Path, names: Iterable[str], settings: PrepareSettings = TEXT) -> list[str]:
+    """The splits of files with these names, in their order."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    found = find_files([str(folder)], format="auto", exclude=Path("/nowhere"))
+    chosen = choose_given_splits(found, settings, lambda line: None)
+    split_of = {file.name: file.split for file in chosen}
+    return [split_of[name] for name in names]
+
+
+@pytest.mark.parametrize(("names", "splits"), TRAIN_AND.items(), ids=map("+".join, TRAIN_AND))
+def test_text_beside_train_is_in_a_split_or_refused(
+    names: tuple[str, ...], splits: list[str], tmp_path: Path
+) -> None:
+    if splits:
+        assert splits_of(tmp_path, names) == splits
+        return
+    with pytest.raises(ConfigError, match="give no split") as refused:
+        splits_of(tmp_path, names)
+    for part in (f"train={tmp_path}/{names[0]}", f"valid={tmp_path}/{names[-1]}", "--split none"):
+        assert part in str(refused.value)
+    for settings in (PrepareSettings(merge_splits=True), PrepareSettings(split={"valid": 0.5})):
+        assert splits_of(tmp_path, names, settings) == [""] * len(names)
+
+
+def test_files_of_an_archive_and_of_several_inputs_are_refused_alike(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as packed:
+        for name in ("c/train.txt", "c/heldback.txt"):
+            packed.writestr(name, name)
+            packed.extract(name, tmp_path)
+    for inputs, place in (
+        (["c.zip"], f"{tmp_path}/c.zip/c"),
+        (["c/train.txt", "c/heldback.txt"], f"{tmp_path}/c"),
+    ):
+        paths = [str(tmp_path / each) for each in inputs]
+        found = find_files(paths, format="auto", exclude=Path("/nowhere"))
+        with pytest.raises(ConfigError, match=f"train={place}/train.txt valid={place}/heldback"):
+            choose_given_splits(found, TEXT, lambda line: None)
+
+
+NOTHING_SEPARATED = [
+    ["train/a.txt", "train/b.txt"],
+    ["train-00000-of-00002.txt", "train-00001-of-00002.txt"],
+    ["train_00001of00002.txt", "train_00002of00002.txt"],
+    ["a.txt", "b/c.txt", "README.md"],
+    ["train.txt", "README.md", "LICENSE", "CITATION.cff", "load.py"],
+    ["training/a.py", "model/b.py", "notes.md"],
+    ["contest.txt", "latest/a.txt", "my_training_of_dogs_ended.txt"],
+]
+
+
+@pytest.mark.parametrize("names", NOTHING_SEPARATED, ids="+".join)
+def test_files_that_all_or_none_say_train_are_one_split(names: list[str], tmp_path: Path) -> None:
+    assert splits_of(tmp_path, names) == [""] * len(names)
+
+
+def test_what_describes_a_corpus_is_no_text_to_hold_out(tmp_path: Path) -> None:
+    names = ["data/train.txt", "data/test.txt", "README.md", "data/LICENSE.txt", "load.py"]
+    assert splits_of(tmp_path, names) == ["train", "test", "", "", ""]
 
 
 def test_folders_of_source_code_are_splits_only_next_to_a_folder_train(tmp_path: Path) -> None:
@@ -191,6 +283,7 @@ def test_fractions_of_named_inputs_are_taken_from_train(txl: Txl, tmp_path: Path
 
 
 WRONG = {
+    "'My-valid' cannot be the name of a split": ["train={0}/x.train.txt", "My-valid=x.valid.txt"],
     "this input has no split and others have one": ["train={0}/x.train.txt", "{0}/x.test.txt"],
     "none is train": ["valid={0}/x.valid.txt", "test={0}/x.test.txt"],
     "the inputs are given with the names of their splits": ["train={0}/x.train.txt",

@@ -223,6 +223,18 @@ def test_nul_after_the_first_bytes_rejects_the_document_with_its_place(
     assert reject.byte == len(text) + 1
 
 
+@pytest.mark.parametrize("name", ["train.bin", "a.npy.gz"])
+def test_ids_that_are_read_as_text_are_answered_by_the_options_for_ids(
+    tmp_path: Path, name: str
+) -> None:
+    raw = bytes(range(256)) * 2
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    (reject,) = read(one_file(tmp_path / name))
+    assert isinstance(reject, Reject)
+    assert "give --format ids --vocab-size" in reject.reason
+    assert "UTF-16" not in reject.reason
+
+
 def test_binary_files_are_refused_by_name(txl: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

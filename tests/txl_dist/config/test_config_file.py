@@ -342,6 +342,16 @@ def test_all_wrong_overrides_are_reported_with_their_origins(
         assert part in message.replace(f"{tmp_path}/", ""), message
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("a #b", "a #b"), ("#1", "#1"), (" a# #b ", "a# #b"), ("'a #b'", "a #b"), ("a#b", "a#b")],
+)
+def test_a_hash_in_an_override_is_text(load: Any, text: str, value: str) -> None:
+    assert load(SMALL, f"directory={text}").directory == value
+    with pytest.raises(ConfigError, match='seed is "3 # x"'):
+        load(SMALL, "seed=3 # x")
+
+
 def test_an_override_of_a_section_replaces_earlier_overrides_in_it(load: Any) -> None:
     overrides = ("model.d_model=33", "model={d_head: 0}")
     with pytest.raises(ConfigError, match=r"^override model: model: d_head=0 must be at least 1$"):

@@ -150,7 +150,7 @@ def inspect(
     if as_json:
         content = totals(directory, manifest)
         for name, entry in manifest.splits.items():
-            ratio = entry.text_bytes_per_compressed_byte
+            ratio = entry.text_bytes_per_compressed_byte if manifest.has_text else None
             content["splits"][name]["text_bytes_per_compressed_byte"] = ratio
         print(json.dumps({**content, "documents": [asdict(excerpt) for excerpt in shown]}))
         return
@@ -289,7 +289,7 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
                 "documents": entry.documents,
                 "blocks": entry.blocks,
                 "tokens": entry.tokens,
-                "text_bytes": entry.text_bytes,
+                "text_bytes": entry.text_bytes if manifest.has_text else None,
                 "bytes": entry.compressed_bytes,
             }
             for name, entry in manifest.splits.items()
@@ -299,10 +299,11 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
 
 def print_totals(manifest: "ShardManifest") -> None:
     for name, split in manifest.train_first():
+        ratio = f" ({split.text_bytes_per_compressed_byte:.2f} bytes of text per byte)"
         print(
             f"  {name:<8} {split.documents:>10,} documents {split.tokens:>15,} tokens "
-            f"{split.compressed_bytes:>13,} bytes in {len(split.shards)} shards "
-            f"({split.text_bytes_per_compressed_byte:.2f} bytes of text per byte)"
+            f"{split.compressed_bytes:>13,} bytes in {len(split.shards)} shards"
+            f"{ratio if manifest.has_text else ''}"
         )
     source = manifest.input
     skipped = f"{source.empty} empty, {source.rejected} rejected, {source.duplicates} duplicates"

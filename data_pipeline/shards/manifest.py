@@ -221,6 +221,11 @@ class ShardManifest(DatasetHeader):
             raise ValueError(f"end_of_document={self.end_of_document} is outside the vocabulary")
         return self
 
+    @property
+    def has_text(self) -> bool:
+        """False for a dataset of token ids, whose `text_bytes` are those of decimal numbers."""
+        return self.settings.tokenizer != "ids"
+
     # Not a field: it covers all fields, and `manifest_bytes` adds it to the file.
     @property
     def digest(self) -> str:

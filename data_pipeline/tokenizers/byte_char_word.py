@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.tokenizers.interface import (
+    UNKNOWN_BYTES,
     Tokenizer,
     checked_ids,
     lengths_of,
@@ -99,7 +100,7 @@ class ByteTokenizer(Tokenizer):
         return array[array != self.end_of_document].astype(np.uint8).tobytes()
 
     def token_bytes(self) -> np.ndarray:
-        lengths = np.ones(self.vocab_size, dtype=np.int32)
+        lengths = np.ones(self.vocab_size, dtype=np.int64)
         lengths[self.end_of_document] = 0
         return lengths
 
@@ -173,9 +174,9 @@ class CharTokenizer(_SymbolTokenizer):
         return points.tobytes().decode("utf-32-le")
 
     def token_bytes(self) -> np.ndarray:
-        """See `Tokenizer.token_bytes`. An unknown character counts as U+FFFD, three bytes."""
-        lengths = [len(chr(point).encode()) for point in self._code_points]
-        return np.array([*lengths, 0], dtype=np.int32)
+        lengths = [len(symbol.encode()) for symbol in self.symbols]
+        lengths[self._unknown] = UNKNOWN_BYTES
+        return np.array([*lengths, 0], dtype=np.int64)
 
 
 class _Ids(dict[str, int]):
@@ -238,13 +239,6 @@ class WordTokenizer(_SymbolTokenizer):
                 text.append("\n")
                 after_word = False
         return "".join(text)
-
-    def token_bytes(self) -> np.ndarray:
-        """By convention, a word counts with one space after it, and a line end counts one byte."""
-        lengths = [len(symbol.encode()) + 1 for symbol in self.symbols]
-        # With "both", the space counted after the last word of a line is the line end.
-        lengths[self._id_of[LINE_END]] = 1 if self.lines == "end" else 0
-        return np.array([*lengths, 0], dtype=np.int32)
 
 
 def symbols_of(text: str, lines: Lines) -> Iterator[list[str]]:

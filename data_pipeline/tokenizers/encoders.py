@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from data_pipeline.tokenizers.decoding import BYTE_OF
+
 COMPARED_VERSION = "0.10.0"
 _ASCII = bytes(range(128))
 OTHER_CLASS = re.compile(
@@ -113,7 +115,7 @@ def resident_bytes() -> int:
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
-# --- the tokens of byte-level BPE as bytes --------------------------------------------------------
+# --- which tokenizers it encodes -----------------------------------------------------------------
 
 
 _GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
@@ -128,29 +130,16 @@ _PLAIN_MODEL = {
 }
 
 
-def _byte_of_character() -> dict[str, int]:
-    """The character for each byte in such files: itself if printable, else chr(256), chr(257)..."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    moved = {chr(256 + number): byte for number, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | moved
+def require_gpt2_bpe(content: dict[str, Any], *, leave_out: str | None) -> None:
+    """Raise ValueError with the reason unless a file's content is byte-level BPE with GPT-2's
+    pattern: gigatoken may encode others in another way than `tokenizers`.
 
-
-BYTE_OF = _byte_of_character()
-_TO_LATIN_1 = str.maketrans({character: chr(byte) for character, byte in BYTE_OF.items()})
-
-
-def bytes_of_tokens(content: dict[str, Any], *, leave_out: str | None) -> dict[int, bytes]:
-    """Id -> bytes, for a file's content that is byte-level BPE with GPT-2's pattern.
-
-    `leave_out` is the vocabulary's end-of-text token. Raises ValueError with the reason for all
-    other tokenizers, which gigatoken may encode in another way than `tokenizers`.
+    `leave_out` is the vocabulary's end-of-text token.
     """
     _require_plain_bpe(content)
     vocab = {token: id_ for token, id_ in content["model"]["vocab"].items() if token != leave_out}
     if "" in vocab or not BYTE_OF.keys() >= {*"".join(vocab)}:
         raise ValueError("its tokens are not written in bytes")
-    bytes_of = {token: token.translate(_TO_LATIN_1).encode("latin-1") for token in vocab}
     merged = []
     earlier = {*BYTE_OF}
     for merge in content["model"]["merges"]:
@@ -164,7 +153,6 @@ def bytes_of_tokens(content: dict[str, Any], *, leave_out: str | None) -> dict[i
         raise ValueError("the tokens are not the 256 bytes and one token per merge")
     if any(vocab[low] >= vocab[high] for low, high in pairwise(merged)):
         raise ValueError("the ids are not in the order of the merges")
-    return {id_: bytes_of[token] for token, id_ in vocab.items()}
 
 
 def _require_plain_bpe(content: dict[str, Any]) -> None:

@@ -97,10 +97,6 @@ class IdTokenizer(Tokenizer):
         words = array[array != self.end_of_document].tolist()
         return " ".join(self.names.get(id_) or str(id_) for id_ in words)
 
-    def token_bytes(self) -> np.ndarray:
-        """All 0: there is no text whose bytes could be counted."""
-        return np.zeros(self.vocab_size, dtype=np.int32)
-
     def _id(self, word: str) -> int:
         if word in self._id_of:
             return self._id_of[word]

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import canonical_json
 
+UNKNOWN_BYTES = -(2**40)
+"""Bytes of a token that are not known. They make every sum negative, which is then not known."""
 Cuts = Literal["anywhere", "space", "line", "never"]
 """Where a text may be cut without changing its tokens. `text_parts` defines the positions."""
 
@@ -97,9 +99,13 @@ class Tokenizer(ABC):
         """The bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
         return self.decode(ids).encode()
 
-    @abstractmethod
     def token_bytes(self) -> np.ndarray:
-        """int32 [vocab_size]: UTF-8 bytes of text per id, 0 for `end_of_document`."""
+        """int64 [vocab_size]: UTF-8 bytes of text per id, 0 for `end_of_document`.
+
+        `UNKNOWN_BYTES` for an id that may be any character. All 0 if the bytes of a text do not
+        follow from its ids at all.
+        """
+        return np.zeros(self.vocab_size, dtype=np.int64)
 
 
 # --- parts of a long text -------------------------------------------------------------------------

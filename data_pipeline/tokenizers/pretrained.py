@@ -7,6 +7,7 @@ first, because the library would encode their names in a text as the special tok
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Literal, Self
@@ -19,10 +20,11 @@ from pydantic import Field
 from data_pipeline.errors import DataError
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import canonical_json
+from data_pipeline.tokenizers.decoding import TokenBytes, bytes_are_exact, decoder_steps
 from data_pipeline.tokenizers.encoders import (
     GigatokenEncoder,
-    bytes_of_tokens,
     reason_without_gigatoken,
+    require_gpt2_bpe,
 )
 from data_pipeline.tokenizers.interface import (
     Tokenizer,
@@ -78,16 +80,20 @@ class PretrainedTokenizer(Tokenizer):
             raise ValueError("its model has dropout: the same text has several encodings")
         self.vocab_size = len(ids)
         end = next((token for token, id_ in tokens.items() if id_ == self.end_of_document), None)
-        self._bytes_of: dict[int, bytes] | None = None
-        self.slow_reason = reason_without_gigatoken()
+        self.slow_reason, self.cuts = reason_without_gigatoken(), "space"
         try:
-            self._bytes_of = bytes_of_tokens(content, leave_out=end)
+            require_gpt2_bpe(content, leave_out=end)
         except ValueError as reason:
             if description.type == "bpe":
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
-            self.slow_reason = str(reason)
-        self.lossless = self._bytes_of is not None
-        self.cuts = "space" if self.lossless else "never"
+            self.slow_reason, self.cuts = str(reason), "never"
+        self._later_bytes: TokenBytes | None = None
+        self.lossless = False
+        with suppress(ValueError):
+            steps = decoder_steps(content)
+            self._later_bytes = TokenBytes(self._library, steps)
+            self._first_bytes = TokenBytes(self._library, steps, is_first=True)
+            self.lossless = bytes_are_exact(content)
         library = "tokenizers" if self.slow_reason else "gigatoken"
         self.encoder = f"{library} {version(library)}"
 
@@ -131,7 +137,7 @@ class PretrainedTokenizer(Tokenizer):
         return self._library.encode(text, add_special_tokens=False).ids
 
     def unknown_symbols(self, text: str) -> Counter[str]:
-        if self._bytes_of or self._unknown is None:
+        if self._unknown is None:
             return Counter()
         encoding = self._library.encode(text, add_special_tokens=False)
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
@@ -143,34 +149,27 @@ class PretrainedTokenizer(Tokenizer):
         return _unknown_id(self.description.tokenizer["model"], self._library.get_vocab())
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        if self._bytes_of:
-            return self.decode_bytes(ids).decode("utf-8", errors="replace")
-        array = checked_ids(ids, self.vocab_size)
-        ids_of_text = array[array != self.end_of_document].tolist()
-        return self._library.decode(ids_of_text, skip_special_tokens=False)
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        if not self._bytes_of:
-            return self.decode(ids).encode()
         array = checked_ids(ids, self.vocab_size)
-        ids_of_text = array[array != self.end_of_document].tolist()
-        return b"".join(map(self._bytes_of.__getitem__, ids_of_text))
+        texts = np.split(array, np.flatnonzero(array == self.end_of_document))
+        return b"".join(
+            self._bytes_of_text(text[text != self.end_of_document].tolist()) for text in texts
+        )
+
+    def _bytes_of_text(self, ids: list[int]) -> bytes:
+        if self._later_bytes is None:
+            return self._library.decode(ids, skip_special_tokens=False).encode()
+        first = map(self._first_bytes.__getitem__, ids[:1])
+        return b"".join([*first, *map(self._later_bytes.__getitem__, ids[1:])])
 
     def token_bytes(self) -> np.ndarray:
-        """See `Tokenizer.token_bytes`. An estimate unless `lossless`, and so are bits per byte.
-
-        Such a tokenizer may normalize the text, or drop a word's space at the start of a text. The
-        estimate is the number of bytes that a token adds after itself.
-        """
-        lengths = np.zeros(self.vocab_size, dtype=np.int32)
-        for id_ in range(self.vocab_size):
-            if id_ == self.end_of_document:
-                continue
-            if self._bytes_of:
-                lengths[id_] = len(self._bytes_of[id_])
-            else:
-                once, twice = self.decode_bytes([id_]), self.decode_bytes([id_, id_])
-                lengths[id_] = max(0, len(twice) - len(once))
+        lengths = super().token_bytes()
+        if self._later_bytes is not None and self.lossless:
+            for id_ in range(self.vocab_size):
+                if id_ != self.end_of_document:
+                    lengths[id_] = len(self._later_bytes[id_])
         return lengths
 
 

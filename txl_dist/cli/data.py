@@ -151,7 +151,7 @@ def inspect(
     if as_json:
         content = totals(directory, manifest)
         for name, entry in manifest.splits.items():
-            ratio = entry.text_bytes_per_compressed_byte
+            ratio = entry.text_bytes_per_compressed_byte if manifest.has_text else None
             content["splits"][name]["text_bytes_per_compressed_byte"] = ratio
         print(json.dumps({**content, "documents": [asdict(excerpt) for excerpt in shown]}))
         return
@@ -290,7 +290,7 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
                 "documents": entry.documents,
                 "blocks": entry.blocks,
                 "tokens": entry.tokens,
-                "text_bytes": entry.text_bytes,
+                "text_bytes": entry.text_bytes if manifest.has_text else None,
                 "bytes": entry.compressed_bytes,
             }
             for name, entry in manifest.splits.items()
@@ -300,10 +300,11 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
 
 def print_totals(manifest: "ShardManifest") -> None:
     for name, split in manifest.train_first():
+        ratio = f" ({split.text_bytes_per_compressed_byte:.2f} bytes of text per byte)"
         print(
             f"  {name:<8} {counted(split.documents, 'document'):>20} {split.tokens:>15,} tokens "
-            f"{split.compressed_bytes:>13,} bytes in {counted(len(split.shards), 'shard')} "
-            f"({split.text_bytes_per_compressed_byte:.2f} bytes of text per byte)"
+            f"{split.compressed_bytes:>13,} bytes in {counted(len(split.shards), 'shard')}"
+            f"{ratio if manifest.has_text else ''}"
         )
     source = manifest.input
     skipped = f"{source.empty} empty, {source.rejected} rejected, {source.duplicates} duplicates"

@@ -11,16 +11,19 @@ by_document_position.png    with --details: a plot of each table; also by_segmen
     {"checkpoint": "...", "split": "valid", "id": "...", "tokens": 12, "bytes": 40, "nats": 31.25}
 
 Every target is in one document, so tokens and bytes add up to those of the score exactly, and nats
-up to the rounding of float64. The workers send the sums of each batch (breakdown.py), from which
-`--resume` continues. Here they take 32 bytes per document; ids are read shard by shard.
+up to the rounding of float64. `bytes` is null if the bytes of the texts are not known. The workers
+send the sums of each batch (breakdown.py), from which `--resume` continues. Here they take 32 bytes
+per document; ids are read shard by shard.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import counted
+from data_pipeline.shards.manifest import open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.result import EvaluationResult
 
 RESULT_NAME = "result.json"
+
+log = logging.getLogger(__name__)
 
 Scored = Mapping[str, Any]
 """The JSON object of one result."""
@@ -69,11 +74,40 @@ def document_lines(
     """The lines of all jobs, in the order of the splits. The jobs have no `num_ranks`."""
     for each, result in zip(planned, results, strict=True):
         names = {"checkpoint": str(each.given.checkpoint), "split": result.settings.split}
-        # Words are replaced by `<unk>`, and token ids have no text: no document's bytes are known.
-        has_bytes = result.sums.num_bytes > 0 and not result.text.is_word_model
+        bytes_of = _bytes_of_documents(each, result)
         for id_, nats, tokens, num_bytes in _scores_of_documents(each):
-            score = {"tokens": tokens, "bytes": num_bytes if has_bytes else None, "nats": nats}
+            score = {"tokens": tokens, "bytes": bytes_of(num_bytes), "nats": nats}
             yield json.dumps({**names, "id": id_, **score}).encode() + b"\n"
+
+
+def _bytes_of_documents(
+    planned: "PlannedJob", result: "EvaluationResult"
+) -> Callable[[int], int | None]:
+    """A function that is called for the documents in order, with the bytes of their tokens.
+
+    It returns the bytes of their texts. If these do not follow from the tokens, they are those of
+    the decoded texts, provided that they add up to those of the split, and None otherwise.
+    """
+    split = open_split(planned.job.data, planned.job.settings.split)
+    tokenizer = open_tokenizer(planned.job.data, split.manifest)
+    if tokenizer.token_bytes().any():
+        return lambda num_bytes: num_bytes if num_bytes >= 0 else None
+    if result.text.num_bytes is None:
+        return lambda num_bytes: None
+    sizes = [
+        len(tokenizer.decode_bytes(split.read(each.block, each.start, each.stop)))
+        for each in split.documents()
+    ]
+    if sum(sizes) != split.entry.text_bytes:
+        log.warning(
+            "split %s has %s bytes, its decoded texts %s, because the tokenizer is not lossless: "
+            "the bytes of its documents are null",
+            *(split.split, f"{split.entry.text_bytes:,}", f"{sum(sizes):,}"),
+        )
+        return lambda num_bytes: None
+    sizes[0] -= split.entry.text_bytes - result.text.num_bytes  # of the first token of the split
+    remaining = iter(sizes)
+    return lambda num_bytes: next(remaining)
 
 
 def _scores_of_documents(planned: "PlannedJob") -> Iterator[tuple[str, float, int, int]]:
@@ -206,6 +240,8 @@ def print_score(scored: Scored) -> None:
     for name, score in SCORES.items():
         if scored[name] is not None and name != "nats_per_token":
             print(f"  {score.label:15}  {_show(scored[name])}")
+    if scored["bits_per_byte"] is None:
+        print(f"  bytes            not known: {scored['not_counted']}")
     if details := scored.get("details"):
         _print_interval(details)
     print(
@@ -221,7 +257,7 @@ def print_score(scored: Scored) -> None:
 
 
 def _show(value: float | None) -> str:
-    """Four decimals; a word perplexity of an untrained model over bytes has more than 15 digits."""
+    """Four decimals; a word perplexity of an untrained model has more than 15 digits."""
     if value is None:
         return "-"
     return f"{value:.4f}" if value < 1e6 else f"{value:.4g}"

@@ -12,7 +12,7 @@ token_frequency: how often the target's id occurs in the split that `counted_spl
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -151,13 +151,11 @@ class BreakdownCounter:
         return total_breakdown(self._parts)
 
 
-def score_intervals(
-    documents: LossTable, known: Container[str] = ("tokens", "bytes")
-) -> dict[str, tuple[float, float] | None] | None:
+def score_intervals(documents: LossTable) -> dict[str, tuple[float, float] | None] | None:
     """By name of each score of tokens or bytes: its interval, from resampled documents.
 
-    None for fewer documents than a resample needs, and for a score whose sum is not in `known` or
-    is 0 in a resample.
+    None for fewer documents than a resample needs, and for a score whose sum is not known, or 0, in
+    a resample.
     """
     num_documents = len(documents.key_K)
     if num_documents < bootstrap.MIN_DOCUMENTS:
@@ -171,7 +169,7 @@ def score_intervals(
     intervals: dict[str, tuple[float, float] | None] = {}
     for name, score in SCORES.items():
         if score.needs in names:
-            is_known = score.needs in known and all(sums[score.needs] for sums in resampled)
+            is_known = all(sums[score.needs] > 0 for sums in resampled)
             values = [score.finish(sums) for sums in resampled] if is_known else []
             intervals[name] = bootstrap.interval(values) if values else None
     return intervals
@@ -182,15 +180,13 @@ def in_range(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def details_to_json(
-    breakdown: Breakdown, counted_split: str, known: Container[str] = ("tokens", "bytes")
-) -> dict[str, Any]:
+def details_to_json(breakdown: Breakdown, counted_split: str) -> dict[str, Any]:
     """What `txl eval --details` adds to the JSON of a result: the value of `details`.
 
-    `counted_split`: whose token frequencies are used. `known`: sums that the score has.
+    `counted_split`: whose token frequencies are used.
     """
     documents = breakdown[DOCUMENT]
-    intervals = score_intervals(documents, known)
+    intervals = score_intervals(documents)
     num_documents = len(documents.key_K)
     return {
         "interval": intervals

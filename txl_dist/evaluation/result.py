@@ -54,7 +54,11 @@ class ScoredText:
     is_word_model: bool = False
     """Every token is a word, the mark of a line or the end of a document."""
     num_bytes: int | None = None
-    """UTF-8 bytes of the text. A word model replaces unknown words, so its tokens have others."""
+    """UTF-8 bytes of the text. Most tokenizers normalize it, so their tokens do not tell it."""
+
+    def counted(self, sums: LossSums) -> LossSums:
+        """The sums of this text with its bytes, if they are known."""
+        return sums if self.num_bytes is None else replace(sums, num_bytes=self.num_bytes)
 
     @property
     def num_words(self) -> int | None:
@@ -132,6 +136,9 @@ class EvaluationResult:
     """Tokens before a segment that determine its memory; None: there is no limit, so only whole
     documents, or else the whole split, can be scored independently."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sums", self.text.counted(self.sums))
+
     @property
     def protocol(self) -> str:
         """One line to quote next to the score."""
@@ -158,14 +165,15 @@ class EvaluationResult:
     def named_sums(self) -> dict[str, float]:
         """The sums of the whole text; those that are not known are missing."""
         text, sums = self.text, self.sums.named
-        known: dict[str, float | None] = {
-            **sums,
-            # A word model replaces unknown words, so its tokens have other bytes than the text.
-            "bytes": text.num_bytes if text.is_word_model else sums["bytes"],
-            "characters": text.counts.characters if text.counts else None,
-            "words": sums["tokens"] if text.is_word_model else text.num_words,
-        }
-        return {name: size for name, size in known.items() if size is not None}
+        if text.counts is not None:
+            sums["characters"] = text.counts.characters
+        if text.is_word_model:
+            sums["words"] = sums["tokens"]
+        # The words of a model of bytes or characters are so improbable that their perplexity, of
+        # 15 digits and more, says nothing.
+        elif text.counts is not None and sums["tokens"] < text.counts.characters:
+            sums["words"] = text.num_words or 0
+        return {name: size for name, size in sums.items() if size > 0 or name == "nats"}
 
     @property
     def scores(self) -> dict[str, float | None]:
@@ -176,9 +184,7 @@ class EvaluationResult:
         """The object that `txl eval --json` prints; a number too large for a float is null."""
         named, details = self.named_sums, {}
         if self.breakdown is not None and self.counted_split is not None:
-            # The tokens of a word model have other bytes than the text, also by document.
-            known = {"tokens"} if self.text.is_word_model else {"tokens", "bytes"}
-            details["details"] = details_to_json(self.breakdown, self.counted_split, known)
+            details["details"] = details_to_json(self.breakdown, self.counted_split)
         return {
             "nats": named["nats"],
             "tokens_scored": named["tokens"],

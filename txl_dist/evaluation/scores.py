@@ -66,9 +66,9 @@ def score(*, needs: str, label: str = "") -> Callable[[Finisher], Finisher]:
 
 
 def finish(sums: NamedSums) -> dict[str, float | None]:
-    """All scores; None for one whose sum is not known, or is 0."""
+    """All scores; None for one whose sum is not known, or not positive."""
     return {
-        name: score.finish(sums) if sums.get(score.needs) else None
+        name: score.finish(sums) if sums.get(score.needs, 0) > 0 else None
         for name, score in SCORES.items()
     }
 
@@ -115,7 +115,10 @@ def _exp(nats: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums over scored targets; `num_bytes` counts the UTF-8 bytes of their text."""
+    """Sums over scored targets; `num_bytes` counts the UTF-8 bytes of their text.
+
+    It is 0 or negative if they are not known (`Tokenizer.token_bytes`).
+    """
 
     nats: float = 0.0
     num_tokens: float = 0
@@ -162,9 +165,9 @@ class LossSums:
 
     @property
     def bits_per_byte(self) -> float:
-        """Raises DataError without bytes."""
+        """Raises DataError if the bytes are not known."""
         if self.num_bytes <= 0:
             raise DataError(
-                "the scored targets have no bytes of text, so there are no bits per byte"
+                "the bytes of the scored text are not known, so there are no bits per byte"
             )
         return bits_per_byte(self.named)

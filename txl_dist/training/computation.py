@@ -8,7 +8,7 @@ import torch
 
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.job import EvaluationSettings
-from txl_dist.evaluation.result import plan_evaluation
+from txl_dist.evaluation.result import plan_evaluation, scored_text
 from txl_dist.evaluation.scoring import Scorer, evaluate_on_ranks
 from txl_dist.model.devices import attention_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
@@ -97,16 +97,18 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
         max_tokens=config.evaluation.max_tokens,
         precision=config.precision,
     )
+    source = data.evaluation.open()
     scorer = Scorer(
         model=model,
-        source=data.evaluation.open(),
+        source=source,
         tgt_len=settings.tgt_len,
         reset=settings.reset,
         precision=settings.precision,
         batch_chunks=config.evaluation.batch_chunks,
         byte_counts_V=torch.from_numpy(data.tokenizer.token_bytes()),
     )
-    chunks = plan_evaluation(scorer.source, settings, model.config)
+    chunks = plan_evaluation(source, settings, model.config)
+    text = scored_text(source, max_tokens=settings.max_tokens)
 
     score = StepScore(
         step=0,
@@ -124,6 +126,6 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
         if sums is None:
             return None
         facts = {"step": state.step, "tokens": state.tokens}
-        return score.model_copy(update=facts).with_sums(sums)
+        return score.model_copy(update=facts).with_sums(text.counted(sums))
 
     return evaluate

@@ -129,7 +129,7 @@ class Report(Observer):
         assert self._scored is not None
         sums = score.sums
         self._journal.write(score.metrics(self._scored))
-        per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes else ""
+        per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes > 0 else ""
         log.info(
             "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
             score.step,
@@ -221,6 +221,11 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
             "but %s was prepared with --shuffle, so that is an unrelated one. Prepare it without "
             "--shuffle, or set data.reset=document",
             " and ".join(str(corpus.directory) for corpus in shuffled),
+        )
+    if data.corpora[0].manifest.has_text and not data.tokenizer.token_bytes().any():
+        log.info(
+            "bits per byte | only of whole splits, whose text was counted: the tokens of this "
+            "tokenizer do not tell the bytes of a text"
         )
     if config.evaluation.split is None:
         log.info("evaluation | none, because evaluation.split=null")

@@ -71,7 +71,7 @@ class StepScore(StrictModel):
         changes = {
             "nats": None if reason else sums.nats,
             "tokens_scored": int(sums.num_tokens),
-            "bytes_scored": int(sums.num_bytes),
+            "bytes_scored": max(0, int(sums.num_bytes)),
             "reason": reason,
         }
         return self.model_copy(update=changes)

@@ -128,7 +128,7 @@ class TrainState(StrictModel):
     """Targets trained on, over all lanes."""
     best: StepScore | None = None
     """The best score when the checkpoint was saved; None in a run that trains (`scores.py`)."""
-    unreported: tuple[float, Count, Count] = (0.0, 0, 0)
+    unreported: tuple[float, Count, int] = (0.0, 0, 0)
     """Nats, tokens and bytes since the last line of metrics.jsonl."""
     unreported_steps: Count = 0
     last_update: LastUpdate | None = None

@@ -65,7 +65,8 @@ def test_another_kind_of_tokenizer_goes_through_the_library(tmp_path: Path) -> N
     assert tokenizer.end_of_document == 3, "two special tokens: the end is a new id"
     assert tokenizer.vocab_size == 4
     assert tokenizer.cuts == "never"
-    assert tokenizer.token_bytes()[:3].tolist() == [6, 4, 4]
+    assert not tokenizer.token_bytes().any(), "any word may be unknown"
+    assert tokenizer.decode([1, 2, 3, 2]) == "the catcat"
     with pytest.raises(UnicodeEncodeError, match="surrogates"):
         tokenizer.encode("the \ud800")
 

@@ -19,6 +19,7 @@ from data_pipeline.streams.cursor import read_range
 from data_pipeline.system.files import StagedDirectory
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from tests.support.exported_model import export_small_model
+from tests.support.tokenizer_families import LIBRARY_OF
 from tests.txl_dist.evaluation.test_distributed import Recorder
 from txl_dist.analysis.plots import plot_table
 from txl_dist.cli.evaluation_output import (
@@ -202,6 +203,89 @@ def test_a_part_of_a_split_has_the_documents_that_begin_in_it(job: EvaluationJob
     assert sum(each["tokens"] for each in documents) == result.sums.num_tokens == 29
     (_, whole) = evaluate(job, InProcess())
     assert [d["id"] for d in documents] == [json.loads(w)["id"] for w in whole[: len(documents)]]
+
+
+PLAIN = ["größer à Łódź, dit-elle", "潮は満ちる。灰色", "grey"]
+"""Texts that a tokenizer of pieces in spaces keeps; lines 0 and 1 are European and Japanese."""
+TO_NORMALIZE = [" e\u0301 ½  x", "灰 ▁ 漢"]
+"""Texts that no tokenizer keeps but a byte-level one without normalizer."""
+KEEPS_PLAIN = ("gpt2", "llama3", "qwen", "neox", "llama2", "gemma")
+
+
+@pytest.mark.parametrize("family", [*LIBRARY_OF, "char", "word"])
+@pytest.mark.parametrize("texts", [PLAIN, PLAIN + TO_NORMALIZE], ids=["plain", "normalized"])
+def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
+    family: str, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    own, path = family not in LIBRARY_OF, tmp_path / "library.json"
+    if not own:
+        LIBRARY_OF[family]().save(str(path))
+    prepare_dataset(
+        [tmp_path / "a.jsonl"],
+        tmp_path / "data",
+        PrepareSettings(tokenizer=family if own else "file"),
+        tokenizer_file=None if own else path,
+    )
+    model = export_small_model(tmp_path / "model", tmp_path / "data")
+    job = evaluation_job(model, tmp_path / "data", split="train", tgt_len=7, batch=2)
+
+    planned = [plan_job(job, per_document=True)]
+    (result,) = evaluate_on_workers(planned, InProcess())
+    sizes = [len(text.encode()) for text in texts]
+    bits = result.sums.nats / (sum(sizes) * math.log(2))
+    assert result.scores["bits_per_byte"] == pytest.approx(bits)
+    assert result.to_json()["bytes_scored"] == sum(sizes)
+    documents = [json.loads(line)["bytes"] for line in document_lines(planned, [result])]
+    is_exact = family in ("gpt2", "llama3", "char") or (family in KEEPS_PLAIN and texts == PLAIN)
+    if family != "word":  # which keeps some texts and not others
+        assert documents == (sizes if is_exact else [None] * len(texts))
+
+    part = replace(job, settings=replace(job.settings, max_tokens=6))
+    planned = [plan_job(part, per_document=True)]
+    (result,) = evaluate_on_workers(planned, InProcess())
+    (content,) = score_objects(planned, [result], 1)
+    print_scores([content])
+    printed = capsys.readouterr().out
+    if family in ("gpt2", "llama3", "char"):
+        tokenizer = find_model(model).load_with_tokenizer()[1]
+        read, _ = read_range(open_split(job.data, "train"), 0, 6)
+        assert content["bytes_scored"] == len(tokenizer.decode_bytes(read))
+        assert "only the first" not in printed.split("protocol")[0]
+    else:
+        assert (content["bits_per_byte"], content["bytes_scored"]) == (None, None)
+        assert "only the first 6 tokens" in content["not_counted"]
+        assert "bytes            not known: only the first 6 tokens" in printed
+        assert "bits per byte" not in printed
+        assert {json.loads(line)["bytes"] for line in document_lines(planned, [result])} == {None}
+
+
+def test_a_text_with_an_unknown_character_has_no_bytes_of_its_own(tmp_path: Path) -> None:
+    texts = ["aab", "ab漢", "ba"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = PrepareSettings(tokenizer="char", vocab_size=4)
+    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "data", settings)
+    model = export_small_model(tmp_path / "model", tmp_path / "data")
+    job = evaluation_job(model, tmp_path / "data", split="train", tgt_len=3, batch=2)
+    result, lines = evaluate(job, InProcess())
+    assert [json.loads(line)["bytes"] for line in lines] == [3, None, 2]
+    assert result.sums.num_bytes == 3 + 5 + 2
+    part = replace(job, settings=replace(job.settings, max_tokens=9))
+    assert evaluate(part, InProcess())[0].scores["bits_per_byte"] is None
+    first = replace(job, settings=replace(job.settings, max_tokens=6))
+    assert evaluate(first, InProcess())[0].sums.num_bytes == 3 + 1
+
+
+@pytest.mark.parametrize("job", ["byte"], indirect=True)
+def test_the_words_of_a_model_of_bytes_have_no_perplexity(
+    job: EvaluationJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = [plan_job(job)]
+    (content,) = score_objects(planned, evaluate_on_workers(planned, InProcess()), 1)
+    print_scores([content])
+    assert "word perplexity" not in capsys.readouterr().out
+    assert content["word_perplexity"] is None
+    assert content["words_scored"] > 0
 
 
 @pytest.mark.parametrize("job", ["byte"], indirect=True)

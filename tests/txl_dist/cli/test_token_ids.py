@@ -1,5 +1,6 @@
 """Token ids by the command line, and the example of docs/how_to/prepare_token_ids.md as printed."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -54,9 +55,15 @@ def test_a_vocabulary_comes_from_names_or_from_the_tokenizer_of_a_dataset(tmp_pa
     tokenizer = ("--tokenizer", first / "tokenizer.json")
     code, message = run_txl(*prepare, again, *tokenizer, "--vocab-size", 6)
     assert (code, "--vocab-size 6: the file of --tokenizer has 5; omit it" in message) == (2, True)
-    assert run_txl(*prepare, again, *tokenizer, "--end-of-document", "Pad", *named[:4])[0] == 0
+    options = *tokenizer, "--end-of-document", "Pad", *named[:4]
+    code, message = run_txl(*prepare, again, *options)
+    assert code == 0
     assert (again / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
-    assert "4 Bar" in run_txl("data", "inspect", again, "--documents", 1)[1]
+    shown = run_txl("data", "inspect", again, "--documents", 1)[1]
+    assert "4 Bar" in shown
+    assert "bytes of text" not in shown + message
+    split = json.loads(run_txl("data", "inspect", again, "--json")[1])["splits"]["train"]
+    assert (split["text_bytes"], split["text_bytes_per_compressed_byte"]) == (None, None)
     (tmp_path / "names.json").write_text('["Pad", "Start", "Beat"]')
     code, message = run_txl(*prepare, again, *tokenizer, *named[:4])
     assert (code, "tokenizer: the text of id 2 is 'Bar' and 'Beat'" in message) == (3, True)

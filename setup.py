@@ -1,5 +1,5 @@
-"""Puts configs/ and constraints.txt into the wheel, inside of txl_dist. Everything else is in
-pyproject.toml, which can list packages or find them, but not both.
+"""Puts configs/ and constraints.txt into the wheel, inside of txl_dist, and the deployment files.
+Everything else is in pyproject.toml, which can list packages or find them, but not both.
 """
 
 from pathlib import Path
@@ -23,6 +23,10 @@ setup(
         "txl_dist.configs",
     ],
     package_dir={"txl_dist.configs": "configs"},
-    package_data={"": ["py.typed"], "txl_dist.configs": ["**/*.yaml", "**/*.toml"]},
+    package_data={
+        "": ["py.typed"],
+        "cluster": [f"deploy/**/{name}" for name in ("*.md", "*.sh", "*.yaml", "Dockerfile")],
+        "txl_dist.configs": ["**/*.yaml", "**/*.toml"],
+    },
     include_package_data=False,  # no other file, even if the sdist has it
 )

@@ -43,7 +43,12 @@ def test_every_folder_with_code_is_a_package_that_the_wheel_contains() -> None:
 def test_the_sdist_builds_a_wheel_that_works_anywhere(tmp_path: Path) -> None:
     source, target, elsewhere = tmp_path / "source", tmp_path / "target", tmp_path / "elsewhere"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_COPIED))
-    for leftover in ("data/corpus.txt", "runs/mine/config.yaml", "configs/paper/corpus.zip"):
+    for leftover in (
+        "data/corpus.txt",
+        "runs/mine/config.yaml",
+        "configs/paper/corpus.zip",
+        "cluster/deploy/corpus.zip",
+    ):
         (source / leftover).parent.mkdir(parents=True, exist_ok=True)
         (source / leftover).write_text("not for others")
     elsewhere.mkdir()
@@ -79,6 +84,13 @@ def test_the_sdist_builds_a_wheel_that_works_anywhere(tmp_path: Path) -> None:
         path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in shipped
     }
     assert all(Path(each["path"]).is_relative_to(target) for each in configs.values())
+    deployed = {each["path"] for each in json.loads(txl("config", "deploy", "--json"))["files"]}
+    assert deployed == {
+        str(target / path.relative_to(ROOT))
+        for path in (ROOT / "cluster" / "deploy").rglob("*")
+        if path.is_file()
+    }
+    assert txl("config", "deploy", "slurm") == (ROOT / "cluster/deploy/slurm.sh").read_text()
     settings = json.loads(txl("config", "show", "quickstart", "seed=7", "--json"))
     assert (settings["seed"], settings["directory"]) == (7, "runs/quickstart")
     assert "wt103-base" in txl("reproduce", "--list")

@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.version import Version
 from setuptools import find_packages
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +41,19 @@ def test_every_folder_with_code_is_a_package_that_the_wheel_contains() -> None:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             assert path.parent.relative_to(ROOT).as_posix() in found, path
+
+
+def test_what_is_built_after_a_release_has_a_version_of_its_own() -> None:
+    headings = re.findall(r"^## (\S+)(?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    released, date = next(heading for heading in headings if heading[0] != "Unreleased")
+    version = Version(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+    if headings[0][0] == "Unreleased":
+        assert version.is_devrelease
+        assert version > Version(released)
+    else:
+        assert version == Version(released)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], str(citation["date-released"])) == (released, date)
 
 
 @pytest.mark.slow

@@ -43,6 +43,29 @@ def test_every_folder_with_code_is_a_package_that_the_wheel_contains() -> None:
             assert path.parent.relative_to(ROOT).as_posix() in found, path
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_make_setup_says_what_it_does_in_few_lines_and_fails_with_pip(
+    code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    output = "".join(f"Collecting package{n}\n  Downloading {n}.whl (81 kB)\n" for n in range(150))
+    output += "Downloading torch.whl (526.6 MB)\nInstalling collected packages: a, b\n"
+    (tmp_path / "bin" / "python").touch()
+    pip = tmp_path / "bin" / "pip"
+    pip.write_text(f"#!/bin/bash\necho -n '{output}'; echo no network >&2; exit {code}\n")
+    pip.chmod(0o755)
+    made = subprocess.run(
+        ["make", "setup", f"VENV={tmp_path}"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    lines = made.stdout.splitlines()
+    assert "constraints.txt" in lines[0]
+    assert {"  140 packages found", "  Downloading torch.whl (526.6 MB)"} <= {*lines}
+    assert "  installing 150 packages" in lines
+    assert len(lines) < 15
+    assert "no network" in made.stderr
+    assert (made.returncode == 0) == (code == 0) == (tmp_path / ".installed").exists()
+
+
 def test_what_is_built_after_a_release_has_a_version_of_its_own() -> None:
     headings = re.findall(r"^## (\S+)(?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     released, date = next(heading for heading in headings if heading[0] != "Unreleased")

@@ -43,6 +43,19 @@ def test_every_folder_with_code_is_a_package_that_the_wheel_contains() -> None:
             assert path.parent.relative_to(ROOT).as_posix() in found, path
 
 
+def test_the_description_for_an_index_can_be_followed_there() -> None:
+    """No index has the other files of the repository, and no page of it has a public address."""
+    read = "from distutils.core import run_setup; distribution = run_setup('setup.py', stop_after="
+    read += "'config'); print(distribution.metadata.long_description)"
+    text = run("-W", "ignore", "-c", f"import setuptools; {read}", cwd=ROOT)
+    assert "](" not in text.replace("](https://", "")
+    for of_the_repository in ("![", "<!--", "\nmake ", "From a clone"):
+        assert of_the_repository not in text
+    assert re.search(r"\n## [^\n]+\n+\Z", text) is None, "an empty section"
+    words = [line.split()[:2] for line in text.partition("```bash\n")[2].splitlines()]
+    assert words[:4] == [["pip", "install"], ["txl", "prepare"], ["txl", "train"], ["txl", "eval"]]
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_make_setup_says_what_it_does_in_few_lines_and_fails_with_pip(
     code: int, tmp_path: Path
@@ -99,10 +112,12 @@ def test_the_sdist_builds_a_wheel_that_works_anywhere(tmp_path: Path) -> None:
     with tarfile.open(archive) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
         sdist.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    metadata = (unpacked / "PKG-INFO").read_text("utf-8")
+    assert "\nDescription-Content-Type: text/markdown\n" in metadata
     assert {"LICENSE", "pyproject.toml", "setup.py", "configs/quickstart.yaml"} <= names
     assert not {name for name in names if name.startswith(("data/", "runs/")) or "corpus" in name}
 
-    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
     offline = ("--no-deps", "--no-index", "--quiet", "--disable-pip-version-check")
     build_words = ("wheel", unpacked, "--no-build-isolation", "--wheel-dir", tmp_path)
     run("-m", "pip", *build_words, *offline, cwd=tmp_path)

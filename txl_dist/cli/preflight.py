@@ -76,7 +76,7 @@ def list_(as_json: AsJson = False) -> None:
 def deploy(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Which file. Without it, all are listed."),
+        typer.Argument(metavar="NAME", help="Which file. Without it, all are listed."),
     ] = None,
     *,
     as_json: AsJson = False,

@@ -1,4 +1,6 @@
 # `make quickstart` and `make test` are the commands of the README; `make help` lists all targets.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,15 +18,22 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; found %s. Try: make PYTHON=python3.11 setup" % sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# What pip does, in a few lines: it prints hundreds, or, with --quiet, none for minutes.
+PIP = @echo 'Installing the versions of constraints.txt into $(VENV): minutes, and more than 1 GB to download the first time'; \
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt $(1) | while read -r word rest; do \
+		case "$$word $$rest" in \
+			Collecting*) ((++n % 20)) || echo "  $$n packages found" ;; \
+			Downloading*[0-9][0-9][0-9].[0-9]' MB'*) echo "  $$word $$rest" ;; \
+			Installing*) echo "  installing $$n packages" ;; \
+		esac; done
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[dev]'
+	$(call PIP,--editable '.[dev]')
 	touch $@
 
 # Without the tools of tests, and without compiling modules that are never imported.
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --no-compile --editable .
+	$(call PIP,--no-compile --editable .)
 	touch $@
 
 quickstart: $(RUNTIME)  ## real text to a trained, evaluated, tracked model in a few minutes

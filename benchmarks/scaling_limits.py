@@ -1,10 +1,12 @@
 """Where the design stops scaling: communication, checkpoints and failures of a run on many GPUs.
 
     python benchmarks/scaling_limits.py CONFIG [k.e.y=value ...] --gpus 8,64,512 [--lanes-per-gpu 8]
+        [--node-gbit 3200] [--peak-tflops 989]
 
-Everything follows from sizes and from assumed machines, links and storage, which are constants of
-this file and of `collective_times.py`; docs/scaling.md shows the result for one config. Each limit
-is a quantity that grows with the number of ranks, with the value above which it is a problem.
+Everything follows from sizes and from assumed machines, links and storage, which are options, and
+constants of this file and of `collective_times.py`; docs/scaling.md shows the result for one
+config. Each limit is a quantity that grows with the number of ranks, with the value above which it
+is a problem.
 
 With P parameters, O elements of optimizer state and the memory of all lanes, a checkpoint holds
 4 P + 4 O bytes and the memory in fp32, whatever the number of ranks; every rank copies and writes
@@ -179,7 +181,7 @@ def limits_of_run(
     exposed_share: Callable[[int], float],
     lines_per_second: Callable[[int], float],
 ) -> list[Limit]:
-    """All limits of a run. `num_lanes` is None if lanes grow with the ranks.
+    """All limits of a run. `num_lanes`, of a step, is None if lanes grow with the ranks.
 
     `save_share_of_interval`: seconds to write a checkpoint / seconds between two of them.
     `exposed_share`: share of a step in which a rank waits for communication. `lines_per_second`:
@@ -262,25 +264,26 @@ class Scale:
 class ScaledRun:
     """Computes a `Scale` for any number of GPUs."""
 
-    def __init__(self, config: RunConfig, *, lanes_per_gpu: int | None) -> None:
+    def __init__(self, config: RunConfig, *, assumptions: Assumptions, links: Links) -> None:
         facts = DataFacts.of(config)
         model = replace(config.model, vocab_size=facts.vocab_size)
         self.config = config.model_copy(update={"model": model})
-        self.lanes_per_gpu, self.links = lanes_per_gpu, Links()
+        self.assumptions, self.links = assumptions, links
         self.model = dry_run(self.config, micro_batch_rows=1, device="cuda")
-        tokens = config.data.num_lanes * config.data.tgt_len
+        tokens = config.data.rows * config.data.tgt_len
         self.flops_per_token = (
             training_flops(
                 model,
-                num_lanes=config.data.num_lanes,
+                num_lanes=config.data.rows,
                 tgt_len=config.data.tgt_len,
                 tail_rows=tail_rows(model, num_tokens=tokens),
             )
             / tokens
         )
 
-    def num_lanes(self, gpus: int) -> int:
-        return self.lanes_per_gpu * gpus if self.lanes_per_gpu else self.config.data.num_lanes
+    def num_rows(self, gpus: int) -> int:
+        """Lanes of a step, on all GPUs: at least one for each."""
+        return max(gpus, (self.assumptions.lanes_per_gpu or 0) * gpus or self.config.data.rows)
 
     def checkpoint(self, gpus: int) -> CheckpointSize:
         shape = self.config.model
@@ -288,19 +291,18 @@ class ScaledRun:
             self.model,
             zero_stage=self.config.deepspeed.zero_stage,
             num_ranks=gpus,
-            num_lanes=max(gpus, self.num_lanes(gpus)),
+            num_lanes=self.num_rows(gpus) * self.config.data.num_turns,
             memory_elements_per_lane=shape.n_layer * shape.mem_len * shape.d_model,
         )
 
     def step(self, gpus: int) -> StepTime:
-        config, lanes = self.config, max(gpus, self.num_lanes(gpus))
-        rows = math.ceil(lanes / gpus)
+        config, rows = self.config, math.ceil(self.num_rows(gpus) / gpus)
         micro_batches = math.ceil(rows / min(rows, config.training.micro_batch_lanes or rows))
         flops = rows * config.data.tgt_len * self.flops_per_token
         zero = ZeroSettings.of(config.deepspeed, num_ranks=gpus, on_gpu=True)
         return step_time(
             list(collectives_of_step(self.model, zero, num_micro_batches=micro_batches)),
-            compute_seconds=flops / Assumptions().flops_per_second(config.precision),
+            compute_seconds=flops / self.assumptions.flops_per_second(config.precision),
             num_ranks=gpus,
             links=self.links,
         )
@@ -331,7 +333,7 @@ class ScaledRun:
 
     def limits(self) -> list[Limit]:
         return limits_of_run(
-            num_lanes=None if self.lanes_per_gpu else self.config.data.num_lanes,
+            num_lanes=None if self.assumptions.lanes_per_gpu else self.config.data.rows,
             manifest_bytes=lambda gpus: self.checkpoint(gpus).manifest_bytes,
             save_share_of_interval=lambda gpus: (
                 self.scale(gpus).write_seconds / self.scale(gpus).interval_seconds
@@ -350,9 +352,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--gpus", default="8,64,512")
     parser.add_argument("--lanes-per-gpu", type=int)
+    parser.add_argument("--node-gbit", type=float, default=Links().node_gbit)
+    parser.add_argument("--peak-tflops", type=float)
     words = parser.parse_args()
     run = ScaledRun(
-        load_run_config(words.config, words.overrides), lanes_per_gpu=words.lanes_per_gpu
+        load_run_config(words.config, words.overrides),
+        assumptions=Assumptions(lanes_per_gpu=words.lanes_per_gpu, peak_tflops=words.peak_tflops),
+        links=Links(node_gbit=words.node_gbit),
     )
     numbers = [int(word) for word in words.gpus.split(",")]
     scales = [run.scale(gpus) for gpus in numbers]

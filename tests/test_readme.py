@@ -1,4 +1,4 @@
-"""The commands of the README's usage run in their order, and print no warning."""
+"""The commands of README.md and docs/reference/commands.md run in order, without a warning."""
 
 import gzip
 import io
@@ -13,16 +13,24 @@ import pytest
 from tests.support.commands import run_txl
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 SMALL = (
-    *("data.num_lanes=4", "data.tgt_len=16", "model.n_layer=1", "model.d_model=16"),
+    *(
+        "data.num_lanes=4",
+        "data.lanes_per_step=null",
+        "data.tgt_len=16",
+        "model.n_layer=1",
+        "model.d_model=16",
+    ),
     *("model.n_head=2", "model.d_head=8", "model.d_inner=16", "training.num_steps=3"),
     "optimizer.warmup_steps=1",
 )
 
 
-def commands(heading: str) -> list[list[str]]:
+def commands(page: Path, heading: str) -> list[list[str]]:
     """The words of the txl commands in the block that follows a line with these words."""
-    text = (ROOT / "README.md").read_text("utf-8").partition(heading)[2]
+    text = page.read_text("utf-8").partition(heading)[2]
     block = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)[0]
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
     return [words[1:] for words in lines if words and words[0] == "txl"]
@@ -50,11 +58,12 @@ def write_inputs(folder: Path) -> None:
 
 
 def test_the_first_screen_has_commands_a_picture_and_the_limits() -> None:
-    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    lines = README.read_text("utf-8").splitlines()
     assert len(lines) <= 150, "what is longer belongs into a page of docs/"
     first = "\n".join(lines[:40])
-    for command in ("make quickstart", "make test"):
-        assert f"\n{command} " in first
+    wanted = ("pip install", "txl prepare", "txl train", "txl eval", "make quickstart", "make test")
+    places = [first.index(f"\n{command} ") for command in wanted]
+    assert places == sorted(places)
     (picture,) = re.findall(r"^!\[.+\]\((.+)\)$", first, re.MULTILINE)
     assert (ROOT / picture).is_file()
     assert "docs/limitations.md" in first
@@ -67,8 +76,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_in_order(heading: str) -> None:
-    for words in commands(heading):
+def run_in_order(page: Path, heading: str) -> None:
+    for words in commands(page, heading):
         small = [*SMALL, "--on", "processes"] if words[0] == "train" else []
         given = [word for word in words if word not in small]
         code, output = run_txl(*given, *small)
@@ -76,13 +85,19 @@ def run_in_order(heading: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_usage_of_the_readme_runs(desk: Path) -> None:
+    run_in_order(README, "# txl-dist")
+    assert (desk / "runs" / "mine" / "LATEST").exists()
+
+
+@pytest.mark.slow
 def test_the_usage_runs_from_text_files_to_a_model(desk: Path) -> None:
-    run_in_order("## Usage")
+    run_in_order(COMMANDS, "## In the order of their use")
     assert (desk / "runs" / "books" / "LATEST").exists()
 
 
 def test_the_other_inputs_are_prepared(desk: Path) -> None:
-    run_in_order("Other inputs")
+    run_in_order(COMMANDS, "Other inputs")
     assert sorted(path.name for path in (desk / "data").iterdir()) == [
         *("shards", "songs", "two", "web"),
     ]

@@ -4,8 +4,8 @@
 #   sbatch [OPTIONS OF SBATCH] cluster/deploy/slurm.sh CONFIG [KEY=VALUE ...]
 #   sbatch --nodes=4 cluster/deploy/slurm.sh configs/cluster/wt103-two-hosts.yaml optimizer.lr=2e-4
 #
-# Submit it from the root of the repository, which all hosts must see under the same path. Exit
-# codes are those of `txl train`. After code 75 (stopped on request) the job is requeued if there is a
+# Submit it from a directory that all hosts see under the same path; the environment of the project is
+# its .venv, or is activated. Exit codes are those of `txl train`. After code 75 (stopped on request) the job is requeued if there is a
 # new checkpoint, and resumes from it. README.md lists what the script assumes and why it does not
 # start torchrun.
 
@@ -25,10 +25,10 @@
 set -euo pipefail
 
 if (($# == 0)); then
-    echo "usage: sbatch cluster/deploy/slurm.sh CONFIG [KEY=VALUE ...]" >&2
+    echo "usage: sbatch slurm.sh CONFIG [KEY=VALUE ...]" >&2
     exit 2
 fi
-python=${TXL_PYTHON:-.venv/bin/python}
+python=${TXL_PYTHON:-$(command -v .venv/bin/python || command -v python)}
 # A rank that has not saved by then ends by itself, and says what is lost, before Slurm kills it.
 grace_seconds=110
 

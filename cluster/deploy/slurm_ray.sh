@@ -4,8 +4,8 @@
 #   sbatch [OPTIONS OF SBATCH] cluster/deploy/slurm_ray.sh CONFIG [KEY=VALUE ...]
 #   sbatch --nodes=4 cluster/deploy/slurm_ray.sh configs/cluster/wt103-two-hosts.yaml optimizer.lr=2e-4
 #
-# Submit it from the root of the repository, which all hosts must see under the same path. Exit codes
-# are those of `txl train`. After code 75 (stopped, saved) the job is requeued if the run has a newer
+# Submit it from a directory that all hosts see under the same path; the environment of the project is
+# its .venv, or is activated. Exit codes are those of `txl train`. After code 75 (stopped, saved) the job is requeued if the run has a newer
 # checkpoint than at the start of the job. README.md lists what the script assumes, and when to take
 # slurm.sh instead.
 
@@ -26,13 +26,12 @@
 set -euo pipefail
 
 if (($# == 0)); then
-    echo "usage: sbatch cluster/deploy/slurm_ray.sh CONFIG [KEY=VALUE ...]" >&2
+    echo "usage: sbatch slurm_ray.sh CONFIG [KEY=VALUE ...]" >&2
     exit 2
 fi
 grace_seconds=150
-bin=$(cd "$(dirname "${TXL_PYTHON:-.venv/bin/python}")" && pwd)
-export PATH=$bin:$PATH  # symmetric-run calls `ray`
-python=$bin/$(basename "${TXL_PYTHON:-python}")
+python=$(realpath --no-symlinks "${TXL_PYTHON:-$(command -v .venv/bin/python || command -v python)}")
+export PATH=${python%/*}:$PATH  # symmetric-run calls `ray`
 # The ranks of the run: one per GPU, or TXL_RANKS.
 ranks=${TXL_RANKS:-$((SLURM_JOB_NUM_NODES * ${SLURM_GPUS_ON_NODE:-1}))}
 

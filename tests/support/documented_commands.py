@@ -36,7 +36,8 @@ def documented_commands() -> Iterator[DocumentedCommand]:
     """All complete commands: those with "..." or in a sentence are examples of a part."""
     for place, text in _texts():
         for line in text.replace("\\\n", " ").splitlines():
-            words = tuple(shlex.split(line, comments=True)) if line.startswith("txl ") else ()
+            command = line.partition(" > ")[0]  # into a file
+            words = tuple(shlex.split(command, comments=True)) if line.startswith("txl ") else ()
             if words and "..." not in words:
                 yield DocumentedCommand(place, words)
                 if "--" in words:  # txl job submit -- COMMAND

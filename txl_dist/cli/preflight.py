@@ -63,21 +63,52 @@ def list_(as_json: AsJson = False) -> None:
 
     Example: txl config list
     """
-    from txl_dist.config.named_configs import named_configs, summary
+    from txl_dist.config.named_configs import named_configs
 
-    configs = [
-        {"name": name, "summary": summary(path), "path": str(path)}
-        for name, path in named_configs().items()
+    _print_files("configs", named_configs(), as_json=as_json)
+    if not as_json:
+        print(
+            "\nAll settings of one: txl config show NAME. To change some: txl train NAME key=value"
+        )
+
+
+@app.command()
+def deploy(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Which file. Without it, all are listed."),
+    ] = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Print a deployment file: Slurm, Kubernetes, AWS, Google Cloud, the container image.
+
+    Example: txl config deploy slurm > slurm.sh
+    """
+    from txl_dist.config.named_configs import deployment_files, find_deployment_file
+
+    if name is None:
+        _print_files("files", deployment_files(), as_json=as_json)
+        if not as_json:
+            print("\nTo write one: txl config deploy NAME > FILE. Which to take: NAME is README")
+        return
+    path = find_deployment_file(name)
+    text = path.read_text("utf-8")
+    print(json.dumps({"path": str(path), "text": text}) if as_json else text, end="\n" * as_json)
+
+
+def _print_files(kind: str, files: dict[str, Path], *, as_json: bool) -> None:
+    from txl_dist.config.named_configs import summary
+
+    rows = [
+        {"name": name, "summary": summary(path), "path": str(path)} for name, path in files.items()
     ]
     if as_json:
-        print(json.dumps({"configs": configs}))
+        print(json.dumps({kind: rows}))
         return
-    width = max(len(config["name"]) for config in configs) + 2
-    for config in configs:
-        print(f"{config['name']:<{width}}{config['summary']}")
-    print(
-        "\nAll settings of one: txl config show NAME. To change some: txl train NAME key=value ..."
-    )
+    width = max(len(row["name"]) for row in rows) + 2
+    for row in rows:
+        print(f"{row['name']:<{width}}{row['summary']}")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 A name is the path below configs/ without its suffix, such as `quickstart` or `paper/wt103-base`.
 In the repository the files are in configs/, which the wheel has as txl_dist/configs (setup.py).
+Deployment files have names of the same kind, below cluster/deploy/.
 """
 
 import difflib
@@ -28,6 +29,31 @@ def named_configs() -> dict[str, Path]:
     directory = configs_directory()
     paths = [*sorted(directory.glob("*.yaml")), *sorted(directory.glob("*/*.yaml"))]
     return {path.relative_to(directory).with_suffix("").as_posix(): path for path in paths}
+
+
+@cache
+def deployment_files() -> dict[str, Path]:
+    """Path of each deployment file by name, sorted: those of the top level first."""
+    directory = _PACKAGE.parent / "cluster" / "deploy"  # in a wheel, too
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    names = {path.relative_to(directory).with_suffix("").as_posix(): path for path in paths}
+    return dict(sorted(names.items(), key=lambda item: (item[0].count("/"), item[0].lower())))
+
+
+def find_deployment_file(given: str) -> Path:
+    """The deployment file of that name, with or without its suffix and its directories in front.
+
+    A directory is the name of its `train`, or of its only file. Raises ConfigError.
+    """
+    files = {name.lower(): path for name, path in deployment_files().items()}
+    name = Path(given.removeprefix("cluster/deploy/")).with_suffix("").as_posix().lower()
+    inside = [path for full, path in files.items() if full.startswith(f"{name}/")]
+    path = files.get(name) or files.get(f"{name}/train") or (inside[0] if inside else None)
+    if path is None:
+        similar = difflib.get_close_matches(name, files, n=3)
+        meant = f"; did you mean {' or '.join(similar)}?" if similar else "."
+        raise ConfigError(f"no deployment file {given}{meant} All of them: txl config deploy")
+    return path
 
 
 def find_config(given: str | Path) -> Path:
@@ -59,10 +85,9 @@ def is_sent_with_the_code(path: Path) -> bool:
 
 
 def summary(path: Path) -> str:
-    """The first sentence of a config's header: what the run is for, and its size."""
-    paragraph = itertools.takewhile(
-        lambda line: line.strip("# "), path.read_text("utf-8").splitlines()
-    )
+    """The first sentence of a file's header, such as what a run is for, and its size."""
+    text = path.read_text("utf-8").removeprefix("#!/bin/bash\n")
+    paragraph = itertools.takewhile(lambda line: line.strip("# "), text.splitlines())
     text = " ".join(line.removeprefix("#").strip() for line in paragraph)
     return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
 

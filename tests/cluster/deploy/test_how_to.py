@@ -40,6 +40,22 @@ def test_every_file_that_the_commands_name_exists() -> None:
     assert not {name for name in names if not (ROOT / name.rstrip(".")).exists()}
 
 
+def test_a_ray_that_is_started_as_documented_reports_no_usage() -> None:
+    """Ray asks on a terminal, and reports by default elsewhere. The image has the variable, too."""
+    files = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "cluster/deploy").rglob("*.*")]
+    starts = [
+        line
+        for path in files
+        if path.parent.name != "decisions"
+        for line in path.read_text().splitlines()
+        if re.match(r"[^`|]*\bray start --", line)
+    ]
+    assert len(starts) >= 8
+    assert not [line for line in starts if "--disable-usage-stats" not in line]
+    for name in ("Dockerfile", "slurm_ray.sh"):
+        assert "RAY_USAGE_STATS_ENABLED=0" in (ROOT / "cluster" / "deploy" / name).read_text()
+
+
 @pytest.mark.cluster
 def test_the_tested_commands_work_as_they_are_written(tmp_path: Path) -> None:
     require_namespaces()

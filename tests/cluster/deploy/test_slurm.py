@@ -79,6 +79,29 @@ def test_the_script_is_valid_bash() -> None:
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
 
 
+@pytest.mark.parametrize("script", ["slurm.sh", "slurm_ray.sh"])
+@pytest.mark.parametrize("place", ["work/.venv/bin", "bin"])
+def test_the_python_is_that_of_the_directory_or_of_the_activated_environment(
+    environment: dict[str, str], script: str, place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "work").mkdir()
+    python = tmp_path / place / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text("#!/bin/bash\necho this python $* >&2; exit 2\n")
+    python.chmod(0o755)
+    del environment["TXL_PYTHON"]
+    environment["SLURM_JOB_NUM_NODES"] = "2"
+    job = subprocess.run(
+        [SCRIPT.with_name(script), "small.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=tmp_path / "work",
+    )
+    assert (job.returncode, job.stderr) == (2, "this python -m txl_dist config show small.yaml\n")
+
+
 def test_the_ranks_end_before_slurm_kills_them() -> None:
     text = SCRIPT.read_text()
     notice = re.search(r"^#SBATCH --signal=USR1@(\d+)$", text, re.MULTILINE)

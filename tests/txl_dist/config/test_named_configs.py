@@ -1,5 +1,9 @@
-"""A config is a file or a name of the package, from every directory; a file wins."""
+"""A config is a file or a name of the package, from every directory; a file wins.
 
+So are the deployment files, which `txl config deploy` prints.
+"""
+
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from txl_dist.config.named_configs import find_config, named_configs, summary
 from txl_dist.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+DEPLOY = CONFIGS.parent / "cluster" / "deploy"
 FILE = "directory: runs/mine\ndata: {path: d}\ntraining: {num_steps: 4}\n"
 
 
@@ -79,3 +84,40 @@ def test_the_starting_file_is_found_by_its_name_and_not_confused() -> None:
     assert run_txl("config", "validate", "mine.yaml")[0] == 0
     code, output = run_txl("config", "validate", "mine")
     assert (code, "did you mean mine.yaml?" in output) == (2, True)
+
+
+def test_every_deployment_file_is_listed_with_what_it_is_for_and_printed_unchanged() -> None:
+    code, output = run_txl("config", "deploy", "--json")
+    assert code == 0, output
+    listed = {file["name"]: file for file in json.loads(output)["files"]}
+    assert {Path(file["path"]) for file in listed.values()} == {
+        path for path in DEPLOY.rglob("*") if path.is_file()
+    }
+    _, text = run_txl("config", "deploy")
+    for name, file in listed.items():
+        assert f"{name}  " in text
+        assert 30 < len(file["summary"]) < 150
+        assert file["summary"] in text
+        assert run_txl("config", "deploy", name) == (0, Path(file["path"]).read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [
+        ("slurm", "slurm.sh"),
+        ("slurm.sh", "slurm.sh"),
+        ("cluster/deploy/slurm.sh", "slurm.sh"),
+        ("dockerfile", "Dockerfile"),
+        ("kuberay", "kuberay/train.yaml"),
+        ("mlflow", "mlflow/compose.yaml"),
+    ],
+)
+def test_a_deployment_file_has_short_names(given: str, file: str) -> None:
+    assert run_txl("config", "deploy", given) == (0, (DEPLOY / file).read_text("utf-8"))
+
+
+def test_an_unknown_deployment_file_is_refused_with_the_nearest_name() -> None:
+    code, output = run_txl("config", "deploy", "slrm")
+    assert code == 2
+    assert "did you mean slurm" in output
+    assert "txl config deploy" in output

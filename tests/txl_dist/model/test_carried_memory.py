@@ -74,6 +74,18 @@ def test_windows_cut_anywhere_give_the_same_numbers(
     assert_close(*vectors, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@torch.no_grad()
+def test_a_memory_that_was_read_has_the_same_numbers_if_it_is_cached(
+    options: dict[str, Any],
+) -> None:
+    model, x_BND = of_vectors(**options), random_vectors()
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND, starts=random_starts())
+    expected, _ = memory.read(model, x_BND)
+    output, _ = memory.cached(model).read(model, x_BND)
+    assert_close(output, expected, atol=1e-9, rtol=1e-9)
+
+
 @torch.no_grad()
 def test_no_episode_sees_another() -> None:
     model, starts_BN = of_vectors(), random_starts()

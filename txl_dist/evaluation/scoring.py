@@ -10,7 +10,9 @@ depends on the split and the model, not on workers or batch size.
 
 Each row of a batch is one chunk with its memory. All rows advance by one segment at a time, and
 shorter rows are padded at the end. Rows do not influence each other, so the batch size changes only
-the order of additions inside matrix products. Sums are accumulated per chunk, in float64.
+the order of additions inside matrix products. Sums are accumulated per chunk, in float64. A kind of
+memory without a limit (`receptive_tokens` is None) carries such a difference on through a document,
+where large weights can let it grow: for these kinds it has no bound.
 """
 
 from collections.abc import Callable, Iterator, Sequence

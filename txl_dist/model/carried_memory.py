@@ -7,7 +7,9 @@
 A `Memory` is a `SequenceState` and the age of each row's next token, so that the caller counts
 nothing. It is never changed: `read`, `reset` and the others return a new one (but see `cached`). A
 row is one stream; where an episode begins in it, `starts` is true, also in the middle of a window,
-and no token sees one of another episode.
+and no token sees one of another episode. Attention adds its mask to scores, which does not hide NaN
+and infinity. So rows that begin an episode get zeros, and a window is refused if it has several
+episodes in a row that is not finite.
 
 One step at a time, a window, and windows cut anywhere give the same numbers, as long as an episode
 is not longer than the shortest memory of a layer: a layer sees that many tokens before the window.
@@ -27,6 +29,7 @@ from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.visibility import check_targets
 
 # Shapes: B rows, T tokens of a window, L layers, M memory tokens, D d_model
 
@@ -79,12 +82,16 @@ class Memory:
         `input_BT`: vectors [B, T, D], or ids [B, T] for a model with a vocabulary. `starts` [B, T]:
         true at the first token of an episode. Gradients reach the weights and the window, and stop
         at the memory. In training mode the model has dropout, except with a cached memory. Raises
-        ValueError for wrong shapes, and if a cached memory has been read before.
+        ValueError for wrong shapes, if a cached memory has been read before, and for NaN or
+        infinity in a row in which an episode begins after its first token.
         """
         age_BT = self._ages(input_BT, starts)
+        memory = self if starts is None else self.reset(starts[:, 0])
         output_BTD, state = model.hidden(
-            input_BT, age_BT, self.state, on_attention_weights=on_attention_weights
+            input_BT, age_BT, memory.state, on_attention_weights=on_attention_weights
         )
+        if starts is not None:
+            _check_episodes_apart(output_BTD, starts)
         return output_BTD, Memory(state, age_BT[:, -1] + 1)
 
     def score(
@@ -96,9 +103,10 @@ class Memory:
         starts: Tensor | None = None,
     ) -> tuple[Tensor, "Memory"]:
         """Nats [B, T] of targets, for a model with a vocabulary; else as `read`."""
-        age_BT = self._ages(input_BT, starts)
-        nats_BT, state = model(input_BT, target_BT, age_BT, self.state)
-        return nats_BT, Memory(state, age_BT[:, -1] + 1)
+        check_targets(model.config, target_BT, input_BT)
+        output_BTD, memory = self.read(model, input_BT, starts=starts)
+        nats_BT: Tensor = model.softmax(output_BTD, target_BT, model.table)
+        return nats_BT, memory
 
     def _ages(self, input_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         if input_BT.dim() < 2 or len(input_BT) != len(self):
@@ -122,6 +130,8 @@ class Memory:
     def reset(self, rows: Tensor | Sequence[int]) -> "Memory":
         """`rows` begin a new episode: a mask [B] of booleans, or row numbers, which may be none.
 
+        They hold zeros then, so that nothing of the last episode is left, not even NaN.
+
         Raises ValueError for a mask of another length, a number below 0 or above the last row, and
         a number that is repeated: that is rather a mask of 0 and 1.
         """
@@ -137,9 +147,13 @@ class Memory:
             raise ValueError(f"rows {rows.tolist()} of a memory of {len(self)} rows")
         if not is_mask and len(rows.unique()) < rows.numel():
             raise ValueError(f"rows {rows.tolist()} are repeated; write a mask as rows.bool()")
-        age_B = self.age_B.clone()
-        age_B[rows] = 0
-        return replace(self, age_B=age_B)
+        is_reset_B = torch.zeros_like(self.age_B, dtype=torch.bool)
+        is_reset_B[rows] = True
+        if not is_reset_B.any():  # as in most steps; the rest copies the memory
+            return self
+        state = self.state
+        assert isinstance(state, RecurrentMemory | _CachedMemory)
+        return Memory(state.cleared(is_reset_B), self.age_B.masked_fill(is_reset_B, 0))
 
     def __getitem__(self, rows: Any) -> "Memory":
         """Some rows: a number, a slice, numbers or a mask of booleans. A slice is no copy."""
@@ -215,6 +229,7 @@ class Memory:
         if len(set(model.config.mem_lens)) > 1:
             raise ValueError("the layers have memories of different lengths; use of_tensors()")
         device, dtype = model.weight.device, model.weight.dtype
+        vectors = vectors.masked_fill(~valid[:, None, :, None].to(vectors.device), 0)
         layers = tuple(layer.to(device, dtype) for layer in vectors.unbind(1))
         state = RecurrentMemory(layers)
         state.check(model.config, len(vectors))
@@ -248,6 +263,18 @@ class Memory:
         return Memory(RecurrentMemory(tuple(map(function, state.layers))), age_B)
 
 
+def _check_episodes_apart(output_BTD: Tensor, starts_BT: Tensor) -> None:
+    has_several_B = starts_BT[:, 1:].any(1).to(output_BTD.device)
+    wrong_B = has_several_B & ~output_BTD.detach().isfinite().flatten(1).all(1)
+    if wrong_B.any():
+        raise ValueError(
+            f"row {int(wrong_B.nonzero()[0])} is not finite (NaN or infinity), and an episode "
+            "begins in the middle of its window, so it reaches several episodes. Look for it in "
+            "the vectors, the memory and the weights, or end the window before the first token of "
+            "the episode, and read the rest as another window"
+        )
+
+
 def _shapes(memory: Memory) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in memory.tensors().items())
 
@@ -277,6 +304,8 @@ class _CachedMemory(SequenceState):
     """One number, how often the keys and values were read, shared by all that have them."""
     num_reads: int = 0
     """The same when this memory was made."""
+    cleared_B: Tensor | None = None
+    """Rows that were reset: their keys and values become zeros when they are read."""
     is_trainable = False
 
     @property
@@ -294,11 +323,18 @@ class _CachedMemory(SequenceState):
                 "call `uncached()` to read it again"
             )
         self.shared_reads[0] += number == 0
-        return self.keys_values.past(number, x_BTD)
+        layer = self.keys_values.past(number, x_BTD)
+        if self.cleared_B is not None:
+            layer.clear(self.cleared_B)
+        return layer
 
     def after(self, hidden_BTD: Any, age_BT: Tensor) -> "_CachedMemory":
         inputs = self.inputs.after(hidden_BTD, age_BT)
         return _CachedMemory(self.keys_values, inputs, self.shared_reads, self.shared_reads[0])
+
+    def cleared(self, lanes_B: Tensor) -> "_CachedMemory":
+        cleared_B = lanes_B if self.cleared_B is None else self.cleared_B | lanes_B
+        return replace(self, inputs=self.inputs.cleared(lanes_B), cleared_B=cleared_B)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.inputs.tensors()

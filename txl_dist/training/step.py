@@ -188,7 +188,8 @@ class TrainStep:
 
     def _without_gap(self, segment: Segment, turn: int, contiguous_from: int) -> Segment:
         """The segment with ages that limit attention to tokens from `contiguous_from` on."""
-        # 0 if lanes of an earlier turn have skipped this segment.
+        # 0 if lanes of an earlier turn have skipped this segment: these lanes may have a gap of the
+        # round before, of which `contiguous_from` says nothing then.
         num_contiguous = max(0, segment.position - contiguous_from)
         # The first segment after a gap must not read the state; later ones only keys after the gap.
         if num_contiguous > 0 and num_contiguous >= self.memories[turn][0].num_past_tokens:

@@ -116,6 +116,21 @@ def test_close_during_the_start_of_the_thread_has_effect(monkeypatch: pytest.Mon
         next(stream)
 
 
+@pytest.mark.parametrize("num_segments", [0, 1, 3])
+def test_the_segments_before_a_position_are_the_last_ones_that_were_read(num_segments: int) -> None:
+    """Not the one that follows: a replay of it would put the future into the memory."""
+    source = NumberedSource(*[[7]] * 30)
+    with stream_of(source) as stream:
+        read = list(itertools.islice(stream, 5))
+    with stream_of(source, position=stream.position) as stream:
+        before = stream.segments_before(num_segments)
+    assert len(before) == num_segments
+    for segment, expected in zip(before, read[5 - num_segments :], strict=True):
+        assert segment.next_position == expected.next_position
+        for name in ("input", "target", "age"):
+            np.testing.assert_array_equal(getattr(segment, name), getattr(expected, name))
+
+
 def test_garbage_collection_ends_the_thread() -> None:
     stream = stream_of(NumberedSource([1000]))
     next(stream)

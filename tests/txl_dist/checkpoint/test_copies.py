@@ -24,6 +24,7 @@ from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, ConfigError, FencedError
+from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.resume import Resume
 
@@ -408,3 +409,52 @@ def test_updates_that_wait_for_a_slow_store_become_one(
     may_end.set()
     assert uploader.wait(60)
     assert len(num_updates) == 2, "the one in progress, and one for all later ones"
+
+
+def copies_of_two_saves(uploader: CopyUploader, run: Path) -> str:
+    """Two copies of step 2, as a kill leaves them after step 2 was trained again; LATEST names the
+    second, which is listed first. Returns the id of its save."""
+    updated(uploader)
+    path = CheckpointDirectory(run).at(2)
+    first = newer = load_checkpoint_manifest(path).save_id
+    while newer >= first:
+        shutil.rmtree(path)
+        newer = load_checkpoint_manifest(save(run, step=2)).save_id
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uploader, "_prune", lambda _: None)
+        assert updated(uploader) == [1, 2, 2]
+    return newer
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["new disk", "damaged"])
+def test_of_two_copies_of_a_step_the_one_that_latest_names_is_taken(
+    uploader: CopyUploader, tmp_path: Path, is_damaged: bool
+) -> None:
+    newer = copies_of_two_saves(uploader, tmp_path / "run")
+    local = CheckpointDirectory(tmp_path / ("run" if is_damaged else "new"))
+    if is_damaged:
+        (local.at(2) / "manifest.json").write_bytes(b"{}")
+        job = tiny_job(Path("no-data"), local.run, f"training.checkpoint_url={REMOTE.url}")
+        resume = Resume(job, None, World(0, 1), local)  # type: ignore[arg-type]
+        assert resume.newest_intact().manifest.save_id == newer
+    else:
+        download_to(local)
+    assert load_checkpoint_manifest(local.at(2)).save_id == newer
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["newer", "damaged"])
+def test_the_copy_of_a_superseded_checkpoint_is_not_taken(
+    uploader: CopyUploader, tmp_path: Path, is_damaged: bool
+) -> None:
+    """A kill after a rollback leaves it at the URL."""
+    updated(uploader)
+    local = CheckpointDirectory(tmp_path / "run")
+    local.rewind(1)
+    if is_damaged:
+        (save(local.run, step=2) / "manifest.json").write_bytes(b"{}")
+        job = tiny_job(Path("no-data"), local.run, f"training.checkpoint_url={REMOTE.url}")
+        resume = Resume(job, None, World(0, 1), local)  # type: ignore[arg-type]
+        assert resume.newest_intact().state.step == 1
+    else:
+        download_to(local)
+        assert local.steps() == [1]

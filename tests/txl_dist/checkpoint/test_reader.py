@@ -5,16 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.txl_dist.checkpoint.saving import CONFIG, NUM_LANES, memory, model, save, whole
+from tests.txl_dist.checkpoint.saving import CONFIG, HEADER, NUM_LANES, memory, model, save, whole
+from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import (
+    Weights,
     check_parameters,
     load_fragments,
     load_memory,
     load_model,
     verify_checkpoint,
 )
-from txl_dist.checkpoint.snapshot import Fragment
+from txl_dist.checkpoint.snapshot import AVERAGE, Fragment, Snapshot
+from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -75,3 +78,28 @@ def test_a_loaded_model_scores_like_the_saved_one(tmp_path: Path) -> None:
     assert torch.equal(nats_BT, expected)
     assert loaded.config == CONFIG
     assert tokenizer.decode([104, 105]) == "hi"
+
+
+@pytest.mark.parametrize(("weights", "kind"), [("last", "weights"), ("averaged", "optimizer")])
+def test_the_files_of_the_weights_that_are_loaded_are_verified(
+    tmp_path: Path, weights: Weights, kind: str
+) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    directory.open()
+    fragments = [whole(name, p.detach()) for name, p in model(3).named_parameters()]
+    for fragment in fragments:
+        fragment.states[AVERAGE] = fragment.master / 2
+    one = Save(directory=directory, save_id="c" * 8, state={"step": 3}, rank=0, num_ranks=1)
+    one.write_part(Snapshot(fragments, [(lane, memory(3, lane)) for lane in range(NUM_LANES)]))
+    path = one.publish(HEADER, mlflow_run_id=None, timeout_seconds=60)
+
+    factor = 2 if weights == "averaged" else 1
+    loaded, _, _ = load_model(path, weights=weights)
+    for parameter, expected in zip(loaded.parameters(), model(3).parameters(), strict=True):
+        assert torch.equal(parameter * factor, expected)
+    (file,) = path.glob(f"{kind}*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{file.name} has sha256"):
+        load_model(path, weights=weights)

@@ -27,6 +27,7 @@ from tests.txl_dist.checkpoint.saving import (
 )
 from txl_dist.checkpoint import writer
 from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.manifest import part_name
 from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
@@ -165,6 +166,16 @@ def test_a_missing_rank_is_named_and_its_files_of_another_save_do_not_count(tmp_
     with pytest.raises(CheckpointError, match=r"files of rank 1 are missing after .*=0\.1"):
         first.publish(HEADER, mlflow_run_id=None, timeout_seconds=0.1)
     assert CheckpointDirectory(tmp_path).steps() == [1]
+
+
+def test_a_list_of_the_files_of_another_rank_is_refused(tmp_path: Path) -> None:
+    CheckpointDirectory(tmp_path).open()
+    first = one_of_two(tmp_path, 0, "b" * 8)
+    first.write_part(snapshot(2))
+    staging = first.directory.staging(first.save_id)
+    shutil.copy(staging / part_name(0), staging / part_name(1))
+    with pytest.raises(CheckpointError, match="lists files of rank 0, expected rank 1"):
+        first.publish(HEADER, mlflow_run_id=None, timeout_seconds=5)
 
 
 def test_a_slow_rank_is_waited_for_as_long_as_its_files_grow(

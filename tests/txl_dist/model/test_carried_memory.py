@@ -66,7 +66,24 @@ def test_windows_cut_anywhere_give_the_same_numbers(
     pieces, memory_of_pieces = read_in_pieces(model, x_BND, starts_BN, sorted(cuts), cached=cached)
     assert_close(pieces, whole, atol=1e-9, rtol=1e-9)
     assert torch.equal(memory_of_pieces.age_B, memory.age_B)
-    assert_close(memory_of_pieces.vectors(), memory.vectors(), atol=1e-9, rtol=1e-9)
+    assert torch.equal(memory_of_pieces.valid(), memory.valid())
+    # What is left of the last episode in a row depends on the cuts: an episode that begins with a
+    # window clears it.
+    hidden_BLMD = ~memory.valid()[:, None, :, None]
+    vectors = [x.vectors().masked_fill(hidden_BLMD, 0) for x in (memory_of_pieces, memory)]
+    assert_close(*vectors, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@torch.no_grad()
+def test_a_memory_that_was_read_has_the_same_numbers_if_it_is_cached(
+    options: dict[str, Any],
+) -> None:
+    model, x_BND = of_vectors(**options), random_vectors()
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND, starts=random_starts())
+    expected, _ = memory.read(model, x_BND)
+    output, _ = memory.cached(model).read(model, x_BND)
+    assert_close(output, expected, atol=1e-9, rtol=1e-9)
 
 
 @torch.no_grad()
@@ -98,6 +115,83 @@ def test_a_reset_row_reads_as_a_new_one_and_the_others_go_on() -> None:
     assert memory.age_B.tolist() == [NUM_TOKENS] * NUM_ROWS, "reset returns another memory"
 
 
+@pytest.mark.parametrize("implementation", ["reference", "cpu", "sdpa"])
+@pytest.mark.parametrize("encoding", ["sinusoidal", "shaw", "rotary", "alibi"])
+@given(
+    value=st.sampled_from([float("nan"), float("inf"), float("-inf")]),
+    is_cached=st.booleans(),
+    with_starts=st.booleans(),
+    is_saved=st.booleans(),
+    num_steps=st.integers(1, NUM_TOKENS),
+)
+@torch.no_grad()
+def test_what_is_not_finite_ends_with_its_episode(
+    implementation: str,
+    encoding: str,
+    value: float,
+    is_cached: bool,
+    with_starts: bool,
+    is_saved: bool,
+    num_steps: int,
+) -> None:
+    """The next episode of the row has the numbers of one in an empty memory."""
+    clamp_len = 3 if encoding == "shaw" else None
+    model = of_vectors(attention=implementation, distance_encoding=encoding, clamp_len=clamp_len)
+    x_BND, broken_BND = random_vectors(), random_vectors(seed=1)
+    broken_BND[1, 4, 2] = value
+    expected, _ = Memory.empty(model, NUM_ROWS).read(model, x_BND)
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, broken_BND)
+    assert not torch.stack([*memory.tensors().values()][:-1]).isfinite().all()
+    memory = memory.cached(model) if is_cached else memory
+    starts_BN = torch.zeros(NUM_ROWS, NUM_TOKENS, dtype=torch.bool)
+    starts_BN[1, 0] = with_starts
+    if not with_starts:
+        memory = memory.reset([1])
+    if is_saved and not with_starts:
+        memory = Memory.of_tensors(model, memory.tensors())
+    outputs = []
+    for here in (slice(num_steps), slice(num_steps, None)):
+        if x_BND[:, here].numel():
+            output, memory = memory.read(model, x_BND[:, here], starts=starts_BN[:, here])
+            outputs.append(output[1])
+    assert_close(torch.cat(outputs), expected[1], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("place", ["vector", "memory"])
+@torch.no_grad()
+def test_a_window_of_several_episodes_that_is_not_finite_is_refused(
+    is_cached: bool, place: str
+) -> None:
+    """Only in its row: where no other episode begins, the caller gets what was computed."""
+    model, x_BND = of_vectors(), random_vectors()
+    broken_BND = x_BND.clone()
+    broken_BND[1, 2] = torch.inf
+    first_BND, second_BND = (broken_BND, x_BND) if place == "memory" else (x_BND, broken_BND)
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, first_BND)
+    memory = memory.cached(model) if is_cached else memory
+    starts_BN = torch.zeros(NUM_ROWS, NUM_TOKENS, dtype=torch.bool)
+    starts_BN[1, 5] = True
+    with pytest.raises(ValueError, match="row 1 is not finite"):
+        memory.read(model, second_BND, starts=starts_BN)
+    memory = memory.uncached()
+    _, memory = memory.read(model, second_BND[:, :5], starts=starts_BN[:, :5])
+    output, _ = memory.read(model, second_BND[:, 5:], starts=starts_BN[:, 5:])
+    assert output.isfinite().all()
+    output, _ = memory.read(model, second_BND, starts=starts_BN.roll(1, 0))
+    assert output[[0, 2]].isfinite().all()
+
+
+def test_a_score_of_several_episodes_that_is_not_finite_is_refused() -> None:
+    model, target_BT = small_model(), torch.full((NUM_ROWS, 4), -1)
+    x_BTD = random_vectors()[:, :4]
+    x_BTD[2, 1] = torch.nan
+    with pytest.raises(ValueError, match="row 2 is not finite"):
+        Memory.empty(model, NUM_ROWS).score(
+            model, x_BTD, target_BT, starts=torch.arange(4).expand(NUM_ROWS, 4) == 2
+        )
+
+
 @pytest.mark.parametrize("is_cached", [False, True])
 @torch.no_grad()
 def test_rows_are_selected_exchanged_saved_and_loaded(is_cached: bool, tmp_path: Path) -> None:
@@ -127,7 +221,7 @@ def test_vectors_and_validity_are_a_memory() -> None:
     last_start = [max(row.nonzero().flatten().tolist(), default=0) for row in starts_BN]
     assert valid_BM.sum(1).tolist() == [NUM_TOKENS - start for start in last_start]
     assert_close(Memory.of_vectors(model, vectors_BLMD, valid_BM).read(model, x_BND)[0], expected)
-    hidden = vectors_BLMD.masked_fill(~valid_BM[:, None, :, None], 5.0)
+    hidden = vectors_BLMD.masked_fill(~valid_BM[:, None, :, None], torch.nan)
     assert_close(Memory.of_vectors(model, hidden, valid_BM).read(model, x_BND)[0], expected)
 
 

@@ -63,6 +63,23 @@ def test_a_model_gives_each_lane_the_same_nats_in_any_micro_batch(mem_len: int) 
     assert (whole - nats_without_dropout(model, text_BN)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["lane", "device"])
+def test_every_segment_of_a_step_has_other_masks(kind: str) -> None:
+    """They are those of steps of one segment each; all segments have the same text."""
+    model, text_BT = small_model(dropout=0.3, dropatt=0.2, mem_len=0), random_text(2, 3)
+    age_BT = torch.arange(3).expand(2, 3)
+    masks = {
+        "lane": lambda step: LaneDropoutMasks(seed=3, step=step, lanes=[4, 7]),
+        "device": lambda step: DeviceDropoutMasks(seed=3, step=step),
+    }[kind]
+    three = [x.repeat(1, 3) for x in (text_BT, text_BT, age_BT)]
+    nats_BT, _ = model(*three, model.empty_memory(2), masks(5), num_segments=3)
+    for number, part_BT in enumerate(nats_BT.chunk(3, dim=1)):
+        inputs = text_BT, text_BT, age_BT, model.empty_memory(2)
+        assert_close(part_BT, model(*inputs, masks(5 * 3 + number))[0])
+    assert not any(torch.equal(part_BT, nats_BT[:, :3]) for part_BT in nats_BT[:, 3:].chunk(2, 1))
+
+
 def nats_of(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
     """In the model's mode, without masks."""
     age_BT = torch.arange(text_BN.shape[1] - 1).expand(len(text_BN), -1)

@@ -17,6 +17,13 @@ from txl_dist.model.transformer_xl import TransformerXL
 # Shapes: B lanes, N tokens of a text, D d_model, H heads, K d_head
 
 
+def test_a_gate_starts_with_the_bias_of_its_paper() -> None:
+    model = TransformerXL(ModelConfig(vocab_size=None, d_model=4, residual_gate="gru"))
+    for layer in model.layers:
+        for gate in (layer.attention_gate, layer.feed_forward_gate):
+            assert gate.update_bias.tolist() == [2.0] * 4
+
+
 def rms_norm(x: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 

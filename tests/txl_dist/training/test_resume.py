@@ -14,12 +14,15 @@ import pytest
 from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_job, train
+from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.context import open_inputs
+from txl_dist.training.divergence import DivergenceState
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.setup import build_trainer
@@ -186,6 +189,25 @@ def test_the_same_command_continues_its_fork(
     assert load_checkpoint_manifest(CheckpointDirectory(fork).at(20)).run_id != (
         load_checkpoint_manifest(CheckpointDirectory(finished).at(20)).run_id
     )
+
+
+def test_the_events_of_the_other_run_do_not_count_in_a_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would stop after fewer events than `divergence.max_events`."""
+    monkeypatch.setattr(resume, "require_compatible", lambda *_, **__: None)
+    path = save(tmp_path / "other", step=3)
+    divergence = DivergenceState(event_steps=(2, 3), skip_steps=(2,))
+    update_state(
+        CheckpointDirectory(tmp_path / "other"), 3, {"divergence": divergence.model_dump()}
+    )
+    job = tiny_job(Path("no-data"), tmp_path / "fork", resume=str(path))
+    directory = CheckpointDirectory(job.run_path)
+    search = resume.Resume(job, None, World(0, 1), directory)  # type: ignore[arg-type]
+    point = search.find(download=False)
+    assert point is not None
+    assert point.state.divergence == DivergenceState(skip_steps=(2,))
+    assert point.state.forked_from == str(path)
 
 
 def test_other_settings_of_a_fork_are_refused_or_allowed_like_those_of_any_run(

@@ -42,3 +42,12 @@ def test_a_new_number_of_lanes_continues_the_epoch() -> None:
 def test_targets_that_were_not_trained_on_are_counted() -> None:
     state = TrainState(position=3, tokens=4, phases=(phase(2),))
     assert count_tokens((phase(2),), state).targets_missing == 2
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_targets_of_lanes_that_are_a_segment_ahead_count(turn: int) -> None:
+    """Five lanes of four tokens each; all have read two, and those of earlier turns a third."""
+    plan = phase(5)
+    tokens = 5 * 2 + sum(len(range(earlier, 5, 3)) for earlier in range(turn))
+    state = TrainState(position=2, turn=turn, tokens=tokens, phases=(plan,))
+    assert count_tokens((plan,), state, tgt_len=1, num_turns=3).targets_missing == 0

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.errors import DataError
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.segments import IGNORED, Segment
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
+from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, tiny_job
 from txl_dist.errors import DivergedError
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
 from txl_dist.training.context import open_inputs
 from txl_dist.training.engine import Engine
@@ -150,6 +152,62 @@ def test_a_run_after_a_rejected_step_equals_one_without_it(
         assert not any(map(torch.equal, after, before))
 
 
+def steps_in_turns(world: World, job: TrainJob) -> dict[str, Any]:
+    """Of every turn: its lanes, and a rejected step. Then an accepted one without targets."""
+    directory = RunDirectory(job.run_path)
+    directory.create()
+    with ExitStack() as stack:
+        trainer = build_trainer(open_inputs(job, world, directory, stack))
+        segment, num_turns = next(trainer.segments), len(trainer.step.memories)
+        at = segment.position
+        results = [
+            trainer.step(
+                segment,
+                step=1,
+                num_targets=trainer.plan.targets_in_step(at, turn, num_turns),
+                lr=0.01,
+                check=lambda sums, norm: "rejected",
+                turn=turn,
+            )
+            for turn in range(num_turns)
+        ]
+        engine, losses = trainer.step.engine, list[float]()
+        before, backward = masters(engine), engine.backward
+
+        def recorded(loss: Tensor) -> None:
+            losses.append(float(loss.detach()))
+            backward(loss)
+
+        engine.backward = recorded  # type: ignore[method-assign]
+        segment = replace(segment, target=np.full_like(segment.target, IGNORED))
+        last = trainer.step(
+            segment, step=2, num_targets=0, lr=0.0, check=lambda sums, norm: None, turn=0
+        )
+        return {
+            "lanes": [[*trainer.plan.lanes_of_turn(turn, num_turns)] for turn in range(num_turns)],
+            "results": results,
+            "last": last,
+            "losses": losses,
+            "is_unchanged": all(map(torch.equal, masters(engine), before)),
+        }
+
+
+def test_a_step_names_the_lanes_of_its_turn_and_one_without_targets_changes_nothing(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *TURNS, "training.micro_batch_lanes=2")
+    (seen,) = ranks(1).run(steps_in_turns, job)
+    for lanes, result in zip(seen["lanes"], seen["results"], strict=True):
+        assert [*result.lane_sums] == lanes
+        assert result.sums.nats == pytest.approx(sum(x.nats for x in result.lane_sums.values()))
+        assert result.sums.num_tokens == sum(x.num_tokens for x in result.lane_sums.values())
+    assert seen["last"].sums == LossSums()
+    # On a GPU a gradient of infinity would become NaN where it is multiplied by 0.
+    assert seen["losses"] == [0.0, 0.0]
+    assert seen["last"].gradient_norm == 0
+    assert seen["is_unchanged"]
+
+
 def loss_with_memory(
     trainer: Trainer, segment: Segment, fill: float, contiguous_from: int
 ) -> tuple[float, float]:
@@ -278,7 +336,15 @@ def test_a_replay_gives_the_memory_that_training_had(
     ranks: RankGroups, dataset: Path, tmp_path: Path, backprop_segments: int
 ) -> None:
     settings = (NO_EVALUATION, f"training.backprop_segments={backprop_segments}")
-    job = tiny_job(dataset, tmp_path, *settings, "training.micro_batch_lanes=2")
+    # A short memory and large weights, so that it matters where segments begin.
+    job = tiny_job(
+        dataset,
+        tmp_path,
+        *settings,
+        "training.micro_batch_lanes=2",
+        "model.mem_len=2",
+        "model.init_std=0.2",
+    )
     ((read, replayed),) = ranks(1).run(read_and_replayed, job)
     assert any(x.any() for x in read)
     torch.testing.assert_close(replayed, read, rtol=0, atol=1e-6)

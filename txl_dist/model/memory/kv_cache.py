@@ -48,6 +48,11 @@ class LayerKVCache:
         buffers = self._keys_values or ()
         return tuple(buffer.narrow(2, self._start, self.mem_len) for buffer in buffers)
 
+    def clear(self, lanes_B: Tensor) -> None:
+        """Set the memory of the lanes that the mask names to zeros. In place."""
+        for memory_HBMK in self.memory():
+            memory_HBMK.masked_fill_(lanes_B[:, None, None].to(memory_HBMK.device), 0)
+
     def append(self, k_HBTK: Tensor, v_HBTK: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of T tokens; return those of memory and segment, [H, B, M + T, K].
 

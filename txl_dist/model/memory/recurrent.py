@@ -91,6 +91,15 @@ class RecurrentMemory(SequenceState):
             )
         )
 
+    def cleared(self, lanes_B: Tensor) -> "RecurrentMemory":
+        """With zeros in the lanes that the mask names."""
+        return RecurrentMemory(
+            tuple(
+                layer.masked_fill(lanes_B[:, None, None].to(layer.device), 0)
+                for layer in self.layers
+            )
+        )
+
     def tensors(self) -> dict[str, Tensor]:
         return {f"layer-{number}": layer for number, layer in enumerate(self.layers)}
 

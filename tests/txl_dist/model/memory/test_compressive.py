@@ -77,6 +77,22 @@ def test_the_state_is_that_of_the_equations_for_any_segments(
         assert_close(keys_BMD, torch.stack([*slots, *recent], dim=1))
 
 
+@examples(20)
+@given(sizes=sizes)
+def test_the_oldest_token_that_counts_is_the_one_that_the_state_names(
+    sizes: dict[str, int],
+) -> None:
+    """After a step that was skipped, no token may read one from before it."""
+    state, num_tokens, distances = memory_kind(config(**sizes)).empty(1), 40, []
+    x_BND = torch.ones(1, num_tokens, D, requires_grad=True)
+    for number in range(num_tokens):  # one at a time, so at all places of a block
+        state = state.after([x_BND[:, number : number + 1]] * 3, torch.tensor([[number]]))
+        if number >= num_tokens - sizes["compression_rate"]:
+            (gradient,) = torch.autograd.grad(state.past(0, x_BND).sum(), x_BND, retain_graph=True)
+            distances.append(number + 1 - int(gradient[0].any(-1).nonzero()[0]))
+    assert max(distances) == state.num_past_tokens
+
+
 @examples(60)
 @given(
     sizes=sizes,

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from tests.support.small_models import random_text, read_stream, small_model
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
 from txl_dist.model.memory.recurrent import Recurrent, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -33,6 +34,36 @@ def test_it_holds_the_last_tokens_of_all_segments(mem_len: int, tgt_lens: list[i
         for layer, all_inputs in zip(memory.layers, read, strict=True):
             assert layer.shape == (3, mem_len, 4)
             assert torch.equal(layer, all_inputs[:, all_inputs.shape[1] - mem_len :])
+
+
+configs = st.fixed_dictionaries(
+    {
+        "memory": st.sampled_from(["recurrent", "recurrent+tokens"]),
+        "mem_len": st.integers(1, 5),
+        "mem_shares": st.sampled_from([(), (0.4, 1.0), (1.0, 0.4)]),
+        "memory_tokens": st.integers(1, 2),
+    }
+).map(lambda options: ModelConfig(n_layer=2, d_model=4, **options))
+
+
+@settings(max_examples=60, deadline=None)
+@given(saved=configs, config=configs)
+def test_a_row_that_fits_has_all_tokens_of_every_layer_and_its_newest_are_loaded(
+    saved: ModelConfig, config: ModelConfig
+) -> None:
+    is_long = all(map(int.__ge__, saved.mem_lens, config.mem_lens))
+    has_tokens = config.memory == "recurrent" or saved.memory_tokens == config.memory_tokens
+    fits = memory_kind(config).fits(saved)
+    assert fits == (saved.memory == config.memory and is_long and has_tokens)
+    if not fits:
+        return
+    state = memory_kind(config).empty(2)
+    row = memory_kind(saved).empty(1).row(0)
+    row = {name: torch.randn_like(tensor) for name, tensor in row.items()}
+    state.load_row(1, row)
+    for name, tensor in state.row(1).items():
+        assert torch.equal(tensor, row[name][len(row[name]) - len(tensor) :])
+        assert not state.row(0)[name].any()
 
 
 @pytest.mark.parametrize("tgt_len", [2, 5, 9])

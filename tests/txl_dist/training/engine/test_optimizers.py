@@ -22,6 +22,7 @@ from txl_dist.training.engine.optimizers import (
     Adam,
     AdamW,
     FlatMatrices,
+    Muon,
     averaging_weight,
     hidden_matrices,
     matrices,
@@ -131,6 +132,34 @@ def test_stacked_matrices_are_orthogonalised_one_by_one(num_ranks: int) -> None:
     ]
     expected = torch.cat([orthogonalised(matrix) for matrix in weight.chunk(3)])
     assert torch.equal(torch.cat(parts).view(6, 4), expected)
+
+
+@pytest.mark.parametrize("num_stacked", [1, 3])
+def test_muon_updates_the_matrices_of_a_whole_weight_one_by_one(num_stacked: int) -> None:
+    """At stage 0, where no weight is flat. The first update is that of the gradient."""
+    weight = torch.nn.Parameter(torch.zeros(6, 4))
+    weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+    group = {
+        "params": [weight], "rule": "muon", "weight_decay": 0.0, "num_stacked": num_stacked,
+    }  # fmt: skip
+    optimizer = Muon([group], lr=1.0, betas=(0.9, 0.99), eps=1e-8)
+    optimizer.state[weight] = {
+        "step": torch.zeros(()), "momentum_buffer": torch.zeros(6, 4),
+    }  # fmt: skip
+    optimizer.step()
+    expected = [orthogonalised(matrix) for matrix in weight.grad.chunk(num_stacked)]
+    torch.testing.assert_close(-weight.detach(), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tie_weight", [True, False])
+def test_all_weights_of_an_adaptive_softmax_are_the_head(tie_weight: bool) -> None:
+    adaptive = model(cutoffs=(9, 20), div_val=2, tie_weight=tie_weight)
+    groups = parameter_groups(adaptive, OptimizerConfig(lr_factors={"head": 3.0}))
+    heads = {id(p) for group in groups if group["lr_factor"] == 3 for p in group["params"]}
+    names = {name for name, p in adaptive.named_parameters() if id(p) in heads}
+    softmax = {name for name, _ in adaptive.named_parameters() if name.startswith("softmax.")}
+    assert names == {name for name in softmax if not name.endswith("bias")}
+    assert "softmax.cluster_weight" in names
 
 
 def test_the_keys_and_values_and_halves_of_swiglu_are_stacked() -> None:

@@ -27,6 +27,8 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from txl_dist.runtime.process import limit_spinning
+
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import load_manifest as load_manifest
     from data_pipeline.shards.manifest import open_tokenizer as open_tokenizer
@@ -104,6 +106,7 @@ def _import_own_packages() -> None:
 
 
 _import_own_packages()
+limit_spinning()
 
 
 def __getattr__(name: str) -> Any:

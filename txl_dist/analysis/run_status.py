@@ -251,7 +251,7 @@ def _age_seconds(checkpoint: Path) -> float | None:
 def _mlflow(run: Path) -> dict[str, str | None]:
     state = TrackingState.load(run / STATE)
     server = state.server if state else None
-    is_file = state is not None and (server is None or server.startswith("sqlite:"))
+    is_file = state is not None and (server is None or server.startswith("sqlite"))
     return {
         "mlflow_run_id": state.run_id if state else None,
         "mlflow_command": page_command(run, server) if is_file else None,

@@ -76,6 +76,10 @@ ModeOption = Annotated[
         "so the score is approximate."
     ),
 ]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(min=2, metavar="N", help="Score only the first N tokens of each split."),
+]
 SameLengthOption = Annotated[
     bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
 ]
@@ -123,7 +127,8 @@ DetailsOption = Annotated[
     typer.Option(
         "--details",
         help="Also: loss by position in document and segment, loss by token frequency, and a "
-        "95 % interval by resampling documents.",
+        "95 % interval by resampling documents; of several models also the difference to the first "
+        "one, with its interval.",
     ),
 ]
 PerDocumentOption = Annotated[
@@ -158,6 +163,7 @@ def evaluate(
     data: DataArgument = None,
     watch: WatchOption = None,
     split: SplitOption = "valid",
+    max_tokens: MaxTokensOption = None,
     mode: ModeOption = "exact",
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
@@ -211,6 +217,7 @@ def evaluate(
             checkpoint,
             data,
             split=name,
+            max_tokens=max_tokens,
             mode=mode,
             same_length=same_length,
             batch=batch,
@@ -263,6 +270,7 @@ def _score(
         score_objects,
         sweep_content,
         sweep_objects,
+        with_differences,
         write_evaluation,
     )
     from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
@@ -286,7 +294,8 @@ def _score(
                 contents = [sweep_content(model, swept) for model in models]
             else:
                 scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
-                objects = contents = score_objects(planned, scored, workers)
+                objects = with_differences(score_objects(planned, scored, workers), scored)
+                contents = objects
                 _write_documents(per_document, planned, scored)
         with running("recording the scores in MLflow"):
             log_evaluations(each.job.checkpoint for each in planned)

@@ -29,7 +29,7 @@ from data_pipeline.system.files import StagedDirectory, explain_disk_errors, wri
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
-from txl_dist.evaluation.breakdown import DOCUMENT, TABLES, LossTable
+from txl_dist.evaluation.breakdown import DOCUMENT, TABLES, LossTable, paired_difference
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
@@ -168,6 +168,26 @@ def score_objects(
     return objects
 
 
+def with_differences(
+    objects: Sequence[Scored], results: "Sequence[EvaluationResult]"
+) -> list[dict[str, Any]]:
+    """The objects, and with details the difference of each to the first model on its split."""
+    first: dict[str, tuple[str, LossTable]] = {}
+    compared = []
+    for each, result in zip(objects, results, strict=True):
+        content = dict(each)
+        if details := content.get("details"):
+            assert result.breakdown is not None
+            documents = result.breakdown[DOCUMENT]
+            name, base = first.setdefault(each["split"], (each["checkpoint"], documents))
+            if base is not documents:
+                difference, ends = paired_difference(documents, base)
+                to_first = {"to": name, "nats_per_token": difference, "interval": ends}
+                content["details"] = {**details, "difference": to_first}
+        compared.append(content)
+    return compared
+
+
 def sweep_objects(sweep: "Sweep", result: "SweepResult", num_workers: int) -> list[dict[str, Any]]:
     """Of one model: all settings on the first split, then the best one on the other splits."""
     best = result.best
@@ -227,8 +247,23 @@ def print_table(scored: Sequence[Scored], swept: Sequence[str]) -> None:
         first = scored[0]["split"]
         print(f"selected: the lowest loss on split {first}, for each checkpoint")
     for each in scored:
+        _print_difference(each)
+    for each in scored:
         if each.get("selected") is not False:
             print(f"protocol: {each['checkpoint']}: {each['protocol']}")
+
+
+def _print_difference(scored: Scored) -> None:
+    details = scored.get("details") or {}
+    if (difference := details.get("difference")) is None:
+        return
+    ends = difference["interval"]
+    interval = f"{ends[0]:+.4f} to {ends[1]:+.4f}" if ends else "none, too few documents"
+    print(
+        f"difference on {scored['split']}: {scored['checkpoint']} less {difference['to']}: "
+        f"{difference['nats_per_token']:+.4f} nats per token; 95 % interval {interval}, paired by "
+        f"{details['num_documents']:,} documents"
+    )
 
 
 def print_score(scored: Scored) -> None:

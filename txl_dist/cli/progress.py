@@ -74,9 +74,12 @@ class RunDisplay:
         self._num_starts = 0
 
     def take(self, line: str) -> bool:
-        """Read a line; whether it is a step line, which the rows show."""
-        from txl_dist.training.run_log import RANK_IS_UP, RESTART, step_of, time_left
+        """Read a line; whether it says how far the run is, which the rows show."""
+        from txl_dist.training.run_log import EVALUATION, RANK_IS_UP, RESTART, step_of, time_left
 
+        if EVALUATION in line:
+            self._step_line = line
+            return True
         if (step := step_of(line)) is None:
             self._num_starts += RANK_IS_UP in line
             if RANK_IS_UP in line or RESTART in line:

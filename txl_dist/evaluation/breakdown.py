@@ -161,11 +161,9 @@ def score_intervals(documents: LossTable) -> dict[str, tuple[float, float] | Non
     if num_documents < bootstrap.MIN_DOCUMENTS:
         return None
     names = ("nats", "tokens", "bytes")
-    table_D3 = np.stack(documents.columns[1:], axis=1)
-    resampled = []
-    for drawn in bootstrap.Resampling("document", num_documents).draws():
-        sums_3 = np.bincount(drawn, minlength=num_documents) @ table_D3
-        resampled.append(dict(zip(names, sums_3.tolist(), strict=True)))
+    resampled = [
+        dict(zip(names, sums_3.tolist(), strict=True)) for sums_3 in _resampled(documents.columns)
+    ]
     intervals: dict[str, tuple[float, float] | None] = {}
     for name, score in SCORES.items():
         if score.needs in names:
@@ -173,6 +171,30 @@ def score_intervals(documents: LossTable) -> dict[str, tuple[float, float] | Non
             values = [score.finish(sums) for sums in resampled] if is_known else []
             intervals[name] = bootstrap.interval(values) if values else None
     return intervals
+
+
+def _resampled(columns: Sequence[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+    """The sums of all columns but the first, the keys, in each resample of the documents."""
+    table_DC = np.stack(columns[1:], axis=1)
+    for drawn in bootstrap.Resampling("document", len(table_DC)).draws():
+        yield np.bincount(drawn, minlength=len(table_DC)) @ table_DC
+
+
+def paired_difference(
+    documents: LossTable, base: LossTable
+) -> tuple[float, tuple[float, float] | None]:
+    """Nats per token of a model less those of another one, on the same documents; its interval.
+
+    Both are resampled with the same documents: how hard those are is in neither end. None for fewer
+    documents than a resample needs.
+    """
+    nats_D = documents.nats_K - base.nats_K
+    columns = documents.key_K, nats_D, documents.tokens_K
+    ends = None
+    if len(nats_D) >= bootstrap.MIN_DOCUMENTS:
+        sums = [sums_2 for sums_2 in _resampled(columns) if sums_2[1]]
+        ends = bootstrap.interval([nats / tokens for nats, tokens in sums])
+    return float(nats_D.sum() / documents.tokens_K.sum()), ends
 
 
 def in_range(value: float | None) -> float | None:

@@ -144,7 +144,7 @@ class EvaluationResult:
         """One line to quote next to the score."""
         settings = self.settings
         parts = [
-            f"split {settings.split} of {self.data}",
+            f"{self._part}split {settings.split} of {self.data}",
             f"model {self.model}",
             f"{self.sums.num_tokens:,} tokens scored",
             f"mode {settings.mode}",
@@ -160,6 +160,12 @@ class EvaluationResult:
             self.text.definition_of_a_word,
         ]
         return ", ".join(parts)
+
+    @property
+    def _part(self) -> str:
+        max_tokens = self.settings.max_tokens
+        is_part = max_tokens is not None and self.sums.num_tokens == max_tokens - 1
+        return f"first {max_tokens:,} tokens of " if is_part else ""
 
     @property
     def named_sums(self) -> dict[str, float]:

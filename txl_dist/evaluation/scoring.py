@@ -182,11 +182,14 @@ class Scorer:
         *,
         stop: object = False,
         counter: BreakdownCounter | None = None,
+        on_scored: Callable[[int], None] = lambda num_tokens: None,
     ) -> Iterator[LossSums]:
         """The sums of every chunk, in order. Ends early, also within a batch, if `stop` is true.
 
-        `counter` receives every segment, for the sums by position and token.
+        `counter` receives every segment, for the sums by position and token; `on_scored` the number
+        of targets scored so far, after every segment.
         """
+        num_scored = 0
         for group in self.groups(chunks):
             reader, sums = self.reader(group), [LossSums() for _ in group]
             for segment in self.segments(group):
@@ -197,6 +200,8 @@ class Scorer:
                 nats_BT = reader.score(segment.input_BT, target_BT, segment.age_BT).cpu()
                 for row in range(len(group)):
                     sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
+                num_scored += int((target_BT >= 0).sum())
+                on_scored(num_scored)
                 if counter is not None:
                     counter.add(nats_BT, target_BT, segment.position_BT, segment.document_age_BT)
             yield from sums
@@ -263,13 +268,16 @@ def evaluate_on_ranks(
     """Collective: every rank scores its chunks, and every rank returns the sums of all.
 
     If `stop` becomes true on any rank, that rank stops scoring and all ranks return None. The name
-    of the activity, which `txl status` shows, has the rank's share.
+    of the activity, which the log and `txl status` show, says how much this rank has scored.
     """
     indices = range(world.rank, len(chunks), world.num_ranks)
-    name, scored = world.activity.name, list[LossSums]()
-    for sums in scorer.scores([chunks[i] for i in indices], stop=stop):
-        scored.append(sums)
-        world.activity.name = f"{name}, {len(scored)} of {len(indices)} parts of this rank"
+    own, name = [chunks[i] for i in indices], world.activity.name
+    num_targets = sum(chunk.stop - chunk.start for chunk in own)
+
+    def show(num_scored: int) -> None:
+        world.activity.name = f"{name}, {num_scored / num_targets:.0%} scored"
+
+    scored = list(scorer.scores(own, stop=stop, on_scored=show))
     # One all-reduce: each chunk has its own row, so adding zeros keeps every sum bit for bit. The
     # last row counts the chunks that a stop left unscored.
     table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)

@@ -9,7 +9,8 @@ step itself is not wrapped and not slowed down. The thread
    the other ranks;
 2. logs a warning every `notice_seconds` if the main thread stays in one collective, with its name
    and the ranks that are not in a collective according to their heartbeats;
-3. writes the stacks of this rank to RUN/logs/stacks-STEP-rank-N.txt when any rank has waited for
+3. on rank 0, logs every few seconds how far an evaluation is;
+4. writes the stacks of this rank to RUN/logs/stacks-STEP-rank-N.txt when any rank has waited for
    STACKS_SHARE of the time limit. That is before the limit, because NCCL's own watchdog aborts the
    process at the limit.
 
@@ -35,11 +36,12 @@ from types import FrameType
 from typing import Self
 
 from txl_dist.errors import LostRankError
-from txl_dist.runtime.activity import Activity
+from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.heartbeat import BEAT_SECONDS, Heartbeat, HeartbeatFiles, Peers
 from txl_dist.runtime.process import PACKAGES
 
 NOTICE_SECONDS = 10.0
+EVALUATION_SECONDS = 8.0
 POLL_SECONDS = 1.0
 STACKS_SHARE = 0.8
 """All ranks write their stacks after this share of the time limit."""
@@ -94,8 +96,8 @@ def innermost_calls(frames: StackFrames) -> tuple[str, ...]:
 
 
 def label_of(activity: str) -> str:
-    """`step 12` -> `step-12`, for file names."""
-    return re.sub(r"[^a-z0-9]+", "-", activity.lower()).strip("-")[:80]
+    """`step 12` -> `step-12`, for file names. Without how much of it is done, after a comma."""
+    return re.sub(r"[^a-z0-9]+", "-", activity.partition(",")[0].lower()).strip("-")[:80]
 
 
 def stack_file(run: Path, label: str, rank: int) -> Path:
@@ -181,7 +183,7 @@ class CollectiveWatch:
 
     def _watch(self) -> None:
         previous: tuple[object, ...] | None = None
-        since = next_notice = next_beat = time.monotonic()
+        since = next_notice = next_beat = next_line = time.monotonic()
         poll_seconds = min(POLL_SECONDS, self._beat_seconds / 2)
         while not self._stop.wait(poll_seconds):
             now = time.monotonic()
@@ -197,6 +199,11 @@ class CollectiveWatch:
                 previous, since = current, now
                 next_notice = now + self._notice_seconds
             waited_seconds = now - since if name else 0.0
+            if self._activity.span is not Span.EVALUATION:
+                next_line = now + EVALUATION_SECONDS
+            elif self._rank == 0 and now >= next_line:
+                next_line = now + EVALUATION_SECONDS
+                log.info("%s", self._activity.name)
             if now >= next_beat:
                 next_beat = now + self._beat_seconds
                 self._beat(frames, name, seconds=now - since)

@@ -208,16 +208,18 @@ def _record(tracker: Tracker, path: Path, state: TrackingState) -> None:
     left_out = {*scores, "details", "protocol", "save_id"}
     settings = {**result, "checkpoint": checkpoint}
     settings = redact({key: value for key, value in settings.items() if key not in left_out})
-    data = str(result["data"])
+    data, protocol = str(result["data"]), redact(str(result["protocol"]))
     run = TrackedRun(
         key=f"{state.key}/{path.stem}",
         name=f"eval step {step}: {split}, mem_len {mem_len}",
         experiment=state.experiment,
+        command="txl eval",
+        note=protocol,
         params={key: as_text(value) for key, value in settings.items()},
         tags={
             "txl.kind": "evaluation",
             "txl.training_run": state.run_id,
-            "txl.protocol": redact(str(result["protocol"])),
+            "txl.protocol": protocol,
         },
         parent=state.run_id,
         datasets=[

@@ -6,6 +6,7 @@ child of the run that supersedes it (decision 13).
 """
 
 import contextlib
+import getpass
 import logging
 import math
 import os
@@ -24,6 +25,7 @@ os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
 from mlflow.entities import Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from sqlalchemy.engine import make_url
 
 from txl_dist.config.redaction import redact
 from txl_dist.tracking.mlflow_models import (
@@ -42,6 +44,7 @@ from txl_dist.tracking.tracker import (
     TrackedModel,
     TrackedRun,
     UnavailableError,
+    sqlite_uri,
 )
 
 # The limits of MLflow's REST API for one request and one parameter.
@@ -59,7 +62,6 @@ _STATUSES = {
 """Our status of a run (tag `txl.status`) -> MLflow's, which has no word for a preemption."""
 _REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _GONE = {"RESOURCE_DOES_NOT_EXIST"}
-_SQLITE = "sqlite:///"
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +115,8 @@ class MlflowTracker:
     @_translated()
     def __init__(self, server: str) -> None:
         self._artifact_location: str | None = None  # the server decides
-        if server.startswith(_SQLITE):
-            database = Path(server.removeprefix(_SQLITE).split("?")[0])
+        if server.startswith("sqlite"):
+            database = Path(make_url(server).database or "")
             self._artifact_location = (database.resolve().parent / "mlartifacts").as_uri()
             _create_database(database)
         self._client = MlflowClient(tracking_uri=server)
@@ -179,7 +181,13 @@ class MlflowTracker:
             experiment_id = self._experiment(run.experiment)
         for found in self._client.search_runs([experiment_id], f"tags.`txl.key` = '{run.key}'"):
             return str(found.info.run_id)
-        tags = {"txl.key": run.key}
+        tags = {
+            "txl.key": run.key,
+            "mlflow.user": _user(),
+            "mlflow.source.name": run.command,
+            "mlflow.source.type": "LOCAL",
+            "mlflow.note.content": run.note,
+        }
         if run.previous:
             tags["txl.parent"] = run.previous
         if run.parent:
@@ -278,6 +286,14 @@ class MlflowTracker:
                 log.warning("artifact %s not recorded: %s", name, error)
 
 
+def _user() -> str:
+    """The user of this process; its number in a container that has no name for it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
 def _split_long(params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Values longer than MAX_PARAM_LENGTH become several parameters: x, x.part2, ..."""
     for key, value in params.items():
@@ -297,7 +313,7 @@ def _create_database(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        MlflowClient(tracking_uri=f"{_SQLITE}{temporary}").search_experiments(max_results=1)
+        MlflowClient(tracking_uri=sqlite_uri(temporary)).search_experiments(max_results=1)
         # The link covers only the main file, so move the write-ahead log into it first.
         with contextlib.closing(sqlite3.connect(temporary)) as database:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")

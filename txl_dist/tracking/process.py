@@ -15,6 +15,7 @@ Scores of `txl eval` are in `checkpoints.py`.
 import contextlib
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -60,7 +61,7 @@ log = logging.getLogger("txl_dist.tracking")
 
 
 def sync_command(run_dir: Path) -> str:
-    return f"txl track sync {run_dir}"
+    return f"txl track sync {shlex.quote(str(run_dir))}"
 
 
 def run_module(module: str, *words: str, timeout_seconds: float, server: str | None = None) -> str:
@@ -240,7 +241,7 @@ def page_command(run_dir: Path, uri: str | None) -> str:
     server = server_of(uri, run_dir)
     if server.startswith("http"):
         return redact(server)
-    return f"mlflow ui --backend-store-uri {redact(server)}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(redact(server))}"
 
 
 def _is_sending(run_dir: Path, waited_seconds: float) -> bool:

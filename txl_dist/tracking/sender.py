@@ -23,6 +23,8 @@ import logging
 import math
 import os
 import select
+import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -212,10 +214,13 @@ class Sender:
         files = {"config.yaml": self.run_dir / "config.yaml"}
         if self._request.data_manifest:
             files["data-manifest.json"] = Path(self._request.data_manifest)
+        directory = self.run_dir.resolve()
         return TrackedRun(
             key=self._state.key,
-            name=self.run_dir.resolve().name,
+            name=directory.name,
             experiment=self._request.experiment,
+            note=f"Run directory `{directory}` on host {socket.gethostname()}. A page about it: "
+            f"`txl report {shlex.quote(str(directory))}`",
             params=self._request.params,
             tags=self._request.tags,
             files=files,

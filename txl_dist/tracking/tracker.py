@@ -43,7 +43,17 @@ def server_of(uri: str | None, run_dir: Path) -> str:
         if "MLFLOW_TRACKING_URI" not in os.environ:
             raise UnavailableError("its credentials are not stored; set MLFLOW_TRACKING_URI")
         return os.environ["MLFLOW_TRACKING_URI"]
-    return uri or f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
+    return uri or sqlite_uri(run_dir.resolve().parent / "mlflow.db")
+
+
+def sqlite_uri(path: Path) -> str:
+    """The address of an SQLite file, also below a folder whose name has a `%` or `?`."""
+    if not {"%", "?"} & {*str(path)}:
+        return f"sqlite:///{path}"
+    from sqlalchemy.engine.url import URL  # comes with mlflow; its versions escape differently
+
+    # With the driver, or MLflow creates an empty folder of the escaped name.
+    return URL.create("sqlite+pysqlite", database=str(path)).render_as_string()
 
 
 class UnavailableError(Exception):
@@ -127,6 +137,10 @@ class TrackedRun:
     """Identifies the run, also if the response to its creation was lost."""
     name: str
     experiment: str
+    command: str = "txl train"
+    """The command that created the run."""
+    note: str = ""
+    """Description of a new run, in Markdown. People may edit it on the server."""
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)

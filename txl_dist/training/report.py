@@ -17,7 +17,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
 from txl_dist.runtime.activity import Activity, Span
-from txl_dist.runtime.device import describe_machine
+from txl_dist.runtime.device import describe_machine, warn_if_busy
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
@@ -179,6 +179,7 @@ def log_start(
     """
     config, world, point = rank.config, rank.world, beginning.point
     log.info("machine | host %s: %s", socket.gethostname(), describe_machine(world.device))
+    warn_if_busy(world.device)
     remaining = remaining_work(state, num_steps=config.num_steps, unscored=beginning.unscored)
     if remaining is None:
         log.info(

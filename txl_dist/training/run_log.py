@@ -14,6 +14,8 @@ from typing import Self
 POLL_SECONDS = 0.2
 FIRST_BATCH = "first batch"
 """The line of rank 0 before its first step."""
+EVALUATION = "evaluation of split"
+"""In the lines that say how far an evaluation is."""
 RANK_IS_UP = "rank 0 is up"
 """The first line of rank 0, at each start."""
 RESTART = "; restart"

@@ -9,6 +9,8 @@
 Some stages are collective, so every rank has to go through all of them in this order.
 """
 
+import logging
+
 from txl_dist.training.computation import build_evaluator, build_step
 from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.loop import Trainer
@@ -23,6 +25,8 @@ from txl_dist.training.scores import ScoreTable, due_in
 from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.start_state import initial_state, open_run, resume_at
 from txl_dist.training.tracked import TrackingProcess, start_tracker
+
+log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
@@ -107,6 +111,14 @@ def _open_scores(
         kept_step = point.kept_step if point else 0
         scores.rewind(kept_step)
         unscored = scores.unscored(kept_step, on_ranks=config.evaluation.on == "ranks")
+        if others := {*scores.unscored(kept_step, on_ranks=False)} - {*unscored}:
+            log.warning(
+                "evaluation | WARNING: the ranks score only their own weights (evaluation.on), so "
+                "the checkpoints of steps %s get no score and are removed as others follow. To "
+                "score them, stop the run, and: txl eval --watch %s",
+                ", ".join(map(str, sorted(others))),
+                inputs.directory.path,
+            )
     return scores, inputs.world.broadcast(unscored)
 
 

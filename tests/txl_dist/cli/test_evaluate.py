@@ -80,6 +80,13 @@ def test_memory_options_of_an_evaluation_change_the_score(
     assert score("eval", run, dataset, *option)["nats"] != plain["nats"]
 
 
+def test_max_tokens_scores_the_start_of_the_split_and_says_so(dataset: Path, run: Path) -> None:
+    result = score("eval", run, dataset, "--max-tokens", 1301)
+    assert (result["tokens_scored"], result["max_tokens"]) == (1300, 1301)
+    assert result["protocol"].startswith("first 1,301 tokens of split valid of ")
+    assert run_txl("eval", run, dataset, "--max-tokens", 1)[0] == 2
+
+
 @pytest.mark.slow  # tests/cluster has the same of what the command calls
 @pytest.mark.parametrize("on", ["processes", "ray"])
 def test_an_evaluation_by_two_workers_is_that_of_one_process(

@@ -27,6 +27,7 @@ from txl_dist.cli.evaluation_output import (
     document_lines,
     print_scores,
     score_objects,
+    with_differences,
     write_evaluation,
 )
 from txl_dist.convert.stored_model import find_model
@@ -330,3 +331,23 @@ def test_a_memory_without_limit_is_said_with_the_number_of_independent_chunks(
     assert (expected in capsys.readouterr().out) == is_unbounded
     assert ("memory tokens, mem_len" in content["protocol"]) == is_unbounded
     assert (content["context_tokens"] is None) == is_unbounded
+
+
+@pytest.mark.parametrize("job", ["byte"], indirect=True)
+def test_details_of_several_models_have_the_difference_to_the_first_one(
+    job: EvaluationJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = replace(job, settings=replace(job.settings, mem_len=0))
+    planned = [plan_job(each, details=True) for each in (job, other)]
+    results = evaluate_on_workers(planned, InProcess())
+    first, second = with_differences(score_objects(planned, results, 1), results)
+    assert "difference" not in first["details"]
+    difference = second["details"]["difference"]
+    assert difference["to"] == first["checkpoint"]
+    expected = (second["nats"] - first["nats"]) / first["tokens_scored"]
+    assert difference["nats_per_token"] == pytest.approx(expected, abs=1e-9)
+    low, high = difference["interval"]
+    assert low < expected < high
+    print_scores([first, second])
+    printed = capsys.readouterr().out
+    assert f"{expected:+.4f} nats per token; 95 % interval {low:+.4f} to {high:+.4f}" in printed

@@ -85,6 +85,7 @@ def test_before_its_first_step_a_start_shows_its_stage() -> None:
     assert "left" in display.summary()
     display.take("rank 1 was killed; restart 1 of at most 3, from step 80; 20 steps are lost")
     assert display.summary() == "50% | step 100 of 200 | starting"
+    assert display.take("12:00:20 evaluation of split valid, 35% scored"), "shown in place"
     display.take(EVENTS[3])
     assert display.summary() == "50% | step 100 of 200 | starting | 1 restart"
 

@@ -1,12 +1,13 @@
 """The interval of a score by resampling documents."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
-from txl_dist.evaluation.breakdown import LossTable, score_intervals
+from txl_dist.evaluation.breakdown import LossTable, paired_difference, score_intervals
 
 
 def documents(num_documents: int, *, seed: int = 0) -> LossTable:
@@ -79,3 +80,22 @@ def test_documents_of_equal_loss_have_an_interval_without_width() -> None:
 def test_too_few_documents_have_no_interval() -> None:
     assert score_intervals(documents(MIN_DOCUMENTS - 1)) is None
     assert score_intervals(documents(MIN_DOCUMENTS)) is not None
+
+
+def test_a_paired_difference_leaves_out_how_hard_the_documents_are() -> None:
+    base = documents(40)
+    noise = np.random.default_rng(1).normal(0.02, 0.01, 40)
+    better = replace(base, nats_K=base.nats_K - noise * base.tokens_K)
+    difference, ends = paired_difference(better, base)
+    assert difference == pytest.approx(-(noise * base.tokens_K).sum() / base.tokens_K.sum())
+    assert ends is not None
+    assert ends[0] < difference < ends[1] < 0, "although the documents differ by 0.5"
+    (low, high), (other_low, other_high) = interval_of(better), interval_of(base)
+    assert max(low, other_low) < min(high, other_high), "the intervals of the scores overlap"
+    back, turned = paired_difference(base, better)
+    assert (back, turned) == (-difference, (pytest.approx(-ends[1]), pytest.approx(-ends[0])))
+
+
+def test_a_difference_of_too_few_documents_has_no_interval() -> None:
+    few = documents(MIN_DOCUMENTS - 1)
+    assert paired_difference(few, few) == (0.0, None)

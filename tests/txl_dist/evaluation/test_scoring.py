@@ -179,5 +179,5 @@ def test_the_activity_of_a_rank_says_how_much_is_scored(monkeypatch: pytest.Monk
     monkeypatch.setattr(Scorer, "reader", noted)
     assert evaluate_on_ranks(scorer, chunks, world=world) is not None
     name = "evaluation of split valid"
-    assert names == [name, f"{name}, 2 of 3 parts of this rank"]
-    assert world.activity.name == f"{name}, 3 of 3 parts of this rank"
+    assert names == [name, f"{name}, 67% scored"]
+    assert world.activity.name == f"{name}, 100% scored"

@@ -22,7 +22,13 @@ from txl_dist.generation.generate import generate_tokens
 from txl_dist.generation.text import Sampling
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import ENVIRONMENT, autocast, deterministic
+from txl_dist.runtime.device import (
+    ENVIRONMENT,
+    autocast,
+    deterministic,
+    torch_threads,
+    warn_if_busy,
+)
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import check_config
 from txl_dist.training.context import open_inputs
@@ -30,7 +36,7 @@ from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.setup import build_trainer
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BF16 = "precision=bf16"
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -261,3 +267,32 @@ def test_disabled_it_changes_nothing() -> None:
     with deterministic(enabled=False):
         assert not torch.are_deterministic_algorithms_enabled()
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("load", "num_threads", "device", "policy", "warns"),
+    [
+        (7.0, 2, CPU, None, True),
+        (2.0, 2, CPU, None, False),
+        (7.0, 1, CPU, None, False),
+        (7.0, 2, GPU, None, False),
+        (7.0, 2, CPU, "passive", False),
+    ],
+)
+def test_threads_on_a_busy_machine_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    load: float,
+    num_threads: int,
+    device: torch.device,
+    policy: str | None,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    with torch_threads(num_threads):
+        warn_if_busy(device)
+    assert ("load 7 on 3 cores" in caplog.text) == warns

@@ -1,16 +1,18 @@
-"""Ranks of torchrun are recognised, and freed host memory is used again."""
+"""Ranks of torchrun are recognised, freed host memory is used again, threads spin briefly."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.support.training_runs import TINY
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.process import TORCHRUN_VARIABLES, is_torchrun, without_torchrun
+from txl_dist.runtime.process import SPIN_COUNT, TORCHRUN_VARIABLES, is_torchrun, without_torchrun
 
 LEFTOVER = {
     "RANK": "1",
@@ -104,3 +106,29 @@ def test_a_warm_step_has_no_page_faults_for_blocks_of_any_size() -> None:
 
     assert faults("kept") < 100
     assert faults("returned") > 100, "the test would not notice memory that is returned"
+
+
+LOAD_OPENMP = """
+import ctypes, importlib.util, pathlib, txl_dist
+(folder,) = importlib.util.find_spec("torch").submodule_search_locations
+for path in pathlib.Path(folder, "lib").glob("libgomp*"):
+    ctypes.CDLL(str(path))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "spin_count"),
+    [({}, SPIN_COUNT), ({"GOMP_SPINCOUNT": "70"}, "70"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+    ids=str,
+)
+def test_threads_spin_for_a_short_time_unless_the_user_says_otherwise(
+    variables: dict[str, str], spin_count: str
+) -> None:
+    """In the words of libgomp, as the torch of this machine brings it."""
+    if not list(Path(torch.__file__).parent.glob("lib/libgomp*")):
+        pytest.skip("this torch has another OpenMP")
+    inherited = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", *variables)}
+    environment = {**inherited, "OMP_DISPLAY_ENV": "VERBOSE", **variables}
+    command = [sys.executable, "-c", LOAD_OPENMP]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr

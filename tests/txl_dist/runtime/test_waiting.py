@@ -5,6 +5,7 @@ import re
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch.distributed as dist
 
 from tests.support.commands import wait_until
 from tests.support.gloo_ranks import RankGroups
-from txl_dist.runtime.activity import Activity
+from txl_dist.runtime import waiting
+from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.waiting import (
     GPU_WAIT,
     CollectiveWatch,
@@ -170,6 +172,28 @@ def test_the_watch_ends_with_its_context(tmp_path: Path) -> None:
     with CollectiveWatch(Activity(), rank=0, num_ranks=1, run=tmp_path, limit_seconds=1):
         assert len(threading.enumerate()) == len(before) + 1
     assert threading.enumerate() == before
+
+
+def test_a_long_evaluation_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 says how far it is; nothing else is repeated."""
+    monkeypatch.setattr(waiting, "EVALUATION_SECONDS", 0.01)
+    caplog.set_level(logging.INFO)
+    activities = [Activity(name="evaluation", span=Span.EVALUATION) for _ in range(2)]
+    activities[1].name = "evaluation of rank 1"
+    with ExitStack() as stack:
+        for rank, activity in enumerate(activities):
+            watch = CollectiveWatch(
+                activity, rank=rank, num_ranks=2, run=tmp_path, limit_seconds=1.0
+            )
+            stack.enter_context(watch)
+        wait_until(lambda: len(caplog.messages) >= 2)
+        activities[0].name = "evaluation, 35% scored"
+        wait_until(lambda: activities[0].name in caplog.messages)
+        activities[0].name, activities[0].span = "step 3", Span.FORWARD
+        time.sleep(0.2)
+    assert set(caplog.messages) == {"evaluation", "evaluation, 35% scored"}
 
 
 def test_a_running_frame_without_a_line_number_is_read() -> None:

@@ -80,7 +80,9 @@ def test_an_evaluation_is_a_child_run_with_its_model_its_data_and_its_settings(
     names = {tags_of(database, r)["mlflow.runName"]: r for r in _children(database, run_dir)}
     assert sorted(names) == ["eval step 5: valid, mem_len 0", "eval step 5: valid, mem_len 64"]
     second = names["eval step 5: valid, mem_len 64"]
-    assert tags_of(database, second)["txl.protocol"] == "split valid, 4 tokens scored"
+    tags = tags_of(database, second)
+    assert tags["txl.protocol"] == tags["mlflow.note.content"] == "split valid, 4 tokens scored"
+    assert tags["mlflow.source.name"] == "txl eval"
     assert status_of(database, second) == "FINISHED"
     assert recorded_steps(database, second, "valid/mem_len_64/perplexity_low") == [5]
     client = MlflowClient(f"sqlite:///{database}")

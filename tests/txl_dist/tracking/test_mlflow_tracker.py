@@ -94,7 +94,9 @@ def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> N
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 31))
     sender_for(run_dir, params={"lr": "1"}).pump()
-    MlflowClient(f"sqlite:///{database}").log_metric(run_id_of(run_dir), "by a user", 1.0, step=99)
+    client = MlflowClient(f"sqlite:///{database}")
+    client.log_metric(run_id_of(run_dir), "by a user", 1.0, step=99)
+    client.set_tag(run_id_of(run_dir), "mlflow.note.content", "the one with a bug")
     _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 51), since=START + 1000)
     sender = sender_for(run_dir, params={"lr": "2"})
@@ -107,6 +109,7 @@ def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> N
     assert own == _journalled(run_dir)
     tags = tags_of(database, run_id_of(run_dir))
     assert (tags["txl.changed.lr"], tags["txl.status"]) == ("2", "preempted")
+    assert tags["mlflow.note.content"] == "the one with a bug"
 
 
 def _train_to(

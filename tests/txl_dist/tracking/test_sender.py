@@ -1,8 +1,11 @@
 """The sender: every point arrives exactly once, also by a failing server and `txl track sync`."""
 
+import getpass
 import json
 import os
 import random
+import shlex
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.support.commands import run_txl
 from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.process import page_command
 from txl_dist.tracking.sender import Sender, TrainingEnd, deliver
 from txl_dist.tracking.tracker import (
     TrackingState,
@@ -59,6 +63,10 @@ def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_pa
     assert run.data.params["a.b"] == "1"
     assert run.data.params["long"] + run.data.params["long.part2"] == long
     assert run.data.tags["t"] == "v"
+    assert run.data.tags["mlflow.user"] == getpass.getuser()
+    assert run.data.tags["mlflow.source.name"] == "txl train"
+    assert run.data.tags["mlflow.source.type"] == "LOCAL"
+    assert str(run_dir) in run.data.tags["mlflow.note.content"]
     database = run_dir.parent / "mlflow.db"
     assert recorded_steps(database, run.info.run_id) == list(range(1, 2501))
     artifacts = run_dir.parent / "mlartifacts"
@@ -211,14 +219,38 @@ def test_a_rejected_point_does_not_block_the_others(run_dir: Path, server: Mlflo
 
 
 def test_a_first_database_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
+    run_dir = tmp_path / "a%20b?c" / "run"
+    run_dir.mkdir(parents=True)
     write_steps(run_dir, range(1, 3))
     sender_for(run_dir).pump()
-    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "run"}
-    with sqlite3.connect(tmp_path / "mlflow.db") as connection:
+    database = run_dir.with_name("mlflow.db")
+    assert {path.name for path in run_dir.parent.iterdir()} == {"mlflow.db", "run"}
+    assert [path.name for path in tmp_path.iterdir()] == ["a%20b?c"]
+    with sqlite3.connect(database) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    assert recorded_steps(tmp_path / "mlflow.db", run_id_of(run_dir)) == [1, 2]
+    assert recorded_steps(database, run_id_of(run_dir)) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["a b", "a%20b%", "a?b=c", "köln #+@c:d"])
+def test_the_default_database_is_beside_the_run_whatever_the_folder_is_called(
+    template: Path, tmp_path: Path, name: str
+) -> None:
+    run_dir = tmp_path / name / name
+    run_dir.mkdir(parents=True)
+    database = Path(shutil.copy(template, run_dir.with_name("mlflow.db")))
+    (run_dir / "config.yaml").write_text("seed: 3\n")
+    write_steps(run_dir, range(1, 3))
+    sender_for(run_dir).pump()
+
+    run_id = run_id_of(run_dir)
+    assert recorded_steps(database, run_id) == [1, 2]
+    (config,) = (run_dir.parent / "mlartifacts").rglob("config.yaml")
+    assert config.read_text() == "seed: 3\n"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    # The command that is printed opens the same database.
+    *command, uri = shlex.split(page_command(run_dir, None))
+    assert command == ["mlflow", "ui", "--backend-store-uri"]
+    assert MlflowClient(uri).get_run(run_id).info.run_name == name
 
 
 @pytest.mark.parametrize("time", ["abc", None, [1]])

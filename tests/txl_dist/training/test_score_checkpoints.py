@@ -219,6 +219,22 @@ def test_a_finished_run_that_was_not_scored_is_scored_by_hand(
     assert len(scores(tmp_path)) == len(STEPS)
 
 
+def test_checkpoints_that_wait_for_a_score_are_named_before_a_resume_on_ranks_removes_them(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    settings = (*SETTINGS, "optimizer.warmup_steps=2")
+    begin = ("training={num_steps: 12, checkpoint_interval_steps: 5, keep_checkpoints: 3}",)
+    job = tiny_job(dataset, tmp_path, *settings, *begin, "evaluation.split=null")
+    assert ranks(1).run(train, job) == [0]
+    assert CheckpointDirectory(tmp_path).steps() == [5, 10, 12]
+    job = tiny_job(dataset, tmp_path, *settings, allow_change=("training.num_steps",))
+    assert ranks(1).run(train, job) == [0]
+    assert (
+        "the checkpoints of steps 5, 10 get no score" in RunDirectory(tmp_path).log(0).read_text()
+    )
+    assert [line["step"] for line in scores(tmp_path)] == [15, 20]
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run directory"):
         watch(tmp_path, InProcess(), num_threads=1, note=print)

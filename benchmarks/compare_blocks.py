@@ -11,13 +11,13 @@ with the same seed (the loss varies more between seeds than between runs), and h
 CPU-seconds each run took to the final loss of `paper-adamw`. `--models DIR` keeps the models, for
 `txl recl DIR/... DATA`.
 
-`windows` is the modern block without memory, trained on random windows instead of lanes, and `gpt`
-a GPT without memory in the manner of nanoGPT (rival_gpt.py), at two learning rates. Both are scored
-with at least half a window before each token.
+`pieces-N` is trained on pieces of N tokens in shuffled order (data.piece_len), by default without
+memory, and `gpt` is a GPT without memory in the manner of nanoGPT (rival_gpt.py), at two learning
+rates, trained on random windows and scored with at least half a window before each token.
 
 Models are comparable only if each token has equally much text before it. So `--readings` scores the
 last model of each run (not of `gpt`) in several ways, with the CPU time of each: in segments of 64
-tokens with memories of 0 to 256, and in windows that overlap by half.
+tokens with memories of 0 to 128, and in windows that overlap by half.
 """
 
 import argparse
@@ -107,28 +107,32 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "tied": ("modern/quickstart", "model.tie_weight=true"),
     "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
     "gru-gate": ("modern/quickstart", "model.residual_gate=gru"),
+    **{
+        f"pieces-{length}": (
+            "modern/quickstart", "model.mem_len=0", f"data.piece_len={length}",
+            f"data.tgt_len={length}", f"data.lanes_per_step={2048 // length}",
+        )
+        for length in (64, 128, 256, 512)
+    },
+    "pieces-1024-memory": ("modern/quickstart", "data.piece_len=1024"),
+    "memory-256-segments-128": (
+        "modern/quickstart", "model.mem_len=256", "data.tgt_len=128", "data.lanes_per_step=16",
+    ),
+    "segments-256": ("modern/quickstart", "data.tgt_len=256", "data.lanes_per_step=8"),
     "rate-12e-3": ("modern/quickstart", "optimizer.lr=12e-3"),
     "cosine": ("modern/quickstart", "optimizer.schedule=cosine"),
 }  # fmt: skip
 """Config and overrides of each run: the modern block, and one ingredient changed."""
-WINDOWS: dict[str, tuple[str, ...]] = {
-    f"windows-{length}": (
-        "modern/quickstart", "model.mem_len=0", f"data.tgt_len={length}",
-        f"data.num_lanes={2048 // length}", *ONE_TURN,
-    )
-    for length in (64, 128, 256)
-}  # fmt: skip
-"""The modern block without memory, which needs no lanes, on random windows as the GPT."""
 RIVALS = {"gpt-1e-3": 1e-3, "gpt-3e-3": 3e-3}
 """Learning rates of the GPT."""
 SCORED_TOKENS = 200_000
-SEGMENT, MEMORIES, OVERLAPPING = 64, (0, 32, 64, 128, 256), (64, 128, 256)
+SEGMENT, MEMORIES, OVERLAPPING = 64, (0, 32, 64, 128), (64, 256)
 """Of `--readings`: tokens per segment, memories, and lengths of windows."""
 
 
 def main() -> None:
     """Train what is missing, or print the table."""
-    names = [*VARIANTS, *WINDOWS, *RIVALS]
+    names = [*VARIANTS, *RIVALS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", nargs="?", type=Path, help="dataset with a split valid")
     parser.add_argument("--out", type=Path, required=True, help="file of the results")
@@ -164,9 +168,7 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
     """Train one run; its result has (step, CPU-seconds, held-out nats) of each evaluation."""
     every = arguments.steps // arguments.evaluations
     data, steps = arguments.data, arguments.steps
-    steps_of = (
-        gpt_steps if name in RIVALS else window_steps if name in WINDOWS else transformer_xl_steps
-    )
+    steps_of = gpt_steps if name in RIVALS else transformer_xl_steps
     step, score, model = steps_of(name, data, steps, seed)
     curve, seconds = [], 0.0
     for number in range(1, arguments.steps + 1):
@@ -213,7 +215,7 @@ def segment_nats(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "model"
         export(model, data, tgt_len, out)
-        job = evaluation_job(out, data, max_tokens=SCORED_TOKENS, mem_len=mem_len)
+        job = evaluation_job(out, data, max_tokens=SCORED_TOKENS, mem_len=mem_len, batch=32)
         return evaluate(job).sums.nats_per_token
 
 
@@ -243,7 +245,11 @@ def transformer_xl_steps(name: str, data: Path, num_steps: int, seed: int) -> St
     source = open_split(data, "train", manifest=manifest)
     lanes, tgt_len = config.data.num_lanes, config.data.tgt_len
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=lanes, tgt_len=tgt_len)
-    segments = iter(SegmentStream(source, plan, lanes=range(lanes), reset="document", seed=seed))
+    ordering = config.data.ordering
+    stream = SegmentStream(
+        source, plan, lanes=range(lanes), reset="document", ordering=ordering, seed=seed
+    )
+    segments = iter(stream)
     model, optimizer = model_and_optimizer(config, manifest.vocab_size, seed)
     rows, turns = config.data.rows, config.data.num_turns
     memories = [model.empty_memory(rows) for _ in range(turns)]
@@ -282,26 +288,6 @@ def model_and_optimizer(
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
-
-
-def window_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:
-    config_name, *overrides = WINDOWS[name]
-    config = load_run_config(CONFIGS / f"{config_name}.yaml", [f"data.path={data}", *overrides])
-    train_text, held_out, vocab_size = texts(data)
-    model, optimizer = model_and_optimizer(config, vocab_size, seed)
-    generator = torch.Generator().manual_seed(seed)
-    length = config.data.tgt_len
-
-    def step(number: int) -> float:
-        window_BT = rival_gpt.random_windows(train_text, config.data.num_lanes, generator, length)
-        start = time.thread_time()
-        set_rate(optimizer, lr_at(number, config.optimizer, num_steps=num_steps))
-        loss = window_nats(model, window_BT).mean()
-        update(model, optimizer, loss, config.optimizer.gradient_clipping)
-        return time.thread_time() - start
-
-    nats_of = partial(window_nats, model)
-    return step, partial(rival_gpt.held_out_nats, nats_of, held_out, length), model
 
 
 def gpt_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:

@@ -92,7 +92,7 @@ def held_out_nats(
     half = length // 2
     text = torch.from_numpy(token_N.astype(np.int64))
     window_NT = text.unfold(0, length + 1, half) if len(text) > length else text[:0, None]
-    batches = list(window_NT.split(16)) if len(window_NT) else []
+    batches = list(window_NT.split(32)) if len(window_NT) else []
     rest = text[None, len(window_NT) * half :]
     if not batches or rest.shape[1] > half + 1:
         batches.append(rest)

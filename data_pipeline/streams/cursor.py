@@ -14,13 +14,13 @@ The unigram entropy of tokens is here too: the loss of a model that knows how fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.streams.order import EpochOrder
+from data_pipeline.streams.order import ORDERINGS, EpochOrder
 
 if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
@@ -45,10 +45,16 @@ class TokenChunk:
     document_age: NDArray[np.int32]
     """[stop - start] tokens since the document's start, even if the document starts before the
     chunk."""
+    following: NDArray[Any] | None = None
+    """[stop - start] the token that follows each one in its document's text, if the chunk is of
+    shuffled pieces; the last token of the epoch is followed by itself. None: the next one."""
 
 
 def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> TokenChunk:
-    """The chunk that contains token `position` of the order; reads one block only."""
+    """The chunk that contains token `position` of the order; reads one block only, or with pieces
+    the blocks of their group."""
+    if order.ordering.piece_len is not None:
+        return _read_group(source, order, position)
     block, block_start = order.locate(position)
     num_tokens = int(source.block_tokens[block])
     starts = source.document_starts(block)
@@ -66,6 +72,18 @@ def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> TokenCh
     return TokenChunk(order.epoch, block_start + first, block_start + stop, tokens, age)
 
 
+def _read_group(source: TokenSource, order: EpochOrder, position: int) -> TokenChunk:
+    """The chunk of all pieces that are shuffled together with the one at `position`."""
+    start, stop = group = order.group(position)
+    text = replace(order, ordering=replace(order.ordering, piece_len=None))
+    tokens, age, _ = LaneCursor().read(source, text, start, min(stop + 1, order.num_tokens))
+    place = np.concatenate(
+        [np.arange(first - start, end - start) for first, end in order.pieces_of_group(group)]
+    )
+    following = tokens[np.minimum(place + 1, len(tokens) - 1)]
+    return TokenChunk(order.epoch, start, stop, tokens[place], age[place], following)
+
+
 class LaneCursor:
     """Reads ranges of tokens for one lane. Consecutive ranges are fastest.
 
@@ -77,28 +95,33 @@ class LaneCursor:
 
     def read(
         self, source: TokenSource, order: EpochOrder, start: int, stop: int
-    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        """Tokens [start, stop) of the order in the source's dtype, and their document ages, int32.
+    ) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any] | None]:
+        """Tokens [start, stop) of the order in the source's dtype, their document ages, int32, and
+        the tokens that follow them (`TokenChunk.following`).
 
-        `source` must be the source of the order's epoch. Both arrays may be views of the cursor's
+        `source` must be the source of the order's epoch. The arrays may be views of the cursor's
         chunk: do not write to them.
         """
         chunk = self._chunk
         if chunk.epoch == order.epoch and chunk.start <= start and stop <= chunk.stop:
             part = slice(start - chunk.start, stop - chunk.start)
-            return chunk.tokens[part], chunk.document_age[part]
+            following = None if chunk.following is None else chunk.following[part]
+            return chunk.tokens[part], chunk.document_age[part], following
 
         tokens = np.empty(stop - start, source.dtype)
         age = np.empty(stop - start, np.int32)
+        following = None if order.ordering.piece_len is None else np.empty_like(tokens)
         position = start
         while position < stop:
             chunk = self._chunk_at(source, order, position)
             end = min(stop, chunk.stop)
-            part = slice(position - chunk.start, end - chunk.start)
-            tokens[position - start : end - start] = chunk.tokens[part]
-            age[position - start : end - start] = chunk.document_age[part]
+            part, place = (slice(position - first, end - first) for first in (chunk.start, start))
+            tokens[place] = chunk.tokens[part]
+            age[place] = chunk.document_age[part]
+            if following is not None and chunk.following is not None:
+                following[place] = chunk.following[part]
             position = end
-        return tokens, age
+        return tokens, age, following
 
     def _chunk_at(self, source: TokenSource, order: EpochOrder, position: int) -> TokenChunk:
         chunk = self._chunk
@@ -115,10 +138,10 @@ def read_range(
     Ages count from the document's first token, also if that is before `start`. Reads only the
     blocks it needs. Raises ValueError for a range outside the split.
     """
-    order = EpochOrder.of(source.block_tokens, seed=0, epoch=0, shuffle="none")
+    order = EpochOrder.of(source.block_tokens, seed=0, epoch=0, ordering=ORDERINGS["none"])
     if not 0 <= start <= stop <= order.num_tokens:
         raise ValueError(f"[{start}, {stop}) is not a range of {order.num_tokens:,} tokens")
-    tokens, age = LaneCursor().read(source, order, start, stop)
+    tokens, age, _ = LaneCursor().read(source, order, start, stop)
     return tokens.astype(np.int64), age.copy()
 
 
@@ -187,11 +210,11 @@ def unigram_entropy(
 
 def _count_tokens(source: TokenSource, vocab_size: int) -> NDArray[np.int64]:
     """Occurrences of each id in the sample of a source that has tokens, int64 [vocab_size]."""
-    order = EpochOrder.of(source.block_tokens, seed=0, epoch=0, shuffle="none")
+    order = EpochOrder.of(source.block_tokens, seed=0, epoch=0, ordering=ORDERINGS["none"])
     num_ranges = SAMPLE_RANGES if order.num_tokens > SAMPLE_TOKENS else 1
     range_tokens = min(order.num_tokens, SAMPLE_TOKENS) // num_ranges
     counts_V, cursor = np.zeros(vocab_size, np.int64), LaneCursor()
     for start in np.linspace(0, order.num_tokens - range_tokens, num_ranges, dtype=np.int64):
-        tokens, _ = cursor.read(source, order, int(start), int(start) + range_tokens)
+        tokens, _, _ = cursor.read(source, order, int(start), int(start) + range_tokens)
         counts_V += np.bincount(tokens, minlength=vocab_size)
     return counts_V

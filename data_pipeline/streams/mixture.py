@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.streams.order import Shuffle, hash_ids
+from data_pipeline.streams.order import Ordering
 
 if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
@@ -82,20 +82,20 @@ class CyclicCorpus:
     """One corpus, read cyclically: each epoch takes the next `tokens_per_epoch` tokens."""
 
     def __init__(
-        self, source: TokenSource, *, tokens_per_epoch: int, shuffle: Shuffle, seed: int,
+        self, source: TokenSource, *, tokens_per_epoch: int, ordering: Ordering, seed: int,
         key: int = 0, start: int = 0, first_epoch: int = 0,
     ) -> None:  # fmt: skip
         """`start` is the token of the cyclic order at which `first_epoch` begins.
 
-        Unless `shuffle` is `none`, the order of the blocks follows from `seed` and `key`, a number
-        below 2**64 that identifies the corpus; otherwise it is the corpus order.
+        If the ordering permutes blocks, their order follows from `seed` and `key`, a number below
+        2**64 that identifies the corpus; otherwise it is the corpus order.
         """
         self.source, self.tokens_per_epoch = source, tokens_per_epoch
         self._start, self._first_epoch = start, first_epoch
         num_blocks = len(source.block_tokens)
         self._blocks = np.arange(num_blocks)
-        if shuffle != "none":
-            self._blocks = np.argsort(hash_ids(seed, key, num_ids=num_blocks))
+        if ordering.blocks is not None:
+            self._blocks = ordering.blocks(seed, key, num_ids=num_blocks)
         self._tokens = source.block_tokens[self._blocks]
         self._starts = np.cumsum(self._tokens) - self._tokens
 

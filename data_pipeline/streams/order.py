@@ -1,11 +1,23 @@
-"""Order: in which order an epoch reads the blocks of a split, and the documents inside each block.
+"""Order: in which order an epoch reads the blocks of a split, the documents inside each block, and
+pieces of them.
 
 The shuffle has two levels. Blocks (runs of whole documents that are decompressed together) are
 sorted by a hash of (seed, epoch, block), the documents inside a block by a hash of (seed, epoch,
 block, document). Any position of any epoch can therefore be located from integers alone, in
 O(log blocks), and resuming needs no saved shuffle state. The trade-off: documents of one block stay
 together in every epoch. A library's random generator is not used, because its output may change
-with its version. With `whole_blocks`, the documents inside a block keep their order.
+with its version. `ORDERINGS` lists the orders; a new one is an entry there.
+
+Any of them may be cut into pieces: the order above is then cut every `piece_len` tokens, and the
+pieces are shuffled by a hash of (seed, epoch, group, piece) inside groups of about `GROUP_TOKENS`,
+which a lane can read at once:
+
+    order            |piece 0|piece 1|piece 2|piece 3|piece 4|piece 5|piece 6|..
+    groups           |--------- group 0 -----|--------- group 1 -----|
+    order in pieces  |piece 2|piece 0|piece 1|piece 4|piece 5|piece 3|piece 6|..
+
+With pieces as long as a segment this is training on windows at random places of the text, except
+that each token is read once per epoch.
 
 A change of the number of lanes inside an epoch leaves one unread range per lane: the remainder.
 `lanes.py` joins the ranges and cuts the new lanes from the result, as it does from a whole epoch.
@@ -17,16 +29,21 @@ doi:10.1145/2660193.2660195, with the constants of Vigna's public-domain splitmi
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-Shuffle = Literal["blocks", "whole_blocks", "none"]
+GROUP_TOKENS = 1 << 18
+"""Pieces are shuffled inside groups of at most so many tokens, or one piece: as many as a block of
+the shards usually has. Changing it changes the order."""
+
+Range = tuple[int, int]
+"""Tokens [start, stop) of an epoch's order."""
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -57,6 +74,38 @@ def hash_ids(*prefix: int, num_ids: int) -> NDArray[np.uint64]:
     return splitmix64(state ^ np.arange(num_ids, dtype=np.uint64))
 
 
+def hashed(*prefix: int, num_ids: int) -> NDArray[np.int64]:
+    """The ids 0 .. num_ids - 1 in the order of their hashes, [num_ids]."""
+    # No ties: hashes of one prefix are distinct, so any sort gives the same order.
+    return np.argsort(hash_ids(*prefix, num_ids=num_ids)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordering:
+    """How an epoch is ordered. A permutation is called with its prefix and `num_ids`, as `hashed`;
+    None keeps the order of the corpus."""
+
+    blocks: Callable[..., NDArray[np.int64]] | None = None
+    """Of the blocks of a split, with prefix (seed, epoch)."""
+    documents: Callable[..., NDArray[np.int64]] | None = None
+    """Of the documents of a block, with prefix (seed, epoch, block)."""
+    piece_len: int | None = None
+    """Tokens of a piece; None: no pieces."""
+
+    @classmethod
+    def named(cls, name: str, piece_len: int | None = None) -> "Ordering":
+        """An entry of `ORDERINGS`, cut into pieces of `piece_len` tokens if it is given."""
+        return replace(ORDERINGS[name], piece_len=piece_len)
+
+
+ORDERINGS = {
+    "none": Ordering(),
+    "blocks": Ordering(blocks=hashed, documents=hashed),
+    "whole_blocks": Ordering(blocks=hashed),
+}
+"""The orders by name (`data.shuffle`)."""
+
+
 class BlockPlace(NamedTuple):
     """A block and its position in the order of an epoch."""
 
@@ -68,11 +117,15 @@ class BlockPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochOrder:
-    """The order of one epoch over one split: whole blocks, permuted. Build with `of`."""
+    """The order of one epoch over one split: whole blocks, permuted. Build with `of`.
+
+    Positions are those of the tokens in the blocks so ordered, "in the text". With pieces, the
+    epoch reads other positions: `pieces_of_group` has them.
+    """
 
     seed: int
     epoch: int
-    shuffle: Shuffle
+    ordering: Ordering
     blocks: NDArray[np.int64]
     """[num_blocks] block numbers in reading order."""
     starts: NDArray[np.int64]
@@ -80,7 +133,7 @@ class EpochOrder:
 
     @classmethod
     def of(
-        cls, block_tokens: NDArray[np.int64], *, seed: int, epoch: int, shuffle: Shuffle
+        cls, block_tokens: NDArray[np.int64], *, seed: int, epoch: int, ordering: Ordering
     ) -> Self:
         """The order of `epoch` over blocks of `block_tokens` [num_blocks] tokens, in corpus order.
 
@@ -88,21 +141,20 @@ class EpochOrder:
         epoch begins and not stored.
         """
         num_blocks = len(block_tokens)
-        if shuffle != "none":
-            # No ties: hashes of one prefix are distinct, so any sort gives the same order.
-            blocks = np.argsort(hash_ids(seed, epoch, num_ids=num_blocks)).astype(np.int64)
+        if ordering.blocks is not None:
+            blocks = ordering.blocks(seed, epoch, num_ids=num_blocks)
         else:
             blocks = np.arange(num_blocks, dtype=np.int64)
         starts = np.zeros(num_blocks + 1, np.int64)
         np.cumsum(block_tokens[blocks], out=starts[1:])
-        return cls(seed=seed, epoch=epoch, shuffle=shuffle, blocks=blocks, starts=starts)
+        return cls(seed=seed, epoch=epoch, ordering=ordering, blocks=blocks, starts=starts)
 
     @property
     def num_tokens(self) -> int:
         return int(self.starts[-1])
 
     def locate(self, position: int) -> BlockPlace:
-        """The block that holds token `position` of the epoch, 0 <= position < num_tokens."""
+        """The block that holds token `position` of the text, 0 <= position < num_tokens."""
         if not 0 <= position < self.num_tokens:
             raise ValueError(
                 f"position={position} is outside the epoch's {self.num_tokens:,} tokens"
@@ -112,18 +164,48 @@ class EpochOrder:
 
     def document_order(self, block: int, num_documents: int) -> NDArray[np.int64] | None:
         """Document numbers of a block in reading order, [num_documents]; None for stored order."""
-        if self.shuffle != "blocks" or num_documents == 1:
+        if self.ordering.documents is None or num_documents == 1:
             return None
-        # Hashes the block's number, so the result does not depend on where the epoch has the block.
-        hashes = hash_ids(self.seed, self.epoch, block, num_ids=num_documents)
-        return np.argsort(hashes).astype(np.int64)
+        # By the block's number, so the result does not depend on where the epoch has the block.
+        return self.ordering.documents(self.seed, self.epoch, block, num_ids=num_documents)
+
+    def group(self, position: int) -> Range:
+        """The positions [start, stop) of the pieces that are shuffled together with `position`."""
+        assert self.ordering.piece_len, "the order has no pieces"
+        group_tokens = max(1, GROUP_TOKENS // self.ordering.piece_len) * self.ordering.piece_len
+        start = position // group_tokens * group_tokens
+        return start, min(start + group_tokens, self.num_tokens)
+
+    def pieces_of_group(self, group: Range) -> list[Range]:
+        """The pieces of a group in reading order, each as its positions in the text.
+
+        The epoch's last piece, which may be shorter, keeps its place: the others have a next token.
+        """
+        piece_len = self.ordering.piece_len
+        assert piece_len, "the order has no pieces"
+        starts = np.arange(*group, piece_len)
+        num_shuffled = len(starts) - (group[1] == self.num_tokens)
+        order = hashed(self.seed, self.epoch, group[0], num_ids=num_shuffled)
+        starts[:num_shuffled] = starts[order]
+        return [(start, min(start + piece_len, group[1])) for start in starts.tolist()]
+
+    def ranges_in_text(self, start: int, stop: int) -> list[Range]:
+        """What the epoch reads at its positions [start, stop), as positions in the text."""
+        if self.ordering.piece_len is None:
+            return [(start, stop)]
+        ranges = []
+        while start < stop:
+            place, group_stop = group = self.group(start)
+            for first, end in self.pieces_of_group(group):
+                low, high = max(start, place), min(stop, place + end - first)
+                if low < high:
+                    ranges.append((first + low - place, first + high - place))
+                place += end - first
+            start = group_stop
+        return ranges
 
 
 # --- the unread part of an epoch ------------------------------------------------------------------
-
-
-Range = tuple[int, int]
-"""Tokens [start, stop) of an epoch's order."""
 
 
 @dataclass(frozen=True)

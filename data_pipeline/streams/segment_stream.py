@@ -24,7 +24,7 @@ from data_pipeline.errors import UnreadableError
 from data_pipeline.shards.shard_files import file_read_by, what_to_check
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import MixedSource
-from data_pipeline.streams.order import Shuffle
+from data_pipeline.streams.order import ORDERINGS, Ordering
 from data_pipeline.streams.segments import Reset, Segment, SegmentReader
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SegmentStream:
         lanes: Sequence[int],
         num_rows: int | None = None,
         reset: Reset = "document",
-        shuffle: Shuffle = "blocks",
+        ordering: Ordering = ORDERINGS["blocks"],
         seed: int = 0,
         position: int = 0,
         prefetch_segments: int = 4,
@@ -73,7 +73,7 @@ class SegmentStream:
             lanes=lanes,
             num_rows=len(lanes) if num_rows is None else num_rows,
             reset=reset,
-            shuffle=shuffle,
+            ordering=ordering,
             seed=seed,
         )
         self._position, self._tgt_len = position, plan.tgt_len

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from data_pipeline.streams.cursor import LaneCursor, rising_ages
 from data_pipeline.streams.lanes import EpochRange, LanePlan
 from data_pipeline.streams.mixture import MixedEpoch, MixedSource, source_of_epoch
-from data_pipeline.streams.order import EpochOrder, Shuffle
+from data_pipeline.streams.order import EpochOrder, Ordering
 
 if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
@@ -44,11 +45,12 @@ class Segment:
     input: NDArray[np.int64]
     """[B, T] token ids; 0 in rows of padding."""
     target: NDArray[np.int64]
-    """[B, T] the next token of the lane; IGNORED where its text breaks off, as at a slice's end,
-    and in rows of padding."""
+    """[B, T] the next token of the text, which is the next one of the lane too except at the end of
+    a piece; IGNORED where the lane breaks off, as at a slice's end, and in rows of padding."""
     age: NDArray[np.int32]
-    """[B, T] tokens since the text of the lane last broke off or, under reset `document`, since the
-    start of the document if that is later. Key j is visible to query i only if i - j <= age(i)."""
+    """[B, T] tokens since the text of the lane last broke off, as at the end of a piece, or, under
+    reset `document`, since the start of the document if that is later. Key j is visible to query i
+    only if i - j <= age(i)."""
     position: int
     """Lane position of the first token."""
     next_position: int
@@ -71,7 +73,7 @@ class SegmentReader:
         lanes: Sequence[int],
         num_rows: int,
         reset: Reset,
-        shuffle: Shuffle,
+        ordering: Ordering,
         seed: int,
     ) -> None:
         num_tokens = int(source_of_epoch(source, plan.first_epoch).block_tokens.sum())
@@ -82,7 +84,7 @@ class SegmentReader:
                 f"lanes={lanes} must be in 0 .. {plan.num_lanes - 1} and fit num_rows={num_rows}"
             )
         self._source, self._plan = source, plan
-        self._reset, self._shuffle, self._seed = reset, shuffle, seed
+        self._reset, self._ordering, self._seed = reset, ordering, seed
         self.num_rows, self._lanes = num_rows, lanes
         # Lanes are far apart: a shared cursor would read one chunk per lane and step.
         self._cursors = [LaneCursor() for _ in lanes]
@@ -106,16 +108,20 @@ class SegmentReader:
         epochs = self._epochs_of(epoch_ranges)
         ends = []
         for row in range(len(self._cursors)):
-            tokens, age, lasts = self._read_lane(row, epoch_ranges, epochs)
+            tokens, age, following, lasts = self._read_lane(row, epoch_ranges, epochs)
             input_KBT[:, row] = tokens[:-1].reshape(shape_KT)
-            target_KBT[-1, row, -1] = tokens[-1]
             age_KBT[:, row] = age[:-1].reshape(shape_KT)
+            if following is None:
+                target_KBT[-1, row, -1] = tokens[-1]
+            else:
+                target_KBT[:, row] = following[:-1].reshape(shape_KT)
             ends += [(last // tgt_len, row, last % tgt_len) for last in lasts]
 
-        # Targets are the inputs shifted by one token. Copied from the inputs, which are int64
-        # already: converting the tokens a second time costs more than this copy.
-        target_KBT[:, :, :-1] = input_KBT[:, :, 1:]
-        target_KBT[:-1, :, -1] = input_KBT[1:, :, 0]
+        if self._ordering.piece_len is None:
+            # Targets are the inputs shifted by one token. Copied from the inputs, which are int64
+            # already: converting the tokens a second time costs more than this copy.
+            target_KBT[:, :, :-1] = input_KBT[:, :, 1:]
+            target_KBT[:-1, :, -1] = input_KBT[1:, :, 0]
         if ends:
             target_KBT[tuple(np.transpose(ends))] = IGNORED
         padding = slice(len(self._cursors), None)
@@ -129,31 +135,38 @@ class SegmentReader:
 
     def _read_lane(
         self, row: int, epoch_ranges: list[EpochRange], epochs: list[_Epoch]
-    ) -> tuple[NDArray[Any], NDArray[np.int32], list[int]]:
-        """Tokens and ages of one row's lane, and the indices of tokens that have no target."""
+    ) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any] | None, list[int]]:
+        """Tokens and ages of one row's lane, the tokens that follow them if the order has pieces,
+        and the indices of tokens that have no target."""
         parts, num_tokens = [], 0
         for epoch_range, epoch in zip(epoch_ranges, epochs, strict=True):
             num_tokens += epoch_range.stop - epoch_range.start
             for _, start, stop, age in self._plan.token_ranges(self._lanes[row], epoch_range):
-                tokens, document_age = self._cursors[row].read(*epoch, start, stop)
-                parts.append((tokens, self._age(document_age, age)))
+                tokens, document_age, following = self._cursors[row].read(*epoch, start, stop)
+                parts.append((tokens, self._age(document_age, age, start), following))
         if len(parts) == 1 and len(parts[0][0]) == num_tokens:
             return *parts[0], []
-        lengths = [len(tokens) for tokens, _ in parts]
+        lengths = [len(tokens) for tokens, _, _ in parts]
         if missing := num_tokens - sum(lengths):  # before the first token that can be replayed
-            parts.insert(0, (np.zeros(missing, self._source.dtype), np.zeros(missing, np.int32)))
+            zeros = np.zeros(missing, self._source.dtype)
+            parts.insert(0, (zeros, np.zeros(missing, np.int32), zeros))
             lengths.insert(0, missing)
-        all_tokens, ages = zip(*parts, strict=True)
+        all_tokens, ages, all_following = zip(*parts, strict=True)
+        following = None if all_following[-1] is None else np.concatenate(all_following)
         ends = np.cumsum(lengths[:-1]) - 1
-        return np.concatenate(all_tokens), np.concatenate(ages), ends.tolist()
+        return np.concatenate(all_tokens), np.concatenate(ages), following, ends.tolist()
 
-    def _age(self, document_age: NDArray[np.int32], age: int) -> NDArray[np.int32]:
-        """Ages of consecutive tokens; the lane has `age` tokens directly before the first."""
+    def _age(self, document_age: NDArray[np.int32], age: int, start: int) -> NDArray[np.int32]:
+        """Ages of consecutive tokens from position `start` of the order on; the lane has `age`
+        tokens directly before the first."""
+        piece_len, stop = self._ordering.piece_len, start + len(document_age)
+        ages = [document_age] if self._reset == "document" else []
         # If the lane has the document's start, the document is younger at all of these tokens.
-        if self._reset == "document" and document_age[0] <= age:
-            return document_age
-        age_N = rising_ages(age, age + len(document_age))
-        return np.minimum(document_age, age_N) if self._reset == "document" else age_N
+        if not ages or document_age[0] > age:
+            ages.append(rising_ages(age, age + len(document_age)))
+        if piece_len is not None:
+            ages.append((np.arange(start, stop) % piece_len).astype(np.int32))
+        return reduce(np.minimum, ages)
 
     def _epochs_of(self, epoch_ranges: list[EpochRange]) -> list[_Epoch]:
         """The epoch of each part. Keeps only these, usually one, for the next call."""
@@ -166,7 +179,7 @@ class SegmentReader:
     def _open_epoch(self, epoch: int) -> _Epoch:
         source = source_of_epoch(self._source, epoch)
         order = EpochOrder.of(
-            source.block_tokens, seed=self._seed, epoch=epoch, shuffle=self._shuffle
+            source.block_tokens, seed=self._seed, epoch=epoch, ordering=self._ordering
         )
         return _Epoch(source, order)
 
@@ -195,7 +208,7 @@ def documents_of_lanes(
     lanes: Sequence[int],
     start: int,
     stop: int,
-    shuffle: Shuffle,
+    ordering: Ordering,
     seed: int,
 ) -> list[LaneDocument]:
     """The documents of lane positions [start, stop) of these lanes, by position, then by lane."""
@@ -203,7 +216,7 @@ def documents_of_lanes(
     position = start
     for part in plan.epoch_ranges(start, stop):
         tokens = source_of_epoch(source, part.epoch)
-        order = EpochOrder.of(tokens.block_tokens, seed=seed, epoch=part.epoch, shuffle=shuffle)
+        order = EpochOrder.of(tokens.block_tokens, seed=seed, epoch=part.epoch, ordering=ordering)
         for lane in lanes:
             first_position = position
             for _, first, last, _ in plan.token_ranges(lane, part):
@@ -222,6 +235,16 @@ def _documents(
     source: TokenSource, order: EpochOrder, start: int, stop: int
 ) -> Iterator[tuple[int, str, int, int]]:
     """(corpus, id, first token, end) of each document in tokens [start, stop) of the order."""
+    for first, last in order.ranges_in_text(start, stop):
+        for corpus, id_, begin, end in _documents_in_text(source, order, first, last):
+            yield corpus, id_, begin + start - first, end + start - first
+        start += last - first
+
+
+def _documents_in_text(
+    source: TokenSource, order: EpochOrder, start: int, stop: int
+) -> Iterator[tuple[int, str, int, int]]:
+    """The same for positions [start, stop) in the text, which has no pieces."""
     while start < stop:
         block, block_start = order.locate(start)
         num_tokens = int(source.block_tokens[block])

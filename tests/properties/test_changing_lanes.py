@@ -6,7 +6,8 @@ which tokens precede each other in its order.
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from data_pipeline.streams.lanes import EpochRange, LanePlan
+from data_pipeline.streams.order import Ordering
 from data_pipeline.streams.segments import IGNORED, SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource, numbered_sources
@@ -41,8 +43,13 @@ class Run:
 
     lengths: dict[str, list[list[int]]]
     legs: list[Leg]
-    shuffle: Any
+    shuffle: str
     reset: Any
+    piece_len: int | None = None
+
+    @property
+    def ordering(self) -> Ordering:
+        return Ordering.named(self.shuffle, self.piece_len)
 
     @property
     def sources(self) -> dict[str, TextSource]:
@@ -74,9 +81,9 @@ class Run:
     def reader(self, phase: Phase, leg: Leg, lanes: range | None = None) -> SegmentReader:
         lanes = range(leg.num_lanes) if lanes is None else lanes
         return SegmentReader(
-            mixed_source(phase, self.sources, shuffle=self.shuffle, seed=SEED),
+            mixed_source(phase, self.sources, ordering=self.ordering, seed=SEED),
             phase.plan(tgt_len=leg.tgt_len),
-            lanes=lanes, num_rows=len(lanes), reset=self.reset, shuffle=self.shuffle, seed=SEED,
+            lanes=lanes, num_rows=len(lanes), reset=self.reset, ordering=self.ordering, seed=SEED,
         )  # fmt: skip
 
     def order(self, phase: Phase, epoch: int) -> list[int]:
@@ -84,8 +91,8 @@ class Run:
         num_tokens = phase.num_tokens
         plan = LanePlan(num_tokens=num_tokens, num_lanes=1, tgt_len=num_tokens, first_epoch=epoch)
         reader = SegmentReader(
-            mixed_source(phase, self.sources, shuffle=self.shuffle, seed=SEED), plan,
-            lanes=[0], num_rows=1, reset="stream", shuffle=self.shuffle, seed=SEED,
+            mixed_source(phase, self.sources, ordering=self.ordering, seed=SEED), plan,
+            lanes=[0], num_rows=1, reset="stream", ordering=self.ordering, seed=SEED,
         )  # fmt: skip
         return reader.read(0, 1)[0].input[0].tolist()
 
@@ -117,6 +124,7 @@ def runs(draw: st.DrawFn, num_corpora: int = 2) -> Run:
         draw(st.lists(legs, min_size=2, max_size=5)),
         draw(st.sampled_from(["blocks", "none"])),
         draw(st.sampled_from(["document", "stream"])),
+        draw(st.none() | st.integers(2, 5)),
     )
 
 
@@ -157,6 +165,7 @@ def test_ages_and_targets_follow_the_order_of_the_epoch(run: Run) -> None:
         segments = run.reader(phase, leg).read(phase.position - context, num_segments)
         order = run.order(phase, phase.first_epoch)
         place_of = {token: place for place, token in enumerate(order)}
+        following = dict(pairwise(replace(run, piece_len=None).order(phase, phase.first_epoch)))
         columns = (
             np.concatenate([getattr(segment, name) for segment in segments], axis=1).tolist()
             for name in ("input", "target", "age")
@@ -170,13 +179,20 @@ def test_ages_and_targets_follow_the_order_of_the_epoch(run: Run) -> None:
             expected_age = 0
             for i in range(padding, stop):
                 follows = i > padding and place_of[inputs[i]] == place_of[inputs[i - 1]] + 1
-                same = follows and (
-                    run.reset == "stream" or document_of[inputs[i]] == document_of[inputs[i - 1]]
+                same = (
+                    follows
+                    and (place_of[inputs[i]] % (run.piece_len or len(order)))
+                    and (
+                        run.reset == "stream"
+                        or document_of[inputs[i]] == document_of[inputs[i - 1]]
+                    )
                 )
                 expected_age = expected_age + 1 if same else 0
                 assert ages[i] == expected_age
                 if i > padding:
-                    assert targets[i - 1] == (inputs[i] if follows else IGNORED)
+                    assert targets[i - 1] == (following[inputs[i - 1]] if follows else IGNORED)
+                    if run.piece_len is None:
+                        assert targets[i - 1] in (inputs[i], IGNORED)
 
 
 @quickly

@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from data_pipeline.streams import cursor, segment_stream
+from data_pipeline.streams import cursor, order, segment_stream
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.order import Ordering
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.streams.segments import Segment
 from tests.support.hypothesis_examples import examples
@@ -28,12 +29,18 @@ from tests.support.token_sources import NumberedSource
 
 MASK_64 = 2**64 - 1
 FIELDS = ("input", "target", "age")
+PIECE_GROUP_TOKENS = 11
+"""A prime: groups have one to five pieces, and no multiple of all lengths."""
 
 
 class Token(NamedTuple):
     id: int
     document: int
     document_age: int
+    piece_age: int
+    """Tokens since the piece's start; without pieces since the epoch's."""
+    following: int
+    """Id of the next token of the text, -1 at its end."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ class Case:
     num_lanes: int
     tgt_len: int
     reset: Any
-    shuffle: Any
+    shuffle: str
+    piece_len: int | None
     seed: int
     chunk_tokens: int
 
@@ -63,6 +71,7 @@ class Case:
     ) -> Iterator[SegmentStream]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cursor, "CHUNK_TOKENS", self.chunk_tokens)
+            patch.setattr(order, "GROUP_TOKENS", PIECE_GROUP_TOKENS)
             patch.setattr(segment_stream, "GROUP_TOKENS", 3 * self.num_lanes * self.tgt_len)
             with SegmentStream(
                 self.source,
@@ -70,7 +79,7 @@ class Case:
                 lanes=self.plan.lanes_of_rank(rank, num_ranks),
                 num_rows=self.plan.rows_per_rank(num_ranks),
                 reset=self.reset,
-                shuffle=self.shuffle,
+                ordering=Ordering.named(self.shuffle, self.piece_len),
                 seed=self.seed,
                 position=position,
                 prefetch_segments=prefetch,
@@ -103,14 +112,38 @@ def epoch_tokens(case: Case, epoch: int) -> list[Token]:
     for block, lengths in enumerate(case.blocks):
         for document, length in enumerate(lengths):
             number = len(corpus)
-            tokens = [Token(num_tokens + age, number, age) for age in range(length)]
+            tokens = [Token(num_tokens + age, number, age, -1, -1) for age in range(length)]
             corpus.append((block, document, tokens))
             num_tokens += length
     if case.shuffle == "blocks":
         corpus.sort(key=lambda entry: splitmix64_of(case.seed, epoch, entry[0], entry[1]))
     if case.shuffle != "none":  # documents of one block stay together
         corpus.sort(key=lambda entry: splitmix64_of(case.seed, epoch, entry[0]))
-    return [token for _, _, tokens in corpus for token in tokens]
+    text = [token for _, _, tokens in corpus for token in tokens]
+    text = [
+        token._replace(piece_age=place % (case.piece_len or len(text)), following=following)
+        for place, (token, following) in enumerate(
+            zip(text, [*(token.id for token in text[1:]), -1], strict=True)
+        )
+    ]
+    return in_pieces(case, epoch, text) if case.piece_len else text
+
+
+def in_pieces(case: Case, epoch: int, text: list[Token]) -> list[Token]:
+    """The text with its pieces shuffled inside groups, except the epoch's last piece."""
+    assert case.piece_len is not None
+    *pieces, last = batched(text, case.piece_len)
+    per_group = max(1, PIECE_GROUP_TOKENS // case.piece_len)
+    read = []
+    for number, group in enumerate(batched(pieces, per_group)):
+        start = number * per_group * case.piece_len
+        hashes = [splitmix64_of(case.seed, epoch, start, place) for place in range(len(group))]
+        read += [group[place] for place in sorted(range(len(group)), key=hashes.__getitem__)]
+    return [token for piece in [*read, last] for token in piece]
+
+
+def batched(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def expected_lane(case: Case, lane: int, num_positions: int) -> list[tuple[int, int, int, int]]:
@@ -122,8 +155,9 @@ def expected_lane(case: Case, lane: int, num_positions: int) -> list[tuple[int, 
         order = epoch_tokens(case, epoch)
         slice_tokens = order[lane * lane_tokens : (lane + 1) * lane_tokens]
         for offset, token in enumerate(slice_tokens):
-            target = slice_tokens[offset + 1].id if offset + 1 < len(slice_tokens) else -1
-            age = min(offset, token.document_age) if case.reset == "document" else offset
+            target = token.following if offset + 1 < len(slice_tokens) else -1
+            age = min(offset, token.piece_age)
+            age = min(age, token.document_age) if case.reset == "document" else age
             rows.append((token.id, target, age, token.document))
         epoch += 1
     return rows[:num_positions]
@@ -145,6 +179,7 @@ def cases(draw: st.DrawFn) -> Case:
         tgt_len=draw(st.integers(1, 12)),
         reset=draw(st.sampled_from(["document", "stream"])),
         shuffle=draw(st.sampled_from(["blocks", "whole_blocks", "none"])),
+        piece_len=draw(st.none() | st.integers(2, 13)),
         seed=draw(st.integers(0, 2**63 - 1)),
         chunk_tokens=draw(st.sampled_from([1, 4, 1000])),
     )
@@ -196,11 +231,16 @@ def test_the_last_target_of_a_step_is_the_first_input_of_the_next(
 
     for segment, following in pairwise(segments):
         assert following.position == segment.next_position
-        if following.position % case.plan.lane_tokens == 0:
+        offset = following.position % case.plan.lane_tokens
+        if offset == 0:
             assert (segment.target[:, -1] == -1).all()
             assert (following.age[:, 0] == 0).all()
-        else:
-            assert_array_equal(segment.target[:, -1], following.input[:, 0])
+            continue
+        for lane in range(case.num_lanes):
+            if case.piece_len and (lane * case.plan.lane_tokens + offset) % case.piece_len == 0:
+                assert following.age[lane, 0] == 0, "a piece begins without memory"
+            else:
+                assert segment.target[lane, -1] == following.input[lane, 0]
 
 
 @pytest.mark.fault_row(39)
@@ -251,24 +291,26 @@ def test_the_plan_computes_the_targets_of_a_step_before_it_is_read(case: Case) -
 
 @quickly
 @given(case=cases())
-def test_age_reaches_back_exactly_to_the_start_of_document_or_slice(case: Case) -> None:
+def test_age_reaches_back_exactly_to_the_start_of_document_piece_or_slice(case: Case) -> None:
     num_segments = -(-2 * case.plan.lane_tokens // case.tgt_len) + 1
     segments = case.segments(num_segments, prefetch=4)
     document_of = {token.id: token.document for token in epoch_tokens(case, 0)}
     inputs = np.concatenate([segment.input for segment in segments], axis=1)
     ages = np.concatenate([segment.age for segment in segments], axis=1)
-    for row_inputs, row_ages in zip(inputs.tolist(), ages.tolist(), strict=True):
+    lane_tokens = case.plan.lane_tokens
+    for lane, (row_inputs, row_ages) in enumerate(zip(inputs.tolist(), ages.tolist(), strict=True)):
         for i, age in enumerate(row_ages):
-            oldest = i - age
-            slice_start = i - i % case.plan.lane_tokens
-            assert oldest >= slice_start, "nothing of another epoch"
+            oldest, offset = i - age, i % lane_tokens
+            piece_age = (lane * lane_tokens + offset) % (case.piece_len or case.plan.num_tokens)
+            start = i - (min(offset, piece_age) if case.piece_len else offset)
+            assert oldest >= start, "nothing of another epoch or piece"
             if case.reset == "document":
                 seen = {document_of[token] for token in row_inputs[oldest : i + 1]}
                 assert len(seen) == 1, "nothing of another document"
-                if oldest > slice_start:
+                if oldest > start:
                     assert document_of[row_inputs[oldest - 1]] != document_of[row_inputs[i]]
             else:
-                assert oldest == slice_start
+                assert oldest == start
 
 
 @quickly
@@ -277,7 +319,7 @@ def test_a_range_of_a_split_has_the_documents_true_ages(case: Case, data: st.Dat
     num_tokens = case.plan.num_tokens
     start = data.draw(st.integers(0, num_tokens))
     stop = data.draw(st.integers(start, num_tokens))
-    corpus = epoch_tokens(replace(case, shuffle="none"), epoch=0)
+    corpus = epoch_tokens(replace(case, shuffle="none", piece_len=None), epoch=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cursor, "CHUNK_TOKENS", case.chunk_tokens)
         tokens, document_age = read_range(case.source, start, stop)

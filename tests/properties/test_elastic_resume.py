@@ -118,6 +118,7 @@ def test_a_resume_with_muon_is_bit_for_bit(
         ("model.memory=recurrent",),
         ("training.backprop_segments=3",),
         ("model.memory=compressive", "model.compression_rate=3"),
+        ("data.piece_len=37",),
     ],
     ids=str,
 )
@@ -178,9 +179,12 @@ def test_so_it_is_with_gradients_through_the_memory(
     resumed_equals_straight(ranks, dataset, tmp_path, settings)
 
 
-def test_so_it_is_in_the_middle_of_turns(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
+def test_so_it_is_in_the_middle_of_turns_and_pieces(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
     """After step 8, lanes of two turns of three are a segment ahead of the others."""
-    resumed_equals_straight(ranks, dataset, tmp_path, (*SETTINGS, *ZERO["1"], *TURNS))
+    settings = (*SETTINGS, *ZERO["1"], *TURNS, "data.piece_len=37")
+    resumed_equals_straight(ranks, dataset, tmp_path, settings)
 
 
 def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(

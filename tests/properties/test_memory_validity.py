@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.order import Ordering
 from data_pipeline.streams.segments import Reset, Segment, SegmentReader
 from tests.support.attention_implementations import TORCH_IMPLEMENTATIONS
 from tests.support.hypothesis_examples import examples
@@ -34,6 +35,7 @@ class Case:
     tgt_len: int
     model: dict[str, Any]
     reset: Reset = "document"
+    piece_len: int | None = None
     segments_per_step: int = 1
 
     def segments(self, source: TextSource) -> list[Segment]:
@@ -46,7 +48,7 @@ class Case:
             lanes=range(self.num_lanes),
             num_rows=self.num_lanes,
             reset=self.reset,
-            shuffle="blocks",
+            ordering=Ordering.named("blocks", self.piece_len),
             seed=3,
         )
         return reader.read(0, plan.lane_tokens // self.tgt_len + 2)
@@ -127,6 +129,7 @@ def legal(options: dict) -> dict:
         num_lanes=st.integers(1, 3),
         tgt_len=st.integers(1, 6),
         segments_per_step=st.integers(1, 4),
+        piece_len=st.none() | st.integers(2, 7),
         model=st.fixed_dictionaries(
             {
                 "n_layer": st.integers(1, 3),

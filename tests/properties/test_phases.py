@@ -12,6 +12,7 @@ from numpy.testing import assert_array_equal
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import source_of_epoch
+from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource, numbered_sources
@@ -63,12 +64,12 @@ class Run:
         return phase.plan(tgt_len=TGT_LEN)
 
     def source(self, phase: Phase) -> Any:
-        return mixed_source(phase, self.sources, shuffle=self.shuffle, seed=5)
+        return mixed_source(phase, self.sources, ordering=ORDERINGS[self.shuffle], seed=5)
 
     def reader(self, phase: Phase, lanes: range) -> SegmentReader:
         return SegmentReader(
             self.source(phase), self.plan(phase), lanes=lanes, num_rows=len(lanes),
-            reset="document", shuffle=self.shuffle, seed=5,
+            reset="document", ordering=ORDERINGS[self.shuffle], seed=5,
         )  # fmt: skip
 
 

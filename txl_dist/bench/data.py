@@ -21,6 +21,7 @@ from data_pipeline.shards.manifest import TOKENIZER_NAME, SplitEntry, load_manif
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segment_stream import GROUP_TOKENS
 from data_pipeline.streams.segments import SegmentReader
 from txl_dist.bench import Figure, time_rounds
@@ -187,6 +188,6 @@ def _reader(source: SplitReader, plan: LanePlan) -> SegmentReader:
         lanes=lanes,
         num_rows=len(lanes),
         reset="document",
-        shuffle="blocks",
+        ordering=ORDERINGS["blocks"],
         seed=0,
     )

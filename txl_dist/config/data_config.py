@@ -18,7 +18,7 @@ from data_pipeline.system.strict import StrictModel
 from txl_dist.config.redaction import redact_field
 
 if TYPE_CHECKING:
-    from data_pipeline.streams.order import Shuffle  # imports numpy
+    from data_pipeline.streams.order import Ordering  # imports numpy
 
 SINGLE_CORPUS_NAME = "data"
 """Name of the corpus when `data.path` is set instead of `data.mixture`."""
@@ -79,6 +79,10 @@ class DataConfig(Section):
     """`blocks`: shuffle blocks of whole documents, each epoch in another order, and the documents
     inside each block, except with `reset: stream`. `none`: the corpus in order, cut into one
     contiguous part per lane, as in the paper's code."""
+    piece_len: int | None = Field(default=None, ge=2)
+    """Cut the text into pieces of so many tokens and shuffle them: a lane reads a piece, then
+    another one elsewhere, without memory of the one before. Pieces of `tgt_len` tokens are what
+    others call random windows; in longer ones the memory works. null: lanes read documents."""
     prefetch_segments: int = Field(default=16, ge=1)
     """Size of the queue of segments that a reader thread fills."""
     cache_path: PathText | None = None
@@ -127,12 +131,13 @@ class DataConfig(Section):
         return self.rows * self.tgt_len
 
     @property
-    def order(self) -> "Shuffle":
-        """The order in which lanes read, from `shuffle` and `reset`."""
+    def ordering(self) -> "Ordering":
+        """The order in which lanes read, from `shuffle`, `reset` and `piece_len`."""
+        from data_pipeline.streams.order import Ordering
+
         # A memory that continues would otherwise be that of an unrelated document.
-        if self.reset == "stream" and self.shuffle == "blocks":
-            return "whole_blocks"
-        return self.shuffle
+        continues = self.reset == "stream" and self.shuffle == "blocks"
+        return Ordering.named("whole_blocks" if continues else self.shuffle, self.piece_len)
 
     @property
     def corpora(self) -> dict[str, CorpusConfig]:

@@ -21,7 +21,7 @@ from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_spl
 from data_pipeline.streams.cursor import unigram_entropy
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
-from data_pipeline.streams.order import Shuffle
+from data_pipeline.streams.order import Ordering
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.loading import StoredTokenizer, differences
@@ -159,7 +159,7 @@ class TrainingData:
         """The tokens of a phase of these corpora. Raises DataError for damaged shard indexes."""
         split = config.data.train_split
         sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
-        return mixed_source(phase, sources, shuffle=config.data.order, seed=config.seed)
+        return mixed_source(phase, sources, ordering=config.data.ordering, seed=config.seed)
 
     def unigram_entropy(self, phase: Phase, split: str) -> float:
         """Entropy of the frequencies of tokens in a phase, in nats per token.
@@ -184,7 +184,7 @@ def _require_segment_fits(plan: LanePlan) -> None:
 
 
 def mixed_source(
-    phase: Phase, sources: Mapping[str, TokenSource], *, shuffle: Shuffle, seed: int
+    phase: Phase, sources: Mapping[str, TokenSource], *, ordering: Ordering, seed: int
 ) -> TokenSource | MixedSource:
     """The tokens that a phase reads. `sources` maps digests of corpora to their tokens."""
     # Not read cyclically: the order of a single corpus is that of a run without a mixture.
@@ -196,7 +196,7 @@ def mixed_source(
             CyclicCorpus(
                 sources[entry.digest],
                 tokens_per_epoch=tokens_per_epoch[entry.name],
-                shuffle=shuffle,
+                ordering=ordering,
                 seed=seed,
                 key=int(entry.digest[:16], 16),  # its order does not depend on the other corpora
                 start=entry.start,

@@ -240,7 +240,7 @@ class _Dump:
             lanes=self.lanes,
             start=segment.position,
             stop=segment.next_position,
-            shuffle=self.context.config.data.order,
+            ordering=self.context.config.data.ordering,
             seed=self.context.config.seed,
         )
 

@@ -112,7 +112,7 @@ def _open_stream(rank: RankContext, step: TrainStep, state: TrainState) -> Segme
         lanes=step.lanes,
         num_rows=step.num_rows,
         reset=data.reset,
-        shuffle=data.order,
+        ordering=data.ordering,
         seed=rank.config.seed,
         position=state.position,
         prefetch_segments=data.prefetch_segments,

@@ -14,6 +14,7 @@ from numpy.testing import assert_array_equal
 
 from data_pipeline.streams import cursor
 from data_pipeline.streams.cursor import LaneCursor, _permute, read_range, unigram_entropy
+from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.data_pipeline.streams.numbered_stream import plan_of, stream_of
 from tests.support.hypothesis_examples import examples
@@ -34,7 +35,13 @@ def test_a_seek_reads_at_most_two_blocks_per_lane(shuffle: Any) -> None:
     source = NumberedSource(*[[60, 40]] * 500)
     plan = plan_of(source, num_lanes=3, tgt_len=8)
     reader = SegmentReader(
-        source, plan, lanes=range(3), num_rows=3, reset="document", shuffle=shuffle, seed=1
+        source,
+        plan,
+        lanes=range(3),
+        num_rows=3,
+        reset="document",
+        ordering=ORDERINGS[shuffle],
+        seed=1,
     )
     for position in (0, 16_000, 90_000_003, 5):
         source.reads.clear()

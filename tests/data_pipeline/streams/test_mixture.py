@@ -19,6 +19,7 @@ from numpy.testing import assert_array_equal
 from data_pipeline.errors import ConfigError
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource, tokens_per_epoch
+from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource, numbered_sources
@@ -53,7 +54,7 @@ class Case:
         return MixedSource(
             [
                 CyclicCorpus(
-                    source, tokens_per_epoch=self.share[name], shuffle=self.shuffle,
+                    source, tokens_per_epoch=self.share[name], ordering=ORDERINGS[self.shuffle],
                     seed=self.seed, key=number, start=start, first_epoch=first_epoch,
                 )
                 for number, (name, source) in enumerate(self.sources.items())
@@ -69,7 +70,8 @@ class Case:
     def reader(self, source: Any, plan: LanePlan, lanes: range | None = None) -> SegmentReader:
         return SegmentReader(
             source, plan, lanes=range(self.num_lanes) if lanes is None else lanes,
-            num_rows=self.num_lanes, reset="document", shuffle=self.shuffle, seed=self.seed,
+            num_rows=self.num_lanes, reset="document", ordering=ORDERINGS[self.shuffle],
+            seed=self.seed,
         )  # fmt: skip
 
     def read_epoch(self, epoch: int) -> list[int]:
@@ -279,7 +281,9 @@ def test_ten_thousand_blocks_are_mixed_in_milliseconds() -> None:
         block_tokens = np.full(5_000, 1 << 18)
 
     corpora = [
-        CyclicCorpus(Blocks(), tokens_per_epoch=5_000 << 18, shuffle="blocks", seed=1, key=key)  # type: ignore[arg-type]
+        CyclicCorpus(
+            Blocks(), tokens_per_epoch=5_000 << 18, ordering=ORDERINGS["blocks"], seed=1, key=key
+        )  # type: ignore[arg-type]
         for key in (1, 2)
     ]
     source = MixedSource(corpora)

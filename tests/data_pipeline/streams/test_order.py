@@ -3,13 +3,19 @@
 import numpy as np
 import pytest
 
-from data_pipeline.streams.order import GOLDEN_GAMMA, EpochOrder, Shuffle, hash_ids, splitmix64
+from data_pipeline.streams.order import (
+    GOLDEN_GAMMA,
+    ORDERINGS,
+    EpochOrder,
+    hash_ids,
+    splitmix64,
+)
 
 BLOCK_TOKENS = np.array([5, 1, 300, 7, 7, 40], np.int64)
 
 
-def order(*, seed: int = 0, epoch: int = 0, shuffle: Shuffle = "blocks") -> EpochOrder:
-    return EpochOrder.of(BLOCK_TOKENS, seed=seed, epoch=epoch, shuffle=shuffle)
+def order(*, seed: int = 0, epoch: int = 0, shuffle: str = "blocks") -> EpochOrder:
+    return EpochOrder.of(BLOCK_TOKENS, seed=seed, epoch=epoch, ordering=ORDERINGS[shuffle])
 
 
 def documents_of(epoch_order: EpochOrder, block: int, num_documents: int) -> list[int]:
@@ -75,8 +81,8 @@ def test_whole_blocks_are_shuffled_as_blocks_and_their_documents_keep_their_orde
     assert whole.document_order(2, 20) is None
 
 
-@pytest.mark.parametrize("shuffle", ["blocks", "whole_blocks", "none"])
-def test_locate_finds_the_block_of_every_token(shuffle: Shuffle) -> None:
+@pytest.mark.parametrize("shuffle", ORDERINGS)
+def test_locate_finds_the_block_of_every_token(shuffle: str) -> None:
     epoch = order(shuffle=shuffle)
     by_hand = [
         (block, start)

@@ -16,7 +16,7 @@ from data_pipeline.shards.shard_reader import TokenSource, open_split
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
-from data_pipeline.streams.order import Shuffle
+from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.streams.segments import IGNORED, SegmentReader, documents_of_lanes
 from tests.data_pipeline.streams.numbered_stream import stream_of
@@ -65,7 +65,7 @@ def test_an_epoch_of_real_shards_contains_every_document_uncut(
     assert (tokens[document_age == 0] == manifest.end_of_document).all()
 
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=1, tgt_len=64)
-    with SegmentStream(source, plan, lanes=range(1), shuffle=shuffle) as stream:
+    with SegmentStream(source, plan, lanes=range(1), ordering=ORDERINGS[shuffle]) as stream:
         read = list(itertools.islice(stream, -(-source.num_tokens // 64)))
     read_tokens = np.concatenate([s.input[0] for s in read])[: source.num_tokens]
     read_age = np.concatenate([s.age[0] for s in read])[: source.num_tokens]
@@ -118,7 +118,7 @@ def numbered(lengths: list[list[int]], first: int) -> tuple[TextSource, list[tup
 @pytest.mark.parametrize("shuffle", ["blocks", "none"])
 @pytest.mark.parametrize("is_mixture", [False, True])
 def test_documents_are_those_of_the_tokens_that_segments_hold(
-    shuffle: Shuffle, is_mixture: bool
+    shuffle: str, is_mixture: bool
 ) -> None:
     source: TokenSource | MixedSource
     text_a, names = numbered(LENGTHS["a"], 0)
@@ -130,12 +130,14 @@ def test_documents_are_those_of_the_tokens_that_segments_hold(
         shares = zip((text_a, text_b), (31, 14), strict=True)
         source = MixedSource(
             [
-                CyclicCorpus(text, tokens_per_epoch=share, shuffle=shuffle, seed=5, key=key)
+                CyclicCorpus(
+                    text, tokens_per_epoch=share, ordering=ORDERINGS[shuffle], seed=5, key=key
+                )
                 for key, (text, share) in enumerate(shares)
             ]
         )
     plan = LanePlan(num_tokens=45 if is_mixture else 25, num_lanes=2, tgt_len=1)
-    order = {"shuffle": shuffle, "seed": 5}
+    order: Any = {"ordering": ORDERINGS[shuffle], "seed": 5}
     reader = SegmentReader(source, plan, lanes=(0, 1), num_rows=2, reset="document", **order)
     for start, stop in POSITIONS:
         documents = documents_of_lanes(source, plan, lanes=(0, 1), start=start, stop=stop, **order)
@@ -160,7 +162,7 @@ def test_ids_of_a_dataset_belong_to_the_text_at_their_positions(
     directory, manifest = dataset
     source, tokenizer = open_split(directory, "train"), open_tokenizer(directory, manifest)
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=1, tgt_len=source.num_tokens)
-    order = {"shuffle": "blocks", "seed": 1}
+    order: Any = {"ordering": ORDERINGS["blocks"], "seed": 1}
     reader = SegmentReader(source, plan, lanes=(0,), num_rows=1, reset="document", **order)
     (segment,) = reader.read(0, 1)
     documents = documents_of_lanes(

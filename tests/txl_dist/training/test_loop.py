@@ -14,6 +14,7 @@ import torch
 
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import plain_optimizer
@@ -59,7 +60,13 @@ def plain_run(
     source = open_split(dataset, "train")
     plan = LanePlan(num_tokens=int(source.block_tokens.sum()), num_lanes=5, tgt_len=3)
     segments = SegmentReader(
-        source, plan, lanes=range(5), num_rows=5, reset="document", shuffle="blocks", seed=3
+        source,
+        plan,
+        lanes=range(5),
+        num_rows=5,
+        reset="document",
+        ordering=ORDERINGS["blocks"],
+        seed=3,
     )
     model = TransformerXL(replace(config.model, vocab_size=257, attention="reference"), seed=3)
     optimizer = plain_optimizer(optimizer_name, model)

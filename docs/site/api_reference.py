@@ -65,7 +65,7 @@ def _readable(parameter: inspect.Parameter) -> inspect.Parameter:
     annotation, default = parameter.annotation, parameter.default
     if hasattr(annotation, "__metadata__"):  # Annotated
         annotation = get_args(annotation)[0]
-    if type(default).__module__.startswith("txl_dist."):
+    if type(default).__module__.startswith(("txl_dist.", "data_pipeline.")):
         default = _Call(type(default).__name__)
     return parameter.replace(annotation=annotation, default=default)
 

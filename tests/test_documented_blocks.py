@@ -20,7 +20,8 @@ from tests.support.commands import ENVIRONMENT, run_txl
 from tests.support.documented_blocks import ROOT, Block, blocks, commands_outside_blocks, pages
 
 SMALL = (
-    *("data.num_lanes=4", "data.tgt_len=16", "model.n_layer=1", "model.d_model=16"),
+    *("data.num_lanes=4", "data.lanes_per_step=null", "data.tgt_len=16"),
+    *("model.n_layer=1", "model.d_model=16"),
     *("model.n_head=2", "model.d_head=8", "model.d_inner=16", "training.num_steps=3"),
     *("optimizer.warmup_steps=0", "evaluation.interval_steps=3", "evaluation.max_tokens=2000"),
 )
@@ -77,14 +78,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         execute("txl prepare books/ --out data/books --split valid=0.2,test=0.2")
-        execute("txl config init run")
+        execute("txl config init run --data data/books")
+        Path("data/mine").symlink_to("books")
         execute("txl config init mine")
-        for name in ("run", "mine"):
-            text = Path(f"{name}.yaml").read_text()
-            Path(f"{name}.yaml").write_text(text.replace(f"data/{name}", "data/books"))
         for run in ("my_run", "books", "memory", "no_memory"):
             settings = "model.mem_len=0" if run == "no_memory" else ""
-            execute(f"txl train run.yaml directory=runs/{run} {settings}")
+            books = f"tracking.experiment=books {settings}"
+            execute(f"txl train run.yaml directory=runs/{run} {books}")
         Path("RUN").symlink_to("runs/my_run")
     return folder
 
@@ -106,13 +106,13 @@ def test_the_blocks_of_a_page_run(
             Path(name).rename(f"other-{name}")
     if page in ("docs/tutorials/your_own_corpus.md", "configs/README.md"):
         Path("mine.yaml").unlink()
+        Path("data/mine").unlink()
     if page == "docs/tutorials/what_memory_is_worth.md":
-        Path("data/mine").symlink_to("books")
         Path("runs/memory").rename("runs/mine")
     run_page(page)
     if page == "docs/how_to/track_with_mlflow.md":
         client = MlflowClient(tracking_uri="sqlite:///runs/mlflow.db")  # as `mlflow ui` opens it
-        (experiment,) = client.search_experiments(filter_string="name = 'txl'")
+        (experiment,) = client.search_experiments(filter_string="name = 'books'")
         names = {run.info.run_name for run in client.search_runs([experiment.experiment_id])}
         assert names == {"my_run", "books", "memory", "no_memory"}
 

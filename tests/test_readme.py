@@ -16,13 +16,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 SMALL = (
-    *(
-        "data.num_lanes=4",
-        "data.lanes_per_step=null",
-        "data.tgt_len=16",
-        "model.n_layer=1",
-        "model.d_model=16",
-    ),
+    *("data.num_lanes=4", "data.lanes_per_step=null", "data.tgt_len=16"),
+    *("model.n_layer=1", "model.d_model=16"),
     *("model.n_head=2", "model.d_head=8", "model.d_inner=16", "training.num_steps=3"),
     "optimizer.warmup_steps=1",
 )

@@ -45,8 +45,8 @@ MEMORY_TEXTS = {
 }
 _TRAINING = (
     "training.num_steps", "training.num_tokens", "training.num_epochs", "data.num_lanes",
-    "data.tgt_len", "data.reset", "training.backprop_segments", "seed", "precision",
-    "deepspeed.zero_stage", "model.dropout", "model.dropatt",
+    "data.lanes_per_step", "data.tgt_len", "data.reset", "training.backprop_segments", "seed",
+    "precision", "deepspeed.zero_stage", "model.dropout", "model.dropatt",
 )  # fmt: skip
 """Settings in the table; those of the optimizer follow."""
 _DEVICE = re.compile(r"\d+ ranks? on (\w+)")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from data_pipeline.shards import MANIFEST_NAME
 from data_pipeline.system.files import write_file
 from data_pipeline.system.sources import is_url
 from txl_dist.cli.options import (
@@ -34,11 +35,23 @@ def init(
         str, typer.Argument(metavar="NAME", help="Name of the run, or the path of the file.")
     ],
     *,
+    recipe: Annotated[
+        Literal["modern", "paper"],
+        typer.Option(help="model.recipe: what decides the block and the optimizer."),
+    ] = "modern",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="The dataset, which also decides the number of lanes.",
+            show_default="data/NAME",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write NAME.yaml: a small model, with every setting documented. It overwrites nothing.
 
-    Example: txl config init my-run
+    Example: txl config init my-run --data data/stdlib
     """
     from txl_dist.config.config_file import starting_file
 
@@ -52,8 +65,18 @@ def init(
         raise ConfigError(f"{path} exists already. Choose another name, or remove the file")
     if not path.parent.is_dir():
         raise ConfigError(f"the directory {path.parent} does not exist; create it first")
-    write_file(path, starting_file(path.stem).encode())
+    manifest = None
+    if data is not None or (Path("data") / path.stem / MANIFEST_NAME).is_file():
+        from data_pipeline.shards.manifest import load_manifest
+
+        manifest = load_manifest(data or f"data/{path.stem}")
+    write_file(path, starting_file(path.stem, recipe, data=data, manifest=manifest).encode())
     text = f"wrote {path}; check it after your changes: txl config validate {path}"
+    if manifest is None:
+        text += (
+            f"\nThere is no data/{path.stem} yet. If it will have less than a megabyte of text, "
+            "prepare it first: the number of lanes depends on it"
+        )
     print_result({"config": str(path)}, text, as_json=as_json)
 
 
@@ -136,9 +159,15 @@ def validate(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson
     from txl_dist.config.config_file import load_run_config
 
     resolved = load_run_config(config, overrides or ())
-    content = {"valid": True, "config": str(config), "directory": resolved.directory}
-    text = f"{config} is a valid config; the run would write to {resolved.directory}"
-    print_result(content, text, as_json=as_json)
+    content = {
+        "valid": True,
+        "config": str(config),
+        "directory": resolved.directory,
+        "warnings": resolved.warnings,
+    }
+    lines = [f"{config} is a valid config; the run would write to {resolved.directory}"]
+    lines += [f"WARNING: {warning}" for warning in resolved.warnings]
+    print_result(content, "\n".join(lines), as_json=as_json)
 
 
 def estimate(

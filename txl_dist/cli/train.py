@@ -115,6 +115,8 @@ def train(
             f"{counted(data.plan.num_lanes, 'lane')}, --ranks {rank_range}; the run would write "
             f"to {job.run_path}"
         )
+        for warning in job.config.warnings:
+            print(f"WARNING: {warning}")
         return
     RunDirectory(job.run_path).create()
     with run_progress(num_steps, quiet=quiet) as on_line:

@@ -5,9 +5,9 @@
 single settings, and when there are none, those between settings. The rules of YAML are in
 `yaml_file.py`.
 
-`starting_file` is the file that `txl config init` writes: every setting with its default and, as
-its documentation, the docstring under it in the code. Settings that most runs leave as they are
-are commented out.
+`starting_file` is the file that `txl config init` writes: every setting with its value and, as its
+documentation, the docstring under it in the code. What the recipe decides is commented out: a value
+in the file would win over that of another recipe.
 """
 
 import ast
@@ -19,12 +19,13 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from data_pipeline.system.remote_path import dataset_path
 from txl_dist.config import optimizer_config
-from txl_dist.config.data_config import CorpusConfig
+from txl_dist.config.data_config import CorpusConfig, lanes_for
 from txl_dist.config.named_configs import find_config
 from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
@@ -38,6 +39,9 @@ from txl_dist.config.yaml_file import (
 )
 from txl_dist.errors import ConfigError
 from txl_dist.model import config as model_config
+
+if TYPE_CHECKING:
+    from data_pipeline.shards.manifest import ShardManifest  # imports numpy
 
 _REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
 """The settings without a default, with some legal value for each."""
@@ -169,12 +173,28 @@ class _Source:
         return next((self._origins[key] for key in above if key in self._origins), str(self.path))
 
 
+def _sections() -> dict[str, type]:
+    """The class of each section by its name."""
+    classes = {name: info.annotation for name, info in RunConfig.model_fields.items()}
+    return {
+        name: each
+        for name, each in classes.items()
+        if isinstance(each, type)
+        and (issubclass(each, BaseModel) or dataclasses.is_dataclass(each))
+    }
+
+
 def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
-    """The config with the settings of its `model.recipe` for those that it leaves out."""
-    model, result = value.get("model"), dict(value)
+    """The config with the settings of its `model.recipe` for those that it leaves out.
+
+    A section without any setting is YAML's null: all its settings may be in comments.
+    """
+    sections = _sections()
+    result = {key: {} if key in sections and it is None else it for key, it in value.items()}
+    model = result.get("model")
     recipe = model.get("recipe") if isinstance(model, dict) else None
     for name, recipes in (("model", model_config.RECIPES), ("optimizer", optimizer_config.RECIPES)):
-        section = value.get(name) or {}
+        section = result.get(name, {})
         if isinstance(recipe, str) and recipe in recipes and isinstance(section, dict):
             result[name] = recipes[recipe] | section
     return result
@@ -233,13 +253,11 @@ def _nearest_key(path: KeyPath) -> str:
 
 
 def _legal_keys() -> list[tuple[str, ...]]:
-    keys: list[tuple[str, ...]] = []
-    for name, info in RunConfig.model_fields.items():
-        keys.append((name,))
-        section = info.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
+    keys: list[tuple[str, ...]] = [(name,) for name in RunConfig.model_fields]
+    for name, section in _sections().items():
+        if issubclass(section, BaseModel):
             keys += [(name, inner) for inner in section.model_fields]
-        elif isinstance(section, type) and dataclasses.is_dataclass(section):
+        elif dataclasses.is_dataclass(section):
             keys += [(name, inner.name) for inner in dataclasses.fields(section)]
     return keys
 
@@ -257,62 +275,77 @@ def _show(name: str, value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-IN_USE = {
-    "directory": (),
-    "seed": (),
-    "data": ("path", "num_lanes", "tgt_len"),
-    "model": ("n_layer", "d_model", "n_head", "d_head", "d_inner", "mem_len", "dropout"),
-    "optimizer": ("lr", "schedule", "warmup_steps"),
-    "training": ("num_steps", "checkpoint_interval_steps"),
-    "divergence": ("policy",),
-    "evaluation": ("interval_steps",),
-    "tracking": ("experiment",),
-    "deepspeed": ("zero_stage",),
-    "ray": ("max_restarts",),
+START: dict[str, dict[str, dict[str, Any]]] = {
+    "modern": {"model": {"d_inner": 342}, "optimizer": {"warmup_steps": 20}},
+    "paper": {"optimizer": {"lr": 2e-3, "warmup_steps": 100}},
 }
-"""The settings that are not in comments: at least one of every section."""
+"""By recipe: what the model of the default size needs besides. As in configs/modern/quickstart.yaml
+and configs/quickstart.yaml."""
+START_ROWS, START_TGT_LEN = 32, 64
+WORD_CUTOFFS = (20_000, 40_000, 200_000)
+"""The paper's for WikiText-103: the softmax of all words would take nearly all of the time."""
 
-START = {"optimizer": {"lr": 1e-3, "warmup_steps": 200}, "training": {"num_steps": 1000}}
-"""For a first run of the small model that is the default; `lr` is the paper's for large models."""
 
+def starting_file(
+    name: str,
+    recipe: str = "modern",
+    *,
+    data: str | None = None,
+    manifest: "ShardManifest | None" = None,
+) -> str:
+    """YAML of a run `name`, which trains on `data`, by default data/NAME, and writes to runs/NAME.
 
-def starting_file(name: str) -> str:
-    """YAML of a run `name`, which trains on data/NAME and writes to runs/NAME.
-
-    `name` must not contain characters with a meaning in YAML or in paths.
+    `name` must not contain characters with a meaning in YAML or in paths. `manifest` is that of
+    `data`, if it exists. Raises DataError if it has no split `train`.
     """
-    config = RunConfig.model_validate(
-        {
-            "directory": f"runs/{name}",
-            "data": {"path": f"data/{name}"},
-            **START,
-        }
-    )
+    data = data or f"data/{name}"
+    tokens = manifest.split("train", dataset_path(data)).tokens if manifest else None
+    lanes, rows = lanes_for(tokens, rows=START_ROWS, tgt_len=START_TGT_LEN)
+    given: dict[str, dict[str, Any]] = {
+        "data": {
+            "path": data, "num_lanes": lanes, "lanes_per_step": rows, "tgt_len": START_TGT_LEN
+        },
+        "model": {"recipe": recipe},
+        "training": {"num_steps": 800, "checkpoint_interval_steps": 100},
+        "evaluation": {"interval_steps": 400, "max_tokens": 200_000},
+        "tracking": {"experiment": name},
+    }  # fmt: skip
+    for section, settings in START[recipe].items():
+        given[section] = given.get(section, {}) | settings
+    if manifest and manifest.settings.tokenizer == "word":
+        given["model"]["cutoffs"] = [id_ for id_ in WORD_CUTOFFS if id_ < manifest.vocab_size]
+    other = next(each for each in START if each != recipe)
+    text = "any long text; for a shorter one run txl config init after txl prepare"
+    if tokens is not None:
+        text = f"{tokens:,} training tokens"
     header = f"""\
-# The settings of one run. Those in comments have their default; remove the "# " to change one.
+# The settings of one run: a small model, for minutes on two CPU cores. Those in comments have the
+# value of model.recipe or their default; remove the "# " to change one.
 #
-#   txl prepare CORPUS --out data/{name} --split valid=0.01
+#   txl prepare CORPUS --out {data} --split valid=0.01
 #   txl config validate {name}.yaml
 #   txl train {name}.yaml
 #
-# Configs of other sizes, to compare: txl config list. For a larger model: a lower optimizer.lr, a
-# longer warm-up. The run warns if the loss shows that it learns nothing from the context.
+# {lanes} lanes for {text} (docs/how_to/choose_settings.md).
+# The other recipe: txl config init NAME --recipe {other}. Other sizes, to compare: txl config list.
+# The run warns if the loss shows that it learns nothing from the context.
 
 """
-    values = config.model_dump(mode="json")
-    return header + "\n".join(_settings(config, values)) + "\n"
+    return header + "\n".join(_settings({"directory": f"runs/{name}", **given})) + "\n"
 
 
-def _settings(config: RunConfig, values: Mapping[str, Any]) -> Iterator[str]:
+def _settings(given: dict[str, Any]) -> Iterator[str]:
+    """The lines of all settings; those that are not given are comments."""
+    config = RunConfig.model_validate(_with_recipe(given))
+    sections = _sections()
     documentation = documentation_of(RunConfig)
-    for name, value in values.items():
-        if name in documentation:
-            yield from _setting(name, value, documentation[name], indent="", in_use=name in IN_USE)
+    for name, value in config.model_dump(mode="json").items():
+        if name not in sections:
+            yield from _setting(name, value, documentation[name], indent="", in_use=name in given)
             continue
-        section = getattr(config, name)
         yield from ("", f"{name}:")
-        for key, text in documentation_of(type(section)).items():
-            in_use = key in IN_USE.get(name, ())
+        for key, text in documentation_of(sections[name]).items():
+            in_use = key in given.get(name, {})
             yield from _setting(key, value[key], text, indent="  ", in_use=in_use)
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SINGLE_CORPUS_NAME = "data"
 """Name of the corpus when `data.path` is set instead of `data.mixture`."""
 
+MAX_LANES, MIN_SEGMENTS = 512, 16
+"""Most lanes that were measured; fewest segments of a lane per epoch."""
+
 
 PathText = Annotated[
     str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)
@@ -143,6 +146,19 @@ class DataConfig(Section):
     def corpora(self) -> dict[str, CorpusConfig]:
         """All corpora by name; `path` counts as a mixture of one."""
         return self.mixture or {SINGLE_CORPUS_NAME: CorpusConfig(path=self.path or "", weight=1.0)}
+
+
+def lanes_for(num_tokens: int | None, *, rows: int, tgt_len: int) -> tuple[int, int]:
+    """The best known `num_lanes` and `lanes_per_step` for training data of `num_tokens`.
+
+    As many lanes as have MIN_SEGMENTS segments of `tgt_len` tokens, at most MAX_LANES, in turns of
+    `rows`. More lanes are more documents in a short run; shorter lanes begin too often in the
+    middle of a document, without its memory. None: the number of tokens is unknown, but large.
+    """
+    fitting = MAX_LANES if num_tokens is None else num_tokens // (MIN_SEGMENTS * tgt_len)
+    lanes = min(max(fitting, 1), MAX_LANES)
+    rows = min(rows, lanes)
+    return lanes - lanes % rows, rows
 
 
 def dataset_paths(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -35,8 +35,8 @@ class OptimizerConfig(Section):
     orthogonalised momentum for hidden matrices, AdamW for the rest, ZeRO stages 0 to 2 only."""
     # Defaults are those of the paper's base models: Adam, lr 2.5e-4, clipping at 0.25.
     lr: float = Field(default=2.5e-4, gt=0)
-    """Learning rate after the warm-up, the highest of the run. Small models learn faster with 1e-3
-    or more, and need a warm-up then."""
+    """Learning rate after the warm-up, the highest of the run. With AdamW small models learn faster
+    with 1e-3 or more, and need a warm-up then."""
     lr_factors: dict[Role, Annotated[float, Field(gt=0)]] = Field(default={})
     """Multiplies the learning rate of parameters by their role: `hidden`, `embedding`, `head` or
     `other`. A role that is not named has 1."""
@@ -115,6 +115,24 @@ class OptimizerConfig(Section):
                 "needs whole matrices, and stage 3 cuts every one of them. Use "
                 "deepspeed.zero_stage=2, or another optimizer"
             )
+
+    def rate_warnings(self, *, d_model: int) -> Iterator[str]:
+        """A message if the rate is of the size that another optimizer needs.
+
+        It then probably comes from a file for that one. Shipped configs have rates of 1.0 to 1.5 /
+        d_model with Muon, and up to 0.26 / d_model with AdamW.
+        """
+        if self.name == "muon" and self.lr < 0.4 / max(d_model, 128):
+            advice = "a rate of AdamW's size: Muon learns little with it. Its rate is about"
+        elif self.name in ("adam", "adamw") and self.lr > 0.64 / min(d_model, 128):
+            advice = f"a rate of Muon's size: with it, {self.name} often learns nothing. Take a"
+            advice += " quarter of it, or optimizer.name=muon. Muon's rate is about"
+        else:
+            return
+        yield (
+            f"optimizer.lr={self.lr:g} with optimizer.name={self.name} and model.d_model={d_model} "
+            f"is {advice} 1 / d_model. A rate that the file leaves out is that of model.recipe"
+        )
 
     def _schedule_problems(self) -> Iterator[str]:
         if self.schedule == "wsd" and self.decay_steps is None:

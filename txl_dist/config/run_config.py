@@ -23,6 +23,7 @@ from txl_dist.config.training_config import (
     TrackingConfig,
     TrainingConfig,
 )
+from txl_dist.model.choices import RECIPES
 from txl_dist.model.config import ModelConfig
 
 Precision = Literal["fp32", "bf16"]
@@ -176,6 +177,22 @@ class RunConfig(Section):
             f"training.changes with model.memory={self.model.memory} needs segments that are "
             f"multiples of model.compression_rate={rate}; they have {', '.join(uneven)} tokens"
         ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is legal, and probably not meant."""
+        warnings = list(self.optimizer.rate_warnings(d_model=self.model.d_model))
+        of_recipe = ModelConfig.of_recipe(self.model.recipe)
+        names = {name for recipe in RECIPES.values() for name in recipe}
+        own = [name for name in names if getattr(self.model, name) != getattr(of_recipe, name)]
+        # A file with every setting, such as a run's config.yaml, is not changed by another recipe.
+        if len(own) > 3 / 4 * len(names):
+            warnings.append(
+                f"model.recipe={self.model.recipe} has nearly no effect: {len(own)} of the "
+                f"{len(names)} settings of `model` that a recipe decides have other values. Remove "
+                "them from the file; txl config init NAME --recipe RECIPE writes one without them"
+            )
+        return warnings
 
     @property
     def segment_len(self) -> int:

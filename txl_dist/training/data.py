@@ -25,7 +25,7 @@ from data_pipeline.streams.order import Ordering
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.loading import StoredTokenizer, differences
-from txl_dist.config.data_config import DataConfig
+from txl_dist.config.data_config import DataConfig, lanes_for
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
@@ -114,7 +114,7 @@ class TrainingData:
         later = (config.after_step(change.step) for change in config.training.changes)
         for each in (data, *map(data.with_settings, later)):
             each.plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
-            _require_segment_fits(each.plan)
+            _require_segment_fits(each.plan, rows=config.data.rows)
         if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
             raise ConfigError(
                 f"{num_ranks} ranks for data.lanes_per_step={rows}: in every step each rank needs "
@@ -173,13 +173,14 @@ class TrainingData:
         )
 
 
-def _require_segment_fits(plan: LanePlan) -> None:
+def _require_segment_fits(plan: LanePlan, *, rows: int) -> None:
     if plan.tgt_len > plan.lane_tokens:
+        lanes, rows = lanes_for(plan.num_tokens, rows=rows, tgt_len=plan.tgt_len)
         raise ConfigError(
             f"data.tgt_len={plan.tgt_len} is longer than a lane: the training data has "
             f"{plan.num_tokens:,} tokens, {plan.lane_tokens:,} for each of data.num_lanes="
-            f"{plan.num_lanes}. Set data.tgt_len to at most {plan.lane_tokens}, lower "
-            "data.num_lanes, or prepare more text"
+            f"{plan.num_lanes}. Set data.tgt_len to at most {plan.lane_tokens}, take "
+            f"data.num_lanes={lanes} and data.lanes_per_step={rows}, or prepare more text"
         )
 
 

@@ -215,6 +215,8 @@ def log_start(
 
 
 def _log_data(config: RunConfig, data: TrainingData) -> None:
+    for warning in config.warnings:
+        log.warning("settings | WARNING: %s", warning)
     shuffled = [c for c in data.corpora if c.manifest.settings.shuffle is not None]
     if config.data.reset == "stream" and shuffled:
         log.warning(

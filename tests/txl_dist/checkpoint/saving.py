@@ -27,14 +27,16 @@ HEADER = CheckpointHeader(
     run_id="0" * 32,
     attempt=1,
     model=asdict(CONFIG),
-    run={"data.tgt_len": 4, "data.reset": "document"},
+    run={
+        "data.num_lanes": 3, "data.lanes_per_step": 1, "data.tgt_len": 4, "data.reset": "document"
+    },
     tokenizer_json=_TOKENIZER.to_json(),
     tokenizer_digest=_TOKENIZER.digest,
     data_digest="0" * 64,
     vocab_size=_TOKENIZER.vocab_size,
     zero_stage=1,
     num_lanes=NUM_LANES,
-)
+)  # fmt: skip
 
 
 def leave(kind: str, tensor: torch.Tensor) -> None:

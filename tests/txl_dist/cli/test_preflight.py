@@ -44,6 +44,18 @@ def test_validate_reports_a_valid_config() -> None:
     assert (result.exit_code, "is a valid config" in result.stdout) == (0, True)
     result = CliRunner().invoke(app, ["config", "validate", TINY, "--json"])
     assert json.loads(result.stdout)["valid"] is True
+    assert json.loads(result.stdout)["warnings"] == []
+
+
+def test_what_is_probably_not_meant_is_shown_before_a_run(dataset: Path, tmp_path: Path) -> None:
+    assert run_txl("config", "init", tmp_path / "mine", "--data", dataset)[0] == 0
+    # The recipe has Muon, and a rate that AdamW needs.
+    words = (tmp_path / "mine.yaml", "optimizer.lr=1e-3", f"directory={tmp_path / 'run'}")
+    for command in (("config", "validate"), ("train", "--dry-run")):
+        code, output = run_txl(*command, *words)
+        assert (code, "WARNING: optimizer.lr=0.001" in output) == (0, True), output
+    (warning,) = json.loads(run_txl("config", "validate", *words, "--json")[1])["warnings"]
+    assert "AdamW's size" in warning
 
 
 def test_init_writes_a_valid_config_and_overwrites_nothing(tmp_path: Path) -> None:
@@ -57,6 +69,28 @@ def test_init_writes_a_valid_config_and_overwrites_nothing(tmp_path: Path) -> No
     assert isinstance(result.exception, ConfigError)
     assert "exists already" in str(result.exception)
     assert path.read_text() == "mine"
+
+
+def test_init_reads_how_much_text_there_is(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = run_txl("config", "init", "other", "--data", "data/mine")
+    assert (code, "data/mine/manifest.json" in output) == (3, True)
+    assert not Path("other.yaml").exists()
+
+    code, output = run_txl("config", "init", "mine")
+    assert (code, "There is no data/mine yet" in output) == (0, True)
+    without = load_run_config("mine.yaml").data
+    Path("mine.yaml").unlink()
+    Path("data").mkdir()
+    Path("data/mine").symlink_to(dataset)
+    assert "There is no" not in run_txl("config", "init", "mine")[1]
+    fitting = load_run_config("mine.yaml").data
+    assert run_txl("config", "init", "other", "--data", dataset, "--recipe", "paper")[0] == 0
+    other = load_run_config("other.yaml")
+    assert (other.model.recipe, other.data.path) == ("paper", str(dataset))
+    assert without.num_lanes == 512 > fitting.num_lanes == other.data.num_lanes
 
 
 @pytest.mark.parametrize("name", ["a b", "..", ".hidden", "a: b", "", "no/such/directory"])

@@ -10,15 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from txl_dist.config.config_file import (
     START,
-    default_settings,
     dump_run_config,
     flatten_config,
     load_run_config,
     starting_file,
 )
-from txl_dist.config.data_config import DataConfig
+from txl_dist.config.data_config import MAX_LANES, MIN_SEGMENTS, DataConfig, lanes_for
 from txl_dist.config.optimizer_config import RECIPES as OPTIMIZER_RECIPES
 from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
@@ -26,6 +28,7 @@ from txl_dist.config.training_config import DeepSpeedConfig, TrackingConfig, Tra
 from txl_dist.config.yaml_file import dump_yaml, read_yaml
 from txl_dist.errors import ConfigError
 from txl_dist.model.choices import RECIPES as MODEL_RECIPES
+from txl_dist.training.data import TrainingData
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
@@ -375,21 +378,83 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         load_run_config(tmp_path / "latin.yaml")
 
 
-REQUIRED = {
-    "directory": "runs/mine",
-    "data.path": "data/mine",
-    **{
-        f"{section}.{name}": value
-        for section, each in START.items()
-        for name, value in each.items()
-    },
-}
+def init(path: Path, *arguments: Any, **options: Any) -> RunConfig:
+    path.write_text(starting_file("mine", *arguments, **options))
+    return load_run_config(path)
 
 
-def test_it_has_the_default_of_every_setting(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(starting_file("mine"))
-    assert flatten_config(load_run_config(path)) == default_settings() | REQUIRED
+@pytest.mark.parametrize(("recipe", "other"), [("modern", "paper"), ("paper", "modern")])
+def test_the_starting_file_leaves_to_the_recipe_what_it_decides(
+    recipe: str, other: str, tmp_path: Path
+) -> None:
+    given = {"recipe", *(key for section in START[recipe].values() for key in section)}
+    written = read_yaml(starting_file("mine", recipe)).value
+    assert {*(written["model"] or {}), *written["optimizer"]} == given
+    assert init(tmp_path / "mine.yaml", recipe).warnings == []
+    # So another recipe in the same file is that recipe.
+    changed = load_run_config(tmp_path / "mine.yaml", [f"model.recipe={other}"])
+    # But not at its rate, if the file has the other one's: that is warned of.
+    assert ["size" in warning for warning in changed.warnings] == [True] * (recipe == "paper")
+    named = ("name", "schedule", "gradient_clipping")
+    of_other = init(tmp_path / "other.yaml", other)
+    assert [getattr(changed.optimizer, name) for name in named] == [
+        getattr(of_other.optimizer, name) for name in named
+    ]
+    for name in MODEL_RECIPES["modern"]:
+        assert getattr(changed.model, name) == getattr(of_other.model, name), name
+
+
+def test_the_starting_file_is_the_best_known_small_setting(tmp_path: Path) -> None:
+    ours = {"directory", "seed", "data.path", "evaluation.split", "tracking.experiment"}
+    settings = flatten_config(init(tmp_path / "mine.yaml"))
+    quickstart = flatten_config(load_run_config("modern/quickstart"))
+    assert {key for key in settings if settings[key] != quickstart[key]} == ours
+    assert settings["tracking.experiment"] == "mine"
+    paper, shipped = init(tmp_path / "mine.yaml", "paper"), load_run_config("quickstart")
+    assert (paper.model, paper.optimizer) == (shipped.model, shipped.optimizer)
+    assert paper.data == load_run_config(tmp_path / "mine.yaml", ["model.recipe=modern"]).data
+
+
+def test_the_starting_file_fits_its_data(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("to be or not to be that is the question " * 3000)
+    for tokenizer in ("byte", "word"):
+        settings = PrepareSettings(tokenizer=tokenizer)
+        prepare_dataset([tmp_path / "text"], tmp_path / tokenizer, settings)
+    manifest = load_manifest(tmp_path / "byte")
+    config = init(tmp_path / "mine.yaml", data=str(tmp_path / "byte"), manifest=manifest)
+    assert config.data.path == str(tmp_path / "byte")
+    # 120,000 bytes are 117 lanes of 16 segments; 96 are three turns of 32.
+    assert (config.data.num_lanes, config.data.rows) == (96, 32)
+    TrainingData.open(config, num_ranks=32)
+    # Words are sorted by frequency, as an adaptive softmax needs them. Here they are few.
+    assert init(tmp_path / "mine.yaml").model.cutoffs == ()
+    words = load_manifest(tmp_path / "word")
+    assert init(tmp_path / "mine.yaml", manifest=words).model.cutoffs == ()
+    many = words.model_copy(update={"vocab_size": 50_000})
+    assert init(tmp_path / "mine.yaml", manifest=many).model.cutoffs == (20_000, 40_000)
+
+
+@given(
+    num_tokens=st.integers(2, 10**7) | st.none(), rows=st.integers(1, 40), tgt_len=st.integers(1, 9)
+)
+def test_every_lane_of_the_rule_has_enough_segments(
+    num_tokens: int | None, rows: int, tgt_len: int
+) -> None:
+    lanes, per_step = lanes_for(num_tokens, rows=rows, tgt_len=tgt_len)
+    data = DataConfig(path="d", num_lanes=lanes, lanes_per_step=per_step, tgt_len=tgt_len)
+    assert 1 <= data.rows <= rows
+    assert data.num_lanes == data.rows * data.num_turns <= MAX_LANES
+    enough = MIN_SEGMENTS * tgt_len
+    if num_tokens is not None and lanes > 1:
+        assert num_tokens >= lanes * enough
+    # One turn more would be too many.
+    if num_tokens is None or num_tokens >= (lanes + data.rows) * enough:
+        assert lanes + data.rows > MAX_LANES
+
+
+def test_a_section_whose_settings_are_all_comments_has_its_defaults(load: Any) -> None:
+    empty = "".join(f"{name}:\n" for name in ("model", "optimizer", "divergence", "ray"))
+    assert load(SMALL + empty) == load(SMALL)
 
 
 def test_every_setting_in_a_comment_can_be_used(tmp_path: Path) -> None:
@@ -409,3 +474,47 @@ def test_every_setting_is_documented() -> None:
     assert len(settings) > 70
     for i in settings:
         assert re.match(r" *# .*[a-z`]", lines[i - 1]), lines[i]
+
+
+# --- warnings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        # What `config init` wrote once: the rate of AdamW as if somebody had chosen it.
+        (("model.recipe=modern", "optimizer.lr=1e-3"), "lr=0.001 .*muon .*AdamW's size"),
+        (("model.recipe=modern", "optimizer.lr=2.5e-4", "model.d_model=1024"), "AdamW's size"),
+        (("model.recipe=modern", "optimizer.name=adamw"), "lr=0.008 .*adamw .*Muon's size"),
+        (("optimizer.lr=8e-3",), "Muon's size"),
+        (("model.recipe=modern",), None),
+        (("model.recipe=modern", "optimizer.lr=4e-3"), None),
+        (("model.recipe=modern", "optimizer.name=adamw", "optimizer.lr=4e-3"), None),
+        (("model.recipe=modern", "model.d_model=16", "model.d_head=2"), None),
+        (("model.d_model=16", "optimizer.lr=1e-2"), None),
+        (("optimizer.name=lamb", "optimizer.lr=1e-2", "deepspeed.zero_stage=0"), None),
+    ],
+)
+def test_a_rate_of_another_optimizer_is_warned_of(
+    load: Any, overrides: tuple[str, ...], warning: str | None
+) -> None:
+    warnings = load(SMALL, *overrides).warnings
+    assert len(warnings) == (warning is not None)
+    assert warning is None or re.search(warning, warnings[0])
+
+
+def test_a_recipe_without_effect_is_warned_of(load: Any, tmp_path: Path) -> None:
+    """A run's config.yaml gives the same run again, so it lists what its recipe decided."""
+    for recipe, other in (("modern", "paper"), ("paper", "modern")):
+        config = load(SMALL, f"model.recipe={recipe}")
+        path = tmp_path / "config.yaml"
+        path.write_text(dump_run_config(config))
+        assert load_run_config(path) == config
+        assert load_run_config(path).warnings == []
+        (warning,) = load_run_config(path, [f"model.recipe={other}"]).warnings
+        assert f"model.recipe={other} has nearly no effect" in warning
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_no_shipped_config_has_a_warning(path: Path) -> None:
+    assert load_run_config(path).warnings == []

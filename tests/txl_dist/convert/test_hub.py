@@ -124,6 +124,8 @@ def test_the_card_says_what_the_run_knows_and_no_more(run: Path, tmp_path: Path)
         assert fact in card
     assert "2.1000 nats per token" in card
     assert "10 tokens scored" in card
+    # Of three lanes a step reads one: the batch is a row of four tokens.
+    assert "| `data.num_lanes` | 3 |\n| `data.lanes_per_step` | 1 |\n| `data.tgt_len` | 4 |" in card
     for unknown in ("None |", "null", "license:", "language:", "hours", "documents of"):
         assert unknown not in card
     (run / "logs" / "rank-0.log").unlink()

@@ -95,6 +95,15 @@ def test_a_segment_as_long_as_a_lane_is_the_longest_that_trains(
     assert ranks(2).run(train, tiny_job(short, tmp_path, *settings)) == [0, 0]
 
 
+def test_the_log_says_what_is_probably_not_meant(
+    ranks: RankGroups, short: Path, tmp_path: Path
+) -> None:
+    settings = (NO_EVALUATION, "optimizer.lr=0.05", "training.num_steps=4")
+    assert ranks(1).run(train, tiny_job(short, tmp_path, *settings)) == [0]
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "settings | WARNING: optimizer.lr=0.05 with optimizer.name=adamw" in log
+
+
 def test_the_time_left_does_not_expect_the_evaluation_before_the_first_step_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

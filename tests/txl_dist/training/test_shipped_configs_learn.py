@@ -42,10 +42,10 @@ def prepare_data(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", shipped())
 def test_its_loss_falls_clearly_below_the_unigram_entropy(name: str, tmp_path: Path) -> None:
     path, run, text = CONFIGS / name, tmp_path / "run", prepare_data(name, tmp_path / "data")
+    manifest = load_manifest(text)
     if name == INIT:
         path = tmp_path / "mine.yaml"
-        path.write_text(starting_file("mine"))
-    manifest = load_manifest(text)
+        path.write_text(starting_file("mine", manifest=manifest))
     entropy = unigram_entropy(
         [open_split(text, "train", manifest=manifest)], [1.0], vocab_size=manifest.vocab_size
     )

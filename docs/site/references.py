@@ -15,12 +15,15 @@ from command_reference import command_reference
 from settings_reference import recipe_table, settings_reference
 from sources import ROOT
 
+from txl_dist.config.removed import removed_list
+
 REFERENCES: dict[str, Callable[[], str]] = {
     "commands": command_reference,
     "decisions": decision_list,
     "exit codes": exit_codes,
     "manifests": manifest_fields,
     "recipes": recipe_table,
+    "removed": removed_list,
     "settings": settings_reference,
 }
 _PART = re.compile(

@@ -23,6 +23,7 @@ from txl_dist.cli import (
     runs,
     train,
 )
+from txl_dist.config.removed import COMMANDS, PAGE
 from txl_dist.errors import ConfigError, TxlError, error_of_files, print_error
 
 # Help breaks lines at spaces only: an option such as --max-tokens stays one word.
@@ -99,6 +100,9 @@ def main() -> None:
 
 def _usage_error(error: TyperException) -> TxlError:
     """The error of a command line that typer has refused: what it found, and what it expects."""
+    words = " ".join([*sys.argv[1:], ""])
+    if gone := next((name for name in COMMANDS if words.startswith(f"{name} ")), None):
+        return ConfigError(f"txl {gone} was removed; {COMMANDS[gone]} ({PAGE})")
     message = error.format_message().replace("Value error, ", "").rstrip(".")
     context = getattr(error, "ctx", None)
     if context is None:  # an option without its value

@@ -28,6 +28,7 @@ from txl_dist.config import optimizer_config
 from txl_dist.config.data_config import CorpusConfig, lanes_for
 from txl_dist.config.named_configs import find_config
 from txl_dist.config.redaction import redact
+from txl_dist.config.removed import PAGE, SETTINGS, without_removed
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.yaml_file import (
     KeyPath,
@@ -147,7 +148,7 @@ class _Source:
         try:
             # As JSON, because only there strict mode accepts mappings for dataclasses and
             # lists for tuples.
-            value = _with_recipe(self.value)
+            value = _with_recipe(without_removed(self.value))
             return RunConfig.model_validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             problems: dict[str, None] = {}
@@ -213,7 +214,10 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         lines = str(error["msg"]).removeprefix("Value error, ").split("\n")
         yield from (f"{name}: {line}" if name else line for line in lines)
     elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        yield f"unknown key {name}; {_nearest_key(path)}"
+        if name in SETTINGS:
+            yield f"{name}={_show(name, value)} was removed; {SETTINGS[name].instead} ({PAGE})"
+        else:
+            yield f"unknown key {name}; {_nearest_key(path)}"
     elif path[-1:] == ("[key]",):  # of a mapping with given keys
         choices = re.findall(r"'(.*?)'", error.get("ctx", {}).get("expected", ""))
         nearest = difflib.get_close_matches(str(value), choices, n=1)

@@ -19,6 +19,7 @@ from txl_dist.checkpoint.manifest import (
 )
 from txl_dist.config.config_file import default_settings, flatten_config
 from txl_dist.config.data_config import SINGLE_CORPUS_NAME
+from txl_dist.config.removed import without_removed
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
@@ -151,7 +152,7 @@ def check_config(
     """Compare resolved configs by dotted key. Raises CheckpointError that lists the differences."""
     lines = []
     # A setting added in a later version had its default value when the checkpoint was written.
-    old = {**default_settings(), **old}
+    old = {**default_settings(), **without_removed(old)}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         on_request = key.startswith(_ON_REQUEST) and key not in _FIXED

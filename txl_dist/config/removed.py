@@ -1,0 +1,41 @@
+"""Settings and commands that earlier versions had, and what to use instead (docs/removed.md).
+
+A removed setting that has the value which all runs have now is dropped silently, so configs and
+checkpoints of earlier versions stay usable. Any other value is refused, with the way that works.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """What became of a setting."""
+
+    remaining: tuple[Any, ...]
+    """The values that do what every run does now."""
+    instead: str
+    """What to use instead: a sentence without a full stop."""
+
+
+SETTINGS: dict[str, Removed] = {}
+"""By dotted name."""
+COMMANDS: dict[str, str] = {}
+"""What to use instead, by the words of the command after `txl`."""
+PAGE = "docs/removed.md"
+
+
+def without_removed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by name, nested or dotted, without the removed ones that change nothing."""
+    return {
+        name: without_removed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if (gone := SETTINGS.get(prefix + name)) is None or value not in gone.remaining
+    }
+
+
+def removed_list() -> str:
+    """Markdown: what went, and what to use instead."""
+    lines = ["| removed | use instead |", "|---|---|"]
+    lines += [f"| `txl {words}` | {instead} |" for words, instead in COMMANDS.items()]
+    lines += [f"| `{name}` | {removed.instead} |" for name, removed in SETTINGS.items()]
+    return "\n".join(lines)

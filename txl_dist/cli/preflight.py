@@ -104,7 +104,7 @@ def deploy(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Print a deployment file: Slurm, Kubernetes, AWS, Google Cloud, the container image.
+    """Print a deployment file (Slurm, Kubernetes, clouds, image).
 
     Example: txl config deploy slurm > slurm.sh
     """

@@ -49,7 +49,7 @@ def test_so_it_is_with_the_settings_of_a_checkpoint(value: Any, resumes: bool) -
     if resumes:
         check_config(old, default_and(new), allowed=(), checkpoint="a")
     else:
-        with pytest.raises(CheckpointError, match="training.gone: checkpoint 7"):
+        with pytest.raises(CheckpointError, match=r"training\.gone: checkpoint 7"):
             check_config(old, default_and(new), allowed=(), checkpoint="a")
 
 

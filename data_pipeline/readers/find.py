@@ -356,6 +356,8 @@ def _is_ignored(file: InputFile, search: _Search, *, in_folder: bool) -> bool:
     """Whether a file in a folder is ignored; if so, counts it."""
     suffix, format = suffix_of(file.name), search.format
     wanted = () if format == "auto" else suffixes_of(format)
+    if format == "ids" and suffix.name == ".npz":  # refused, not ignored
+        return False
     if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
         return False
     binary = _NOT_TEXT | ANY_ARCHIVE

@@ -2,8 +2,8 @@
 
 text: a file is one document, with its path as id. The text is not changed.
 lines: every line that is not empty is a document, without the LF or CR LF at its end.
-blank_lines: documents are separated by blank lines, as in OSCAR 21.09. A blank line is empty or
-whitespace. The lines of a document keep their ends.
+blank_lines: documents are separated by blank lines, which are empty or whitespace. The lines of a
+document keep their ends.
 jsonl: every line is a JSON object with the document's text at the key `--text-key`, or with
 `--format ids` a list of token ids.
 binary: a file that is not text, which is rejected. A file is binary if its first bytes contain NUL,

@@ -27,11 +27,10 @@ held-out text (`unclear_files`). If all files are in one split, the names have n
 results of `map` and locks of `datasets` (an .arrow file that state.json does not list is such a
 result); unfinished downloads, backups of editors, the marks of Hadoop and Spark (_SUCCESS); in the
 cache of `huggingface_hub` the blobs/ and refs/ to which its snapshots/ are links; metadata.csv of
-PG-19; export.json of `txl data export`; and en_meta_part_1.jsonl.gz and en_sha256.txt next to
-en_part_1.txt.gz of OSCAR 21.09.
+PG-19; and export.json of `txl data export`.
 
 Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
-github.com/google-deepmind/pg19; OSCAR, "OSCAR Schema v1.1".
+github.com/google-deepmind/pg19.
 """
 
 import fnmatch
@@ -87,10 +86,6 @@ _NO_DATA = re.compile(
 )
 """Also a folder: `0.0.0.incomplete/a.arrow`, `_temporary/0/part-0`."""
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
-_OSCAR_META = re.compile(
-    r"(?P<language>(.*/)?[a-z]{2,3})_(meta(?P<part>_part_\d+)?\.jsonl(\.gz)?|sha256\.txt)",
-    re.DOTALL,
-)
 _HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
 
 
@@ -374,7 +369,7 @@ def only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[Input
     copies = _copies_in_hub_caches(names)
     data_files = []
     for file in files:
-        if kind := _kind_of_description(file, names, listed, copies):
+        if kind := _kind_of_description(file, listed, copies):
             ignored[kind] += 1
         else:
             data_files.append(file)
@@ -382,7 +377,7 @@ def only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[Input
 
 
 def _kind_of_description(
-    file: InputFile, names: set[str], listed: dict[str, set[str]], copies: tuple[str, ...]
+    file: InputFile, listed: dict[str, set[str]], copies: tuple[str, ...]
 ) -> str:
     """As what a file that is no data is counted; "" for data.
 
@@ -401,10 +396,6 @@ def _kind_of_description(
     is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
     if is_lock or is_cached or _CACHED_RESULT.fullmatch(name):
         return suffix
-    if (meta := _OSCAR_META.fullmatch(file.name)) and not scheme_of(file.path):
-        texts = [f"{meta['language']}{meta['part'] or part}.txt" for part in ("", "_part_1")]
-        if any(text in names or f"{text}.gz" in names for text in texts):
-            return "OSCAR metadata"
     return ""
 
 

@@ -44,7 +44,7 @@ HEAD_BYTES = 2**16
 _NAME_OF_IDS = re.compile(r".*\.(bin|npy|npz|idx)(\.\w+)?", re.IGNORECASE | re.DOTALL)
 _IDS_REASON = (
     "binary, with the suffix of token ids: give --format ids --vocab-size N --end-of-document ID "
-    "(and --dtype uint16 for a .bin file without a header)"
+    "(and --dtype uint16 for a raw .bin file)"
 )
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
 

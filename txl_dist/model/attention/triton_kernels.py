@@ -65,9 +65,8 @@ def forward_kernel(
 
     The logarithm is binary: log2(sum of exp(score)) over keys.
     """
-    num_keys = mem_len + num_queries
     tile, head, lane = tile_of_program(num_queries, num_lanes, BLOCK_T)
-    row = head * num_lanes + lane
+    row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     k1 += head * stride_k1h + lane * stride_k1b
     v1 += head * stride_v1h + lane * stride_v1b
@@ -137,9 +136,8 @@ def query_gradient_kernel(
 
     `mean` is the sum of weight * d_weight over keys. It equals that of out * d_out over channels.
     """
-    num_keys = mem_len + num_queries
     tile, head, lane = tile_of_program(num_queries, num_lanes, BLOCK_T)
-    row = head * num_lanes + lane
+    row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     d_q += row * num_queries * d_head
     k1 += head * stride_k1h + lane * stride_k1b
@@ -226,9 +224,8 @@ def key_value_gradient_kernel(
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of BLOCK_S keys, with strides of k and v. Tiles are transposed."""
-    num_keys = mem_len + num_queries
-    tile, head, lane = tile_of_program(num_keys, num_lanes, BLOCK_S)
-    row = head * num_lanes + lane
+    tile, head, lane = tile_of_program(mem_len + num_queries, num_lanes, BLOCK_S)
+    row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     k1 += head * stride_k1h + lane * stride_k1b
     v1 += head * stride_v1h + lane * stride_v1b

@@ -356,7 +356,7 @@ def test_a_model_has_the_same_gradients_with_dropout_and_recomputed_layers(
 
 
 def test_heads_and_lanes_of_a_large_batch_fit_in_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA has at most 65,535 programs on every axis but the first. The interpreter has no limit."""
+    """CUDA has at most 65,535 programs on all axes but the first; the interpreter has no limit."""
     from txl_dist.model.attention import triton_launch
 
     grids = []

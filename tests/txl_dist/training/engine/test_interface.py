@@ -1,6 +1,8 @@
 """The fragments of all ranks together are the model, at every ZeRO stage."""
 
+import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from txl_dist.config.training_config import DeepSpeedConfig
 from txl_dist.runtime.world import World
 from txl_dist.training.context import open_inputs
 from txl_dist.training.engine.stages import Stage0Engine
@@ -135,3 +138,27 @@ def test_stages_0_and_1_on_one_rank_differ_in_the_rounding_of_the_clipping_only(
         job = tiny_job(dataset, tmp_path / stage, *settings, *ZERO[stage])
         assert ranks(1).run(train, job) == [0]
     assert losses(tmp_path / "0") == losses(tmp_path / "1")
+
+
+def train_as_on_one_gpu(world: World, job: TrainJob) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedConfig, "computed_stage", lambda self, **_: 0)
+        return train(world, job)
+
+
+@pytest.mark.parametrize("order", [(train_as_on_one_gpu, train), (train, train_as_on_one_gpu)])
+def test_a_checkpoint_of_stage_1_opens_whether_it_is_computed_as_stage_0_or_not(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    order: tuple[Callable[[World, TrainJob], int], ...],
+) -> None:
+    settings = (NO_EVALUATION, "training.checkpoint_interval_steps=10", *ZERO["1"])
+    job = tiny_job(dataset, tmp_path, *settings)
+    assert ranks(1).run(order[0], job) == [0]
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    assert ranks(1).run(order[1], job) == [0]
+    assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert log.count("ZeRO stage 1 (on one GPU computed as stage 0)") == 1

@@ -1,4 +1,4 @@
-"""`txl data`: verify, inspect, rebuild, push, export and mix prepared datasets."""
+"""`txl data`: verify, inspect, push, export and mix prepared datasets."""
 
 import json
 from pathlib import Path
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from data_pipeline.shards.verify import Verified
     from data_pipeline.system.remote_path import DatasetPath
 
-app = typer.Typer(
-    help="Verify, inspect, rebuild, copy and export prepared datasets.", no_args_is_help=True
-)
+app = typer.Typer(help="Verify, inspect, copy and export prepared datasets.", no_args_is_help=True)
 
 Dataset = Annotated[
     str,
@@ -109,24 +107,6 @@ def _listed(problems: list[str]) -> str:
 
 
 @app.command()
-def rebuild(directory: Directory, *, as_json: AsJson = False) -> None:
-    """Recreate a lost or damaged manifest.json from the other files.
-
-    The result is identical, with the same digest. Every shard is read and checked first. Missing or
-    damaged shards cannot be rebuilt; run txl prepare again for those.
-
-    Example: txl data rebuild data/books
-    """
-    from data_pipeline.shards.rebuild import rebuild_manifest
-
-    with work_progress(MIB) as progress:
-        result = rebuild_manifest(directory, progress=progress)
-    status = "already complete" if result.was_complete else "rebuilt"
-    text = f"the manifest is {status}, digest {result.manifest.digest}"
-    _print_dataset(directory, result.manifest, status, text, as_json=as_json)
-
-
-@app.command()
 def inspect(
     dataset: Dataset,
     *,
@@ -182,7 +162,12 @@ def push(
 
     with work_progress(MIB) as progress:
         manifest = push_dataset(directory, url, progress=progress)
-    _print_dataset(dataset_path(url), manifest, "complete", "complete", as_json=as_json)
+    target = dataset_path(url)
+    if as_json:
+        print(json.dumps({"status": "complete", **totals(target, manifest)}))
+    else:
+        print(f"{printable(str(target))}: complete")
+        print_totals(manifest)
 
 
 @app.command()
@@ -261,16 +246,6 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
     print(f"one epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
     for share in shares:
         print(f"  {share.line}")
-
-
-def _print_dataset(
-    directory: "DatasetPath", manifest: "ShardManifest", status: str, text: str, *, as_json: bool
-) -> None:
-    if as_json:
-        print(json.dumps({"status": status, **totals(directory, manifest)}))
-    else:
-        print(f"{printable(str(directory))}: {text}")
-        print_totals(manifest)
 
 
 def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:

@@ -19,7 +19,9 @@ class Removed(NamedTuple):
 
 SETTINGS: dict[str, Removed] = {}
 """By dotted name."""
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
+}
 """What to use instead, by the words of the command after `txl`."""
 PAGE = "docs/removed.md"
 

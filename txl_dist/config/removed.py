@@ -20,6 +20,7 @@ class Removed(NamedTuple):
 SETTINGS: dict[str, Removed] = {}
 """By dotted name."""
 COMMANDS: dict[str, str] = {
+    "data export": "write the documents as JSON lines with examples/export_documents.py",
     "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
 }
 """What to use instead, by the words of the command after `txl`."""

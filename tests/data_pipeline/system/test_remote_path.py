@@ -23,10 +23,10 @@ from moto.server import ThreadedMotoServer
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards import export
-from data_pipeline.shards.export import push_dataset
+from data_pipeline.shards import push
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.push import push_dataset
 from data_pipeline.shards.shard_files import FrameCache
 from data_pipeline.shards.shard_index import read_index
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
@@ -123,7 +123,7 @@ def test_push_does_not_blame_the_store_for_a_failing_local_disk(
     def fail(_: Path) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(export, "sha256_file", fail)
+    monkeypatch.setattr(push, "sha256_file", fail)
     with pytest.raises(OSError, match="Input/output error"):
         push_dataset(dataset[0], URL)
 

@@ -113,16 +113,13 @@ def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def read_index(directory: DatasetPath, entry: ShardEntry, itemsize: int) -> ShardIndex:
-    """Load and check the index of a shard. Raises DataError naming the file and the problem."""
-    data = read_bytes_at(directory / entry.index_name, 0, entry.index_bytes)
-    return checked_index(data, directory, entry, itemsize)
-
-
 def checked_index(
     data: bytes, directory: DatasetPath, entry: ShardEntry, itemsize: int
 ) -> ShardIndex:
-    """The index in `data`, the content of an index file. Raises DataError like `read_index`."""
+    """Check the index in `data`, the content of an index file.
+
+    Raises DataError naming the file and the problem.
+    """
     path = directory / entry.index_name
     digest = hashlib.sha256(data).hexdigest()
     if digest != entry.index_sha256:

@@ -27,8 +27,7 @@ held-out text (`unclear_files`). If all files are in one split, the names have n
 results of `map` and locks of `datasets` (an .arrow file that state.json does not list is such a
 result); unfinished downloads, backups of editors, the marks of Hadoop and Spark (_SUCCESS); in the
 cache of `huggingface_hub` the blobs/ and refs/ to which its snapshots/ are links; metadata.csv of
-PG-19; export.json of `txl data export`; and en_meta_part_1.jsonl.gz and en_sha256.txt next to
-en_part_1.txt.gz of OSCAR 21.09.
+PG-19; and en_meta_part_1.jsonl.gz and en_sha256.txt next to en_part_1.txt.gz of OSCAR 21.09.
 
 Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
 github.com/google-deepmind/pg19; OSCAR, "OSCAR Schema v1.1".
@@ -392,8 +391,7 @@ def _kind_of_description(
     suffix = posixpath.splitext(name)[1]
     if no_data := _NO_DATA.search(file.name):
         return no_data["kind"]
-    is_export = name == "export.json" and _describes_export(file)
-    if is_export or (name == "state.json" and folder in listed):
+    if name == "state.json" and folder in listed:
         return name
     if file.name.startswith(copies):
         return "blobs and refs"
@@ -406,16 +404,6 @@ def _kind_of_description(
         if any(text in names or f"{text}.gz" in names for text in texts):
             return "OSCAR metadata"
     return ""
-
-
-def _describes_export(file: InputFile) -> bool:
-    """Whether it is of `txl data export`: other programs write data to files of this name."""
-    try:
-        with file.open() as stream:
-            content = parse_json(stream.read(_MAX_STATE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and {"dataset_digest", "splits"} <= content.keys()
 
 
 def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:

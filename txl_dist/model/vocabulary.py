@@ -227,7 +227,7 @@ class AdaptiveSoftmax(nn.Module):
         sizes = [stop - start for start, stop in self.bounds]
         weights = list(self.weights if len(self.weights) else table.weights)
         # One `split` of the whole vocabulary: with a slice per cluster, each slice's gradient is
-        # a tensor of the whole vocabulary (steps of 275 instead of 251 ms in `txl bench model`).
+        # a tensor of the whole vocabulary (275 instead of 251 ms in benchmarks/model_speed.py).
         if len(weights) < len(sizes):
             weights = list(weights[0].split(sizes))
         # Zeros in place of absent biases: one path for all that follows.

@@ -20,8 +20,8 @@ held-out text (`unclear_files`). If all files are in one split, the names have n
 **Descriptions.** `only_data_files` leaves out what describes a corpus: the JSON files, cached
 results of `map` and locks of `datasets` (an .arrow file that state.json does not list is such a
 result); unfinished downloads, backups of editors, the marks of Hadoop and Spark (_SUCCESS); in the
-cache of `huggingface_hub` the blobs/ and refs/ to which its snapshots/ are links; metadata.csv of
-PG-19; and export.json of `txl data export`.
+cache of `huggingface_hub` the blobs/ and refs/ to which its snapshots/ are links; and metadata.csv
+of PG-19.
 
 Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
 github.com/google-deepmind/pg19.
@@ -373,24 +373,13 @@ def _kind_of_description(
     suffix = posixpath.splitext(name)[1]
     if no_data := _NO_DATA.search(file.name):
         return no_data["kind"]
-    is_export = name == "export.json" and _describes_export(file)
-    if is_export or (name == "state.json" and folder in listed):
+    if name == "state.json" and folder in listed:
         return name
     if file.name.startswith(copies):
         return "blobs and refs"
     is_lock = suffix == ".lock" and not file.size
     is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
     return suffix if is_lock or is_cached or _CACHED_RESULT.fullmatch(name) else ""
-
-
-def _describes_export(file: InputFile) -> bool:
-    """Whether it is of `txl data export`: other programs write data to files of this name."""
-    try:
-        with file.open() as stream:
-            content = parse_json(stream.read(_MAX_STATE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and {"dataset_digest", "splits"} <= content.keys()
 
 
 def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:

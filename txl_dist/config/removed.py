@@ -19,7 +19,12 @@ class Removed(NamedTuple):
 
 SETTINGS: dict[str, Removed] = {}
 """By dotted name."""
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "bench data": "run benchmarks/data_speed.py of a checkout",
+    "bench model": "run benchmarks/model_speed.py of a checkout",
+    "data export": "write the documents as JSON lines with examples/export_documents.py",
+    "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
+}
 """What to use instead, by the words of the command after `txl`."""
 PAGE = "docs/removed.md"
 

@@ -51,11 +51,6 @@ LAYOUTS: dict[str, tuple[dict[str, bytes], dict[str, str], dict[str, int]]] = {
         {"books/10.txt": "one", "books/9.txt": "two"},
         {"metadata.csv": 1},
     ),
-    "data in export.json": (
-        {"a/export.json": lines({"text": "one"}, {"text": "two"}), "b.jsonl": lines({"text": "x"})},
-        {"a/export.json:1": "one", "a/export.json:2": "two", "b.jsonl:1": "x"},
-        {},
-    ),
     "WikiExtractor": (
         {
             "AA/wiki_00": lines({"id": "1", "text": "one"}, {"id": "2", "text": "two"}),

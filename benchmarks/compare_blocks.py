@@ -89,7 +89,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "two-segments": ("modern/quickstart", *TWO_SEGMENTS),
     "tokens": ("modern/quickstart", "model.memory=tokens", *TWO_SEGMENTS),
     "recurrent+tokens": ("modern/quickstart", "model.memory=recurrent+tokens", *TWO_SEGMENTS),
-    "associative": ("modern/quickstart", "model.memory=associative", *TWO_SEGMENTS),
     "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
     "embedding-norm": ("modern/quickstart", "model.embedding_norm=true"),

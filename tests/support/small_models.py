@@ -32,12 +32,7 @@ SHORT_AND_LONG: dict[str, Any] = {"mem_shares": (0.4, 1.0)}
 """Layers with memories of another length."""
 
 
-CONSTANT_AT_START = (
-    "attention.gate.weight",
-    "residual_scalars",
-    "update_bias",
-    "memory_writer.value.weight",
-)
+CONSTANT_AT_START = ("attention.gate.weight", "residual_scalars", "update_bias")
 
 
 def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
@@ -52,7 +47,6 @@ def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
         "mem_len": 5,
         "compression_rate": 2,
         "memory_tokens": 3,
-        "d_memory_key": 2,
         "init_std": 0.4,
         "proj_init_std": 0.4,
     }

@@ -17,7 +17,11 @@ class Removed(NamedTuple):
     """What to use instead: a sentence without a full stop."""
 
 
-SETTINGS: dict[str, Removed] = {}
+_ASSOCIATIVE = "it belonged to `model.memory: associative`; use `tokens` or `recurrent+tokens`"
+SETTINGS: dict[str, Removed] = {
+    "model.d_memory_key": Removed((32,), _ASSOCIATIVE),
+    "model.memory_decay": Removed((0.9,), _ASSOCIATIVE),
+}
 """By dotted name."""
 COMMANDS: dict[str, str] = {}
 """What to use instead, by the words of the command after `txl`."""

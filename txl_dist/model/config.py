@@ -54,11 +54,10 @@ class ModelConfig:
     memory: str = "recurrent"
     """What a lane carries from segment to segment: `recurrent`, the paper's memory; `compressive`,
     which also keeps older tokens, averaged in groups; `tokens`, a few vectors that the model reads
-    and writes as tokens; `recurrent+tokens`, both; `associative`, a matrix per layer; or
-    `none`, another way to write `recurrent` with a `mem_len` of 0."""
+    and writes as tokens; `recurrent+tokens`, both; or `none`, another way to write `recurrent` with
+    a `mem_len` of 0."""
     mem_len: int = 128
-    """Tokens of memory per lane and layer; 0 disables recurrence. Without effect for `tokens` and
-    `associative`."""
+    """Tokens of memory per lane and layer; 0 disables recurrence. Without effect for `tokens`."""
     mem_shares: tuple[float, ...] = ()
     """Memory length of each layer as a share of `mem_len`, repeated over the layers: `[0.25, 1]`
     alternates short and long memories. [] is `mem_len` in every layer."""
@@ -68,12 +67,8 @@ class ModelConfig:
     compression_rate: int = 4
     """Tokens of which one slot of a compressive memory is the mean."""
     memory_tokens: int = 8
-    """Tokens that `tokens`, `recurrent+tokens` and `associative` add to a segment to write the
-    memory."""
-    d_memory_key: int = 32
-    """Width of the keys of an associative memory, before they are expanded to 6 times that."""
-    memory_decay: float = 0.9
-    """What an associative memory keeps of its content at every segment; 1 keeps all."""
+    """Tokens that `tokens` and `recurrent+tokens` add to both ends of a segment, to read and write
+    the memory."""
     distance_encoding: str = "sinusoidal"
     """How attention depends on distances: `sinusoidal` (the paper's); `shaw`, a learned vector per
     distance up to `clamp_len`; `rotary`; `alibi`; or `absolute` positions in the segment, which
@@ -168,10 +163,7 @@ class ModelConfig:
         return cls(recipe=recipe, **(RECIPES[recipe] | settings))
 
     def _check_numbers(self) -> None:
-        for name in (
-            *("n_layer", "d_model", "n_head", "d_head", "d_inner"),
-            *("memory_tokens", "d_memory_key"),
-        ):
+        for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "memory_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("vocab_size", "mem_len"):
@@ -221,8 +213,6 @@ class ModelConfig:
             )
 
     def _check_memory_kind(self) -> None:
-        if not 0 < self.memory_decay <= 1:
-            raise ValueError(f"memory_decay={self.memory_decay} must be above 0 and at most 1")
         if self.same_length and not self.memory_facts.keys_are_tokens:
             raise ValueError(
                 f"same_length=true is not supported by memory={self.memory}, which attention does "

@@ -165,7 +165,7 @@ class TransformerXL(nn.Module):
         x_BTD = hidden[-1]
         # Gradients stop at the memory (section 3.2 of the paper), unless the caller continues.
         with torch.set_grad_enabled(keeps_graph and torch.is_grad_enabled()):
-            memory = memory.after(self._written(hidden), age_BT)
+            memory = memory.after(hidden, age_BT)
         if self.added_tokens is not None:
             x_BTD = self.added_tokens.removed(x_BTD)
         return self.output_dropout(self.output(x_BTD), dropout_masks), memory
@@ -189,13 +189,6 @@ class TransformerXL(nn.Module):
             hidden.append(self.layer_input(number, x_BTD, first_BTD))
             x_BTD = self._run_layer(self.layers[number], hidden[-1], past, context)
         return [*hidden, x_BTD]
-
-    def _written(self, hidden: list[Tensor]) -> list[Tensor]:
-        """What the layers' writers compute, or `hidden` for a kind of memory without writers."""
-        layers: Any = self.layers
-        if layers[0].memory_writer is None:
-            return hidden
-        return [layer.memory_writer(x_BTD) for layer, x_BTD in zip(layers, hidden[1:], strict=True)]
 
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""
@@ -339,7 +332,6 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
         gains of LayerNorm                         normal(1, init_std)
         biases                                     0
         `zero_init`: output projections, softmax   0
-        values of an associative memory            0
         gates of heads                             0, so that each gate is 1
         residual scalars a and b                   1 and 0
 
@@ -365,7 +357,7 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
 
 
 def _starts_at_zero(name: str, config: ModelConfig) -> bool:
-    if name.endswith(("attention.gate.weight", "memory_writer.value.weight")):
+    if name.endswith("attention.gate.weight"):
         return True
     outputs = ("attention.out.weight", "feed_forward.down.weight")
     return config.zero_init and (name.endswith(outputs) or name.startswith("softmax.weights."))

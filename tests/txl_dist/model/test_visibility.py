@@ -144,7 +144,7 @@ def test_the_memory_of_another_kind_or_size_is_refused(kind: str, is_cached: boo
     others += [{"memory": kind, "n_layer": 3}]
     if kind != "recurrent":  # whose width a cache does not know
         others += [{"memory": kind, "d_model": 8}]
-    if memory_kind(model.config).num_added_tokens and kind != "associative":
+    if memory_kind(model.config).num_added_tokens:
         others += [{"memory": kind, "memory_tokens": 1}]
     for options in others:
         with pytest.raises(ValueError, match=r"memory|KVCache"):

@@ -175,9 +175,9 @@ class Recurrent:
     def remove_tokens(self, x: Tensor) -> Tensor:
         return x
 
-    def read(self, n: int, x: Tensor, age_BT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """The input of layer n, and the inputs [B, M, D] before it."""
-        return x, memory[f"layer-{n}"]
+    def past(self, n: int, memory: Memory) -> Tensor:
+        """The inputs [B, M, D] of layer n before the segment."""
+        return memory[f"layer-{n}"]
 
     def reach(self, age_BT: Tensor, memory: Memory) -> Tensor:
         """How many keys before itself a token sees. Its age: every key is a token."""
@@ -191,11 +191,6 @@ class Recurrent:
             # A copy: a view would keep the whole segment.
             new[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - mem_len :].clone()
         return new
-
-
-def begins_before(age_BT: Tensor) -> Tensor:
-    """Whether the document of each token began before the segment."""
-    return age_BT > torch.arange(age_BT.shape[1], device=age_BT.device)
 
 
 KINDS: dict[str, type[Recurrent]] = {"recurrent": Recurrent}
@@ -244,7 +239,7 @@ class TransformerXL:
                 a, b = w["residual_scalars"][n]
                 x = a * x + b * first
             hidden.append(x)
-            x, past_BMD = kind.read(n, x, read_age_BT, memory)
+            past_BMD = kind.past(n, memory)
             mask_BTS = self.mask(reach_BT, past_BMD.shape[1])
             x = layer(c, w.below(f"layers.{n}"), x, past_BMD, mask_BTS, biases)
         with torch.no_grad():

@@ -91,7 +91,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "recurrent+tokens": ("modern/quickstart", "model.memory=recurrent+tokens", *TWO_SEGMENTS),
     "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
-    "embedding-norm": ("modern/quickstart", "model.embedding_norm=true"),
     "no-qk-norm": (
         "modern/quickstart", "model.qk_norm=false", "model.attention_scale=null",
     ),
@@ -100,9 +99,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "relu2": ("modern/quickstart", "model.feed_forward=relu2", "model.d_inner=512"),
     "relu": ("modern/quickstart", "model.feed_forward=relu", "model.d_inner=512"),
     "biases": ("modern/quickstart", "model.biases=true"),
-    "zero-init": ("modern/quickstart", "model.zero_init=true"),
     "no-residual-scalars": ("modern/quickstart", "model.residual_scalars=false"),
-    "softcap": ("modern/quickstart", "model.softcap=15"),
     "tied": ("modern/quickstart", "model.tie_weight=true"),
     "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
     "gru-gate": ("modern/quickstart", "model.residual_gate=gru"),

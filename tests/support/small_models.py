@@ -14,13 +14,12 @@ from txl_dist.model.transformer_xl import TransformerXL
 VOCAB_SIZE = 11
 
 MODERN: dict[str, dict[str, Any]] = {
-    "modern": RECIPES["modern"] | {"embedding_norm": True, "softcap": 15.0, "init_std": 0.4},
+    "modern": RECIPES["modern"] | {"init_std": 0.4},
     "gated": {"residual_gate": "gru", "feed_forward": "relu2", "output_gate": True},
     "normed": {
         "qk_norm": True,
         "attention_scale": 2.0,
         "norm": "rmsnorm",
-        "softcap": 3.0,
         "biases": False,
         "residual_scalars": True,
         "cutoffs": (4, 9),

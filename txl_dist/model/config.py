@@ -92,8 +92,6 @@ class ModelConfig:
     """Normalise the input of each sublayer (pre-norm) instead of its output (post-norm)."""
     norm: str = "layernorm"
     """`layernorm`, or `rmsnorm`: divide by the root mean square, without parameters."""
-    embedding_norm: bool = False
-    """Normalise the token vectors before the first layer."""
     final_norm: bool = False
     """Normalise the output of the last layer."""
     qk_norm: bool = False
@@ -107,15 +105,10 @@ class ModelConfig:
     """Activation of the feed-forward sublayer: `relu`, `relu2` (its square) or `swiglu`."""
     biases: bool = True
     """The feed-forward and the softmax have biases."""
-    zero_init: bool = False
-    """The output projections of sublayers and the weights of an untied softmax start at 0."""
     residual_scalars: bool = False
     """Each layer reads a x + b x_0 instead of x, with learned a and b; x_0 is the embedding."""
     residual_gate: str = "none"
-    """`none`: x + f(x). `gru`: the gate of GTrXL (Parisotto et al. 2019) in place of the sum; it
-    needs `zero_init: false`."""
-    softcap: float | None = None
-    """Limit logits to this absolute value, smoothly: c tanh(logit / c)."""
+    """`none`: x + f(x). `gru`: the gate of GTrXL (Parisotto et al. 2019) in place of the sum."""
     dropout: float = 0.0
     """Dropout of embeddings, encoded distances, hidden layers, sublayers and the model's output."""
     dropatt: float = 0.0
@@ -145,11 +138,6 @@ class ModelConfig:
         self._check_attention()
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
-        if self.zero_init and self.residual_gate == "gru":
-            raise ValueError(
-                "residual_gate=gru with zero_init=true would never train its sublayers: the gate "
-                "takes the ReLU of their output, which has no gradient at 0; use zero_init=false"
-            )
         self._check_memory_kind()
         self._check_memory_shares()
         self._check_compression()
@@ -169,10 +157,9 @@ class ModelConfig:
         for name in ("vocab_size", "mem_len"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("attention_scale", "softcap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value} must be above 0, or null")
+        scale = self.attention_scale
+        if scale is not None and not 0 < scale < float("inf"):
+            raise ValueError(f"attention_scale={scale} must be above 0, or null")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) <= 0.99:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 0.99]")

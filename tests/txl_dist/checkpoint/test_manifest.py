@@ -31,9 +31,9 @@ def test_a_model_of_an_earlier_version_has_settings_that_change_nothing(tmp_path
     def with_settings(**settings: object) -> CheckpointManifest:
         return manifest.model_copy(update={"model": manifest.model | settings})
 
-    old = with_settings(d_memory_key=32, memory_decay=0.9)
+    old = with_settings(d_memory_key=32, memory_decay=0.9, zero_init=False, softcap=None)
     assert old.architecture == manifest.architecture
-    for changed in ({"d_memory_key": 7}, {"memory": "associative"}):
+    for changed in ({"d_memory_key": 7}, {"softcap": 15.0}, {"memory": "associative"}):
         with pytest.raises(CheckpointError, match=f"does not support .*{next(iter(changed))}"):
             _ = with_settings(**changed).architecture
 

@@ -280,7 +280,7 @@ def test_an_edited_config(tmp_path: Path) -> None:
         ({"reading": {"reset": "never"}}, CheckpointError, "reading"),
         ({"model": written["model"] | {"ghost": 1}}, ConfigError, "ghost"),
         ({"model": written["model"] | {"n_head": 0}}, ConfigError, "n_head"),
-        ({"model": written["model"] | {"d_memory_key": 7}}, ConfigError, "d_memory_key"),
+        ({"model": written["model"] | {"softcap": 15.0}}, ConfigError, "softcap"),
         ({"model": written["model"] | {"d_inner": 8}}, CheckpointError, "feed_forward"),
     ]:
         path.write_text(json.dumps(written | change))

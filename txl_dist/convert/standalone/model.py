@@ -268,7 +268,7 @@ class TransformerXL:
         x = x * c.d_model**0.5
         if c.distance_encoding == "absolute":
             x = x + sinusoids(distances(x.shape[1], x, c.clamp_len), c.d_model).to(x.dtype)
-        return self.w.norm("embedding_norm", x) if c.embedding_norm else x
+        return x
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Logits [B, T, V]. With `cutoffs`: a head of the frequent ids and a column per cluster of
@@ -293,7 +293,6 @@ class TransformerXL:
             x = x_BTD if projection is None else x_BTD @ projection
             score = functional.linear(x, weight, bias)
             score = score.to(torch.promote_types(score.dtype, torch.float32))
-            score = score if c.softcap is None else c.softcap * torch.tanh(score / c.softcap)
             scores.append(score.log_softmax(-1) if c.cutoffs else score)
         head, *tails = scores
         parts = [tail + head[..., [sizes[0] + n]] for n, tail in enumerate(tails)]

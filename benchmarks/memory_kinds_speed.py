@@ -32,7 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "compressive": {"memory": "compressive"},
     "tokens": {"memory": "tokens", "memory_tokens": MEMORY_TOKENS},
     "recurrent+tokens": {"memory": "recurrent+tokens", "memory_tokens": MEMORY_TOKENS},
-    "associative": {"memory": "associative", "memory_tokens": MEMORY_TOKENS},
 }
 
 

@@ -17,7 +17,15 @@ class Removed(NamedTuple):
     """What to use instead: a sentence without a full stop."""
 
 
-SETTINGS: dict[str, Removed] = {}
+_ASSOCIATIVE = "it belonged to `model.memory: associative`; use `tokens` or `recurrent+tokens`"
+_USELESS = "leave it out: the loss was the same or lower without it"
+SETTINGS: dict[str, Removed] = {
+    "model.d_memory_key": Removed((32,), _ASSOCIATIVE),
+    "model.memory_decay": Removed((0.9,), _ASSOCIATIVE),
+    "model.embedding_norm": Removed((False,), _USELESS),
+    "model.zero_init": Removed((False,), _USELESS),
+    "model.softcap": Removed((None,), _USELESS),
+}
 """By dotted name."""
 COMMANDS: dict[str, str] = {
     "bench data": "run benchmarks/data_speed.py of a checkout",

@@ -94,7 +94,6 @@ COMPRESSIVE = ("model.memory=compressive", "model.compression_rate=3")
         ("compressive", COMPRESSIVE, {"num_lanes": 8, "tgt_len": 6, "mem_len": 10}),
         # No number of tokens would rebuild what is written, so the lanes stay.
         ("tokens", overrides_of("tokens"), {"tgt_len": 6}),
-        ("associative", overrides_of("associative"), {"tgt_len": 6}),
     ],
 )
 def test_so_does_one_with_another_kind_of_memory(

@@ -17,7 +17,13 @@ class Removed(NamedTuple):
     """What to use instead: a sentence without a full stop."""
 
 
-SETTINGS: dict[str, Removed] = {}
+SETTINGS: dict[str, Removed] = {
+    "training.changes": Removed(
+        ((), []),
+        "stop the run at that step (training.num_steps), and continue it with the new settings and "
+        "--allow-change, for example --allow-change data.num_lanes",
+    ),
+}
 """By dotted name."""
 COMMANDS: dict[str, str] = {}
 """What to use instead, by the words of the command after `txl`."""

@@ -5,25 +5,11 @@ decide the value of most keys, and some change the numbers: `extra` takes only t
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from txl_dist.config.data_config import PathText, Section
-
-
-class SettingsChange(Section):
-    """Other lanes or lengths from one step on. What is null stays as it was."""
-
-    step: int = Field(ge=1)
-    """The last step with the settings before the change."""
-    num_lanes: int | None = Field(default=None, ge=1)
-    """`data.num_lanes` after that step."""
-    tgt_len: int | None = Field(default=None, ge=1)
-    """`data.tgt_len` after that step."""
-    mem_len: int | None = Field(default=None, ge=0)
-    """`model.mem_len` after that step."""
 
 
 class TrainingConfig(Section):
@@ -54,9 +40,6 @@ class TrainingConfig(Section):
     run directory has no newer checkpoint; null: no copies. One URL per run."""
     checkpoint_upload_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long the end of a run waits for the copies at `checkpoint_url`."""
-    changes: tuple[SettingsChange, ...] = ()
-    """Changes of lanes and lengths during the run, e.g. `[{step: 5000, num_lanes: 32}]`, by
-    ascending step. Each saves a checkpoint and resumes from it."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long others wait for a rank that does not respond: a rank in a collective or for
     background work of all ranks, and the launcher, 10 seconds longer, if none of them responds."""
@@ -97,19 +80,6 @@ class TrainingConfig(Section):
             )
         return steps
 
-    @field_validator("changes")
-    @classmethod
-    def _require_ascending_steps(
-        cls, changes: tuple[SettingsChange, ...]
-    ) -> tuple[SettingsChange, ...]:
-        for before, change in pairwise(changes):
-            if change.step <= before.step:
-                raise ValueError(
-                    f"step {change.step} follows step {before.step}; list each step once, in "
-                    "ascending order"
-                )
-        return changes
-
     @model_validator(mode="after")
     def _require_one_duration(self) -> Self:
         lengths = {name: getattr(self, name) for name in ("num_steps", "num_tokens", "num_epochs")}
@@ -120,11 +90,6 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"{' and '.join(given)} all set the length of the run; keep one "
                 "and remove the others, or set them to null"
-            )
-        if self.changes and self.num_steps is None:
-            raise ValueError(
-                f"{given[0]} cannot be combined with `changes`: the tokens of a step change during "
-                "the run. Set num_steps instead"
             )
         return self
 

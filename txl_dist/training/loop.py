@@ -25,7 +25,7 @@ from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.training.observer import Observers
-from txl_dist.training.recovery import Recovery, Rollback
+from txl_dist.training.recovery import Recovery
 from txl_dist.training.run_log import FIRST_BATCH
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
@@ -37,9 +37,9 @@ from txl_dist.training.step import StepResult, TrainStep
 class RolledBackError(Exception):
     """Ends the events of a step after a rollback. Never leaves the loop."""
 
-    def __init__(self, rollback: Rollback) -> None:
-        super().__init__(rollback)
-        self.rollback = rollback
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(state)
+        self.state = state
 
 
 @dataclass(kw_only=True)
@@ -69,19 +69,14 @@ class Trainer:
     wait_for_scores: Callable[[object], bool] | None
     """Waits for the process that scores checkpoints; False after a stop request."""
     state: TrainState
-    last_step: int
-    """`run` returns after this step: it ends the run, or settings change after it."""
     recovery: Recovery
     evaluation_is_pending: bool = False
     """The ranks have to evaluate the weights of `state` before the next step."""
     _segment: Segment | None = field(default=None, init=False)
     """The newest one."""
-    _is_done: bool = field(default=False, init=False)
-    _must_rebuild: bool = field(default=False, init=False)
-    """A rollback has returned to a checkpoint of other settings."""
 
     def run(self) -> TrainState:
-        """Train to `last_step`, save, and return the final state.
+        """Train to the last step, save, and return the final state.
 
         Raises, on every rank, DivergedError if a step has diverged and `divergence.policy` ends the
         run (that step is not saved), and PreemptedError after a stop request, once the state is
@@ -107,17 +102,19 @@ class Trainer:
         return self.step.world.activity
 
     def _train(self) -> TrainState:
-        while not (self._is_done or self._must_rebuild):
+        while True:
             try:
                 if self.evaluation_is_pending:
                     self._evaluate()
-                elif self.state.step < self.last_step:
+                elif self.state.step < self.config.num_steps:
                     self._train_step()
                 else:
-                    self._finish()
+                    self._wait_for_scores()
+                    self.saver.confirm()
+                    self._finish_saving(require_copies=True)
+                    return self.state
             except RolledBackError as event:
-                self._continue_from(event.rollback)
-        return self.state
+                self._continue_from(event.state)
 
     def _train_step(self) -> None:
         segment = self._next_segment()
@@ -143,21 +140,11 @@ class Trainer:
         if "stop" in result.raised and not self._is_finished:
             self._stop()
 
-    def _finish(self) -> None:
-        """Save what is not saved at the end of the run, or before a change of settings."""
-        if self.state.step == self.config.num_steps:
-            self._wait_for_scores()
-            self.saver.confirm()
-        elif self.saver.saved_step != self.state.step:
-            self._save()  # the run continues from here with other settings
-        self._finish_saving(require_copies=self.state.step == self.config.num_steps)
-        self._is_done = True
-
     def _save_is_due(self, result: StepResult) -> bool:
         is_due = self._is_due(self.config.training.checkpoint_interval_steps)
         # Another process evaluates checkpoints, not the weights of the ranks.
         is_due = is_due or (self._evaluation_is_due and self.config.evaluation.on == "workers")
-        return is_due or self.state.step == self.last_step or "save_due" in result.raised
+        return is_due or "save_due" in result.raised
 
     def _is_due(self, interval_steps: int) -> bool:
         # A function of the step number only, so a resumed run has the same events.
@@ -219,13 +206,11 @@ class Trainer:
         if self.config.divergence.policy == "rollback":
             raise RolledBackError(self.recovery.roll_back_step(self.state))
 
-    def _continue_from(self, rollback: Rollback) -> None:
+    def _continue_from(self, state: TrainState) -> None:
         self._activity.enter(Span.OTHER)
-        self.state, self.evaluation_is_pending = rollback.state, False
-        self._must_rebuild = rollback.has_other_settings
-        if not self._must_rebuild:
-            self.plan, self.segments = self.read_from(self.state)
-            self._segment = None
+        self.state, self.evaluation_is_pending = state, False
+        self.plan, self.segments = self.read_from(state)
+        self._segment = None
 
     def _write_line(self) -> None:
         self.observers.line(self.state, {})
@@ -262,8 +247,8 @@ class Trainer:
             yield
         except DivergedError as error:
             assert saved_step is not None
-            rollback = self.recovery.roll_back_weights(self.state, error, saved_step)
-            raise RolledBackError(rollback) from error
+            state = self.recovery.roll_back_weights(self.state, error, saved_step)
+            raise RolledBackError(state) from error
 
     def _wait_for_scores(self) -> None:
         """Wait for the process that scores checkpoints."""

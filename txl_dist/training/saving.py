@@ -65,7 +65,7 @@ def open_saver(
         header=rank.checkpoint_header,
         step=step,
         tracker=tracker,
-        uploader=_open_uploader(rank, is_new_attempt=beginning.is_new_attempt),
+        uploader=_open_uploader(rank),
         config=config.training,
         scores=beginning.scores,
         max_waiting=config.evaluation.max_waiting_checkpoints
@@ -77,7 +77,7 @@ def open_saver(
     return rank.stack.enter_context(closing(saver))
 
 
-def _open_uploader(rank: RankContext, *, is_new_attempt: bool) -> CopyUploader | None:
+def _open_uploader(rank: RankContext) -> CopyUploader | None:
     """On rank 0, if checkpoints are copied. Collective."""
     config, checkpoints = rank.config.training, rank.directory.checkpoints
     uploader = None
@@ -88,7 +88,7 @@ def _open_uploader(rank: RankContext, *, is_new_attempt: bool) -> CopyUploader |
             retention=retention_of(config),
             attempt=checkpoints.attempt,
         )
-    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader and is_new_attempt else None)
+    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader else None)
     return uploader
 
 
@@ -116,7 +116,7 @@ class RunSaver:
     ) -> None:
         self._checkpoints, self._header, self._config = checkpoints, header, config
         self._uploader, self._scores, self._max_waiting = uploader, scores, max_waiting
-        self._step, self.tracker, self._saved_file = step, tracker, saved_file
+        self._step, self._tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
         self._is_confirmed = False
         self._saved_at = time.monotonic()
@@ -163,7 +163,7 @@ class RunSaver:
             require_useful=partial(self._require_useful, self._queue),
         )
         snapshot = Snapshot(self._step.engine.fragments(), self._step.memory_of_lanes())
-        mlflow_run_id = self.tracker.run_id if self.tracker else None
+        mlflow_run_id = self._tracker.run_id if self._tracker else None
         self._queue.submit(partial(self._write, save, snapshot, state, mlflow_run_id))
         self.saved_step, self._is_confirmed = state.step, False
         self._saved_at = time.monotonic()

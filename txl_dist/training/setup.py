@@ -10,6 +10,7 @@ Some stages are collective, so every rank has to go through all of them in this 
 """
 
 import logging
+from dataclasses import replace
 
 from txl_dist.training.computation import build_evaluator, build_step
 from txl_dist.training.context import Beginning, RankContext
@@ -24,7 +25,7 @@ from txl_dist.training.score_watch import open_score_watch
 from txl_dist.training.scores import ScoreTable, due_in
 from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.start_state import initial_state, open_run, resume_at
-from txl_dist.training.tracked import TrackingProcess, start_tracker
+from txl_dist.training.tracked import start_tracker
 
 log = logging.getLogger(__name__)
 
@@ -32,26 +33,23 @@ LOCK_TIMEOUT_SECONDS = 30.0
 """After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
 
 
-def build_trainer(inputs: RankContext, *, tracker: TrackingProcess | None = None) -> Trainer:
-    """Resume or initialise, and build all parts of the run. Collective.
-
-    `tracker`: that of the trainer before a change of settings.
-    """
+def build_trainer(inputs: RankContext) -> Trainer:
+    """Resume or initialise, and build all parts of the run. Collective."""
     world = inputs.world
     beginning = begin_run(inputs)
-    rank = inputs.after_step(beginning.settings_step, run_id=beginning.run_id)
+    rank = replace(inputs, run_id=beginning.run_id)
     step, point = build_step(rank), beginning.point
     state = resume_at(point, rank, step) if point else initial_state(rank, None)
     # Before the observers, which continue its files.
     reached_steps = world.run_on_all(lambda: open_run(rank, beginning) if beginning.scores else 0)
     # Before the tracker: the peak is measured without its process.
     observers = build_observers(rank, beginning, state, reached_step=reached_steps[0])
-    tracker = tracker or start_tracker(rank)
+    tracker = start_tracker(rank)
     if world.is_rank_zero:
         log_start(rank, beginning, state, shapes=step.engine.shapes)
     wait = open_score_watch(rank, beginning, observers)
     saver = open_saver(rank, beginning, step, tracker)
-    recovery = Recovery(rank, step, observers, saver, beginning.settings_step)
+    recovery = Recovery(rank, step, observers, saver)
     segments = SegmentSource(rank, step)
     plan, first_segments = segments.open_at(state)
     return Trainer(
@@ -68,7 +66,6 @@ def build_trainer(inputs: RankContext, *, tracker: TrackingProcess | None = None
         scores=beginning.scores,
         wait_for_scores=wait,
         state=state,
-        last_step=recovery.last_step,
         recovery=recovery,
         evaluation_is_pending=beginning.evaluation_is_pending,
     )
@@ -76,34 +73,29 @@ def build_trainer(inputs: RankContext, *, tracker: TrackingProcess | None = None
 
 def begin_run(inputs: RankContext) -> Beginning:
     """Take the lock, find the checkpoint to resume from, and begin an attempt. Collective."""
-    job, world, directory, data = inputs.job, inputs.world, inputs.directory, inputs.data
+    world, directory, data = inputs.world, inputs.directory, inputs.data
+    job = inputs.job.model_copy(update={"config": inputs.config})
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
     world.run_on_rank_zero(lambda: inputs.stack.enter_context(lock))
     checkpoints = directory.checkpoints
-    # A change of settings (`training.changes`) begins no new attempt. The newest checkpoint is then
-    # in the run directory, so the run continues even if its URL cannot be reached.
-    is_new_attempt = checkpoints.attempt is None
-    point = find_resume_point(job, data, world, download=is_new_attempt)
+    point = find_resume_point(job, data, world)
     run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
-    if is_new_attempt:
-        # Only after all checks: beginning an attempt fences the one that is running.
-        checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
-        if world.broadcast(checkpoints.newest_step() != newest_step):
-            # The older attempt has saved meanwhile.
-            point = find_resume_point(job, data, world, download=False)
-            run_id = world.broadcast(run_id_of(point))
-        _share_stop(inputs)
+    # Only after all checks: beginning an attempt fences the one that is running.
+    checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
+    if world.broadcast(checkpoints.newest_step() != newest_step):
+        # The older attempt has saved meanwhile.
+        point = find_resume_point(job, data, world, download=False)
+        run_id = world.broadcast(run_id_of(point))
+    _share_stop(inputs)
     scores, unscored = _open_scores(inputs, point)
-    return Beginning(
-        point, run_id, is_new_attempt, scores, unscored, job.config.evaluation.on == "ranks"
-    )
+    return Beginning(point, run_id, scores, unscored, job.config.evaluation.on == "ranks")
 
 
 def _open_scores(
     inputs: RankContext, point: ResumePoint | None
 ) -> tuple[ScoreTable | None, list[int]]:
     """The scores of the run, on rank 0, and the steps whose evaluation is missing. Collective."""
-    config, scores, unscored = inputs.job.config, None, list[int]()
+    config, scores, unscored = inputs.config, None, list[int]()
     if inputs.world.is_rank_zero:
         is_due = due_in(config) if inputs.data.evaluation else lambda step: False
         inherited = point.state.best if point is not None and not point.is_fork else None
@@ -129,4 +121,4 @@ def _share_stop(rank: RankContext) -> None:
     rank.world.run_on_rank_zero(rank.directory.remove_stop_files)
     rank.stop.share_by(rank.directory.stop_file)
     if rank.world.is_rank_zero:
-        rank.run_stack.callback(rank.directory.stop_file.unlink, missing_ok=True)
+        rank.stack.callback(rank.directory.stop_file.unlink, missing_ok=True)

@@ -86,7 +86,7 @@ def open_run(rank: RankContext, beginning: Beginning) -> int:
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
-    write_file(directory.config, dump_run_config(rank.written_config).encode())
+    write_file(directory.config, dump_run_config(rank.job.config).encode())
     metric = f"{evaluation.label}/loss" if evaluation else ""
     with MetricsJournal(directory.metrics) as journal:
         # A copy of the run from a URL has metrics, but no files of scores.

@@ -170,7 +170,6 @@ def test_a_process_computes_the_scores_of_the_ranks(
     [
         ("precision=bf16", "deepspeed.zero_stage=3"),
         ("optimizer.averaging=ema", "deepspeed.zero_stage=2"),
-        ("training.changes=[{step: 12, tgt_len: 4, mem_len: 5}]",),
     ],
 )
 def test_scores_are_those_of_the_ranks_with_other_settings(

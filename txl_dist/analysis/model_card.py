@@ -241,7 +241,12 @@ def _data(facts: CardFacts) -> str:
             settings = dataset.settings
             recipe = f", recipe {settings.recipe}" if settings.recipe else ""
             splits = (
-                (name, f"{entry.documents:,}", f"{entry.tokens:,}", f"{entry.text_bytes:,}")
+                (
+                    name,
+                    f"{entry.documents:,}",
+                    f"{entry.tokens:,}",
+                    f"{entry.text_bytes:,}" if dataset.has_text else "token ids, no text",
+                )
                 for name, entry in dataset.splits.items()
             )
             parts += [

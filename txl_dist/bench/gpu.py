@@ -1,9 +1,10 @@
 """`txl bench gpu`: training steps of the shipped models on one GPU, by attention implementation.
 
-A step is a micro-batch as training computes it, without DeepSpeed, which has nothing to divide on
-one GPU: dropout by lane, forward under autocast, backward, clipping and fused AdamW, with a full
-memory and targets whose frequencies fall like those of words. Steps follow each other without a
-synchronisation, as between two reads of the loss; a round of steps ends with one.
+A step is a micro-batch as training computes it, without DeepSpeed: dropout by lane, forward under
+autocast, backward, clipping and fused AdamW, with a full memory and targets whose frequencies fall
+like those of words. Steps follow each other without a synchronisation; a round of steps ends with
+one. The column "in training" has the same micro-batch as a step of `txl train` (training/step.py):
+the engine and the optimizer of the config, and one read per step.
 
     MFU = FLOPs of the matrix products of a step (model/flops.py) / time / peak
 
@@ -18,24 +19,34 @@ https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/LanguageModel
 """
 
 import gc
+import itertools
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from txl_dist.bench.model import TrainingStep
+from data_pipeline.streams.segments import Segment
+from txl_dist.bench.model import OLD, TrainingStep, zipf_segment
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.named_configs import named_configs
-from txl_dist.config.run_config import Precision
+from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE, synchronize
+from txl_dist.runtime.world import World
+from txl_dist.training.compilation import compile_model
+from txl_dist.training.cuda_graphs import record_layers
+from txl_dist.training.engine import create_engine
 from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
+from txl_dist.training.step import DeviceSegment, TrainStep
 
 # Shapes: B lanes, T segment tokens, M memory tokens
 
@@ -44,8 +55,9 @@ WARM_UP_STEPS = 5
 """Kernels are compiled, and the allocator takes its GPU memory."""
 
 HEADER = (
-    "| model | attention | lanes x tokens | ms per step | tokens/s | MFU, data sheet | goal "
-    "| MFU, measured peak | peak GiB |\n|---|---|---|---|---|---|---|---|---|"
+    "| model | attention | lanes x tokens | ms per step | in training | tokens/s "
+    "| MFU, data sheet | goal | MFU, measured peak | peak GiB |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -58,6 +70,8 @@ class BenchModel:
     num_lanes: int
     mfu_goal: float | None = None
     """Goal of this project on one H100, against its data sheet."""
+    run: RunConfig | None = None
+    """Engine and optimizer of the steps in training; None: these are not measured."""
 
 
 class PublishedModel(NamedTuple):
@@ -90,6 +104,7 @@ def load_model(name: str) -> BenchModel:
         tgt_len=config.data.tgt_len,
         num_lanes=published.num_lanes,
         mfu_goal=published.mfu_goal,
+        run=config,
     )
 
 
@@ -136,6 +151,8 @@ class GpuRow:
     tgt_len: int
     step_ms: float | None = None
     """Median over the rounds; None if it could not run, see `note`."""
+    training_step_ms: float | None = None
+    """The same for a step of `txl train`."""
     tokens_per_second: float | None = None
     mfu_data_sheet: float | None = None
     """None if the data sheet of the device is not known."""
@@ -235,24 +252,60 @@ def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: fl
         compiled=settings.compile,
         cuda_graphs=settings.cuda_graphs,
     )
-    for _ in range(WARM_UP_STEPS):
-        step()
-    seconds = statistics.median(
-        _round_seconds(step, settings.device) for _ in range(settings.rounds)
-    )
+    seconds = _median_seconds(step, settings)
+    peak_gib = torch.cuda.max_memory_allocated(settings.device) / 2**30 if is_gpu else None
     achieved = step.flops / seconds
     sheet = settings.data_sheet_flops
+    del step
+    gc.collect()
+    training_step_ms = None
+    if model.run is not None:
+        training_step_ms = 1e3 * _median_seconds(_step_of_a_run(row, model, settings), settings)
     return replace(
         row,
         step_ms=1e3 * seconds,
+        training_step_ms=training_step_ms,
         tokens_per_second=row.num_lanes * row.tgt_len / seconds,
         mfu_data_sheet=None if sheet is None else achieved / sheet,
         mfu_measured=achieved / peak_flops if peak_flops else None,
-        peak_gib=torch.cuda.max_memory_allocated(settings.device) / 2**30 if is_gpu else None,
+        peak_gib=peak_gib,
     )
 
 
-def _round_seconds(step: Callable[[], None], device: torch.device) -> float:
+def _step_of_a_run(row: GpuRow, model: BenchModel, settings: Settings) -> Callable[[], object]:
+    """A step of `txl train` on the lanes of the row, on one rank."""
+    assert model.run is not None
+    config, world = replace(model.config, attention=row.attention), World(0, 1)
+    if not dist.is_initialized():
+        backend = "nccl" if settings.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    network = TransformerXL(config)
+    if settings.compile:
+        compile_model(network, settings.device, draws_by_kernel=True)
+    if settings.cuda_graphs:
+        record_layers(network, settings.device)
+    shape: Any = {"num_micro_batches": 1, "micro_batch_rows": row.num_lanes}
+    run = model.run.model_copy(update={"precision": settings.precision})
+    step = TrainStep(
+        create_engine(network, run, world, **shape), world, lanes=range(row.num_lanes), seed=0,
+        byte_counts_V=np.ones(config.num_ids), **shape,
+    )  # fmt: skip
+    segment_shape = row.num_lanes, row.tgt_len
+    input_BT, target_BT = (x.numpy() for x in zipf_segment(config.num_ids, segment_shape))
+    age_BT = np.full(segment_shape, OLD, dtype=np.int32)
+    segment = DeviceSegment.of(Segment(input_BT, target_BT, age_BT, OLD, OLD), settings.device)
+    options: Any = {"num_targets": target_BT.size, "lr": 1e-4, "check": lambda sums, norm: None}
+    numbers = itertools.count(1)
+    return lambda: step(segment, step=next(numbers), **options)
+
+
+def _median_seconds(step: Callable[[], object], settings: Settings) -> float:
+    for _ in range(WARM_UP_STEPS):
+        step()
+    return statistics.median(_round_seconds(step, settings.device) for _ in range(settings.rounds))
+
+
+def _round_seconds(step: Callable[[], object], device: torch.device) -> float:
     """Seconds per step of a round."""
     synchronize(device)
     start = time.perf_counter()
@@ -287,6 +340,7 @@ def table_row(row: GpuRow) -> str:
         attention,
         f"{row.num_lanes} x {row.tgt_len}",
         _number(row.step_ms, ".1f"),
+        _number(row.training_step_ms, ".1f"),
         _number(row.tokens_per_second, ",.0f"),
         _number(row.mfu_data_sheet, ".3f"),
         _number(row.mfu_goal, ".2f"),

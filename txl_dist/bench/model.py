@@ -140,8 +140,6 @@ class TrainingStep:
         self._device, self._precision, self._lanes = device, precision, range(num_lanes)
         self._model = TransformerXL(config).to(device)
         if compiled:
-            # All models share one function, of which torch compiles 8 variants and no more.
-            torch.compiler.reset()
             compile_model(self._model, device, draws_by_kernel=True)
         if cuda_graphs:
             record_layers(self._model, device)

@@ -144,6 +144,7 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
             for group in parameter_groups(model, config.optimizer)
         ),
         has_muon=config.optimizer.name == "muon",
+        has_foreach_updates=config.optimizer.name in ("muon", "lamb"),
         activations=phases.peaks,
     )
 

@@ -130,7 +130,9 @@ class ModelNeeds:
     groups: tuple[tuple[int, ...], ...] = ()
     """Sizes of the parameters of each group of the optimizer, in order; () is one group of all."""
     has_muon: bool = False
-    """Whether an optimizer step gathers the updates of matrices whole (muon.py)."""
+    """Whether an optimizer step gathers the updates of matrices whole."""
+    has_foreach_updates: bool = False
+    """Whether it computes the updates of all parameters of a group together: Muon and LAMB."""
 
     @property
     def num_parameters(self) -> int:
@@ -265,8 +267,10 @@ class RankPeak:
 
     def _stage_0(self) -> Iterator[PhaseBytes]:
         yield from self._with_kept_gradients(bucket=0)
-        copy = FP32_BYTES * min(self.model.num_parameters, STAGE_0_BUCKET)
-        yield PhaseBytes(self._whole, copy)
+        if self.num_ranks > 1:
+            copy = FP32_BYTES * min(self.model.num_parameters, STAGE_0_BUCKET)
+            yield PhaseBytes(self._whole, copy)
+        yield PhaseBytes(self._whole, 2 * self._whole if self.model.has_foreach_updates else 0)
 
     def _stage_1(self) -> Iterator[PhaseBytes]:
         yield from self._with_kept_gradients(bucket=self._bucket)

@@ -149,8 +149,9 @@ class AdaptiveEmbedding(nn.Module):
         return linear(x, self.projections[table]).to(x.dtype)
 
 
-MAX_LOGITS = 2**27
-"""On GPUs, the most logits of head or tail at a time: 256 MiB in bf16, 512 MiB in fp32."""
+MAX_LOGITS = 2**29
+"""On GPUs, the most logits of head or tail at a time: 1 GiB in bf16, 2 GiB in fp32. A quarter of it
+without triton, because up to four more tensors in fp32 are as large."""
 HEAD_MULTIPLE = 8
 """On GPUs the columns of the head are padded to a multiple of this. With an odd number, as in the
 paper's WikiText-103 (20,003), products in bf16 cannot load 16 bytes at a time."""
@@ -267,11 +268,13 @@ class AdaptiveSoftmax(nn.Module):
         """Nats [N] of the head (0) or of a tail."""
         weight_VE, bias_V = layers[number]
         device = hidden_ND.device
-        is_large = len(hidden_ND) * len(weight_VE) > MAX_LOGITS
-        if devices.host_waits_for(device) and (is_large or has_triton(device)):
+        by_kernel = has_triton(device)
+        max_logits = MAX_LOGITS if by_kernel else MAX_LOGITS // 4
+        is_large = len(hidden_ND) * len(weight_VE) > max_logits
+        if devices.host_waits_for(device) and (is_large or by_kernel):
             return linear_cross_entropy(
                 self._project(number, hidden_ND, table), weight_VE, bias_V, target_N,
-                max_logits=MAX_LOGITS, softcap=self.softcap, by_kernel=has_triton(device),
+                max_logits=max_logits, softcap=self.softcap, by_kernel=by_kernel,
             )  # fmt: skip
         logits_NV = self._logits_of(number, hidden_ND, layers, table)
         return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")

@@ -53,16 +53,21 @@ TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torc
 """The dtype that a precision names."""
 
 
-def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+def autocast(
+    precision: Precision, device: torch.device, *, cache_enabled: bool = True
+) -> torch.autocast:
     """The context in which the model runs: with bf16 only matrix products are computed in bf16.
 
     Disabled for fp32. Parameters, optimizer state, memory and losses are fp32 in either precision,
     so checkpoints are the same. DeepSpeed applies its own autocast in training
     (`training/engine/settings.py`) and disables any other around its engine; evaluation and
     generation use this one. See docs/decisions/0006-bf16-by-autocast.md.
+
+    `cache_enabled`: whether a weight is cast once per context, and not once per operation.
     """
     dtype = TORCH_DTYPE[precision]
-    return torch.autocast(device.type, dtype, enabled=dtype is not torch.float32)
+    is_enabled = dtype is not torch.float32
+    return torch.autocast(device.type, dtype, enabled=is_enabled, cache_enabled=cache_enabled)
 
 
 def describe_machine(device: torch.device) -> str:

@@ -66,8 +66,12 @@ def compile_model(model: TransformerXL, device: torch.device, *, draws_by_kernel
             # numpy or a generator of torch draws; code would be compiled again for every layer.
             for name in ("draw", "draw_bits"):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    # One graph per memory length, and one more where the memory has a gradient.
+    # All models of a process share one function, and torch counts the variants of all of them. Over
+    # the limit, layers would run uncompiled after a line in the log: raise an error instead.
+    torch.compiler.reset()
     dynamo_config = torch._dynamo.config
+    dynamo_config.fail_on_recompile_limit_hit = True
+    # One graph per memory length, and one more where the memory has a gradient.
     dynamo_config.recompile_limit = max(
         dynamo_config.recompile_limit, 2 * len({*model.config.mem_lens})
     )
@@ -85,7 +89,7 @@ def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bo
 
 
 def _require_compiled_attention(model: TransformerXL, device: torch.device) -> None:
-    """Autocast keeps weights of operations that are not compiled, which a graph must not read."""
+    """Raise ConfigError if attention runs between compiled parts: that was never recorded."""
     if device.type == "cuda" and not _attention_can_be_compiled(model, device):
         raise ConfigError(
             f"training.cuda_graphs=true needs compiled attention, and model.attention="
@@ -107,7 +111,8 @@ def _run_once(
     if config.training.dropout_rng == "device":
         masks = DeviceDropoutMasks(seed=config.seed)
     with _at_any_address(list(model.parameters())):
-        with autocast(config.precision, device):
+        # Compiled code is for this state of the cache, too; it is off in recordings.
+        with autocast(config.precision, device, cache_enabled=not config.training.cuda_graphs):
             segments = config.training.backprop_segments
             nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks, segments)
         nats_BT.sum().backward()

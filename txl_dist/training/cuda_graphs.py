@@ -82,7 +82,12 @@ class RecordedLayers:
                 LayerGroup(self._model, layers, contexts[layers], each)
                 for layers, each in zip(ranges, inputs, strict=True)
             ]
-            _record(self._groups)
+            # Without the cache: a cast that it keeps would be read by every replay, and layers that
+            # are not compiled (TORCH_COMPILE_DISABLE=1) would train on the weights of this step.
+            with torch.autocast(
+                device, key[-1], enabled=torch.is_autocast_enabled(device), cache_enabled=False
+            ):
+                _record(self._groups)
             self._key = key
         hidden = []
         for group, (_, *others) in zip(self._groups, inputs, strict=True):
@@ -244,8 +249,6 @@ def _warm_up(group: LayerGroup) -> None:
 def recorded(compute: Callable[[], None], pool: Any) -> Callable[[], None]:
     """The work of `compute` on the GPU, to be repeated."""
     graph = torch.cuda.CUDAGraph()
-    # Under the autocast of the caller, for which the layers are compiled. Its cache keeps nothing:
-    # compiled layers cast inside.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         compute()
     return graph.replay

@@ -197,10 +197,13 @@ def log_start(
             with_dropout=model.dropatt > 0,
             d_head=model.d_head,
         )
+        stage, is_gpu = config.deepspeed.zero_stage, world.device.type == "cuda"
+        computed = config.deepspeed.computed_stage(num_ranks=world.num_ranks, on_gpu=is_gpu)
+        replaced = "" if computed == stage else f" (on one GPU computed as stage {computed})"
         start = f"resuming at step {state.step} from {point.path}" if point else "a new run"
         log.info(
             f"{start} | {num_parameters:,} parameters | {counted(world.num_ranks, 'rank')} on "
-            f"{world.device.type} | ZeRO stage {config.deepspeed.zero_stage} | {config.precision} "
+            f"{world.device.type} | ZeRO stage {stage}{replaced} | {config.precision} "
             f"| {attention.__name__} | {counted(config.data.num_lanes, 'lane')} of "
             f"{rank.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
         )

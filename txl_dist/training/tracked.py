@@ -63,7 +63,7 @@ def _tracked(corpus: Corpus, split: str, context: str) -> TrackedDataset:
         profile={
             "tokens": entry.tokens,
             "documents": entry.documents,
-            "text_bytes": entry.text_bytes,
+            "text_bytes": entry.text_bytes if manifest.has_text else None,
             "vocab_size": manifest.vocab_size,
             "dtype": manifest.dtype,
             "tokenizer_sha256": manifest.tokenizer_digest,

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.support.commands import run_txl
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import TINY
 from txl_dist.bench import gpu
 from txl_dist.bench.gpu import (
     BenchModel,
@@ -21,9 +23,11 @@ from txl_dist.bench.gpu import (
     load_model,
 )
 from txl_dist.cli import bench as command
+from txl_dist.config.config_file import load_run_config
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import training_flops
+from txl_dist.runtime.world import World
 
 SMALL = BenchModel(
     config=ModelConfig(
@@ -68,6 +72,22 @@ def test_a_row_follows_from_the_time_of_a_step() -> None:
     assert row.mfu_measured == pytest.approx(2 * row.mfu_data_sheet)
     step = gpu.TrainingStep(SMALL.config, num_lanes=2, tgt_len=3)
     assert row.mfu_measured == pytest.approx(step.flops / (row.step_ms / 1e3) / 1e12)
+
+
+def row_with_training(world: World) -> GpuRow:
+    model = replace(SMALL, run=load_run_config(TINY, ["data.path=none", "directory=none"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "STEPS_PER_ROUND", 1)
+        (row,) = bench_gpu({"small": model}, ["cpu"], SETTINGS, peak_flops=1e12)
+    return row
+
+
+def test_a_step_of_training_is_measured_too(ranks: RankGroups) -> None:
+    """With the engine and the optimizer of the config, in a process that has ranks."""
+    (row,) = ranks(1).run(row_with_training)
+    assert not row.note
+    assert row.training_step_ms > 0
+    assert gpu.table_row(row).count("|") == gpu.HEADER.splitlines()[0].count("|")
 
 
 def test_implementations_that_would_be_replaced_are_left_out() -> None:

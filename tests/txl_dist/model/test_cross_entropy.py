@@ -29,11 +29,11 @@ def _triton() -> None:
 
 
 def inputs(
-    dtype: torch.dtype, *, rows: int = ROWS, columns: int = COLUMNS
+    dtype: torch.dtype, *, rows: int = ROWS, columns: int = COLUMNS, width: int = WIDTH
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """x, weight and bias; targets; the weights of the nats in a sum."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((rows, WIDTH), (columns, WIDTH), (columns,))
+    shapes = ((rows, width), (columns, width), (columns,))
     tensors = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
     target_N = torch.randint(columns, (rows,), generator=generator)
     target_N[2::5] = IGNORED
@@ -189,6 +189,34 @@ def test_under_autocast_sums_are_fp32(max_logits: int, by_kernel: bool) -> None:
     gradients = torch.autograd.grad(nats_N @ weight_N, tensors)
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     assert_close(gradients, expected, rtol=2e-2, atol=2e-2)
+
+
+@both_forms
+@pytest.mark.parametrize("width", [5, 8, 410])
+def test_products_in_bf16_load_16_bytes_at_a_time(
+    width: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are padded with zeros, which change no value and no gradient."""
+    row_bytes = set()
+
+    def recorded(*arguments: Tensor) -> Tensor:
+        row_bytes.update(x.stride(0) * x.element_size() for x in arguments[:2])
+        return linear(*arguments)
+
+    monkeypatch.setattr("txl_dist.model.cross_entropy.linear", recorded)
+    tensors, target_N, weight_N = inputs(torch.float32, width=width)
+    results = []
+    for vector_bytes in (2, 16):
+        row_bytes.clear()
+        monkeypatch.setattr("txl_dist.model.cross_entropy.VECTOR_BYTES", vector_bytes)
+        with torch.autocast("cpu", torch.bfloat16):
+            nats_N = linear_cross_entropy(*tensors, target_N, max_logits=33, by_kernel=by_kernel)
+        gradients = torch.autograd.grad(nats_N @ weight_N, tensors)
+        assert [x.shape for x in gradients] == [x.shape for x in tensors]
+        assert all(x.is_contiguous() for x in gradients)
+        results.append([nats_N.detach(), *gradients])
+    assert {number % 16 for number in row_bytes} == {0}
+    assert all(map(torch.equal, *results))
 
 
 @both_forms

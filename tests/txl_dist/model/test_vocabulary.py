@@ -188,7 +188,7 @@ def test_rows_found_on_the_host_are_those_of_the_device(targets: str) -> None:
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-@pytest.mark.parametrize("max_logits", [20, 2**27])
+@pytest.mark.parametrize("max_logits", [20, 2**29])
 @pytest.mark.parametrize(
     "options",
     [{}, {"div_val": 2, "tie_projs": (False, True, True)}, {"softcap": 2.0, "biases": False}],

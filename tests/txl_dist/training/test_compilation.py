@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.testing import assert_close
 
 from tests.support.gloo_ranks import RankGroups
@@ -23,7 +24,11 @@ from tests.support.training_runs import (
     train,
 )
 from txl_dist.config.config_file import load_run_config
+from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError
+from txl_dist.model.dropout import LaneDropoutMasks
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
 from txl_dist.training import compilation, loop
 from txl_dist.training.job import TrainJob
@@ -144,3 +149,43 @@ def test_the_compiler_sees_no_alignment_that_training_does_not_have(
     assert offsets == ({0} if is_aligned else {1})
     assert all(p.storage_offset() == 0 and p.grad is None for p in model.parameters())
     assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def forward(model: TransformerXL, tgt_len: int) -> None:
+    token_BT = torch.zeros(2, tgt_len, dtype=torch.int64)
+    masks = LaneDropoutMasks(seed=0, step=1, lanes=range(2))
+    model(token_BT, token_BT, token_BT.int(), model.empty_memory(2), masks)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_compiled_before_the_first_step_is_what_cuda_graphs_record(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code is for one state of autocast, its cache included."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=lambda module, _: (
+        compiled.append(module) or module.forward
+    )))  # fmt: skip
+    settings = ["data.path=none", "directory=none", "data.tgt_len=3", f"precision={precision}"]
+    config = load_run_config(TINY, [*settings, COMPILE, "training.cuda_graphs=true"])
+    model = small_model(attention="reference").float()
+    compilation.compile_layers(model, config, World(0, 1), lanes=range(2))
+    before = len(compiled)
+    with autocast(precision, torch.device("cpu"), cache_enabled=False):
+        forward(model, 3)
+    assert len(compiled) == before > 0
+
+
+def test_layers_that_torch_would_not_compile_any_more_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not a line in the log. The variants of models that were built before do not count."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False):
+        for _ in range(3):
+            model = small_model(attention="reference")
+            compilation.compile_model(model, torch.device("cpu"), draws_by_kernel=False)
+            forward(model, 3)
+            forward(model, 4)
+        with pytest.raises(FailOnRecompileLimitHit):
+            forward(model, 5)

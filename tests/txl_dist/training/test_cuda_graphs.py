@@ -1,7 +1,8 @@
 """Layers in groups, as they are recorded: the values, gradients and memory of layers in turn.
 
-A CPU records nothing: here a replay computes again. The tests on a GPU record
-(tests/gpu/test_training_on_gpu.py).
+A CPU has no CUDA graphs. Here a recording is the list of torch's operations, and a replay repeats
+them on the same tensors: as on a GPU, what was not an operation of the recording does not change.
+The tests on a GPU record (tests/gpu/test_training_on_gpu.py).
 """
 
 from collections.abc import Callable
@@ -9,56 +10,92 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from tests.gpu.test_graphs_on_gpu import LANES, NUM_STEPS, trained
+from txl_dist.config.run_config import Precision
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import GpuLaneDropoutMasks, LaneDropoutMasks
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.device import autocast
 from txl_dist.training import cuda_graphs
 from txl_dist.training.cuda_graphs import RecordedLayers
 
 B, T, V = 2, 3, 11
 
 
+@torch.library.custom_op("txl_tests::lane_mask", mutates_args=())
+def lane_mask(
+    numbers: Tensor, x: Tensor, rate: float, layer: Tensor, place: str, by_lane: bool
+) -> Tensor:
+    seed, step, *lanes = numbers.tolist()
+    masks = LaneDropoutMasks(seed=seed, step=step, lanes=lanes[:-1] if by_lane else lanes[-1:])
+    return masks.scale(x, rate=rate, layer=layer, place=place, by_lane=True)  # type: ignore[arg-type]
+
+
 class Masks(GpuLaneDropoutMasks):
-    """Those of a GPU, drawn on the CPU."""
+    """Those of a GPU, drawn on the CPU by one operation."""
 
-    def scale(self, x: torch.Tensor, *, rate: float, by_lane: bool, **place: Any) -> torch.Tensor:
-        seed, step, *lanes = self.numbers.tolist()
-        lanes = lanes[:-1] if by_lane else lanes[-1:]
-        on_host = LaneDropoutMasks(seed=seed, step=step, lanes=lanes)
-        return on_host.scale(x, rate=rate, by_lane=True, **place)
+    def scale(
+        self, x: Tensor, *, rate: float, layer: int | Tensor, place: str, by_lane: bool
+    ) -> Tensor:
+        mask: Tensor = lane_mask(
+            self.numbers, x.detach(), rate, torch.as_tensor(layer), place, by_lane
+        )
+        return mask
 
 
-Recordings = list[Callable[[], None]]
+class Recording(TorchDispatchMode):
+    """The operations inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        results = operation(*arguments, **(options or {}))
+        self.operations.append((operation, arguments, options or {}, results))
+        return results
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        with torch.autocast("cpu", enabled=False):
+            for operation, arguments, options, results in self.operations:
+                again = operation(*arguments, **options)
+                for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                    # Views and results of operations in place are where they were.
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.data.copy_(new)
+
+
+Recordings = list[Recording]
 
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
-    """What is recorded. A replay computes it again and puts the results where they were first."""
-    functions: Recordings = []
+    """What is recorded."""
+    all_recordings: Recordings = []
 
-    def recorded(compute: Any, pool: None) -> Callable[[], None]:
-        functions.append(compute)
-        group, name = compute.__self__, {"forward": "hidden", "backward": "gradients"}
-        results = name[compute.__name__]
-        compute()
-        first = getattr(group, results)
+    def recorded(compute: Callable[[], None], pool: None) -> Callable[[], None]:
+        with Recording() as recording:
+            compute()
+        all_recordings.append(recording)
+        return recording.replay
 
-        def replay() -> None:
-            with torch.enable_grad():
-                compute()
-            for old, new in zip(first, getattr(group, results), strict=True):
-                if old is not None:
-                    old.data.copy_(new)
-            setattr(group, results, first)
-
-        return replay
+    def warm_up(group: cuda_graphs.LayerGroup) -> None:
+        group.forward()
+        group.d_output_BTD = torch.zeros_like(group.output_BTD)
+        group.backward()
 
     monkeypatch.setattr(cuda_graphs, "recorded", recorded)
-    monkeypatch.setattr(cuda_graphs, "_warm_up", lambda group: None)
+    monkeypatch.setattr(cuda_graphs, "_warm_up", warm_up)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(cuda_graphs, "GpuLaneDropoutMasks", Masks)
-    return functions
+    return all_recordings
 
 
 @pytest.mark.parametrize(
@@ -152,6 +189,55 @@ def test_backward_after_another_forward_is_refused(recordings: Recordings) -> No
     second_BT.sum().backward()
     with pytest.raises(RuntimeError, match="call backward before the next forward"):
         first_BT.sum().backward()
+
+
+def test_resets_turns_and_an_evaluation_between_steps(recordings: Recordings) -> None:
+    """Recorded in the first step, with other ages, memories and dropout masks than later ones."""
+    masks = [Masks(torch.tensor([3, step, *range(LANES), 2**32 - 1])) for step in range(NUM_STEPS)]
+    expected, actual = (
+        trained(torch.device("cpu"), masks, prepare)
+        for prepare in (lambda model: None, cuda_graphs_of)
+    )
+    assert len(recordings) == 2 * 2
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def cuda_graphs_of(model: TransformerXL) -> None:
+    model.recorded_layers = RecordedLayers(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_replay_reads_the_weights_of_its_step(
+    precision: Precision, recordings: Recordings
+) -> None:
+    """Layers that are not compiled cast their weights, and autocast caches the casts of a forward.
+
+    A cast outside the recording would be that of the first step for ever.
+    """
+    config = ModelConfig(
+        vocab_size=V, n_layer=5, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
+    )
+    results = []
+    for is_recorded in (False, True):
+        model, generator = TransformerXL(config, seed=1), torch.Generator().manual_seed(2)
+        if is_recorded:
+            model.recorded_layers = RecordedLayers(model)
+        memory, numbers = model.empty_memory(B), []
+        for step in range(3):
+            text_BT = torch.randint(V, (B, T + 1), generator=generator)
+            age_BT = torch.arange(T).expand(B, -1) + step * T
+            with autocast(precision, torch.device("cpu")):
+                nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory)
+            nats_BT.sum().backward()
+            numbers.append(nats_BT.detach())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.add_(parameter.grad, alpha=-0.1)
+                    parameter.grad = None
+        results.append(numbers)
+    assert len(recordings) == 2 * 2
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_only_the_step_touches_gradients_of_parameters(recordings: Recordings) -> None:

@@ -33,6 +33,7 @@ from txl_dist.model.attention.triton_tiles import (
     store_keys,
     store_rows,
     store_zeros_beside,
+    tile_of_program,
     tile_scores,
 )
 
@@ -64,8 +65,7 @@ def forward_kernel(
 
     The logarithm is binary: log2(sum of exp(score)) over keys.
     """
-    head = (tl.program_id(1) // num_lanes).to(tl.int64)
-    lane = (tl.program_id(1) % num_lanes).to(tl.int64)
+    tile, head, lane = tile_of_program(num_queries, num_lanes, BLOCK_T)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     k1 += head * stride_k1h + lane * stride_k1b
@@ -76,7 +76,7 @@ def forward_kernel(
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
 
-    first = tl.program_id(0) * BLOCK_T
+    first = tile * BLOCK_T
     t = first + tl.arange(0, BLOCK_T)
     reach_T = load_reach(reach + lane * num_queries, t, num_queries)
     q_TK = load_rows(q, t, d_head, num_queries, d_head, BLOCK_K)
@@ -136,8 +136,8 @@ def query_gradient_kernel(
 
     `mean` is the sum of weight * d_weight over keys. It equals that of out * d_out over channels.
     """
-    row, num_keys = tl.program_id(1).to(tl.int64), mem_len + num_queries
-    head, lane = row // num_lanes, row % num_lanes
+    tile, head, lane = tile_of_program(num_queries, num_lanes, BLOCK_T)
+    row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     d_q += row * num_queries * d_head
     k1 += head * stride_k1h + lane * stride_k1b
@@ -152,7 +152,7 @@ def query_gradient_kernel(
     out += (lane * num_queries * num_heads + head) * d_head
     d_out += (lane * num_queries * num_heads + head) * d_head
 
-    first = tl.program_id(0) * BLOCK_T
+    first = tile * BLOCK_T
     t = first + tl.arange(0, BLOCK_T)
     reach_T = load_reach(reach + lane * num_queries, t, num_queries)
     q_TK = load_rows(q, t, d_head, num_queries, d_head, BLOCK_K)
@@ -224,8 +224,7 @@ def key_value_gradient_kernel(
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of BLOCK_S keys, with strides of k and v. Tiles are transposed."""
-    head = (tl.program_id(1) // num_lanes).to(tl.int64)
-    lane = (tl.program_id(1) % num_lanes).to(tl.int64)
+    tile, head, lane = tile_of_program(mem_len + num_queries, num_lanes, BLOCK_S)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     k1 += head * stride_k1h + lane * stride_k1b
@@ -240,7 +239,7 @@ def key_value_gradient_kernel(
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     d_out += (lane * num_queries * num_heads + head) * d_head
 
-    first = tl.program_id(0) * BLOCK_S
+    first = tile * BLOCK_S
     s = first + tl.arange(0, BLOCK_S)
     k_SK = load_keys(
         k1, k2, first, stride_k1s, stride_k2s, mem_len, num_keys, d_head,

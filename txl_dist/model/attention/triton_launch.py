@@ -257,9 +257,12 @@ class _Call(NamedTuple):
             constants["SPLIT"] = 0
         else:
             constants["SPLIT"] = 2 if self.split % blocks["BLOCK_S"] else 1
-        grid = (triton.cdiv(num_rows, tiles.num_rows), q_HBTK.shape[0] * q_HBTK.shape[1])
+        num_tiles, (num_heads, num_lanes) = triton.cdiv(num_rows, tiles.num_rows), q_HBTK.shape[:2]
+        # One axis: the others end at 65,535, which heads x lanes of an evaluation can exceed.
+        num_programs = num_tiles * num_heads * num_lanes
+        assert num_programs < 2**31, f"{num_programs:,} programs of {kernel.__name__}"
         with torch.cuda.device_of(q_HBTK):
-            kernel[grid](
+            kernel[(num_programs,)](
                 *self.tensors,
                 *tensors,
                 *self.numbers,

@@ -26,9 +26,12 @@ _ENGINES: dict[int, type[Engine]] = {
 
 
 def create_engine(model: TransformerXL, config: RunConfig, world: World, **shape: int) -> Engine:
-    """The engine of `config.deepspeed.zero_stage`, which takes over `model`. Collective.
+    """The engine of the ZeRO stage, which takes over `model`. Collective.
 
     `shape`: num_micro_batches and micro_batch_rows. Raises ConfigError if DeepSpeed refuses a key
     of `deepspeed.extra`.
     """
-    return _ENGINES[config.deepspeed.zero_stage](model, config, world, **shape)
+    stage = config.deepspeed.computed_stage(
+        num_ranks=world.num_ranks, on_gpu=world.device.type == "cuda"
+    )
+    return _ENGINES[stage](model, config, world, **shape)

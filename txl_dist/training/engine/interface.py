@@ -60,7 +60,7 @@ class Engine(ABC):
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         """Shapes of the whole parameters. At stage 3 the model holds only shards of them."""
         model.to(world.device)
-        self._optimizer = create_optimizer(model, config.optimizer)
+        self._optimizer = create_optimizer(model, config.optimizer, config.precision)
         self._states = dict(states_by_name(model, self._optimizer.param_groups))
         """Names of the optimizer states of each parameter."""
         self._config = config.optimizer

@@ -28,7 +28,8 @@ def deepspeed_settings(
     on_gpu: bool,
 ) -> dict[str, Any]:
     """The dict for `deepspeed.initialize`."""
-    stage = config.deepspeed.zero_stage
+    stage = config.deepspeed.computed_stage(num_ranks=num_ranks, on_gpu=on_gpu)
+    clips_itself = stage == 0 and num_ranks == 1  # Stage0Engine knows the norm
     # Validated in config/training_config.py. `reduction` has `zero_optimization`.
     extra: dict[str, Any] = {
         name: value for name, value in config.deepspeed.extra.items() if name != "zero_optimization"
@@ -38,7 +39,7 @@ def deepspeed_settings(
         "gradient_accumulation_steps": num_micro_batches,
         "train_batch_size": micro_batch_rows * num_micro_batches * num_ranks,
         # Always set: DeepSpeed's default is to clip at 1.0.
-        "gradient_clipping": config.optimizer.gradient_clipping,
+        "gradient_clipping": 0.0 if clips_itself else config.optimizer.gradient_clipping,
         "zero_optimization": {
             "stage": stage,
             **_offload(config.deepspeed.offload, on_gpu=on_gpu),

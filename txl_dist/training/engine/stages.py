@@ -27,17 +27,35 @@ from txl_dist.training.engine.optimizers import FlatMatrices, Muon
 
 
 class Stage0Engine(Engine):
-    """Data parallel training without sharding."""
+    """Data parallel training without sharding.
+
+    One rank has nothing to reduce, for which DeepSpeed would copy all gradients twice, and clips by
+    the norm that it knows.
+    """
+
+    def __init__(self, model: TransformerXL, config: RunConfig, world: World, **shape: int) -> None:
+        super().__init__(model, config, world, **shape)
+        self._engine.enable_backward_allreduce = world.num_ranks > 1
 
     def _update(self, accept: Accept) -> Decision:
         # Gradients are whole and reduced on every rank; DeepSpeed computes no norm at this stage.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        decision = accept(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        # As DeepSpeed computes it to clip, so that the numbers are those of several ranks.
+        decision = accept(torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt())
         if decision.is_accepted:
+            if self._world.num_ranks == 1:
+                self._clip(gradients, decision.gradient_norm)
             self._engine.step()
         else:
             self._engine.zero_grad()
         return decision
+
+    def _clip(self, gradients: list[Tensor], norm: float) -> None:
+        most = self._config.gradient_clipping
+        # In fp32, like DeepSpeed.
+        factor = float(torch.tensor(float(most)) / (torch.tensor(norm) + 1e-6))
+        if most and factor < 1:
+            torch._foreach_mul_(gradients, factor)
 
     def fragments(self) -> Iterator[Fragment]:
         """1/num_ranks of each parameter: all ranks hold the same, so they share the writing."""

@@ -355,6 +355,33 @@ def test_a_model_has_the_same_gradients_with_dropout_and_recomputed_layers(
     assert_close(*results)
 
 
+def test_heads_and_lanes_of_a_large_batch_fit_in_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA has at most 65,535 programs on all axes but the first; the interpreter has no limit."""
+    from txl_dist.model.attention import triton_launch
+
+    grids = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.__name__ = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *arguments, **constants: None
+
+    for name in triton_launch._KERNELS:
+        monkeypatch.setattr(triton_launch, name, Recorder(name))
+    H, B, T, K = 16, 4097, 2, 16
+    q, k, v = (torch.zeros(H, B, T, K, requires_grad=True) for _ in range(3))
+    reach = torch.zeros(B, T, dtype=torch.int32)
+    mixed, _ = torch.ops.txl_dist.relative_attention(q, k, v, None, reach, None, 0.0)
+    mixed.sum().backward()
+    assert len(grids) == 3
+    for first, *others in grids:
+        assert first == H * B
+        assert all(number <= 65_535 for number in others)
+
+
 @pytest.mark.slow
 def test_a_compiled_layer_has_the_operators_in_one_graph() -> None:
     """torch.compile sees two operators with known shapes; no part of the layer runs outside."""

@@ -1,6 +1,8 @@
 """The fragments of all ranks together are the model, at every ZeRO stage."""
 
+import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,9 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from txl_dist.config.training_config import DeepSpeedConfig
 from txl_dist.runtime.world import World
 from txl_dist.training.context import open_inputs
+from txl_dist.training.engine.stages import Stage0Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.setup import build_trainer
@@ -81,3 +85,80 @@ def test_deepspeed_does_not_wait_for_the_device(
     """Its throughput timer did, before every micro-batch and after every step."""
     settings = (NO_EVALUATION, "training.micro_batch_lanes=2", "training.num_steps=6")
     assert ranks(1).run(count_waits, tiny_job(dataset, tmp_path, *settings, *ZERO[stage])) == [0]
+
+
+CLIPPED = (NO_EVALUATION, "deepspeed.zero_stage=0", "optimizer.gradient_clipping=0.3")
+
+
+def train_without_deepspeeds_copies(world: World, job: TrainJob) -> int:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("one rank has nothing to reduce, and knows its norm")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("buffered_allreduce_fallback", "clip_fp32_gradients"):
+            patch.setattr(DeepSpeedEngine, name, refuse)
+        return train(world, job)
+
+
+def train_with_deepspeeds_clipping(world: World, job: TrainJob) -> int:
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    def clip(engine: Stage0Engine, gradients: list[Tensor], norm: float) -> None:
+        limit = engine._config.gradient_clipping
+        clip_grad_norm_(parameters=engine.model.parameters(), max_norm=limit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage0Engine, "_clip", clip)
+        return train(world, job)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_rank_at_stage_0_clips_like_deepspeed_without_its_copies(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, precision: str
+) -> None:
+    settings = (*CLIPPED, f"precision={precision}", "training.micro_batch_lanes=2")
+    for function in (train_without_deepspeeds_copies, train_with_deepspeeds_clipping):
+        job = tiny_job(dataset, tmp_path / function.__name__, *settings)
+        assert ranks(1).run(function, job) == [0]
+    actual, expected = (losses(run) for run in sorted(tmp_path.iterdir()))
+    assert actual == expected
+    norms = [line["gradient_norm"] for line in metrics(next(tmp_path.iterdir()))]
+    assert min(norms[1:]) > 0.3, "all steps are clipped"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stages_0_and_1_on_one_rank_differ_in_the_rounding_of_the_clipping_only(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, precision: str
+) -> None:
+    """So on one GPU stage 1 is computed as stage 0 (`DeepSpeedConfig.computed_stage`)."""
+    settings = (NO_EVALUATION, f"precision={precision}", "optimizer.gradient_clipping=0")
+    for stage in ("0", "1"):
+        job = tiny_job(dataset, tmp_path / stage, *settings, *ZERO[stage])
+        assert ranks(1).run(train, job) == [0]
+    assert losses(tmp_path / "0") == losses(tmp_path / "1")
+
+
+def train_as_on_one_gpu(world: World, job: TrainJob) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedConfig, "computed_stage", lambda self, **_: 0)
+        return train(world, job)
+
+
+@pytest.mark.parametrize("order", [(train_as_on_one_gpu, train), (train, train_as_on_one_gpu)])
+def test_a_checkpoint_of_stage_1_opens_whether_it_is_computed_as_stage_0_or_not(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    order: tuple[Callable[[World, TrainJob], int], ...],
+) -> None:
+    settings = (NO_EVALUATION, "training.checkpoint_interval_steps=10", *ZERO["1"])
+    job = tiny_job(dataset, tmp_path, *settings)
+    assert ranks(1).run(order[0], job) == [0]
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    assert ranks(1).run(order[1], job) == [0]
+    assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert log.count("ZeRO stage 1 (on one GPU computed as stage 0)") == 1

@@ -48,7 +48,8 @@ def test_on_gpus_gradients_are_reduced_in_small_buckets(stage: int, overlaps: bo
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_gpu_has_nothing_to_overlap_and_does_not_wait_for_it(stage: int) -> None:
-    settings = deepspeed_settings(config_with(zero_stage=stage), **ON_GPU | {"num_ranks": 1})
+    config = config_with(zero_stage=stage, extra={"wall_clock_breakdown": True})  # keeps stage 1
+    settings = deepspeed_settings(config, **ON_GPU | {"num_ranks": 1})
     assert settings["zero_optimization"]["overlap_comm"] is False
 
 
@@ -69,6 +70,34 @@ def test_the_three_batch_sizes_are_those_of_the_plan() -> None:
 def test_clipping_is_always_written_for_deepspeed_clips_at_1_otherwise(clipping: float) -> None:
     settings = deepspeed_settings(config_with(gradient_clipping=clipping), **ON_CPU)
     assert settings["gradient_clipping"] == clipping
+
+
+def test_one_rank_at_stage_0_clips_itself() -> None:
+    for stage, num_ranks, clipping in ((0, 1, 0.0), (0, 2, 0.25), (1, 1, 0.25)):
+        options = ON_CPU | {"num_ranks": num_ranks}
+        settings = deepspeed_settings(config_with(zero_stage=stage), **options)
+        assert settings["gradient_clipping"] == clipping
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "on_gpu", "options", "computed"),
+    [
+        (1, 1, True, {}, 0),
+        (2, 1, True, {}, 0),
+        (3, 1, True, {}, 3),
+        (1, 2, True, {}, 1),
+        (1, 1, False, {}, 1),
+        (1, 1, True, {"offload": "optimizer"}, 1),
+        (2, 1, True, {"extra": {"zero_optimization": {"reduce_bucket_size": 11}}}, 2),
+    ],
+)
+def test_one_gpu_shards_nothing(
+    stage: int, num_ranks: int, on_gpu: bool, options: dict[str, Any], computed: int
+) -> None:
+    config = config_with(zero_stage=stage, **options)
+    shape = SHAPE | {"num_ranks": num_ranks, "on_gpu": on_gpu}
+    assert config.deepspeed.computed_stage(num_ranks=num_ranks, on_gpu=on_gpu) == computed
+    assert deepspeed_settings(config, **shape)["zero_optimization"]["stage"] == computed
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -23,6 +23,12 @@ SETTINGS: dict[str, Removed] = {
         "stop the run at that step (training.num_steps), and continue it with the new settings and "
         "--allow-change, for example --allow-change data.num_lanes",
     ),
+    "evaluation.on": Removed(
+        ("ranks",), "set evaluation.split=null, and score the checkpoints by txl eval --watch RUN"
+    ),
+    "evaluation.max_waiting_checkpoints": Removed(
+        (2,), "keep more checkpoints for txl eval --watch RUN by training.keep_checkpoints"
+    ),
 }
 """By dotted name."""
 COMMANDS: dict[str, str] = {}

@@ -133,11 +133,9 @@ class DivergenceConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation during training, in `exact` mode: every `interval_steps`, and at the end."""
 
-    on: Literal["ranks", "workers"] = "ranks"
-    """`ranks`: the ranks score their weights, and training waits. `workers`: another process (`txl
-    eval --watch`) scores a checkpoint of the step, and training continues. Equal scores."""
     split: str | None = "auto"
-    """`auto`: the split `valid` if the data has it. null: no evaluation."""
+    """`auto`: the split `valid` if the data has it. null: the ranks evaluate nothing; `txl eval
+    --watch` can score the checkpoints while training continues."""
     path: PathText | None = None
     """Dataset of the split; null: the first corpus of `data` that has the split. With it, the names
     of the scores begin with the dataset: `books/valid/loss` instead of `valid/loss`."""
@@ -148,9 +146,6 @@ class EvaluationConfig(Section):
     speed and memory, and scores by rounding only."""
     max_tokens: int | None = Field(default=None, ge=2)
     """Score only this many tokens from the start of the split; null: all of it."""
-    max_waiting_checkpoints: int = Field(default=2, ge=1)
-    """With `on: workers`: checkpoints that may wait for a score. If one more comes, the oldest of
-    them is not scored. Waiting checkpoints are kept on disk."""
 
 
 class TrackingConfig(Section):

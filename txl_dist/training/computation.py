@@ -84,7 +84,7 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
     The split is opened and its chunks are planned here, once. Raises DataError if it has no target.
     """
     config, data, world = rank.config, rank.data, rank.world
-    if data.evaluation is None or config.evaluation.on != "ranks":
+    if data.evaluation is None:
         return None
     model = engine.model
     settings = EvaluationSettings(

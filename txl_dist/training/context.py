@@ -89,15 +89,8 @@ class Beginning:
     run_id: str
     scores: ScoreTable | None
     """On rank 0."""
-    unscored: list[int]
-    """Steps up to the point whose evaluation this run has to do, ascending."""
-    on_ranks: bool
-    """Whether the ranks evaluate. Then only the step of the point can be unscored."""
-
-    @property
-    def evaluation_is_pending(self) -> bool:
-        """Whether the ranks begin with an evaluation."""
-        return self.on_ranks and bool(self.unscored)
+    evaluation_is_pending: bool
+    """Whether the run begins with the evaluation of the point."""
 
     @property
     def kept_step(self) -> int:

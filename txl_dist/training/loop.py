@@ -4,8 +4,7 @@
             -> evaluation -> score
 
 A rollback, also one because of a save or an evaluation, ends the events of its step, and the loop
-continues at the older step. With `evaluation.on: workers` another process evaluates
-(`score_watch.py`), and the loop waits for it at the end only.
+continues at the older step.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, observers report (`observer.py`), `saving.py` writes checkpoints,
@@ -61,13 +60,9 @@ class Trainer:
     stop: StopRequest
     saver: RunSaver
     evaluate: Evaluate | None
-    """None: nothing is evaluated, or another process does it."""
-    is_evaluated: bool
-    """Whether the run evaluates, on its ranks or in another process."""
+    """None: the ranks evaluate nothing."""
     scores: ScoreTable | None
     """On rank 0."""
-    wait_for_scores: Callable[[object], bool] | None
-    """Waits for the process that scores checkpoints; False after a stop request."""
     state: TrainState
     recovery: Recovery
     evaluation_is_pending: bool = False
@@ -109,7 +104,6 @@ class Trainer:
                 elif self.state.step < self.config.num_steps:
                     self._train_step()
                 else:
-                    self._wait_for_scores()
                     self.saver.confirm()
                     self._finish_saving(require_copies=True)
                     return self.state
@@ -132,7 +126,8 @@ class Trainer:
         self.observers.step(self.state, result)
         if self._is_due(self.config.training.log_interval_steps):
             self._write_line()
-        self.evaluation_is_pending = self.evaluate is not None and self._evaluation_is_due
+        is_due = due_in(self.config)(self.state.step)
+        self.evaluation_is_pending = self.evaluate is not None and is_due
         # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
         if self._save_is_due(result):
             self._save()
@@ -141,19 +136,13 @@ class Trainer:
             self._stop()
 
     def _save_is_due(self, result: StepResult) -> bool:
-        is_due = self._is_due(self.config.training.checkpoint_interval_steps)
-        # Another process evaluates checkpoints, not the weights of the ranks.
-        is_due = is_due or (self._evaluation_is_due and self.config.evaluation.on == "workers")
-        return is_due or "save_due" in result.raised
+        interval_steps = self.config.training.checkpoint_interval_steps
+        return self._is_due(interval_steps) or "save_due" in result.raised
 
     def _is_due(self, interval_steps: int) -> bool:
         # A function of the step number only, so a resumed run has the same events.
         step = self.state.step
         return step % interval_steps == 0 or step == self.config.num_steps
-
-    @property
-    def _evaluation_is_due(self) -> bool:
-        return self.is_evaluated and due_in(self.config)(self.state.step)
 
     @property
     def _is_finished(self) -> bool:
@@ -250,21 +239,12 @@ class Trainer:
             state = self.recovery.roll_back_weights(self.state, error, saved_step)
             raise RolledBackError(state) from error
 
-    def _wait_for_scores(self) -> None:
-        """Wait for the process that scores checkpoints."""
-        if self.wait_for_scores is None:
-            return
-        with self._finite_weights():
-            self.saver.wait()  # raises if the checkpoint that would be scored cannot be written
-        previous = self._activity.enter(Span.EVALUATION)
-        if not self.wait_for_scores(self.stop):
-            self._stop()
-        self._activity.enter(previous)
-        self.saver.mark_best()
-
     def _save(self) -> None:
         previous = self._activity.enter(Span.SAVE_WAIT)
         self.observers.save(self.state)
+        # What `txl eval --watch` has scored since the last save.
+        for score, gain in self.scores.refresh() if self.scores else ():
+            self.observers.score(score, gain)
         with self._finite_weights():
             self.saver.save(self.state)
         self._activity.enter(previous)

@@ -2,14 +2,13 @@
 
     open_inputs    inputs   config, data and the other ranks, checked (context.py)
     build_trainer  attempt  the lock, and the attempt that ends older ones
-                   point    the checkpoint to resume from, and the evaluations missing there
+                   point    the checkpoint to resume from, and whether its evaluation is missing
                    parts    what computes, saves and observes, and the state to begin with
                    trainer  the loop over these, and the segments that it reads
 
 Some stages are collective, so every rank has to go through all of them in this order.
 """
 
-import logging
 from dataclasses import replace
 
 from txl_dist.training.computation import build_evaluator, build_step
@@ -21,13 +20,10 @@ from txl_dist.training.report import log_start
 from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
 from txl_dist.training.run_directory import begin_attempt
 from txl_dist.training.saving import open_saver
-from txl_dist.training.score_watch import open_score_watch
 from txl_dist.training.scores import ScoreTable, due_in
 from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.start_state import initial_state, open_run, resume_at
 from txl_dist.training.tracked import start_tracker
-
-log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
@@ -47,7 +43,6 @@ def build_trainer(inputs: RankContext) -> Trainer:
     tracker = start_tracker(rank)
     if world.is_rank_zero:
         log_start(rank, beginning, state, shapes=step.engine.shapes)
-    wait = open_score_watch(rank, beginning, observers)
     saver = open_saver(rank, beginning, step, tracker)
     recovery = Recovery(rank, step, observers, saver)
     segments = SegmentSource(rank, step)
@@ -62,9 +57,7 @@ def build_trainer(inputs: RankContext) -> Trainer:
         stop=rank.stop,
         saver=saver,
         evaluate=build_evaluator(rank, step.engine),
-        is_evaluated=rank.data.evaluation is not None,
         scores=beginning.scores,
-        wait_for_scores=wait,
         state=state,
         recovery=recovery,
         evaluation_is_pending=beginning.evaluation_is_pending,
@@ -87,31 +80,21 @@ def begin_run(inputs: RankContext) -> Beginning:
         point = find_resume_point(job, data, world, download=False)
         run_id = world.broadcast(run_id_of(point))
     _share_stop(inputs)
-    scores, unscored = _open_scores(inputs, point)
-    return Beginning(point, run_id, scores, unscored, job.config.evaluation.on == "ranks")
+    scores, is_pending = _open_scores(inputs, point)
+    return Beginning(point, run_id, scores, is_pending)
 
 
-def _open_scores(
-    inputs: RankContext, point: ResumePoint | None
-) -> tuple[ScoreTable | None, list[int]]:
-    """The scores of the run, on rank 0, and the steps whose evaluation is missing. Collective."""
-    config, scores, unscored = inputs.config, None, list[int]()
+def _open_scores(inputs: RankContext, point: ResumePoint | None) -> tuple[ScoreTable | None, bool]:
+    """The scores of the run, on rank 0, and whether that of the point is missing. Collective."""
+    scores, is_pending = None, False
     if inputs.world.is_rank_zero:
-        is_due = due_in(config) if inputs.data.evaluation else lambda step: False
+        is_due = due_in(inputs.config) if inputs.data.evaluation else lambda step: False
         inherited = point.state.best if point is not None and not point.is_fork else None
         scores = ScoreTable(inputs.directory.checkpoints, is_due, inherited=inherited)
         kept_step = point.kept_step if point else 0
         scores.rewind(kept_step)
-        unscored = scores.unscored(kept_step, on_ranks=config.evaluation.on == "ranks")
-        if others := {*scores.unscored(kept_step, on_ranks=False)} - {*unscored}:
-            log.warning(
-                "evaluation | WARNING: the ranks score only their own weights (evaluation.on), so "
-                "the checkpoints of steps %s get no score and are removed as others follow. To "
-                "score them, stop the run, and: txl eval --watch %s",
-                ", ".join(map(str, sorted(others))),
-                inputs.directory.path,
-            )
-    return scores, inputs.world.broadcast(unscored)
+        is_pending = kept_step in scores.waiting()
+    return scores, inputs.world.broadcast(is_pending)
 
 
 def _share_stop(rank: RankContext) -> None:

@@ -23,6 +23,12 @@ SETTINGS: dict[str, Removed] = {
         "stop the run at that step (training.num_steps), and continue it with the new settings and "
         "--allow-change, for example --allow-change data.num_lanes",
     ),
+    "training.memory_device": Removed(
+        ("default",), "the memory is stored with the weights; training.memory_dtype=bf16 halves it"
+    ),
+    "training.dropout_rng": Removed(
+        ("lane",), "masks depend on seed, step and lane; on GPUs a kernel draws them"
+    ),
     "evaluation.on": Removed(
         ("ranks",), "set evaluation.split=null, and score the checkpoints by txl eval --watch RUN"
     ),

@@ -160,9 +160,6 @@ class RunConfig(Section):
             "training.activation_checkpointing=true: it runs layers a second time in backward": (
                 training.activation_checkpointing
             ),
-            "training.dropout_rng=device: its generators are on the host": (
-                training.dropout_rng == "device"
-            ),
             f"training.backprop_segments={training.backprop_segments}: the graphs of a segment "
             "would overwrite what backward needs of the one before": (
                 training.backprop_segments > 1

@@ -49,10 +49,6 @@ class TrainingConfig(Section):
     backprop_segments: int = Field(default=1, ge=1)
     """Read the `data.tgt_len` tokens of a step in this many equal segments; gradients pass through
     the memory from one to the next. 1: they stop at every segment, as in the paper."""
-    dropout_rng: Literal["lane", "device"] = "lane"
-    """`lane`: masks depend on seed, step and lane, so they are the same on any ranks and devices.
-    `device`: from torch's generator on each rank; faster, but other ranks, micro-batches or
-    devices give another trajectory."""
     deterministic: bool = False
     """On GPUs: only operations that repeat bit for bit, so that two runs have equal weights. Slower
     and with more GPU memory. On CPUs this holds in any case."""
@@ -65,8 +61,6 @@ class TrainingConfig(Section):
     """Compute each layer's activations again in backward: fewer bytes, more time, same numbers."""
     memory_dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
-    memory_device: Literal["default", "cpu"] = "default"
-    """Where the recurrent memory is stored: with the weights, or on the host. Same numbers."""
     profile_steps: tuple[int, int] | None = None
     """First and last step of rank 0's trace by torch.profiler in RUN/profile; null: none."""
 

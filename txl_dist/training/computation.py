@@ -57,8 +57,6 @@ def build_step(rank: RankContext) -> TrainStep:
         seed=config.seed,
         byte_counts_V=data.tokenizer.token_bytes(),
         memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
-        memory_on_host=config.training.memory_device == "cpu",
-        dropout_rng=config.training.dropout_rng,
         num_segments=config.training.backprop_segments,
         num_turns=num_turns,
         **shape,

@@ -57,13 +57,12 @@ class Associative(MemoryKind):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        pin: bool = False,
     ) -> "AssociativeState":
         wide = torch.promote_types(dtype, torch.float32)
         shape = num_lanes, self.config.n_layer, self.num_features, self.config.d_model
         return AssociativeState(
-            torch.zeros(shape, dtype=wide, device=device, pin_memory=pin),
-            torch.zeros(shape[:-1], dtype=wide, device=device, pin_memory=pin),
+            torch.zeros(shape, dtype=wide, device=device),
+            torch.zeros(shape[:-1], dtype=wide, device=device),
             self.config.memory_decay,
         )
 

@@ -11,12 +11,11 @@ launcher code: `step.py` computes, observers report (`observer.py`), `saving.py`
 and `setup.py` creates these parts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
@@ -28,7 +27,8 @@ from txl_dist.training.recovery import Recovery
 from txl_dist.training.run_log import FIRST_BATCH
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
-from txl_dist.training.scores import Evaluate, ScoreTable, due_in
+from txl_dist.training.scores import Evaluate, ScoreTable
+from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.state import TrainState, after_step
 from txl_dist.training.step import StepResult, TrainStep
 
@@ -51,20 +51,19 @@ class Trainer:
     """
 
     config: RunConfig
-    plan: LanePlan
+    state: TrainState
+    source: SegmentSource
     segments: Iterator[Segment]
-    read_from: Callable[[TrainState], tuple[LanePlan, Iterator[Segment]]]
-    """Opens `plan` and `segments` at a state to which a rollback has returned."""
+    """Those of `source` from the position of `state` on."""
     step: TrainStep
+    recovery: Recovery
     observers: Observers
-    stop: StopRequest
     saver: RunSaver
+    stop: StopRequest
     evaluate: Evaluate | None
     """None: the ranks evaluate nothing."""
     scores: ScoreTable | None
     """On rank 0."""
-    state: TrainState
-    recovery: Recovery
     evaluation_is_pending: bool = False
     """The ranks have to evaluate the weights of `state` before the next step."""
     _segment: Segment | None = field(default=None, init=False)
@@ -80,8 +79,8 @@ class Trainer:
         is_complete = is_stopped = False
         self.observers.start(self.state)
         try:
-            state = self._train()
-            is_complete = state.step >= self.config.num_steps
+            self._train()
+            is_complete = True
         except PreemptedError:
             is_stopped = True
             raise
@@ -90,63 +89,55 @@ class Trainer:
             raise DivergedError(f"{cause}. {self.recovery.advice(self.state)}") from error
         finally:
             self.observers.end(self.state, is_complete=is_complete, is_stopped=is_stopped)
-        return state
+        return self.state
+
+    def _train(self) -> None:
+        """All events, in their order."""
+        training, num_steps = self.config.training, self.config.num_steps
+        while True:
+            try:
+                if self.evaluation_is_pending:
+                    self._evaluate()
+                if self.state.step >= num_steps:
+                    self.saver.confirm()
+                    self._finish_saving(require_copies=True)
+                    return
+                segment = self._next_segment()
+                result = self._step(segment)
+                # Before anything that can raise: a running save may detect the same bad weights.
+                if result.event is not None:
+                    self._respond(segment, result)
+                if "save_failed" in result.raised:
+                    with self._finite_weights():
+                        self.saver.wait()  # raises the error on every rank
+                if result.is_update:
+                    # The step was accepted, so the checkpoint after the previous one is usable.
+                    self.saver.confirm()
+                self.state = after_step(self.state, segment, result, self.config)
+                self.observers.step(self.state, result)
+                if self._is_due(training.log_interval_steps):
+                    self._write_line()
+                self.evaluation_is_pending = self.evaluate is not None and self._is_due(
+                    self.config.evaluation.interval_steps
+                )
+                # Before the evaluation, which may take minutes: a stop would lose the checkpoint.
+                if self._is_due(training.checkpoint_interval_steps) or "save_due" in result.raised:
+                    self._save()
+                # Agreed on by all ranks in the step's collective, so all stop after the same step.
+                has_work = self.state.step < num_steps or self.evaluation_is_pending
+                if "stop" in result.raised and has_work:
+                    self._stop()
+            except RolledBackError as event:
+                self._continue_from(event.state)
 
     @property
     def _activity(self) -> Activity:
         return self.step.world.activity
 
-    def _train(self) -> TrainState:
-        while True:
-            try:
-                if self.evaluation_is_pending:
-                    self._evaluate()
-                elif self.state.step < self.config.num_steps:
-                    self._train_step()
-                else:
-                    self.saver.confirm()
-                    self._finish_saving(require_copies=True)
-                    return self.state
-            except RolledBackError as event:
-                self._continue_from(event.state)
-
-    def _train_step(self) -> None:
-        segment = self._next_segment()
-        result = self._step(segment)
-        # Before anything that can raise: a running save may detect the same bad weights.
-        if result.event is not None:
-            self._respond(segment, result)
-        if "save_failed" in result.raised:
-            with self._finite_weights():
-                self.saver.wait()  # raises the error on every rank
-        if result.is_update:
-            # The step was accepted, so the checkpoint written after the previous one is usable.
-            self.saver.confirm()
-        self.state = after_step(self.state, segment, result, self.config)
-        self.observers.step(self.state, result)
-        if self._is_due(self.config.training.log_interval_steps):
-            self._write_line()
-        is_due = due_in(self.config)(self.state.step)
-        self.evaluation_is_pending = self.evaluate is not None and is_due
-        # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
-        if self._save_is_due(result):
-            self._save()
-        # Agreed on by all ranks in the step's collective, so all stop after the same step.
-        if "stop" in result.raised and not self._is_finished:
-            self._stop()
-
-    def _save_is_due(self, result: StepResult) -> bool:
-        interval_steps = self.config.training.checkpoint_interval_steps
-        return self._is_due(interval_steps) or "save_due" in result.raised
-
     def _is_due(self, interval_steps: int) -> bool:
         # A function of the step number only, so a resumed run has the same events.
         step = self.state.step
         return step % interval_steps == 0 or step == self.config.num_steps
-
-    @property
-    def _is_finished(self) -> bool:
-        return self.state.step == self.config.num_steps and not self.evaluation_is_pending
 
     def _next_segment(self) -> Segment:
         self.observers.segment(self.state.step + 1)
@@ -176,7 +167,7 @@ class Trainer:
             segment,
             step=number,
             turn=self.state.turn,
-            num_targets=self.plan.targets_in_step(
+            num_targets=self.source.plan.targets_in_step(
                 segment.position, self.state.turn, self.config.data.num_turns
             ),
             lr=lr_at(number, self.config.optimizer, num_steps=self.config.num_steps),
@@ -198,8 +189,7 @@ class Trainer:
     def _continue_from(self, state: TrainState) -> None:
         self._activity.enter(Span.OTHER)
         self.state, self.evaluation_is_pending = state, False
-        self.plan, self.segments = self.read_from(state)
-        self._segment = None
+        self.segments, self._segment = self.source.open_at(state), None
 
     def _write_line(self) -> None:
         self.observers.line(self.state, {})

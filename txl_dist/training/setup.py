@@ -45,21 +45,19 @@ def build_trainer(inputs: RankContext) -> Trainer:
         log_start(rank, beginning, state, shapes=step.engine.shapes)
     saver = open_saver(rank, beginning, step, tracker)
     recovery = Recovery(rank, step, observers, saver)
-    segments = SegmentSource(rank, step)
-    plan, first_segments = segments.open_at(state)
+    source = SegmentSource(rank, step)
     return Trainer(
         config=rank.config,
-        plan=plan,
-        segments=first_segments,
-        read_from=segments.open_at,
+        state=state,
+        source=source,
+        segments=source.open_at(state),
         step=step,
+        recovery=recovery,
         observers=observers,
-        stop=rank.stop,
         saver=saver,
+        stop=rank.stop,
         evaluate=build_evaluator(rank, step.engine),
         scores=beginning.scores,
-        state=state,
-        recovery=recovery,
         evaluation_is_pending=beginning.evaluation_is_pending,
     )
 

@@ -231,6 +231,6 @@ def test_a_write_that_hangs_is_announced_and_ends_all_ranks(
     errors = on_two_ranks(tmp_path, work, rank_timeout_seconds=1)
     for error in errors:
         assert isinstance(error, LostRankError)
-        assert "checkpoint files of rank" in str(error)
+        assert "checkpoint files of 1 rank (0)" in str(error)
         assert "made no progress for training.rank_timeout_seconds=1" in str(error)
-    assert "for checkpoint files of ranks 0, 1" in caplog.text or "of rank 0" in caplog.text
+    assert "of 2 ranks (0, 1)" in caplog.text or "of 1 rank (0)" in caplog.text

@@ -6,10 +6,10 @@ One run of `configs/tiny.yaml` on two ranks is never killed. Then the same run i
 directories. While it trains, a random process (launcher, rank, MLflow sender) gets SIGKILL or
 SIGTERM, and `txl train` is called again, until the run has had its kills and ends by itself. After
 some kills the run directory is removed too, and the run resumes from the copies of its checkpoints
-in an object store (moto's S3 in this process; --no-upload leaves both out). The number of lanes
-changes every 130 steps, and a replay follows. Every run must have the reference's metrics,
-checkpoint and copy bit for bit, and every point once in MLflow. A call with the same --out
-continues where the last one ended.
+in an object store (moto's S3 in this process; --no-upload leaves both out). After every 130 steps a
+command with another number of lanes continues the run, and a replay follows. Every run must have
+the reference's metrics, checkpoint and copy bit for bit, and every point once in MLflow. A call
+with the same --out continues where the last one ended.
 
 Random times alone would rarely hit a save, which takes milliseconds. So most kills wait for the
 next beginning of a random phase, which the ranks write to a trace (fault_injection.py), and follow
@@ -42,8 +42,8 @@ from typing import Any
 import psutil
 from chaos_comparison import compare, draw
 from chaos_training import (
-    CHANGE_INTERVAL_STEPS,
     NUM_RANKS,
+    STEPS_PER_LEG,
     TIMEOUT_SECONDS,
     Training,
     lines_of,
@@ -133,10 +133,10 @@ def run_kills(out: Path, *, num_kills: int, seed: int, uploads: bool) -> dict[st
         return Training(out / name, data, num_steps=num_steps, uploads=uploads)
 
     reference = training("reference")
-    if not (reference.path / "finished").exists():
+    while not reference.is_finished:
         with reference.started() as process:
             require(process.wait(TIMEOUT_SECONDS) == 0, f"see {reference.log}")
-        (reference.path / "finished").touch()
+        reference.end_leg()
     journal = out / "kills.jsonl"
     kills = [Kill(**json.loads(line)) for line in lines_of(journal)]
     comparisons = []
@@ -177,7 +177,7 @@ def disturb(
 ) -> Iterator[Kill]:
     """Train to the end, with `num_kills` kills on the way. Yields each kill after it."""
     done = 0
-    while True:
+    while not run.is_finished:
         lost_disk = False
         with run.started() as process:
             began = time.monotonic()
@@ -201,7 +201,7 @@ def disturb(
         if lost_disk:
             run.lose_disk()
         if process.returncode == 0:
-            return
+            run.end_leg()
 
 
 def kill_once(
@@ -243,7 +243,7 @@ def kill_once(
 def choose_aim(choice: random.Random, *, index: int, uploads: bool) -> str:
     """The phase that the kill of this index waits for."""
     first_step, stop_step = STEPS_PER_KILL * index, STEPS_PER_KILL * (index + 1)
-    has_change = first_step // CHANGE_INTERVAL_STEPS < stop_step // CHANGE_INTERVAL_STEPS
+    has_change = first_step // STEPS_PER_LEG < stop_step // STEPS_PER_LEG
     if has_change and choice.random() < REPLAY_SHARE:
         return "replay"
     weights = {aim: weight for aim, weight in AIMS.items() if uploads or aim != "upload"}

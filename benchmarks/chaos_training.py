@@ -28,13 +28,14 @@ SETTINGS = (
     "evaluation.interval_steps=25",
     "evaluation.max_tokens=500",
     "model.dropout=0.1",
+    "optimizer.schedule=constant",
     "tracking={enabled: true, experiment: chaos}",
 )
 NUM_RANKS = 2
-LANES = (6, 3, 5)
-"""After each change, in turn; the config begins with 5."""
-CHANGE_INTERVAL_STEPS = 130
-"""Some changes are at the step of a checkpoint or of an evaluation, others are not."""
+LANES = (5, 6, 3)
+"""Of the legs of a run, in turn."""
+STEPS_PER_LEG = 130
+"""Some legs end at the step of a checkpoint or of an evaluation, others do not."""
 TIMEOUT_SECONDS = 600.0
 """Of every wait. Reaching it fails the benchmark."""
 BUCKET = "chaos"
@@ -80,28 +81,39 @@ def prepare_text(out: Path) -> Path:
 
 
 class Training:
-    """A run directory, its copy at a URL, and the calls of `txl train` that work on it."""
+    """A run directory, its copy at a URL, and the calls of `txl train` that work on it.
+
+    A run has legs of STEPS_PER_LEG steps, each with its own command and number of lanes.
+    """
 
     def __init__(self, path: Path, data: Path, *, num_steps: int, uploads: bool) -> None:
         self.path = path
         self.url = f"s3://{BUCKET}/{path.name}" if uploads else None
         self.log = path.with_suffix(".log")
         """Output of all calls."""
-        self._trace = path.with_suffix(".trace")
-        changes = [
-            {"step": step, "num_lanes": LANES[number % len(LANES)]}
-            for number, step in enumerate(range(CHANGE_INTERVAL_STEPS, num_steps,
-                                                CHANGE_INTERVAL_STEPS))
-        ]  # fmt: skip
+        self._trace, self._legs_done = path.with_suffix(".trace"), path.with_suffix(".legs")
+        self._last_steps = [*range(STEPS_PER_LEG, num_steps, STEPS_PER_LEG), num_steps]
         overrides = (
             f"data.path={data}",
             f"directory={path}",
-            f"training.num_steps={num_steps}",
-            f"training.changes={json.dumps(changes)}",
             f"training.checkpoint_url={json.dumps(self.url)}",
         )
-        words = ("train", CONFIG, *overrides, *SETTINGS, "--on", "processes", "--ranks", NUM_RANKS)
+        allowed = ("--allow-change", "training.num_steps", "--allow-change", "data.num_lanes")
+        words = ("train", CONFIG, *overrides, *SETTINGS, *allowed,
+                 "--on", "processes", "--ranks", NUM_RANKS)  # fmt: skip
         self._command = [sys.executable, "-m", "txl_dist", *map(str, words)]
+
+    @property
+    def _leg(self) -> int:
+        return int(self._legs_done.read_text()) if self._legs_done.exists() else 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self._leg == len(self._last_steps)
+
+    def end_leg(self) -> None:
+        """The next call begins the next leg."""
+        self._legs_done.write_text(str(self._leg + 1))
 
     @contextmanager
     def started(self) -> Iterator[psutil.Popen]:
@@ -109,9 +121,13 @@ class Training:
         self._trace.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", TRACE_VARIABLE: str(self._trace)}
         with self.log.open("ab") as log:
-            process = psutil.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
+            leg = self._leg
+            command = [
+                *self._command,
+                f"training.num_steps={self._last_steps[leg]}",
+                f"data.num_lanes={LANES[leg % len(LANES)]}",
+            ]
+            process = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             yield process
         finally:

@@ -31,7 +31,6 @@ OPTIONS: dict[str, list[str]] = {
     "activation checkpointing": ["training.activation_checkpointing=true"],
     "2 micro-batches": ["training.micro_batch_lanes=HALF"],
     "memory in bf16": ["training.memory_dtype=bf16"],
-    "memory on the host": ["training.memory_device=cpu"],
     "optimizer on the host": ["deepspeed.offload=optimizer"],
     "stage 2": ["deepspeed.zero_stage=2"],
     "stage 2, optimizer on the host": ["deepspeed.zero_stage=2", "deepspeed.offload=optimizer"],

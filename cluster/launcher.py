@@ -276,8 +276,8 @@ class RayLauncher(Launcher):
         from cluster.rank_group import RayRankGroup
 
         # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
-        num_cpus = ranks.maximum + (job.config.evaluation.on == "workers")  # its actor
-        thread = ConnectionThread(self._address, num_cpus=max(num_cpus, os.cpu_count() or 1))
+        num_cpus = max(ranks.maximum, os.cpu_count() or 1)
+        thread = ConnectionThread(self._address, num_cpus=num_cpus)
         return RayRankGroup(job, ranks, thread)
 
     def workers(

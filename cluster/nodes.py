@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 import psutil
 
-from cluster.connection import LOOPBACK, responds
+from cluster.connection import responds
 from data_pipeline.errors import counted
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
 
@@ -250,7 +250,6 @@ class RankActor:
 
     def run(self, port: int) -> TxlError | None:
         """Train until the run ends; returns the error that ended it. `port` is that of rank 0."""
-        import ray
         import torch
 
         from data_pipeline.system.signals import StopSignals, unblock_stop_signals
@@ -261,9 +260,7 @@ class RankActor:
         from txl_dist.training.rank import train_rank
 
         os.environ["MASTER_PORT"] = str(port)
-        evaluate_on = _where_to_evaluate(ray.get_runtime_context().gcs_address)
         job = TrainJob.from_json(self._settings["job"])
-        job = job.model_copy(update={"evaluate_on": evaluate_on})
         files, world = LaunchFiles(job.run_path, job.launch_id), World.from_environment()
         torch.set_num_threads(
             num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
@@ -282,14 +279,6 @@ class RankActor:
             except TxlError as error:
                 return error
         return None
-
-
-def _where_to_evaluate(address: str) -> str:
-    """`--on` of `txl eval --watch`: an actor of the cluster, or a process with a private Ray.
-
-    A private Ray listens on loopback, where no other command can connect to it.
-    """
-    return "processes" if address.startswith(LOOPBACK) else address
 
 
 def num_threads(*, ranks_on_node: int, ray_cpus: float) -> int:

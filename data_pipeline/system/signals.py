@@ -27,8 +27,6 @@ STOPPED_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: stopped on request, the same command resumes the work."""
 REPEAT_SECONDS = 3.0
 """Longer than a launcher takes to forward a signal, shorter than a person waits to repeat one."""
-PARENT_VARIABLE = "TXL_END_WITH_PARENT"
-"""Set for a command whose standard input is a pipe from its parent (`end_with_parent`)."""
 _END_OF_LISTENER = 0
 """Written to the wake-up pipe to end the listener; 0 is not the number of any signal."""
 

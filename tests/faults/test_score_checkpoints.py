@@ -1,5 +1,6 @@
-"""Evaluation on workers, with killed workers, stops and kills: the scores of an undisturbed run."""
+"""`txl eval --watch` with killed workers, stops and kills: the scores of an undisturbed run."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -8,20 +9,19 @@ import pytest
 
 from tests.support.commands import is_alive, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, tiny_job, train
 from tests.txl_dist.training.test_score_checkpoints import scores
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.runtime.fault_injection import FAULT_VARIABLE
 
 pytestmark = pytest.mark.fault
-NUM_STEPS = 60
 SETTINGS = (
-    f"training.num_steps={NUM_STEPS}",
-    "training.checkpoint_interval_steps=10",
+    "training.num_steps=60",
+    "training.checkpoint_interval_steps=20",
+    "training.keep_checkpoints=3",
     "evaluation.interval_steps=20",
     "evaluation.max_tokens=500",
     "evaluation.batch_chunks=2",
-    "evaluation.max_waiting_checkpoints=9",
 )
 SOON_SECONDS = 20
 
@@ -34,13 +34,22 @@ def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPath
     return run
 
 
-def command(dataset: Path, run: Path, on: str = "processes") -> tuple[object, ...]:
-    overrides = (f"data.path={dataset}", f"directory={run}", "evaluation.on=workers", *SETTINGS)
-    return ("train", TINY, *overrides, "--on", on, "--ranks", 2)
+@pytest.fixture(scope="module")
+def unscored(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("unscored")
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, NO_EVALUATION)) == [0, 0]
+    return run
 
 
-def finish(words: tuple[object, ...], fault: str = "") -> str:
-    """Run to the end; the output."""
+@pytest.fixture
+def run(unscored: Path, tmp_path: Path) -> Path:
+    """A finished run whose three checkpoints wait for a score."""
+    return Path(shutil.copytree(unscored, tmp_path / "run"))
+
+
+def finish(run: Path, on: str = "processes", fault: str = "") -> str:
+    """Watch to the end; the output."""
+    words = ("eval", "--watch", run, "--on", on)
     process = start_txl(*words, environment={FAULT_VARIABLE: fault} if fault else {})
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
@@ -49,7 +58,6 @@ def finish(words: tuple[object, ...], fault: str = "") -> str:
 
 def assert_same(run: Path, expected: Path) -> None:
     assert scores(run) == scores(expected)
-    assert losses(run) == losses(expected)
     best = CheckpointDirectory(expected).pointer("BEST")
     assert CheckpointDirectory(run).pointer("BEST") == best
 
@@ -57,48 +65,35 @@ def assert_same(run: Path, expected: Path) -> None:
 @pytest.mark.fault_row(49)
 @pytest.mark.parametrize("on", ["processes", "ray"])
 def test_the_scores_of_killed_workers_are_those_of_an_uninterrupted_run(
-    dataset: Path, straight: Path, tmp_path: Path, on: str
+    straight: Path, run: Path, on: str
 ) -> None:
     # Every worker is killed at its third batch, so each score needs several of them.
-    finish(command(dataset, tmp_path, on), fault="score:kill:3")
-    assert_same(tmp_path, straight)
+    finish(run, on, fault="score:kill:3")
+    assert_same(run, straight)
 
 
 @pytest.mark.fault_row(49)
-def test_workers_that_always_die_do_not_end_training(
-    dataset: Path, straight: Path, tmp_path: Path
-) -> None:
-    output = finish(command(dataset, tmp_path), fault="score:kill:1")
-    assert losses(tmp_path) == losses(straight)
-    assert not scores(tmp_path)
-    warnings = [line for line in output.splitlines() if "WARNING: no score" in line]
-    assert len(warnings) == 3
-    assert "died by SIGKILL" in warnings[0]
+def test_workers_that_always_die_leave_checkpoints_without_a_score(run: Path) -> None:
+    output = finish(run, fault="score:kill:1")
+    assert not scores(run)
+    reasons = [line for line in output.splitlines() if "evaluation at step" in line]
+    assert len(reasons) == 3
+    assert "died by SIGKILL" in reasons[0]
 
 
 @pytest.mark.fault_row(5, 41)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-@pytest.mark.parametrize("is_last", [False, True])
 def test_the_next_start_computes_scores_that_a_stop_or_kill_prevented(
-    dataset: Path, straight: Path, tmp_path: Path, number: signal.Signals, is_last: bool
+    straight: Path, run: Path, number: signal.Signals
 ) -> None:
-    # The worker is slow: when the signal is sent, it is scoring the first checkpoint, and training
-    # continues. The signal comes at the end of training, or before it.
-    fault = "score:sleep=4:2" if is_last else "score:sleep=60:2,step:sleep=0.2:25"
-    process = start_txl(*command(dataset, tmp_path), environment={FAULT_VARIABLE: fault})
-    lines = NUM_STEPS if is_last else 24
-    evaluations = tmp_path / "evaluations"
-    wait_until(
-        lambda: (
-            num_lines(tmp_path / "metrics.jsonl") >= lines
-            and any(num_lines(path) > 1 for path in evaluations.glob("*.jsonl"))
-        )
-    )
+    environment = {FAULT_VARIABLE: "score:sleep=60:2"}
+    process = start_txl("eval", "--watch", run, environment=environment)
+    wait_until(lambda: any(num_lines(p) > 1 for p in (run / "evaluations").glob("*.jsonl")))
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     process.communicate(timeout=SOON_SECONDS)
     wait_until(lambda: not any(is_alive(child.pid) for child in children), timeout_seconds=10)
     assert process.returncode == (75 if number == signal.SIGTERM else -number)
-    assert len(scores(tmp_path)) < 3
-    finish(command(dataset, tmp_path))
-    assert_same(tmp_path, straight)
+    assert not scores(run)
+    finish(run)
+    assert_same(run, straight)

@@ -88,15 +88,11 @@ def _status(run: Path) -> tuple[str, str]:
 
 
 @pytest.mark.fault
-def test_a_run_that_fails_at_a_change_of_settings_is_not_finished(
-    dataset: Path, tmp_path: Path
-) -> None:
-    """Its engine is built a second time, for other lanes, and does not fit in memory, say."""
+def test_a_run_that_fails_is_finished_by_its_next_start(dataset: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    change = "training.changes=[{step: 30, num_lanes: 3}]"
-    settings = (f"data.path={dataset}", f"directory={run}", *SETTINGS, change)
+    settings = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
     command = ("train", TINY, *settings, "training.num_steps=60", "--on", "processes")
-    failed = txl(*command, environment={"TXL_FAULT": "engine:raise:2"})
+    failed = txl(*command, environment={"TXL_FAULT": "step:raise:31"})
     assert failed.returncode == 1, failed.stderr + failed.stdout
     wait_until(lambda: (s := _state(run)) is not None and s.delivered)
     first = _state(run)

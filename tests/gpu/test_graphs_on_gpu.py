@@ -70,7 +70,7 @@ def scored(model: TransformerXL, device: torch.device) -> Tensor:
 
 
 def compile_and_record(model: TransformerXL) -> None:
-    compile_model(model, DEVICE, draws_by_kernel=True)
+    compile_model(model, DEVICE)
     record_layers(model, DEVICE)
 
 

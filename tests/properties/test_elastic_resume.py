@@ -125,18 +125,19 @@ def test_ranks_and_lanes_change_in_one_run(
     ranks: RankGroups, dataset: Path, tmp_path: Path, memory: tuple[str, ...]
 ) -> None:
     """Ranks 1 -> 2 -> 3 -> 1 and lanes 6 -> 12 in one run; the reference has one rank."""
-    changes = "training.changes=[{step: 6, num_lanes: 12}]"
-    settings = (*SETTINGS, "optimizer.schedule=constant", "data.num_lanes=6", changes, *memory)
+    settings = (*SETTINGS, "optimizer.schedule=constant", *memory)
     legs = {
         "moved": [
-            (1, 4, ZERO["1"]), (2, 8, ZERO["2"]), (3, 12, ZERO["3-all-spread"]), (1, 15, ZERO["1"])
+            (1, 6, 4, ZERO["1"]), (2, 6, 6, ZERO["2"]), (2, 12, 8, ZERO["2"]),
+            (3, 12, 12, ZERO["3-all-spread"]), (1, 12, 15, ZERO["1"]),
         ],
-        "reference": [(1, 15, ZERO["1"])],
+        "reference": [(1, 6, 6, ZERO["1"]), (1, 12, 15, ZERO["1"])],
     }  # fmt: skip
     for name, moves in legs.items():
-        for num_ranks, num_steps, stage in moves:
-            overrides = (*settings, *stage, f"training.num_steps={num_steps}")
-            allowed = ("training.num_steps",)
+        for num_ranks, num_lanes, num_steps, stage in moves:
+            steps = f"training.num_steps={num_steps}"
+            overrides = (*settings, *stage, f"data.num_lanes={num_lanes}", steps)
+            allowed = ("training.num_steps", "data.num_lanes")
             job = tiny_job(dataset, tmp_path / name, *overrides, allow_change=allowed)
             assert ranks(num_ranks).run(train, job) == [0] * num_ranks
     reference, moved = losses(tmp_path / "reference"), losses(tmp_path / "moved")

@@ -94,7 +94,7 @@ def test_a_resume_restores_a_memory_in_bf16_bit_for_bit(
     ranks: RankGroups, dataset: Path, rounded: Path, tmp_path: Path
 ) -> None:
     job = tiny_job(
-        dataset, tmp_path, *SHORT, BF16_MEMORY, *ZERO["0"], "training.memory_device=cpu",
+        dataset, tmp_path, *SHORT, BF16_MEMORY, *ZERO["0"],
         resume=str(rounded / "checkpoints" / "step-00000003"),
     )  # fmt: skip
     assert ranks(1).run(train, job) == [0]

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import pytest
 from torch import nn
 
 from txl_dist.errors import DataError, TxlError
@@ -14,7 +13,6 @@ from txl_dist.training.engine.interface import Accept
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.observer import Observer
-from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import TrainState
@@ -47,24 +45,6 @@ def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, l
         except TxlError as error:
             return error.exit_code, str(error), events
     return 0, "", events
-
-
-def train_all_with(world: World, job: TrainJob, *faults: Fault) -> int:
-    """Run a job to its end, also over changes of settings, with faults; returns the exit code."""
-
-    def build(*arguments: Any, **options: Any) -> Trainer:
-        trainer = build_trainer(*arguments, **options)
-        for fault in faults:
-            fault(trainer)
-        return trainer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("txl_dist.training.rank.build_trainer", build)
-        try:
-            train_rank(job, world)
-        except TxlError as error:
-            return error.exit_code
-    return 0
 
 
 class NanHidden:

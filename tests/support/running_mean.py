@@ -48,7 +48,6 @@ class RunningMean(MemoryKind):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        pin: bool = False,
     ) -> "RunningMeanState":
         options = {"dtype": torch.promote_types(dtype, torch.float32), "device": device}
         shape = (num_lanes, self.config.n_layer, self.config.d_model)

@@ -281,7 +281,7 @@ def _step_of_a_run(row: GpuRow, model: BenchModel, settings: Settings) -> Callab
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     network = TransformerXL(config)
     if settings.compile:
-        compile_model(network, settings.device, draws_by_kernel=True)
+        compile_model(network, settings.device)
     if settings.cuda_graphs:
         record_layers(network, settings.device)
     shape: Any = {"num_micro_batches": 1, "micro_batch_rows": row.num_lanes}

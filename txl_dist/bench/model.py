@@ -40,7 +40,7 @@ class TrainingStep:
         self._device, self._precision, self._lanes = device, precision, range(num_lanes)
         self._model = TransformerXL(config).to(device)
         if compiled:
-            compile_model(self._model, device, draws_by_kernel=True)
+            compile_model(self._model, device)
         if cuda_graphs:
             record_layers(self._model, device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)

@@ -218,23 +218,14 @@ class CheckpointDirectory:
         self._point_or_remove("BEST", best_step if best_step in remaining else None)
         return later
 
-    def prune(
-        self,
-        retention: Retention,
-        *,
-        best_step: int | None,
-        unscored_steps: Collection[int] = (),
-    ) -> list[int]:
+    def prune(self, retention: Retention, *, best_step: int | None) -> None:
         """Remove the checkpoints that are not kept, except the best, and those being read.
 
-        Returns the steps of those that it has removed.
-
-        `unscored_steps`, which wait for their evaluation, stay too. A checkpoint that is being read
-        is removed by a later call.
+        A checkpoint that is being read is removed by a later call.
         """
         self.require_newest_attempt()
-        obsolete = retention.removed(self.steps(), kept={best_step, *unscored_steps})
-        return [step for step in obsolete if _remove_unless_read(self.at(step))]
+        for step in retention.removed(self.steps(), kept={best_step}):
+            _remove_unless_read(self.at(step))
 
     def _point_or_remove(self, name: str, step: int | None) -> None:
         if step is None:

@@ -1,7 +1,6 @@
 """`txl eval`: score splits of a dataset with trained models, on any number of workers."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from data_pipeline.system.files import (
     require_writable,
     write_file,
 )
-from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
 from txl_dist.cli.options import (
     CHECKPOINT_HELP,
     AsJson,
@@ -62,7 +60,7 @@ WatchOption = Annotated[
         metavar="RUN",
         help="Instead of checkpoints: score each checkpoint of this run whose evaluation is "
         "due, by the settings of its config.yaml, until the run has ended. BEST moves to the "
-        "best one. Uses --workers and --on.",
+        "best one. Uses --workers and --on, and --split if the config names no split.",
         parser=checkpoint_path,
     ),
 ]
@@ -199,7 +197,7 @@ def evaluate(
     """
     on = on or ("processes" if workers == 1 else "ray")
     if watch is not None:
-        _watch(watch, on, workers)
+        _watch(watch, split, on, workers)
         return
     if not checkpoints or data is None:
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
@@ -307,28 +305,18 @@ def _score(
     return objects, content
 
 
-def _watch(run: Path, on: str, workers: int) -> None:
+def _watch(run: Path, split: str, on: str, workers: int) -> None:
     from data_pipeline.system.workers import ProcessWorkers
 
-    is_of_run = PARENT_VARIABLE in os.environ  # `evaluation.on: workers` has started it
-    if is_of_run:
-        end_with_parent(0)
     with running("loading torch"):
-        import torch
-
         from txl_dist.runtime.device import EXACT_THREADS
         from txl_dist.training.score_checkpoints import watch
 
-    num_threads = torch.get_num_threads() if is_of_run else EXACT_THREADS
     # Also one worker is a process: a batch that kills it must not end the watch.
     is_here = on == "processes" and workers == 1
     pool = ProcessWorkers(1) if is_here else open_workers(on, workers, use_gpus=True)
     with stoppable("finished batches are kept, and the same command continues"), pool as opened:
-        # The run ends the process that it has started; also where files cannot be locked.
-        is_training = (lambda: True) if is_of_run else None
-        num_scored = watch(
-            run, opened, num_threads=num_threads, note=_note, is_training=is_training
-        )
+        num_scored = watch(run, opened, split=split, num_threads=EXACT_THREADS, note=_note)
     _note(f"{counted(num_scored, 'checkpoint')} scored")
 
 

@@ -25,6 +25,23 @@ SETTINGS: dict[str, Removed] = {
     "model.embedding_norm": Removed((False,), _USELESS),
     "model.zero_init": Removed((False,), _USELESS),
     "model.softcap": Removed((None,), _USELESS),
+    "training.changes": Removed(
+        ((), [], "[]"),
+        "stop the run at that step (training.num_steps), and continue it with the new settings and "
+        "--allow-change, for example --allow-change data.num_lanes",
+    ),
+    "training.memory_device": Removed(
+        ("default",), "the memory is stored with the weights; training.memory_dtype=bf16 halves it"
+    ),
+    "training.dropout_rng": Removed(
+        ("lane",), "masks depend on seed, step and lane; on GPUs a kernel draws them"
+    ),
+    "evaluation.on": Removed(
+        ("ranks",), "set evaluation.split=null, and score the checkpoints by txl eval --watch RUN"
+    ),
+    "evaluation.max_waiting_checkpoints": Removed(
+        (2,), "keep more checkpoints for txl eval --watch RUN by training.keep_checkpoints"
+    ),
 }
 """By dotted name."""
 COMMANDS: dict[str, str] = {

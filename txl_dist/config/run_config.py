@@ -6,7 +6,6 @@ settings, `RunConfig` compares sections with each other. Only what depends on th
 device is checked later (`training/compatibility.py`, `training/data.py`).
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -83,18 +82,17 @@ class RunConfig(Section):
                 "model.vocab_size=null is a model of vectors, for a loop of your own; a run reads "
                 "token ids: use 0, the vocabulary size of the data"
             )
-        problems += self._problems_of_turns()
         rows, micro = self.data.rows, self.training.micro_batch_lanes
+        if self.data.num_lanes % rows:
+            problems.append(
+                f"data.lanes_per_step={rows} does not divide data.num_lanes={self.data.num_lanes}: "
+                "every step reads as many lanes; use a multiple, or lanes_per_step=null"
+            )
         if micro is not None and micro > rows:
             problems.append(
                 f"training.micro_batch_lanes={micro} is above {self.data.rows_setting}={rows}; "
                 "use null"
             )
-        for change in self.training.changes:
-            try:
-                self.after_step(change.step)
-            except ValueError as error:
-                problems.append(f"training.changes, step {change.step}: {error}")
         profile = self.training.profile_steps
         if profile is not None and steps is not None and profile[0] > steps:
             problems.append(
@@ -107,76 +105,30 @@ class RunConfig(Section):
                 "gathers weights in hooks inside the layers, which end every compiled graph; use "
                 "stage 0, 1 or 2"
             )
-        for tgt_len in (self.data.tgt_len, *(change.tgt_len for change in self.training.changes)):
-            if (tgt_len or 0) % self.training.backprop_segments:
-                problems.append(
-                    f"data.tgt_len={tgt_len} cannot be read as training.backprop_segments="
-                    f"{self.training.backprop_segments} segments of equal length; use a multiple"
-                )
+        if self.data.tgt_len % self.training.backprop_segments:
+            problems.append(
+                f"data.tgt_len={self.data.tgt_len} cannot be read as training.backprop_segments="
+                f"{self.training.backprop_segments} segments of equal length; use a multiple"
+            )
         problems += self._problems_of_backprop_segments()
         problems += self._problems_of_cuda_graphs()
-        if "compression_rate" in self.model.memory_facts.settings:
-            problems += self._problems_of_compression()
         if problems:
             raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
         return self
 
-    def _problems_of_turns(self) -> list[str]:
-        rows = self.data.lanes_per_step
-        if rows is None:
-            return []
-        changes = self.training.changes
-        lanes = [self.data.num_lanes, *(c.num_lanes for c in changes if c.num_lanes)]
-        problems = [
-            f"data.lanes_per_step={rows} does not divide data.num_lanes={count}: every step reads "
-            "as many lanes; use a multiple, or lanes_per_step=null"
-            for count in lanes
-            if count % rows
-        ]
-        # Before and after a change all lanes are at one position.
-        before = 0
-        for change in () if problems else changes:
-            turns = self.after_step(before).data.num_turns
-            if (change.step - before) % turns:
-                problems.append(
-                    f"training.changes, step {change.step}: the lanes are read in {turns} turns, "
-                    f"so a change must come a multiple of {turns} steps after step {before}"
-                )
-            before = change.step
-        return problems
-
     def _problems_of_backprop_segments(self) -> list[str]:
         num_segments, model = self.training.backprop_segments, self.model
-        adds_tokens = model.memory_facts.adds_tokens
-        if adds_tokens and num_segments == 1:
+        if model.memory_facts.adds_tokens and num_segments == 1:
             return [
                 f"model.memory={model.memory} needs training.backprop_segments of at least 2: only "
                 "the losses of later segments of a step train what a segment writes"
             ]
-        for change in self.training.changes if adds_tokens else ():
-            if change.num_lanes is not None or change.mem_len is not None:
-                return [
-                    f"training.changes, step {change.step}: model.memory={model.memory} keeps its "
-                    "lanes and sizes, because no number of tokens would rebuild its state; change "
-                    "num_lanes and mem_len in a new run"
-                ]
         if num_segments > 1 and not model.has_memory:
             return [
                 "training.backprop_segments needs a memory, through which gradients pass: set "
                 "model.mem_len to at least 1, or backprop_segments=1"
             ]
         return []
-
-    def _problems_of_compression(self) -> list[str]:
-        """A change lets the lanes read their text again, which is exact with whole blocks only."""
-        rate = self.model.compression_rate
-        uneven = [str(length) for length in self._segment_lens if length % rate]
-        if not self.training.changes or not uneven:
-            return []
-        return [
-            f"training.changes with model.memory={self.model.memory} needs segments that are "
-            f"multiples of model.compression_rate={rate}; they have {', '.join(uneven)} tokens"
-        ]
 
     @property
     def warnings(self) -> list[str]:
@@ -199,12 +151,6 @@ class RunConfig(Section):
         """Tokens of a lane that the model reads at a time."""
         return self.data.tgt_len // self.training.backprop_segments
 
-    @property
-    def _segment_lens(self) -> list[int]:
-        """Of the whole run."""
-        tgt_lens = [self.data.tgt_len, *(change.tgt_len for change in self.training.changes)]
-        return [tgt_len // self.training.backprop_segments for tgt_len in tgt_lens if tgt_len]
-
     def _problems_of_cuda_graphs(self) -> list[str]:
         training = self.training
         if not training.cuda_graphs:
@@ -213,9 +159,6 @@ class RunConfig(Section):
             "training.compile=false: only compiled layers are recorded": not training.compile,
             "training.activation_checkpointing=true: it runs layers a second time in backward": (
                 training.activation_checkpointing
-            ),
-            "training.dropout_rng=device: its generators are on the host": (
-                training.dropout_rng == "device"
             ),
             f"training.backprop_segments={training.backprop_segments}: the graphs of a segment "
             "would overwrite what backward needs of the one before": (
@@ -238,31 +181,6 @@ class RunConfig(Section):
     def run_path(self) -> Path:
         return Path(self.directory)
 
-    def after_step(self, step: int) -> "RunConfig":
-        """The settings after `step` steps: this config with the changes up to that step applied."""
-        settings = {
-            "num_lanes": self.data.num_lanes,
-            "tgt_len": self.data.tgt_len,
-            "mem_len": self.model.mem_len,
-        }
-        for change in self.training.changes:
-            if change.step <= step:
-                settings |= change.model_dump(exclude={"step"}, exclude_none=True)
-        model = replace(self.model, mem_len=settings.pop("mem_len"))
-        return self.model_copy(
-            update={"data": self.data.model_copy(update=settings), "model": model}
-        )
-
-    def last_step_with(self, step: int) -> int:
-        """The last step with the settings after `step` steps: that of a change, or of the run."""
-        changes = (change.step for change in self.training.changes if change.step > step)
-        return min([*changes, self.num_steps])
-
     def tokens_after(self, step: int) -> int:
         """Targets of all steps after `step`, over all lanes."""
-        total = 0
-        while step < self.num_steps:
-            last_step = self.last_step_with(step)
-            total += (last_step - step) * self.after_step(step).data.tokens_per_step
-            step = last_step
-        return total
+        return (self.num_steps - step) * self.data.tokens_per_step

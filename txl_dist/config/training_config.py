@@ -5,25 +5,11 @@ decide the value of most keys, and some change the numbers: `extra` takes only t
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from txl_dist.config.data_config import PathText, Section
-
-
-class SettingsChange(Section):
-    """Other lanes or lengths from one step on. What is null stays as it was."""
-
-    step: int = Field(ge=1)
-    """The last step with the settings before the change."""
-    num_lanes: int | None = Field(default=None, ge=1)
-    """`data.num_lanes` after that step."""
-    tgt_len: int | None = Field(default=None, ge=1)
-    """`data.tgt_len` after that step."""
-    mem_len: int | None = Field(default=None, ge=0)
-    """`model.mem_len` after that step."""
 
 
 class TrainingConfig(Section):
@@ -54,9 +40,6 @@ class TrainingConfig(Section):
     run directory has no newer checkpoint; null: no copies. One URL per run."""
     checkpoint_upload_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long the end of a run waits for the copies at `checkpoint_url`."""
-    changes: tuple[SettingsChange, ...] = ()
-    """Changes of lanes and lengths during the run, e.g. `[{step: 5000, num_lanes: 32}]`, by
-    ascending step. Each saves a checkpoint and resumes from it."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long others wait for a rank that does not respond: a rank in a collective or for
     background work of all ranks, and the launcher, 10 seconds longer, if none of them responds."""
@@ -66,10 +49,6 @@ class TrainingConfig(Section):
     backprop_segments: int = Field(default=1, ge=1)
     """Read the `data.tgt_len` tokens of a step in this many equal segments; gradients pass through
     the memory from one to the next. 1: they stop at every segment, as in the paper."""
-    dropout_rng: Literal["lane", "device"] = "lane"
-    """`lane`: masks depend on seed, step and lane, so they are the same on any ranks and devices.
-    `device`: from torch's generator on each rank; faster, but other ranks, micro-batches or
-    devices give another trajectory."""
     deterministic: bool = False
     """On GPUs: only operations that repeat bit for bit, so that two runs have equal weights. Slower
     and with more GPU memory. On CPUs this holds in any case."""
@@ -82,8 +61,6 @@ class TrainingConfig(Section):
     """Compute each layer's activations again in backward: fewer bytes, more time, same numbers."""
     memory_dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
-    memory_device: Literal["default", "cpu"] = "default"
-    """Where the recurrent memory is stored: with the weights, or on the host. Same numbers."""
     profile_steps: tuple[int, int] | None = None
     """First and last step of rank 0's trace by torch.profiler in RUN/profile; null: none."""
 
@@ -97,19 +74,6 @@ class TrainingConfig(Section):
             )
         return steps
 
-    @field_validator("changes")
-    @classmethod
-    def _require_ascending_steps(
-        cls, changes: tuple[SettingsChange, ...]
-    ) -> tuple[SettingsChange, ...]:
-        for before, change in pairwise(changes):
-            if change.step <= before.step:
-                raise ValueError(
-                    f"step {change.step} follows step {before.step}; list each step once, in "
-                    "ascending order"
-                )
-        return changes
-
     @model_validator(mode="after")
     def _require_one_duration(self) -> Self:
         lengths = {name: getattr(self, name) for name in ("num_steps", "num_tokens", "num_epochs")}
@@ -120,11 +84,6 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"{' and '.join(given)} all set the length of the run; keep one "
                 "and remove the others, or set them to null"
-            )
-        if self.changes and self.num_steps is None:
-            raise ValueError(
-                f"{given[0]} cannot be combined with `changes`: the tokens of a step change during "
-                "the run. Set num_steps instead"
             )
         return self
 
@@ -168,11 +127,9 @@ class DivergenceConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation during training, in `exact` mode: every `interval_steps`, and at the end."""
 
-    on: Literal["ranks", "workers"] = "ranks"
-    """`ranks`: the ranks score their weights, and training waits. `workers`: another process (`txl
-    eval --watch`) scores a checkpoint of the step, and training continues. Equal scores."""
     split: str | None = "auto"
-    """`auto`: the split `valid` if the data has it. null: no evaluation."""
+    """`auto`: the split `valid` if the data has it. null: the ranks evaluate nothing; `txl eval
+    --watch` can score the checkpoints while training continues."""
     path: PathText | None = None
     """Dataset of the split; null: the first corpus of `data` that has the split. With it, the names
     of the scores begin with the dataset: `books/valid/loss` instead of `valid/loss`."""
@@ -183,9 +140,6 @@ class EvaluationConfig(Section):
     speed and memory, and scores by rounding only."""
     max_tokens: int | None = Field(default=None, ge=2)
     """Score only this many tokens from the start of the split; null: all of it."""
-    max_waiting_checkpoints: int = Field(default=2, ge=1)
-    """With `on: workers`: checkpoints that may wait for a score. If one more comes, the oldest of
-    them is not scored. Waiting checkpoints are kept on disk."""
 
 
 class TrackingConfig(Section):

@@ -220,7 +220,6 @@ class RankPeak:
     """Recurrent memory of all lanes of this rank."""
     num_turns: int = 1
     """Steps in which every lane is read once; a step replaces the memory of its lanes."""
-    lanes_on_host: bool = False
     copies_to_reduce: bool = False
     """Whether a reduce-scatter copies its input, as torch's for gloo does."""
 
@@ -253,8 +252,6 @@ class RankPeak:
         lanes = self.lane_bytes + new_bytes
         new_memory = new_bytes // self.num_micro_batches
         phase = phase._replace(activations=max(0, phase.activations - new_memory))
-        if self.lanes_on_host:
-            host, lanes = host + lanes, 0
         return RankBytes(
             weights=weights + masters,
             optimizer=optimizer,

@@ -241,7 +241,7 @@ class _Estimator:
         )
 
     def _peak(self, gpus: int, stage: int, rows: int, micro_batches: int) -> RankBytes:
-        training, device = self._config.training, self._assumptions.device
+        device = self._assumptions.device
         if rows not in self._models:  # A dry run takes seconds.
             self._models[rows] = dry_run(self._config, micro_batch_rows=rows, device=device)
         return RankPeak(
@@ -253,7 +253,6 @@ class _Estimator:
             num_micro_batches=micro_batches,
             lane_bytes=rows * micro_batches * self._config.data.num_turns * self._lane_bytes,
             num_turns=self._config.data.num_turns,
-            lanes_on_host=training.memory_device == "cpu" and device != "cpu",
             copies_to_reduce=device == "cpu",
         ).peak()
 

@@ -1,13 +1,9 @@
 """Dropout with masks from the caller, so that they can be the same for any number of ranks.
 
-`txl train` passes `DropoutMasks`, which apply in either mode of the model:
-
-- `LaneDropoutMasks` (`training.dropout_rng: lane`): a function of (seed, step, lane, layer, place);
-- `DeviceDropoutMasks` (`training.dropout_rng: device`): from torch's generator of the device.
-
-If a caller passes none, the model does as any nn.Module: in training mode it draws
-`DeviceDropoutMasks` that depend on torch's default generator, in evaluation mode nothing is
-dropped. The model has no random state. See docs/decisions/0004-no-random-state.md.
+`txl train` passes `LaneDropoutMasks`, which apply in either mode of the model: a function of (seed,
+step, lane, layer, place). If a caller passes none, the model does as any nn.Module: in training
+mode it draws `DeviceDropoutMasks` that depend on torch's default generator, in evaluation mode
+nothing is dropped. The model has no random state. See docs/decisions/0004-no-random-state.md.
 """
 
 import hashlib
@@ -105,23 +101,17 @@ class Dropout(nn.Module):
 
 
 class DeviceDropoutMasks:
-    """Masks of one micro-batch at one step on one rank, from torch's generator of the device.
+    """Masks of one forward, from torch's generator of the device.
 
-    Unlike masks by lane, these depend on the number of ranks, the size of micro-batches and the
-    kind of device, because a mask is drawn for all rows of a micro-batch. So the run has another
-    trajectory if one of them changes. A mask is still a function of integers: a resume on the same
-    ranks and devices continues bit for bit, and no generator is saved.
+    `torch.manual_seed` makes them repeatable. A mask is a function of integers, so that it can be
+    drawn again in the backward of activation checkpointing.
     """
 
     reads_tensors = False
 
-    def __init__(self, *, seed: int, step: int = 0, rank: int = 0, micro_batch: int = 0) -> None:
-        self._seed, self._step, self._place = seed, step, (rank, micro_batch)
-
-    @classmethod
-    def random(cls) -> Self:
-        """New masks in every call, which `torch.manual_seed` makes repeatable."""
-        return cls(seed=int(torch.randint(2**62, (), device="cpu")))
+    def __init__(self, *, seed: int | None = None, segment: int = 0) -> None:
+        self._seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        self._segment = segment
 
     def on(self, device: torch.device) -> Self:
         """Itself: the device of `x` draws."""
@@ -129,9 +119,7 @@ class DeviceDropoutMasks:
 
     def of_segment(self, number: int, num_segments: int) -> "DeviceDropoutMasks":
         """Other masks for each segment."""
-        rank, micro_batch = self._place
-        step = self._step * num_segments + number
-        return DeviceDropoutMasks(seed=self._seed, step=step, rank=rank, micro_batch=micro_batch)
+        return DeviceDropoutMasks(seed=self._seed, segment=number)
 
     def scale(
         self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
@@ -156,8 +144,9 @@ class DeviceDropoutMasks:
         return result.bernoulli_(1 - rate, generator=generator)
 
     def _seed_of(self, layer: int, place: Place) -> int:
-        # Computed again in the backward of activation checkpointing, hence by place, not in order.
-        key = struct.pack("<5q", self._seed, self._step, *self._place, layer) + place.encode()
+        # By place, not in order: backward may draw them again in another one. The zeros keep the
+        # masks of earlier versions.
+        key = struct.pack("<5q", self._seed, self._segment, 0, 0, layer) + place.encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
 
 

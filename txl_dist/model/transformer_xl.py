@@ -139,7 +139,7 @@ class TransformerXL(nn.Module):
         check_segment(self.config, input_BT, age_BT, memory)
         is_trained = self.training and memory.is_trainable
         if is_trained and dropout_masks is None and max(self.config.dropout, self.config.dropatt):
-            dropout_masks = DeviceDropoutMasks.random()
+            dropout_masks = DeviceDropoutMasks()
         if dropout_masks is not None:
             dropout_masks = dropout_masks.on(self.weight.device)
         x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
@@ -283,21 +283,15 @@ class TransformerXL(nn.Module):
         weight: Tensor = layer.attention.query.weight
         return weight
 
-    def empty_memory(
-        self, num_lanes: int, *, dtype: torch.dtype | None = None, on_host: bool = False
-    ) -> SequenceState:
+    def empty_memory(self, num_lanes: int, *, dtype: torch.dtype | None = None) -> SequenceState:
         """The memory at the start of `num_lanes` streams, with the parameters' dtype and device.
 
-        `dtype`: another one to store it in. `on_host`: for a model on a GPU, in pinned RAM of the
-        host.
+        `dtype`: another one to store it in.
         """
         # Like a weight, so that `model.to(...)` or `.double()` also applies to new memories.
         weight = self.weight
         return memory_kind(self.config).empty(
-            num_lanes,
-            dtype=dtype or weight.dtype,
-            device="cpu" if on_host else weight.device,
-            pin=on_host and weight.device.type == "cuda",
+            num_lanes, dtype=dtype or weight.dtype, device=weight.device
         )
 
     def inference_state(self, num_lanes: int, *, max_tokens: int | None = None) -> SequenceState:

@@ -19,7 +19,6 @@ engine/           DeepSpeed behind one interface, and the optimizers
 schedule.py       the length of a run, and the learning rate of each step
 scores.py         the scores of a run, and what an evaluation is waiting for
 score_checkpoints.py  evaluation by another process (txl eval --watch)
-score_watch.py    the part of training in that
 state.py          progress of a run, stored in each checkpoint; changes of corpora and lanes
 saving.py         when checkpoints are written and removed
 resume.py         where a run resumes: one class, by the table in the docstring of the module

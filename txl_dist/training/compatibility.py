@@ -45,7 +45,6 @@ _FREE = (
     "training.rank_timeout_seconds",
     "training.grace_seconds",
     "training.activation_checkpointing",
-    "training.memory_device",
     "training.compile",
     "training.cuda_graphs",
     "training.deterministic",
@@ -59,9 +58,7 @@ _ON_REQUEST = (
     "deepspeed.extra.communication_data_type",
     "optimizer.",
     "training.num_steps",
-    "training.changes",
     "training.memory_dtype",
-    "training.dropout_rng",
     "data.num_lanes",
     "data.lanes_per_step",
     "data.tgt_len",
@@ -97,9 +94,7 @@ def require_compatible(
         allow_data_change=job.allow_data_change,
         checkpoint=path,
     )
-    # A change after the checkpoint's step is not applied yet.
-    config = job.config.after_step(state.step - 1)
-    settings = flatten_config(config)
+    settings = flatten_config(job.config)
     check_config(manifest.run, settings, allowed=job.allow_change, checkpoint=str(path))
     if state.turn:
         _require_same_lanes(manifest.run, settings, state, data.phase, path)

@@ -20,7 +20,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_implementation
 from txl_dist.model.devices import has_triton
-from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks, LaneDropoutMasks
+from txl_dist.model.dropout import Dropout, LaneDropoutMasks
 from txl_dist.model.layer import Layer
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
@@ -41,20 +41,18 @@ def compile_layers(
     """
     _require_compiler(world.device)
     model.to(world.device)
-    compile_model(model, world.device, draws_by_kernel=config.training.dropout_rng == "lane")
+    compile_model(model, world.device)
     _run_once(model, config, world.device, lanes)
     if config.training.cuda_graphs:
         _require_compiled_attention(model, world.device)
         record_layers(model, world.device)
 
 
-def compile_model(model: TransformerXL, device: torch.device, *, draws_by_kernel: bool) -> None:
-    """Let the next forward compile the layers.
-
-    `draws_by_kernel`: dropout masks are by lane, which on GPUs with triton are operators of the
-    compiled graph.
+def compile_model(model: TransformerXL, device: torch.device) -> None:
+    """Let the next forward compile the layers. On GPUs with triton, dropout masks by lane are
+    operators of the compiled graph.
     """
-    draws_by_kernel = draws_by_kernel and device.type == "cuda" and has_triton(device)
+    draws_by_kernel = device.type == "cuda" and has_triton(device)
     if not _attention_can_be_compiled(model, device):
         for layer in model.layers:
             assert isinstance(layer, Layer)
@@ -63,7 +61,7 @@ def compile_model(model: TransformerXL, device: torch.device, *, draws_by_kernel
             )
     for module in model.modules():
         if isinstance(module, Dropout) and not draws_by_kernel:
-            # numpy or a generator of torch draws; code would be compiled again for every layer.
+            # numpy draws; code would be compiled again for every layer.
             for name in ("draw", "draw_bits"):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
     # All models of a process share one function, and torch counts the variants of all of them. Over
@@ -107,9 +105,7 @@ def _run_once(
     token_BT = torch.zeros(shape, dtype=torch.int64, device=device)
     age_BT = torch.zeros(shape, dtype=torch.int32, device=device)
     memory = model.empty_memory(len(lanes))
-    masks: DropoutMasks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
-    if config.training.dropout_rng == "device":
-        masks = DeviceDropoutMasks(seed=config.seed)
+    masks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
     with _at_any_address(list(model.parameters())):
         # Compiled code is for this state of the cache, too; it is off in recordings.
         with autocast(config.precision, device, cache_enabled=not config.training.cuda_graphs):

@@ -57,8 +57,6 @@ def build_step(rank: RankContext) -> TrainStep:
         seed=config.seed,
         byte_counts_V=data.tokenizer.token_bytes(),
         memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
-        memory_on_host=config.training.memory_device == "cpu",
-        dropout_rng=config.training.dropout_rng,
         num_segments=config.training.backprop_segments,
         num_turns=num_turns,
         **shape,
@@ -84,7 +82,7 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
     The split is opened and its chunks are planned here, once. Raises DataError if it has no target.
     """
     config, data, world = rank.config, rank.data, rank.world
-    if data.evaluation is None or config.evaluation.on != "ranks":
+    if data.evaluation is None:
         return None
     model = engine.model
     settings = EvaluationSettings(

@@ -2,8 +2,7 @@
 
 import logging
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from typing import Self
+from dataclasses import asdict, dataclass
 
 from data_pipeline.errors import counted
 from txl_dist.checkpoint.writer import CheckpointHeader
@@ -27,19 +26,15 @@ class RankContext:
     """One rank of one job: the inputs of the functions that build the parts of a run."""
 
     job: TrainJob
-    """With the length of the run in steps."""
+    """As it was given: RUN/config.yaml keeps its config."""
     world: World
     directory: RunDirectory
     stack: ExitStack
-    """Closes files, locks and threads."""
-    run_stack: ExitStack
-    """Closes what stays open over changes of settings."""
+    """Closes files, locks, threads and processes."""
     stop: StopRequest
     data: TrainingData
     config: RunConfig
-    """The settings of the job at the step where it continues."""
-    written_config: RunConfig
-    """The config of the job before `resolve_duration`."""
+    """That of the job, with the length of the run in steps."""
     run_id: str = ""
     """Id of the run, chosen by rank 0; stored in every checkpoint."""
 
@@ -61,11 +56,6 @@ class RankContext:
             num_lanes=self.config.data.num_lanes,
         )
 
-    def after_step(self, step: int, *, run_id: str) -> Self:
-        """The context of a run that continues after `step`, with the settings that hold there."""
-        config = self.job.config.after_step(step)
-        return replace(self, config=config, data=self.data.with_settings(config), run_id=run_id)
-
 
 def open_inputs(
     job: TrainJob,
@@ -73,31 +63,21 @@ def open_inputs(
     directory: RunDirectory,
     stack: ExitStack,
     *,
-    run_stack: ExitStack | None = None,
     stop: StopRequest | None = None,
 ) -> RankContext:
     """Open the data and join the ranks. Collective.
 
     Raises DataError or ConfigError for data or settings that cannot be used, and ConfigError if the
-    ranks have different ones. `run_stack` is `stack` for a run without changes of settings.
+    ranks have different ones.
     """
     # Before the rendezvous: wrong data or config must not cost one.
-    data, written_config = TrainingData.open(job.config, num_ranks=world.num_ranks), job.config
-    job = job.model_copy(update={"config": resolve_duration(job.config, data.plan)})
-    world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
+    data = TrainingData.open(job.config, num_ranks=world.num_ranks)
+    config = resolve_duration(job.config, data.plan)
+    world.join(timeout_seconds=config.training.rank_timeout_seconds)
     log.info("all ranks are up: %s", counted(world.num_ranks, "rank"))
-    require_same_job(job.config, data, world)
-    return RankContext(
-        job,
-        world,
-        directory,
-        stack,
-        run_stack or stack,
-        StopRequest() if stop is None else stop,
-        data,
-        job.config,
-        written_config,
-    )
+    require_same_job(config, data, world)
+    stop = StopRequest() if stop is None else stop
+    return RankContext(job, world, directory, stack, stop, data, config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +87,10 @@ class Beginning:
     point: ResumePoint | None
     """None: a new run."""
     run_id: str
-    is_new_attempt: bool
-    """False after a change of settings, for which the attempt goes on."""
     scores: ScoreTable | None
     """On rank 0."""
-    unscored: list[int]
-    """Steps up to the point whose evaluation this run has to do, ascending."""
-    on_ranks: bool
-    """Whether the ranks evaluate. Then only the step of the point can be unscored."""
-
-    @property
-    def evaluation_is_pending(self) -> bool:
-        """Whether the ranks begin with an evaluation."""
-        return self.on_ranks and bool(self.unscored)
-
-    @property
-    def settings_step(self) -> int:
-        """The run continues with the settings after this step."""
-        # A pending evaluation belongs to the last step, so it precedes a change after that step.
-        return self.point.state.step - self.evaluation_is_pending if self.point else 0
+    evaluation_is_pending: bool
+    """Whether the run begins with the evaluation of the point."""
 
     @property
     def kept_step(self) -> int:

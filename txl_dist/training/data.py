@@ -110,25 +110,15 @@ class TrainingData:
             raise ConfigError(f"model, with the vocabulary of {directory}: {error}") from None
         evaluation = _evaluation(config, corpora)
         plan = phase.plan(tgt_len=config.data.tgt_len)
-        data = cls(corpora, evaluation, tokenizer, phase, plan, model_config)
-        later = (config.after_step(change.step) for change in config.training.changes)
-        for each in (data, *map(data.with_settings, later)):
-            each.plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
-            _require_segment_fits(each.plan, rows=config.data.rows)
+        plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
+        _require_segment_fits(plan, rows=config.data.rows)
         if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
             raise ConfigError(
                 f"{num_ranks} ranks for data.lanes_per_step={rows}: in every step each rank needs "
                 f"a lane. Start at most {counted(rows, 'rank')}, or set lanes_per_step to "
                 f"{num_ranks} or more"
             )
-        return data
-
-    def with_settings(self, config: RunConfig) -> "TrainingData":
-        """The same data with other lanes, segments and memory (`RunConfig.after_step`)."""
-        phase = self.phase.model_copy(update={"num_lanes": config.data.num_lanes})
-        model_config = replace(self.model_config, mem_len=config.model.mem_len)
-        plan = phase.plan(tgt_len=config.data.tgt_len)
-        return replace(self, phase=phase, plan=plan, model_config=model_config)
+        return cls(corpora, evaluation, tokenizer, phase, plan, model_config)
 
     @property
     def vocabulary(self) -> ShardManifest:

@@ -3,7 +3,7 @@
 `training.profile_steps` writes a trace of some steps by torch.profiler to RUN/profile:
 
     rank-0-step-100.json   for chrome://tracing or https://ui.perfetto.dev; one file for each part
-                           of a range that a resume or a change of settings divides
+                           of a range that a resume divides
 
 A trace covers everything the rank does from the first of these steps to the last one: data, step,
 report and checkpoints. Profiling slows these steps down; other steps are not affected.

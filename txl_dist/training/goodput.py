@@ -89,16 +89,14 @@ class Goodput(Observer):
         step: int,
         kept_step: int | None = None,
         reached_step: int = 0,
-        is_restart: bool = True,
         is_finished: bool = False,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """Begin at `step`: steps of earlier processes after `kept_step` are lost (None: `step`).
 
         `reached_step`: the last step that they are known to have trained. It may be later than
-        their last update. `is_restart`: False if this process has written the file itself, before
-        a change of settings. `is_finished`: the run has no steps left. `may_write`: False once
-        another process writes the file.
+        their last update. `is_finished`: the run has no steps left. `may_write`: False once another
+        process writes the file.
         """
         self._path, self._activity, self._may_write = path, activity, may_write
         self._updated_at = 0.0
@@ -111,15 +109,13 @@ class Goodput(Observer):
             remove_leftovers(path)
         if earlier := read_goodput(path):
             kept_step = step if kept_step is None else kept_step
-            self._continue(earlier, kept_step, reached_step, is_restart=is_restart)
+            self._continue(earlier, kept_step, reached_step)
             self._step = step
         self._is_complete &= is_finished
         if not self._is_complete:
             self._write(sync=True)  # counts this start, even if it does not reach a step
 
-    def _continue(
-        self, earlier: GoodputFile, step: int, reached_step: int, *, is_restart: bool
-    ) -> None:
+    def _continue(self, earlier: GoodputFile, step: int, reached_step: int) -> None:
         self._seconds.update(earlier.seconds)
         self._productive = dict(sorted(earlier.productive.items()))
         # Steps after the last update: their time counts as down.
@@ -127,17 +123,12 @@ class Goodput(Observer):
         self._lost_steps = earlier.lost_steps + steps_after_update
         self._restarts = earlier.restarts
         self._step, self._is_complete = earlier.step, earlier.is_complete
-        if is_restart and not earlier.is_complete:
+        if not earlier.is_complete:
             self._restarts += not earlier.is_stopped
-            self._seconds[DOWN] += self._seconds_since(earlier)
-        elif not is_restart:  # the old parts of the run were closed
-            self._seconds[Span.START_UP.value] += self._seconds_since(earlier)
+            # From the last update to the start of `activity`.
+            process_seconds = sum(self._activity.seconds().values())
+            self._seconds[DOWN] += max(0.0, time.time() - process_seconds - earlier.updated)
         self._rewind(step)
-
-    def _seconds_since(self, earlier: GoodputFile) -> float:
-        """From the last update to the start of `activity`."""
-        process_seconds = sum(self._activity.seconds().values())
-        return max(0.0, time.time() - process_seconds - earlier.updated)
 
     @property
     def seconds(self) -> defaultdict[str, float]:

@@ -45,8 +45,6 @@ class TrainJob(BaseModel):
     """Appears once this launch has saved a checkpoint; a restart then resumes from the newest."""
     stop_file: str | None = None
     """When this file appears, the ranks save and exit with code 75."""
-    evaluate_on: str = "processes"
-    """`--on` of the process that scores checkpoints (`evaluation.on: workers`)."""
 
     @property
     def run_path(self) -> Path:

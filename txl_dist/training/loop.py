@@ -4,20 +4,18 @@
             -> evaluation -> score
 
 A rollback, also one because of a save or an evaluation, ends the events of its step, and the loop
-continues at the older step. With `evaluation.on: workers` another process evaluates
-(`score_watch.py`), and the loop waits for it at the end only.
+continues at the older step.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, observers report (`observer.py`), `saving.py` writes checkpoints,
 and `setup.py` creates these parts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
@@ -25,11 +23,12 @@ from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.training.observer import Observers
-from txl_dist.training.recovery import Recovery, Rollback
+from txl_dist.training.recovery import Recovery
 from txl_dist.training.run_log import FIRST_BATCH
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
-from txl_dist.training.scores import Evaluate, ScoreTable, due_in
+from txl_dist.training.scores import Evaluate, ScoreTable
+from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.state import TrainState, after_step
 from txl_dist.training.step import StepResult, TrainStep
 
@@ -37,9 +36,9 @@ from txl_dist.training.step import StepResult, TrainStep
 class RolledBackError(Exception):
     """Ends the events of a step after a rollback. Never leaves the loop."""
 
-    def __init__(self, rollback: Rollback) -> None:
-        super().__init__(rollback)
-        self.rollback = rollback
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(state)
+        self.state = state
 
 
 @dataclass(kw_only=True)
@@ -52,36 +51,26 @@ class Trainer:
     """
 
     config: RunConfig
-    plan: LanePlan
+    state: TrainState
+    source: SegmentSource
     segments: Iterator[Segment]
-    read_from: Callable[[TrainState], tuple[LanePlan, Iterator[Segment]]]
-    """Opens `plan` and `segments` at a state to which a rollback has returned."""
+    """Those of `source` from the position of `state` on."""
     step: TrainStep
+    recovery: Recovery
     observers: Observers
-    stop: StopRequest
     saver: RunSaver
+    stop: StopRequest
     evaluate: Evaluate | None
-    """None: nothing is evaluated, or another process does it."""
-    is_evaluated: bool
-    """Whether the run evaluates, on its ranks or in another process."""
+    """None: the ranks evaluate nothing."""
     scores: ScoreTable | None
     """On rank 0."""
-    wait_for_scores: Callable[[object], bool] | None
-    """Waits for the process that scores checkpoints; False after a stop request."""
-    state: TrainState
-    last_step: int
-    """`run` returns after this step: it ends the run, or settings change after it."""
-    recovery: Recovery
     evaluation_is_pending: bool = False
     """The ranks have to evaluate the weights of `state` before the next step."""
     _segment: Segment | None = field(default=None, init=False)
     """The newest one."""
-    _is_done: bool = field(default=False, init=False)
-    _must_rebuild: bool = field(default=False, init=False)
-    """A rollback has returned to a checkpoint of other settings."""
 
     def run(self) -> TrainState:
-        """Train to `last_step`, save, and return the final state.
+        """Train to the last step, save, and return the final state.
 
         Raises, on every rank, DivergedError if a step has diverged and `divergence.policy` ends the
         run (that step is not saved), and PreemptedError after a stop request, once the state is
@@ -90,8 +79,8 @@ class Trainer:
         is_complete = is_stopped = False
         self.observers.start(self.state)
         try:
-            state = self._train()
-            is_complete = state.step >= self.config.num_steps
+            self._train()
+            is_complete = True
         except PreemptedError:
             is_stopped = True
             raise
@@ -100,77 +89,55 @@ class Trainer:
             raise DivergedError(f"{cause}. {self.recovery.advice(self.state)}") from error
         finally:
             self.observers.end(self.state, is_complete=is_complete, is_stopped=is_stopped)
-        return state
+        return self.state
+
+    def _train(self) -> None:
+        """All events, in their order."""
+        training, num_steps = self.config.training, self.config.num_steps
+        while True:
+            try:
+                if self.evaluation_is_pending:
+                    self._evaluate()
+                if self.state.step >= num_steps:
+                    self.saver.confirm()
+                    self._finish_saving(require_copies=True)
+                    return
+                segment = self._next_segment()
+                result = self._step(segment)
+                # Before anything that can raise: a running save may detect the same bad weights.
+                if result.event is not None:
+                    self._respond(segment, result)
+                if "save_failed" in result.raised:
+                    with self._finite_weights():
+                        self.saver.wait()  # raises the error on every rank
+                if result.is_update:
+                    # The step was accepted, so the checkpoint after the previous one is usable.
+                    self.saver.confirm()
+                self.state = after_step(self.state, segment, result, self.config)
+                self.observers.step(self.state, result)
+                if self._is_due(training.log_interval_steps):
+                    self._write_line()
+                self.evaluation_is_pending = self.evaluate is not None and self._is_due(
+                    self.config.evaluation.interval_steps
+                )
+                # Before the evaluation, which may take minutes: a stop would lose the checkpoint.
+                if self._is_due(training.checkpoint_interval_steps) or "save_due" in result.raised:
+                    self._save()
+                # Agreed on by all ranks in the step's collective, so all stop after the same step.
+                has_work = self.state.step < num_steps or self.evaluation_is_pending
+                if "stop" in result.raised and has_work:
+                    self._stop()
+            except RolledBackError as event:
+                self._continue_from(event.state)
 
     @property
     def _activity(self) -> Activity:
         return self.step.world.activity
 
-    def _train(self) -> TrainState:
-        while not (self._is_done or self._must_rebuild):
-            try:
-                if self.evaluation_is_pending:
-                    self._evaluate()
-                elif self.state.step < self.last_step:
-                    self._train_step()
-                else:
-                    self._finish()
-            except RolledBackError as event:
-                self._continue_from(event.rollback)
-        return self.state
-
-    def _train_step(self) -> None:
-        segment = self._next_segment()
-        result = self._step(segment)
-        # Before anything that can raise: a running save may detect the same bad weights.
-        if result.event is not None:
-            self._respond(segment, result)
-        if "save_failed" in result.raised:
-            with self._finite_weights():
-                self.saver.wait()  # raises the error on every rank
-        if result.is_update:
-            # The step was accepted, so the checkpoint written after the previous one is usable.
-            self.saver.confirm()
-        self.state = after_step(self.state, segment, result, self.config)
-        self.observers.step(self.state, result)
-        if self._is_due(self.config.training.log_interval_steps):
-            self._write_line()
-        self.evaluation_is_pending = self.evaluate is not None and self._evaluation_is_due
-        # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
-        if self._save_is_due(result):
-            self._save()
-        # Agreed on by all ranks in the step's collective, so all stop after the same step.
-        if "stop" in result.raised and not self._is_finished:
-            self._stop()
-
-    def _finish(self) -> None:
-        """Save what is not saved at the end of the run, or before a change of settings."""
-        if self.state.step == self.config.num_steps:
-            self._wait_for_scores()
-            self.saver.confirm()
-        elif self.saver.saved_step != self.state.step:
-            self._save()  # the run continues from here with other settings
-        self._finish_saving(require_copies=self.state.step == self.config.num_steps)
-        self._is_done = True
-
-    def _save_is_due(self, result: StepResult) -> bool:
-        is_due = self._is_due(self.config.training.checkpoint_interval_steps)
-        # Another process evaluates checkpoints, not the weights of the ranks.
-        is_due = is_due or (self._evaluation_is_due and self.config.evaluation.on == "workers")
-        return is_due or self.state.step == self.last_step or "save_due" in result.raised
-
     def _is_due(self, interval_steps: int) -> bool:
         # A function of the step number only, so a resumed run has the same events.
         step = self.state.step
         return step % interval_steps == 0 or step == self.config.num_steps
-
-    @property
-    def _evaluation_is_due(self) -> bool:
-        return self.is_evaluated and due_in(self.config)(self.state.step)
-
-    @property
-    def _is_finished(self) -> bool:
-        return self.state.step == self.config.num_steps and not self.evaluation_is_pending
 
     def _next_segment(self) -> Segment:
         self.observers.segment(self.state.step + 1)
@@ -200,7 +167,7 @@ class Trainer:
             segment,
             step=number,
             turn=self.state.turn,
-            num_targets=self.plan.targets_in_step(
+            num_targets=self.source.plan.targets_in_step(
                 segment.position, self.state.turn, self.config.data.num_turns
             ),
             lr=lr_at(number, self.config.optimizer, num_steps=self.config.num_steps),
@@ -219,13 +186,10 @@ class Trainer:
         if self.config.divergence.policy == "rollback":
             raise RolledBackError(self.recovery.roll_back_step(self.state))
 
-    def _continue_from(self, rollback: Rollback) -> None:
+    def _continue_from(self, state: TrainState) -> None:
         self._activity.enter(Span.OTHER)
-        self.state, self.evaluation_is_pending = rollback.state, False
-        self._must_rebuild = rollback.has_other_settings
-        if not self._must_rebuild:
-            self.plan, self.segments = self.read_from(self.state)
-            self._segment = None
+        self.state, self.evaluation_is_pending = state, False
+        self.segments, self._segment = self.source.open_at(state), None
 
     def _write_line(self) -> None:
         self.observers.line(self.state, {})
@@ -262,24 +226,15 @@ class Trainer:
             yield
         except DivergedError as error:
             assert saved_step is not None
-            rollback = self.recovery.roll_back_weights(self.state, error, saved_step)
-            raise RolledBackError(rollback) from error
-
-    def _wait_for_scores(self) -> None:
-        """Wait for the process that scores checkpoints."""
-        if self.wait_for_scores is None:
-            return
-        with self._finite_weights():
-            self.saver.wait()  # raises if the checkpoint that would be scored cannot be written
-        previous = self._activity.enter(Span.EVALUATION)
-        if not self.wait_for_scores(self.stop):
-            self._stop()
-        self._activity.enter(previous)
-        self.saver.mark_best()
+            state = self.recovery.roll_back_weights(self.state, error, saved_step)
+            raise RolledBackError(state) from error
 
     def _save(self) -> None:
         previous = self._activity.enter(Span.SAVE_WAIT)
         self.observers.save(self.state)
+        # What `txl eval --watch` has scored since the last save.
+        for score, gain in self.scores.refresh() if self.scores else ():
+            self.observers.score(score, gain)
         with self._finite_weights():
             self.saver.save(self.state)
         self._activity.enter(previous)

@@ -40,9 +40,9 @@ def build_observers(
         SystemMetrics(world),
         _profiler(rank),
     ]
-    # Of the whole run, so that a change of settings does not move the check. Raises on all ranks.
+    # Raises on all ranks.
     learning = world.run_on_all(
-        lambda: LearningCheck.of(rank.job.config, rank.data, state) if world.is_rank_zero else None
+        lambda: LearningCheck.of(config, rank.data, state) if world.is_rank_zero else None
     )[0]
     if world.is_rank_zero:
         attempt = rank.directory.checkpoints.attempt
@@ -52,7 +52,6 @@ def build_observers(
             step=state.step,
             kept_step=beginning.kept_step,
             reached_step=reached_step,
-            is_restart=beginning.is_new_attempt,
             is_finished=state.step == config.num_steps,
             may_write=lambda: attempt is None or attempt.is_newest,
         )

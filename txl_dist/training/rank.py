@@ -1,6 +1,5 @@
 """One rank of a run, from start to exit: called by every launcher in the process of the rank."""
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -60,26 +59,11 @@ def train_rank(
         _explained_errors(job, world),
     ):
         log.info("rank %d is up", world.rank)
-        with ExitStack() as run_stack:
-            tracker = None
-            while True:  # once, and again after each change of settings (`training.changes`)
-                world.activity.reset()
-                with ExitStack() as stack:
-                    inputs = open_inputs(
-                        job, world, directory, stack, run_stack=run_stack, stop=stop
-                    )
-                    trainer = build_trainer(inputs, tracker=tracker)
-                    deadline.begin_steps(partial(_loss_of, trainer, directory.checkpoints))
-                    state, num_steps = trainer.run(), trainer.config.num_steps
-                    tracker = trainer.saver.tracker
-                if state.step >= num_steps:
-                    break
-                # Resume from the checkpoint of this step. Until the next first step nothing can be
-                # lost.
-                deadline.begin_steps(lambda: "no step is lost")
-                del trainer
-                gc.collect()  # frees the old engine before the new one is built
-                job = job.model_copy(update={"resume": "auto"})
+        with ExitStack() as stack:
+            world.activity.reset()
+            trainer = build_trainer(open_inputs(job, world, directory, stack, stop=stop))
+            deadline.begin_steps(partial(_loss_of, trainer, directory.checkpoints))
+            state = trainer.run()
         log.info("finished at step %d", state.step)
         return state
 

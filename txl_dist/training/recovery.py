@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_pipeline.streams.segments import LaneDocument, Segment, documents_of_lanes
 from data_pipeline.system.files import write_file
@@ -40,15 +40,6 @@ MAX_FILES = 100
 log = logging.getLogger(__name__)
 
 
-class Rollback(NamedTuple):
-    """Where a run continues."""
-
-    state: TrainState
-    has_other_settings: bool
-    """Other settings hold there (`training.changes`), so all parts of the run must be built again,
-    from the newest checkpoint."""
-
-
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """Responds to events on one rank. Rollbacks are collective."""
@@ -57,13 +48,6 @@ class Recovery:
     step: TrainStep
     observers: Observers
     saver: RunSaver
-    settings_step: int
-    """The settings after this step hold (`training.changes`)."""
-
-    @property
-    def last_step(self) -> int:
-        """Last step of the trainer: the end of the run, or the next change of settings."""
-        return self.rank.config.last_step_with(self.settings_step)
 
     def record(self, state: TrainState, segment: Segment, result: StepResult) -> TrainState:
         """Write the event down; returns the state with it.
@@ -104,10 +88,10 @@ class Recovery:
         last_update = state.divergence.last_update(state.step)
         return divergence_advice(self.rank.config.run_path, before=last_update)
 
-    def roll_back_step(self, state: TrainState) -> Rollback:
-        """Continue from the newest good checkpoint, after the step after `state` has diverged.
+    def roll_back_step(self, state: TrainState) -> TrainState:
+        """Load the newest good checkpoint, after the step after `state` has diverged.
 
-        Collective. Raises DivergedError if there is none.
+        Collective. Returns the state to continue from. Raises DivergedError if there is none.
         """
         step, last_update = state.step + 1, state.divergence.last_update(state.step)
         return self._roll_back(
@@ -117,7 +101,7 @@ class Recovery:
             excluded={last_update, step},
         )
 
-    def roll_back_weights(self, state: TrainState, error: DivergedError, step: int) -> Rollback:
+    def roll_back_weights(self, state: TrainState, error: DivergedError, step: int) -> TrainState:
         """The same after the evaluation or the save of `step`, `state`'s or an earlier one.
 
         Raises `error` if the policy is not `rollback`.
@@ -130,8 +114,8 @@ class Recovery:
 
     def _roll_back(
         self, state: TrainState, cause: str, *, last_update: int, excluded: set[int]
-    ) -> Rollback:
-        world, config = self.rank.world, self.rank.config
+    ) -> TrainState:
+        world = self.rank.world
         world.activity.name = f"rollback after step {state.step}"
         self.saver.settle()  # a checkpoint may be being written
         point = newest_before(last_update, self.rank.directory.checkpoints, world)
@@ -141,8 +125,7 @@ class Recovery:
                 f"{last_update}, the last update of the weights. A lower "
                 "training.checkpoint_interval_steps would leave one"
             )
-        has_other_settings = config.last_step_with(point.state.step) != self.last_step
-        restored = point.state if has_other_settings else resume_at(point, self.rank, self.step)
+        restored = resume_at(point, self.rank, self.step)
         divergence = restored.divergence.model_copy(
             update={
                 "event_steps": state.divergence.event_steps,
@@ -165,7 +148,7 @@ class Recovery:
             if len(excluded) > 1
             else f" {last_update}",
         )
-        return Rollback(restored, has_other_settings)
+        return restored
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class Report(Observer):
         *,
         scored: str | None = None,
     ) -> None:
-        """`scored`: `EvaluatedSplit.label` of the split that is scored."""
+        """`scored`: `EvaluatedSplit.label` of the split that the ranks score."""
         self._journal, self._activity, self._config = journal, activity, config
         self._scored = scored
         self._before: dict[Span, float] | None = None
@@ -126,14 +126,13 @@ class Report(Observer):
         if score.nats is None:
             log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
             return
-        assert self._scored is not None
-        sums = score.sums
-        self._journal.write(score.metrics(self._scored))
+        sums, scored = score.sums, self._scored or score.split
+        self._journal.write(score.metrics(scored))
         per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes > 0 else ""
         log.info(
             "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
             score.step,
-            self._scored,
+            scored,
             sums.nats_per_token,
             sums.perplexity,
             per_byte,
@@ -180,7 +179,11 @@ def log_start(
     config, world, point = rank.config, rank.world, beginning.point
     log.info("machine | host %s: %s", socket.gethostname(), describe_machine(world.device))
     warn_if_busy(world.device)
-    remaining = remaining_work(state, num_steps=config.num_steps, unscored=beginning.unscored)
+    remaining = remaining_work(
+        state,
+        num_steps=config.num_steps,
+        evaluation_is_pending=beginning.evaluation_is_pending,
+    )
     if remaining is None:
         log.info(
             "this run is finished: %d of training.num_steps=%d steps are done. To train it "
@@ -264,8 +267,7 @@ def evaluation_line(run: RunConfig, evaluated: EvaluatedSplit) -> str:
         text = f"the first {config.max_tokens:,} tokens of {text}"
     else:
         text = f"{text} ({evaluated.num_tokens:,} tokens)"
-    where = " | by a worker, from checkpoints" if config.on == "workers" else ""
-    return f"{text} | every {config.interval_steps:,} steps and at the end{where}"
+    return f"{text} | every {config.interval_steps:,} steps and at the end"
 
 
 def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str:

@@ -65,19 +65,16 @@ def open_saver(
         header=rank.checkpoint_header,
         step=step,
         tracker=tracker,
-        uploader=_open_uploader(rank, is_new_attempt=beginning.is_new_attempt),
+        uploader=_open_uploader(rank),
         config=config.training,
         scores=beginning.scores,
-        max_waiting=config.evaluation.max_waiting_checkpoints
-        if config.evaluation.on == "workers"
-        else 0,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
         saved_step=beginning.kept_step or None,
     )
     return rank.stack.enter_context(closing(saver))
 
 
-def _open_uploader(rank: RankContext, *, is_new_attempt: bool) -> CopyUploader | None:
+def _open_uploader(rank: RankContext) -> CopyUploader | None:
     """On rank 0, if checkpoints are copied. Collective."""
     config, checkpoints = rank.config.training, rank.directory.checkpoints
     uploader = None
@@ -88,7 +85,7 @@ def _open_uploader(rank: RankContext, *, is_new_attempt: bool) -> CopyUploader |
             retention=retention_of(config),
             attempt=checkpoints.attempt,
         )
-    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader and is_new_attempt else None)
+    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader else None)
     return uploader
 
 
@@ -96,8 +93,7 @@ class RunSaver:
     """Saves from all ranks. `save`, `wait*` and `finish` are collective, other methods are not.
 
     `saved_file` is created at the first checkpoint (see TrainJob). `saved_step` is the step of the
-    newest save of this run, or of the checkpoint that it resumed from. `scores` on rank 0: their
-    best checkpoint is kept, and up to `max_waiting` that wait for a score.
+    newest save of this run, or of the checkpoint that it resumed from. `scores` on rank 0.
     """
 
     def __init__(
@@ -110,13 +106,12 @@ class RunSaver:
         uploader: CopyUploader | None,
         config: TrainingConfig,
         scores: ScoreTable | None,
-        max_waiting: int = 0,
         saved_file: Path | None,
         saved_step: int | None,
     ) -> None:
         self._checkpoints, self._header, self._config = checkpoints, header, config
-        self._uploader, self._scores, self._max_waiting = uploader, scores, max_waiting
-        self._step, self.tracker, self._saved_file = step, tracker, saved_file
+        self._uploader, self._scores = uploader, scores
+        self._step, self._tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
         self._is_confirmed = False
         self._saved_at = time.monotonic()
@@ -163,7 +158,7 @@ class RunSaver:
             require_useful=partial(self._require_useful, self._queue),
         )
         snapshot = Snapshot(self._step.engine.fragments(), self._step.memory_of_lanes())
-        mlflow_run_id = self.tracker.run_id if self.tracker else None
+        mlflow_run_id = self._tracker.run_id if self._tracker else None
         self._queue.submit(partial(self._write, save, snapshot, state, mlflow_run_id))
         self.saved_step, self._is_confirmed = state.step, False
         self._saved_at = time.monotonic()
@@ -350,19 +345,7 @@ class RunSaver:
             self._scores.mark_best()
 
     def _prune(self) -> None:
-        scores, best_step, waiting, kept = self._scores, None, list[int](), set[int]()
-        if scores is not None:
-            best_step = scores.best_step
-            waiting = scores.waiting() if self._max_waiting else []
-            # The oldest, which is being scored, and the newest.
-            kept = {*waiting[:1], *waiting[-self._max_waiting :]} if waiting else set()
         with explain_failed_save(self._checkpoints, rank=0):
-            removed = self._checkpoints.prune(
-                retention_of(self._config), best_step=best_step, unscored_steps=kept
-            )
-        for step in sorted({*waiting} & {*removed}):
-            log.warning(
-                "evaluation at step %d | WARNING: no score: checkpoints come faster than they are "
-                "scored (evaluation.max_waiting_checkpoints)",
-                step,
-            )
+            # `txl eval --watch` may have moved BEST.
+            best_step = self._checkpoints.pointer("BEST")
+            self._checkpoints.prune(retention_of(self._config), best_step=best_step)

@@ -1,13 +1,12 @@
 """`txl eval --watch RUN`: a process that scores the checkpoints of a run while training continues.
 
-    training    saves a checkpoint whose evaluation is due, and keeps it (`scores.py`)
+    training    saves a checkpoint of a step whose evaluation is due (`scores.py`)
     `watch`     scores it, writes its file in RUN/evaluations, and lets BEST point to the best one
-    training    finds the file, and writes the score to metrics.jsonl (`score_watch.py`)
+    training    finds the file at its next save, and writes the score to metrics.jsonl
 
-`evaluation.on: workers` starts the process. It can also be started by hand, for a run that trains
-or has ended. Checkpoints are scored in the order of their steps, in which metrics have to be
-logged. The sums of finished batches are kept in RUN/evaluations, so that the next process does not
-score them again.
+The run may train, with `evaluation.split: null`, or have ended. Checkpoints are scored in the order
+of their steps, in which metrics have to be logged. The sums of finished batches are kept in
+RUN/evaluations, so that the next process does not score them again.
 """
 
 import os
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from data_pipeline.system.files import is_locked, try_lock
@@ -27,7 +25,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
-from txl_dist.training.data import EvaluatedSplit, TrainingData
+from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.schedule import resolve_duration
 from txl_dist.training.scores import FOLDER, ScoreTable, StepScore, due_in
@@ -40,31 +38,35 @@ def watch(
     run: Path,
     workers: Workers,
     *,
+    split: str = DEFAULT_SPLIT,
     num_threads: int,
     note: Callable[[str], None],
-    is_training: Callable[[], bool] | None = None,
 ) -> int:
     """Score the checkpoints of a run until it has ended and none waits; returns how many.
 
-    `is_training`: whether the run goes on; None: as long as a process holds its lock.
-
-    A checkpoint that cannot be scored is noted with the reason, and tried again by the next start
-    of the run. Raises ConfigError if `run` cannot be watched.
+    The run goes on as long as a process holds its lock. `split`: what is scored if the config of
+    the run names none. A checkpoint that cannot be scored is noted with the reason, and tried again
+    by the next start of the run. Raises ConfigError if `run` cannot be watched.
     """
     directory = RunDirectory(run)
     if not directory.config.is_file():
         raise ConfigError(f"{run} has no config.yaml, so it is no run directory: start the run")
     config = load_run_config(directory.config, [f"directory={run}"])
+    if config.evaluation.split is None:
+        named = config.evaluation.model_copy(update={"split": split})
+        config = config.model_copy(update={"evaluation": named})
     data = TrainingData.open(config, num_ranks=1)
     if data.evaluation is None:
-        raise ConfigError(f"{directory.config} names no split to score: set evaluation.split=NAME")
+        raise ConfigError(
+            f"the data of {run} has no split {DEFAULT_SPLIT!r} with tokens; set evaluation.split="
+            f"NAME in {directory.config}"
+        )
     config, num_scored = resolve_duration(config, data.plan), 0
     scorer = _CheckpointScorer(directory.checkpoints, data.evaluation, config, workers, num_threads)
-    is_training = is_training or partial(is_locked, run / "lock")
     with _only_watcher(run):
         table = ScoreTable(directory.checkpoints, due_in(config))
         while True:
-            is_over = not is_training()  # before the list: the last save is in it
+            is_over = not is_locked(run / "lock")  # before the list: the last save is in it
             table.refresh()
             table.mark_best()
             if waiting := table.waiting():
@@ -87,8 +89,8 @@ def _only_watcher(run: Path) -> Iterator[None]:
     try:
         if not try_lock(descriptor):
             raise ConfigError(
-                f"another process scores the checkpoints of {run} (txl eval --watch, or a run with "
-                "evaluation.on=workers). Wait until it has ended"
+                f"another process scores the checkpoints of {run} (txl eval --watch). Wait until "
+                "it has ended"
             )
         yield
     finally:
@@ -104,7 +106,7 @@ class _CheckpointScorer:
     config: RunConfig
     workers: Workers
     num_threads: int
-    """May change the last bit of a matrix product: as many as rank 0 has."""
+    """May change the last bit of a matrix product."""
 
     def score(self, step: int) -> StepScore | None:
         """The score of a step; None if its checkpoint was removed or superseded meanwhile."""

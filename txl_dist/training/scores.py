@@ -5,14 +5,12 @@
 An evaluation is due at the multiples of `evaluation.interval_steps` and at the last step:
 
     checkpoint  file  state    what happens
-    yes         no    waiting  on ranks: they score it before the next step, also after a resume
-                               on workers: retention keeps the checkpoint until it is scored
+    yes         no    waiting  the ranks score it before the next step, also after a resume
     any         yes   scored   rank 0 writes it to metrics.jsonl once; the best one is BEST
-    no          no    missed   reported: more than `evaluation.max_waiting_checkpoints` waited
 
-The ranks of a run (`evaluation.on: ranks`) and `txl eval --watch` (`score_checkpoints.py`) write
-these files. Nothing else is stored about evaluations, except the best score in each checkpoint: a
-run that continues from a copy on an empty disk knows it.
+The ranks of a run and `txl eval --watch` (`score_checkpoints.py`) write these files. Nothing else
+is stored about evaluations, except the best score in each checkpoint: a run that continues from a
+copy on an empty disk knows it.
 """
 
 import logging
@@ -236,13 +234,6 @@ class ScoreTable:
         """Steps of checkpoints whose evaluation is due and not done, ascending."""
         steps = self._checkpoints.steps()
         return [step for step in steps if step not in self._by_step and self._is_due(step)]
-
-    def unscored(self, step: int, *, on_ranks: bool) -> list[int]:
-        """The steps that a run that continues at `step` has to evaluate, ascending.
-
-        The ranks can score only the weights with which they begin, `txl eval --watch` also others.
-        """
-        return [n for n in self.waiting() if n == step or (n < step and not on_ranks)]
 
     def write_metrics(self, path: Path, label: str) -> None:
         """Append the scores that the metrics in `path` lack."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 from data_pipeline.errors import counted
-from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream, segment_pipeline
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
@@ -28,14 +27,17 @@ DATA_TIMEOUT_SHARE = 0.9
 
 
 class SegmentSource:
-    """Opens the segments of this rank's lanes at a state; at most one stream is open."""
+    """Opens the segments of this rank's lanes at a state; at most one stream is open.
+
+    `plan` has the lanes of the phase that is open.
+    """
 
     def __init__(self, rank: RankContext, step: TrainStep) -> None:
-        self._rank, self._step = rank, step
+        self._rank, self._step, self.plan = rank, step, rank.data.plan
         self._streams = rank.stack.enter_context(ExitStack())
 
-    def open_at(self, state: TrainState) -> tuple[LanePlan, Iterator[Segment]]:
-        """The lanes of the current phase, and the segments from the position of `state` on."""
+    def open_at(self, state: TrainState) -> Iterator[Segment]:
+        """The segments from the position of `state` on."""
         self._streams.close()  # that of superseded steps
         stream = self._streams.enter_context(closing(_open_stream(self._rank, self._step, state)))
         segments, device = segment_pipeline(stream), self._rank.world.device
@@ -43,7 +45,8 @@ class SegmentSource:
         if device.type != "cpu" and self._rank.config.data.num_turns == 1:
             segments = DeviceSegments(segments, device, is_ready=lambda: stream.has_segment)
             self._step.while_computing = segments.prefetch
-        return self._rank.data.plan_of(state.phases[-1]), segments
+        self.plan = self._rank.data.plan_of(state.phases[-1])
+        return segments
 
 
 def refill_memory(rank: RankContext, step: TrainStep, point: ResumePoint, state: TrainState) -> int:

@@ -2,14 +2,14 @@
 
     open_inputs    inputs   config, data and the other ranks, checked (context.py)
     build_trainer  attempt  the lock, and the attempt that ends older ones
-                   point    the checkpoint to resume from, and the evaluations missing there
+                   point    the checkpoint to resume from, and whether its evaluation is missing
                    parts    what computes, saves and observes, and the state to begin with
                    trainer  the loop over these, and the segments that it reads
 
 Some stages are collective, so every rank has to go through all of them in this order.
 """
 
-import logging
+from dataclasses import replace
 
 from txl_dist.training.computation import build_evaluator, build_step
 from txl_dist.training.context import Beginning, RankContext
@@ -20,106 +20,79 @@ from txl_dist.training.report import log_start
 from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
 from txl_dist.training.run_directory import begin_attempt
 from txl_dist.training.saving import open_saver
-from txl_dist.training.score_watch import open_score_watch
 from txl_dist.training.scores import ScoreTable, due_in
 from txl_dist.training.segment_source import SegmentSource
 from txl_dist.training.start_state import initial_state, open_run, resume_at
-from txl_dist.training.tracked import TrackingProcess, start_tracker
-
-log = logging.getLogger(__name__)
+from txl_dist.training.tracked import start_tracker
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
 
 
-def build_trainer(inputs: RankContext, *, tracker: TrackingProcess | None = None) -> Trainer:
-    """Resume or initialise, and build all parts of the run. Collective.
-
-    `tracker`: that of the trainer before a change of settings.
-    """
+def build_trainer(inputs: RankContext) -> Trainer:
+    """Resume or initialise, and build all parts of the run. Collective."""
     world = inputs.world
     beginning = begin_run(inputs)
-    rank = inputs.after_step(beginning.settings_step, run_id=beginning.run_id)
+    rank = replace(inputs, run_id=beginning.run_id)
     step, point = build_step(rank), beginning.point
     state = resume_at(point, rank, step) if point else initial_state(rank, None)
     # Before the observers, which continue its files.
     reached_steps = world.run_on_all(lambda: open_run(rank, beginning) if beginning.scores else 0)
     # Before the tracker: the peak is measured without its process.
     observers = build_observers(rank, beginning, state, reached_step=reached_steps[0])
-    tracker = tracker or start_tracker(rank)
+    tracker = start_tracker(rank)
     if world.is_rank_zero:
         log_start(rank, beginning, state, shapes=step.engine.shapes)
-    wait = open_score_watch(rank, beginning, observers)
     saver = open_saver(rank, beginning, step, tracker)
-    recovery = Recovery(rank, step, observers, saver, beginning.settings_step)
-    segments = SegmentSource(rank, step)
-    plan, first_segments = segments.open_at(state)
+    recovery = Recovery(rank, step, observers, saver)
+    source = SegmentSource(rank, step)
     return Trainer(
         config=rank.config,
-        plan=plan,
-        segments=first_segments,
-        read_from=segments.open_at,
-        step=step,
-        observers=observers,
-        stop=rank.stop,
-        saver=saver,
-        evaluate=build_evaluator(rank, step.engine),
-        is_evaluated=rank.data.evaluation is not None,
-        scores=beginning.scores,
-        wait_for_scores=wait,
         state=state,
-        last_step=recovery.last_step,
+        source=source,
+        segments=source.open_at(state),
+        step=step,
         recovery=recovery,
+        observers=observers,
+        saver=saver,
+        stop=rank.stop,
+        evaluate=build_evaluator(rank, step.engine),
+        scores=beginning.scores,
         evaluation_is_pending=beginning.evaluation_is_pending,
     )
 
 
 def begin_run(inputs: RankContext) -> Beginning:
     """Take the lock, find the checkpoint to resume from, and begin an attempt. Collective."""
-    job, world, directory, data = inputs.job, inputs.world, inputs.directory, inputs.data
+    world, directory, data = inputs.world, inputs.directory, inputs.data
+    job = inputs.job.model_copy(update={"config": inputs.config})
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
     world.run_on_rank_zero(lambda: inputs.stack.enter_context(lock))
     checkpoints = directory.checkpoints
-    # A change of settings (`training.changes`) begins no new attempt. The newest checkpoint is then
-    # in the run directory, so the run continues even if its URL cannot be reached.
-    is_new_attempt = checkpoints.attempt is None
-    point = find_resume_point(job, data, world, download=is_new_attempt)
+    point = find_resume_point(job, data, world)
     run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
-    if is_new_attempt:
-        # Only after all checks: beginning an attempt fences the one that is running.
-        checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
-        if world.broadcast(checkpoints.newest_step() != newest_step):
-            # The older attempt has saved meanwhile.
-            point = find_resume_point(job, data, world, download=False)
-            run_id = world.broadcast(run_id_of(point))
-        _share_stop(inputs)
-    scores, unscored = _open_scores(inputs, point)
-    return Beginning(
-        point, run_id, is_new_attempt, scores, unscored, job.config.evaluation.on == "ranks"
-    )
+    # Only after all checks: beginning an attempt fences the one that is running.
+    checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
+    if world.broadcast(checkpoints.newest_step() != newest_step):
+        # The older attempt has saved meanwhile.
+        point = find_resume_point(job, data, world, download=False)
+        run_id = world.broadcast(run_id_of(point))
+    _share_stop(inputs)
+    scores, is_pending = _open_scores(inputs, point)
+    return Beginning(point, run_id, scores, is_pending)
 
 
-def _open_scores(
-    inputs: RankContext, point: ResumePoint | None
-) -> tuple[ScoreTable | None, list[int]]:
-    """The scores of the run, on rank 0, and the steps whose evaluation is missing. Collective."""
-    config, scores, unscored = inputs.job.config, None, list[int]()
+def _open_scores(inputs: RankContext, point: ResumePoint | None) -> tuple[ScoreTable | None, bool]:
+    """The scores of the run, on rank 0, and whether that of the point is missing. Collective."""
+    scores, is_pending = None, False
     if inputs.world.is_rank_zero:
-        is_due = due_in(config) if inputs.data.evaluation else lambda step: False
+        is_due = due_in(inputs.config) if inputs.data.evaluation else lambda step: False
         inherited = point.state.best if point is not None and not point.is_fork else None
         scores = ScoreTable(inputs.directory.checkpoints, is_due, inherited=inherited)
         kept_step = point.kept_step if point else 0
         scores.rewind(kept_step)
-        unscored = scores.unscored(kept_step, on_ranks=config.evaluation.on == "ranks")
-        if others := {*scores.unscored(kept_step, on_ranks=False)} - {*unscored}:
-            log.warning(
-                "evaluation | WARNING: the ranks score only their own weights (evaluation.on), so "
-                "the checkpoints of steps %s get no score and are removed as others follow. To "
-                "score them, stop the run, and: txl eval --watch %s",
-                ", ".join(map(str, sorted(others))),
-                inputs.directory.path,
-            )
-    return scores, inputs.world.broadcast(unscored)
+        is_pending = kept_step in scores.waiting()
+    return scores, inputs.world.broadcast(is_pending)
 
 
 def _share_stop(rank: RankContext) -> None:
@@ -129,4 +102,4 @@ def _share_stop(rank: RankContext) -> None:
     rank.world.run_on_rank_zero(rank.directory.remove_stop_files)
     rank.stop.share_by(rank.directory.stop_file)
     if rank.world.is_rank_zero:
-        rank.run_stack.callback(rank.directory.stop_file.unlink, missing_ok=True)
+        rank.stack.callback(rank.directory.stop_file.unlink, missing_ok=True)

@@ -6,7 +6,6 @@ current epoch with what the phase after it is going to read.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data_pipeline.streams.order import merged, num_tokens
@@ -86,22 +85,21 @@ def open_run(rank: RankContext, beginning: Beginning) -> int:
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
-    write_file(directory.config, dump_run_config(rank.written_config).encode())
-    metric = f"{evaluation.label}/loss" if evaluation else ""
+    write_file(directory.config, dump_run_config(rank.job.config).encode())
+    redone = {}
+    if evaluation and beginning.evaluation_is_pending:
+        redone = {kept_step: f"{evaluation.label}/loss"}
     with MetricsJournal(directory.metrics) as journal:
         # A copy of the run from a URL has metrics, but no files of scores.
-        journal.truncate_after(kept_step, redone=dict.fromkeys(beginning.unscored, metric))
+        journal.truncate_after(kept_step, redone=redone)
     if evaluation:
         scores.write_metrics(directory.metrics, evaluation.label)
     return reached_step
 
 
-def remaining_work(state: TrainState, *, num_steps: int, unscored: Sequence[int]) -> str | None:
-    """What a run at `state` still has to do, in words; None if it is finished.
-
-    `unscored`: steps whose evaluation is missing.
-    """
-    evaluation = f"the evaluation of step {', '.join(map(str, unscored))}" if unscored else ""
+def remaining_work(state: TrainState, *, num_steps: int, evaluation_is_pending: bool) -> str | None:
+    """What a run at `state` still has to do, in words; None if it is finished."""
+    evaluation = f"the evaluation of step {state.step}" if evaluation_is_pending else ""
     steps = f"steps {state.step + 1} to {num_steps}" if state.step < num_steps else ""
     return ", then ".join(filter(None, (evaluation, steps))) or None
 

@@ -19,7 +19,7 @@ segment's arrays on the host.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.devices import to_device
-from txl_dist.model.dropout import DeviceDropoutMasks, DropoutMasks, LaneDropoutMasks
+from txl_dist.model.dropout import DropoutMasks, LaneDropoutMasks
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.activity import Span
@@ -63,9 +63,6 @@ class StepResult:
     """Loss sums of each lane of this rank, of a step that has diverged; else empty."""
 
 
-DropoutRng = Literal["lane", "device"]
-"""Where dropout masks come from (`training.dropout_rng`)."""
-
 DivergenceCheck = Callable[[LossSums, float], str | None]
 """From the loss sums and the gradient norm over all ranks: why the step has diverged, or None."""
 
@@ -84,11 +81,10 @@ class TrainStep:
     def __init__(
         self, engine: Engine, world: World, *, lanes: Sequence[int], micro_batch_rows: int,
         num_micro_batches: int, seed: int, byte_counts_V: NDArray[Any],
-        memory_dtype: torch.dtype | None = None, memory_on_host: bool = False,
-        dropout_rng: DropoutRng = "lane", num_segments: int = 1, num_turns: int = 1,
+        memory_dtype: torch.dtype | None = None, num_segments: int = 1, num_turns: int = 1,
     ) -> None:  # fmt: skip
         self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
-        self.dropout_rng, self.num_segments = dropout_rng, num_segments
+        self.num_segments = num_segments
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
         in_turns = [
@@ -110,9 +106,7 @@ class TrainStep:
         """Called when a GPU has all work of the micro-batches, before the host waits for it."""
         self.memories = [
             [
-                engine.model.empty_memory(
-                    micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host
-                )
+                engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype)
                 for _ in range(num_micro_batches)
             ]
             for _ in range(num_turns)
@@ -223,10 +217,6 @@ class TrainStep:
         return batches
 
     def _dropout_masks(self, index: int, turn: int, step: int) -> DropoutMasks:
-        if self.dropout_rng == "device":
-            return DeviceDropoutMasks(
-                seed=self.seed, step=step, rank=self.world.rank, micro_batch=index
-            )
         # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
         lanes = self._lanes_of_turns[turn][self._rows_of(index)]
         return LaneDropoutMasks(seed=self.seed, step=step, lanes=lanes)

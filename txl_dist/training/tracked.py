@@ -14,7 +14,7 @@ from txl_dist.training.run_directory import RunDirectory
 
 
 def start_tracker(rank: RankContext) -> TrackingProcess | None:
-    """Start sending metrics to MLflow. The status of the run depends on how `run_stack` ends."""
+    """Start sending metrics to MLflow. The status of the run depends on how `stack` ends."""
     # Rank 0 only: MLflow would record one copy per rank.
     if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
         return None
@@ -25,12 +25,12 @@ def start_tracker(rank: RankContext) -> TrackingProcess | None:
     manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
     tracker = TrackingProcess.start(
         rank.directory.path,
-        rank.job.config,
+        rank.config,
         data_manifest=manifest,
         tags=tags,
         datasets=tracked_datasets(rank.data, rank.config),
     )
-    return rank.run_stack.enter_context(tracker)
+    return rank.stack.enter_context(tracker)
 
 
 def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:

@@ -1,7 +1,7 @@
 """Dropout: masks are a function of integers only.
 
 Those by lane of (seed, step, lane, layer, place), from numpy and, in Triton's interpreter, from
-Triton's kernels. Those of `training.dropout_rng: device` also of rank and micro-batch.
+Triton's kernels. Those of a model without masks of (seed, segment, layer, place).
 """
 
 from collections.abc import Iterator
@@ -68,15 +68,21 @@ def test_every_segment_of_a_step_has_other_masks(kind: str) -> None:
     """They are those of steps of one segment each; all segments have the same text."""
     model, text_BT = small_model(dropout=0.3, dropatt=0.2, mem_len=0), random_text(2, 3)
     age_BT = torch.arange(3).expand(2, 3)
-    masks = {
-        "lane": lambda step: LaneDropoutMasks(seed=3, step=step, lanes=[4, 7]),
-        "device": lambda step: DeviceDropoutMasks(seed=3, step=step),
+    masks, of_segment = {
+        "lane": (
+            LaneDropoutMasks(seed=3, step=5, lanes=[4, 7]),
+            lambda number: LaneDropoutMasks(seed=3, step=5 * 3 + number, lanes=[4, 7]),
+        ),
+        "device": (
+            DeviceDropoutMasks(seed=3),
+            lambda number: DeviceDropoutMasks(seed=3, segment=number),
+        ),
     }[kind]
     three = [x.repeat(1, 3) for x in (text_BT, text_BT, age_BT)]
-    nats_BT, _ = model(*three, model.empty_memory(2), masks(5), num_segments=3)
+    nats_BT, _ = model(*three, model.empty_memory(2), masks, num_segments=3)
     for number, part_BT in enumerate(nats_BT.chunk(3, dim=1)):
         inputs = text_BT, text_BT, age_BT, model.empty_memory(2)
-        assert_close(part_BT, model(*inputs, masks(5 * 3 + number))[0])
+        assert_close(part_BT, model(*inputs, of_segment(number))[0])
     assert not any(torch.equal(part_BT, nats_BT[:, :3]) for part_BT in nats_BT[:, 3:].chunk(2, 1))
 
 
@@ -194,7 +200,7 @@ def test_the_masks_are_those_of_every_earlier_version() -> None:
 
 
 DEVICE_BASE: dict[str, Any] = {
-    "seed": 3, "step": 5, "rank": 1, "micro_batch": 2, "layer": 1, "place": "inner",
+    "seed": 3, "segment": 2, "layer": 1, "place": "inner",
 }  # fmt: skip
 
 
@@ -222,7 +228,7 @@ def test_the_rate_and_the_scale() -> None:
 
 
 def test_bits_are_a_mask_too() -> None:
-    key = {name: DEVICE_BASE[name] for name in ("seed", "step", "rank", "micro_batch")}
+    key = {name: DEVICE_BASE[name] for name in ("seed", "segment")}
     x = torch.ones(3, 7, 101)
     bits = DeviceDropoutMasks(**key).keep_bits(x, rate=0.25, layer=1, place="inner")
     assert (bits.words.shape, bits.words.dtype) == ((3, 7, 7), torch.int16)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import mlflow
@@ -255,33 +254,29 @@ def test_a_checkpoint_directory_that_cannot_be_read_changes_no_model(
 def test_a_real_run_has_its_data_its_checkpoints_and_its_best_one(
     dataset: Path, run_dir: Path
 ) -> None:
-    """With evaluation on the ranks, and in a process that scores checkpoints."""
-    best: dict[str, Callable[[], int | None]] = {}
-    for on in ("ranks", "workers"):
-        run = run_dir.with_name(f"on_{on}")
-        settings = (f"evaluation.on={on}", "evaluation.interval_steps=5")
-        settings += ("training.checkpoint_interval_steps=5", "training.keep_checkpoints=2")
-        done = txl(
-            *("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes"),
-            f"tracking={{enabled: true, experiment: {on}, end_timeout_seconds: 200}}",
-            *settings,
-            timeout_seconds=400,
-        )
-        assert done.returncode == 0, done.stderr
-        best[on] = lambda run=run: CheckpointDirectory(run).pointer("BEST")  # type: ignore[misc]
-        models = _models(_uri(run_dir), on)
-        steps = CheckpointDirectory(run).steps()
-        assert [int(model.params["step"]) for model in models] == steps
-        assert all(
-            {"valid/loss", "valid/perplexity"} <= {metric.key for metric in model.metrics or ()}
-            for model in models
-        )
-        (first,) = [model for model in models if model.tags["txl.best"] == "true"]
-        losses = [
-            next(metric.value for metric in model.metrics or () if metric.key == "valid/loss")
-            for model in models
-        ]
-        lowest = models[losses.index(min(losses))]
-        assert int(first.params["step"]) == best[on]() == int(lowest.params["step"])
-        contexts = MlflowClient(_uri(run_dir)).get_run(run_id_of(run)).inputs.dataset_inputs
-        assert sorted(i.tags[0].value for i in contexts) == ["evaluation", "training"]
+    run = run_dir.with_name("real")
+    done = txl(
+        *("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes"),
+        "tracking={enabled: true, experiment: real, end_timeout_seconds: 200}",
+        "evaluation.interval_steps=5",
+        "training.checkpoint_interval_steps=5",
+        "training.keep_checkpoints=2",
+        timeout_seconds=400,
+    )
+    assert done.returncode == 0, done.stderr
+    models = _models(_uri(run_dir), "real")
+    assert [int(model.params["step"]) for model in models] == CheckpointDirectory(run).steps()
+    assert all(
+        {"valid/loss", "valid/perplexity"} <= {metric.key for metric in model.metrics or ()}
+        for model in models
+    )
+    (best,) = [model for model in models if model.tags["txl.best"] == "true"]
+    losses = [
+        next(metric.value for metric in model.metrics or () if metric.key == "valid/loss")
+        for model in models
+    ]
+    lowest = models[losses.index(min(losses))]
+    pointer = CheckpointDirectory(run).pointer("BEST")
+    assert int(best.params["step"]) == pointer == int(lowest.params["step"])
+    contexts = MlflowClient(_uri(run_dir)).get_run(run_id_of(run)).inputs.dataset_inputs
+    assert sorted(i.tags[0].value for i in contexts) == ["evaluation", "training"]

@@ -51,7 +51,6 @@ def test_stage_3_is_refused_with_the_reason(dataset: Path, tmp_path: Path) -> No
     [
         ("training.compile=false",),
         (COMPILE, "training.activation_checkpointing=true"),
-        (COMPILE, "training.dropout_rng=device"),
         (COMPILE, "training.backprop_segments=2"),
     ],
     ids=str,
@@ -109,7 +108,6 @@ NINE_LAYERS = "model.n_layer=9"
     "options",
     [
         (NINE_LAYERS, *DROPOUT),
-        (*DROPOUT, "training.dropout_rng=device"),
         (NINE_LAYERS, "model.attention=triton", "training.num_steps=5"),
     ],
     ids=str,
@@ -184,7 +182,7 @@ def test_layers_that_torch_would_not_compile_any_more_are_an_error(
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False):
         for _ in range(3):
             model = small_model(attention="reference")
-            compilation.compile_model(model, torch.device("cpu"), draws_by_kernel=False)
+            compilation.compile_model(model, torch.device("cpu"))
             forward(model, 3)
             forward(model, 4)
         with pytest.raises(FailOnRecompileLimitHit):

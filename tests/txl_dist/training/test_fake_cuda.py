@@ -23,7 +23,6 @@ from tests.support.running_mean import KINDS
 from tests.support.small_models import VOCAB_SIZE, small_model
 from txl_dist.model import token_step
 from txl_dist.model.choices import RECIPES
-from txl_dist.model.memory import memory_kind
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
@@ -160,23 +159,21 @@ def test_a_step_until_its_only_synchronisation(
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_memory(kind: str, recipe: str, precision: Precision) -> None:
-    """Two segments of a step, twice, with the memory on the GPU or the host; then inference."""
+    """Two segments of a step, twice; then inference."""
     model = small_model(memory=kind, **RECIPES[recipe]).float()
     with fake_cuda(), autocast(precision, CUDA):
         to_fake_cuda(model)
-        on_host = memory_kind(model.config).empty(LANES)
         input_BT = torch.zeros(LANES, 2 * TGT_LEN, dtype=torch.int64, device=CUDA)
         age_BT = torch.zeros_like(input_BT, dtype=torch.int32)
         target_BT = torch.zeros(input_BT.shape, dtype=torch.int64)
-        for first in (model.empty_memory(LANES), on_host):
-            memory, devices = first, {name: x.device for name, x in first.tensors().items()}
-            for _ in range(2):
-                nats_BT, memory = model(input_BT, target_BT, age_BT, memory, None, 2)
-                gradients = backward(nats_BT.sum())
-            assert {name: x.device for name, x in memory.tensors().items()} == devices
-            for name, parameter in model.named_parameters():
-                gradient = gradients[parameter]
-                assert (gradient.device, gradient.shape) == (CUDA, parameter.shape), name
+        memory = model.empty_memory(LANES)
+        for _ in range(2):
+            nats_BT, memory = model(input_BT, target_BT, age_BT, memory, None, 2)
+            gradients = backward(nats_BT.sum())
+        assert all(tensor.device == CUDA for tensor in memory.tensors().values())
+        for name, parameter in model.named_parameters():
+            gradient = gradients[parameter]
+            assert (gradient.device, gradient.shape) == (CUDA, parameter.shape), name
         with torch.no_grad():
             hidden_BTD, _ = model.hidden(input_BT, age_BT, model.inference_state(LANES))
     assert (hidden_BTD.device, hidden_BTD.shape[:2]) == (CUDA, input_BT.shape)

@@ -152,24 +152,6 @@ def test_a_process_that_ends_before_its_first_line_counts(tmp_path: Path, clocks
     assert values_of(Process(tmp_path, clocks).goodput)["restarts"] == 2
 
 
-def test_a_change_of_settings_is_no_restart_unless_the_process_is_killed(
-    tmp_path: Path, clocks: Clocks
-) -> None:
-    began, path = clocks.wall, tmp_path / "goodput.json"
-    process = Process(tmp_path, clocks).train(5)
-    process.end()
-    clocks.wait(2)  # the parts of the run are closed
-    process.activity.reset()
-    clocks.wait(3)  # and built again
-    changed = Goodput(path, process.activity, step=5, is_restart=False)
-    assert values_of(changed)["restarts"] == 0
-    assert changed.seconds["start-up"] == START_UP_SECONDS + 2 + 3
-    assert sum(changed.seconds.values()) == pytest.approx(clocks.wall - began)
-    clocks.wait(4)
-    killed = Process(tmp_path, clocks, step=5).goodput
-    assert (values_of(killed)["restarts"], killed.seconds["down"]) == (1, 4)
-
-
 def test_a_step_that_never_ended_is_not_productive(tmp_path: Path, clocks: Clocks) -> None:
     """A rank hung in it until the time limit."""
     process = Process(tmp_path, clocks).train(5)

@@ -15,7 +15,6 @@ from tests.support.diverging_runs import (
     SkipSteps,
     StopAfter,
     final_state,
-    train_all_with,
     train_with,
 )
 from tests.support.gloo_ranks import RankGroups
@@ -23,6 +22,7 @@ from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, ti
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import DivergedError
 from txl_dist.runtime import activity
+from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_log import FIRST_BATCH
 
@@ -40,6 +40,19 @@ def counters(run: Path) -> dict[int, tuple[int, int]]:
     return {
         line["step"]: (line.get("skipped_steps", 0), line.get("rollbacks", 0)) for line in lines
     }
+
+
+def jobs_with_change(
+    dataset: Path, run: Path, *settings: str, change: tuple[str, ...], step: int = 6
+) -> list[TrainJob]:
+    """The jobs of a run of 12 steps, the second of which changes settings after `step`."""
+    allowed = ("training.num_steps", *(override.partition("=")[0] for override in change))
+    constant = (*settings, "optimizer.schedule=constant", "optimizer.warmup_steps=0")
+    return [
+        tiny_job(dataset, run, *constant, f"training.num_steps={last_step}", *more,
+                 allow_change=allowed)
+        for last_step, more in ((step, ()), (12, change))
+    ]  # fmt: skip
 
 
 def dumps(run: Path, step: int) -> list[dict[str, Any]]:
@@ -255,11 +268,10 @@ def test_a_rollback_to_a_change_of_lanes_rebuilds_the_memory(
 ) -> None:
     """The checkpoint of the change has the memory of other lanes."""
     run, reference = tmp_path / "run", tmp_path / "reference"
-    change = "training.changes=[{step: 6, num_lanes: 3}]"
-    settings = (*SETTINGS, ROLLBACK, "data.reset=stream", change)
+    settings = (*SETTINGS, ROLLBACK, "data.reset=stream")
     for path, fault in ((run, NanHidden(rank=0, steps=(9,))), (reference, SkipSteps(8, 9))):
-        for faults in ((), (fault,)):  # before and after the change
-            job = tiny_job(dataset, path, *settings)
+        jobs = jobs_with_change(dataset, path, *settings, change=("data.num_lanes=3",))
+        for job, faults in zip(jobs, ((), (fault,)), strict=True):
             assert [code for code, *_ in ranks(2).run(train_with, job, *faults)] == [0, 0]
     assert losses(run) == losses(reference)
     assert metrics(run)[-1]["lost_steps"] == 2
@@ -338,20 +350,25 @@ def scores(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_rollback_returns_to_settings_from_before_a_change(
+def test_a_rollback_to_before_a_change_continues_with_the_new_settings(
     ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int
 ) -> None:
-    """Step 7 is the first one with other lanes; its loss comes from the update of step 6."""
+    """Step 7 is the first one with other lanes; its loss comes from the update of step 6. So the
+    run is that which was changed after step 3, without the steps 6 and 7."""
     run, reference = tmp_path / "run", tmp_path / "reference"
-    change = "training.changes=[{step: 6, num_lanes: 3, mem_len: 4}]"
-    for path, fault in ((run, NanHidden(rank=0, steps=(7,))), (reference, SkipSteps(6, 7))):
-        job = tiny_job(dataset, path, *SETTINGS, ROLLBACK, change)
-        assert ranks(num_ranks).run(train_all_with, job, fault) == [0] * num_ranks
+    settings, change = (*SETTINGS, ROLLBACK), ("data.num_lanes=3", "model.mem_len=4")
+    for path, step, fault in (
+        (run, 6, NanHidden(rank=0, steps=(7,))), (reference, 3, SkipSteps(6, 7))
+    ):  # fmt: skip
+        jobs = jobs_with_change(dataset, path, *settings, change=change, step=step)
+        for job, faults in zip(jobs, ((), (fault,)), strict=True):
+            ends = ranks(num_ranks).run(train_with, job, *faults)
+            assert [code for code, *_ in ends] == [0] * num_ranks
+        if path == run:
+            returned = "returned from step 6 to the checkpoint of step 3"
+            assert any(returned in event for event in ends[0][2])
     assert losses(run) == losses(reference)
     assert [*losses(run)] == [1, 2, 3, 4, 5, *range(8, 13)]
-    log = (run / "logs" / "rank-0.log").read_text()
-    assert "returned from step 6 to the checkpoint of step 3" in log
-    assert "resuming at step 3 from" in log
 
 
 def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(
@@ -416,10 +433,10 @@ def test_after_a_rollback_to_a_new_phase_its_shares_are_written_again(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     """And a replayed memory has no gap."""
-    change = "training.changes=[{step: 6, num_lanes: 3}]"
-    job = tiny_job(dataset, tmp_path, *SETTINGS, ROLLBACK, "data.reset=stream", change)
-    fault = NanHidden(rank=0, steps=(8,))
-    assert ranks(2).run(train_all_with, job, fault) == [0, 0]
+    settings = (*SETTINGS, ROLLBACK, "data.reset=stream")
+    for job in jobs_with_change(dataset, tmp_path, *settings, change=("data.num_lanes=3",)):
+        ends = ranks(2).run(train_with, job, NanHidden(rank=0, steps=(8,)))
+        assert [code for code, *_ in ends] == [0, 0]
     shares = [line["step"] for line in metrics(tmp_path) if any("mixture" in k for k in line)]
     assert shares == [7]
 
@@ -427,8 +444,8 @@ def test_after_a_rollback_to_a_new_phase_its_shares_are_written_again(
 def test_a_memory_that_was_replayed_has_no_gap(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    change = "training.changes=[{step: 6, num_lanes: 3}]"
-    job = tiny_job(dataset, tmp_path, *SETTINGS, SKIP, "data.reset=stream", change)
-    assert ranks(1).run(train_all_with, job, NanHidden(rank=0, steps=(6,))) == [0]
+    settings = (*SETTINGS, SKIP, "data.reset=stream")
+    for job in jobs_with_change(dataset, tmp_path, *settings, change=("data.num_lanes=3",)):
+        assert ranks(1).run(train_with, job, NanHidden(rank=0, steps=(6,)))[0][0] == 0
     valid = {line["step"]: line.get("memory_valid") for line in metrics(tmp_path)}
     assert valid[7] == 1.0

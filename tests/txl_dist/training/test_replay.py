@@ -12,6 +12,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import Remainder
 from data_pipeline.streams.segment_stream import SegmentStream
 from tests.support.gloo_ranks import RankGroups
+from tests.support.running_mean import overrides_of
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import random_corpus
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_job, train
@@ -112,3 +113,27 @@ def test_lanes_change_in_mid_run_and_the_log_counts_the_tokens(
     lines = [line for line in metrics(run) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert all(line["memory_valid"] > 0.3 for line in lines if line["step"] in (5, 9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("compressive", ("data.num_lanes=8", "data.tgt_len=6", "model.mem_len=10")),
+        # No number of tokens would rebuild what is written, so the lanes stay.
+        ("tokens", ("data.tgt_len=6",)),
+    ],
+)
+def test_lanes_and_lengths_change_with_other_kinds_of_memory(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str, change: tuple[str, ...]
+) -> None:
+    allowed = ("training.num_steps", "data.num_lanes", "data.tgt_len", "model.mem_len")
+    # Segments of 3 and 6 tokens are whole blocks.
+    rate = ("model.compression_rate=3",) if kind == "compressive" else ()
+    for more in (("training.num_steps=2",), ("training.num_steps=5", *change)):
+        overrides = (NO_EVALUATION, "optimizer.warmup_steps=0", *overrides_of(kind), *rate, *more)
+        job = tiny_job(dataset, tmp_path, *overrides, allow_change=allowed)
+        assert ranks(1).run(train, job) == [0]
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "tokens lost by this resume 0, read twice 0" in log
+    assert ("tokens per lane, unscored" in log) == (kind == "compressive"), "read again"
+    assert [*losses(tmp_path)] == [1, 2, 3, 4, 5]

@@ -93,7 +93,7 @@ def compute(trainer: Trainer, segment: Segment, step: int, *, is_accepted: bool 
     result = trainer.step(
         segment,
         step=step,
-        num_targets=trainer.plan.targets_in_step(segment.position),
+        num_targets=trainer.source.plan.targets_in_step(segment.position),
         lr=0.01,
         check=lambda sums, norm: None if is_accepted else "rejected",
     )
@@ -164,7 +164,7 @@ def steps_in_turns(world: World, job: TrainJob) -> dict[str, Any]:
             trainer.step(
                 segment,
                 step=1,
-                num_targets=trainer.plan.targets_in_step(at, turn, num_turns),
+                num_targets=trainer.source.plan.targets_in_step(at, turn, num_turns),
                 lr=0.01,
                 check=lambda sums, norm: "rejected",
                 turn=turn,
@@ -184,7 +184,9 @@ def steps_in_turns(world: World, job: TrainJob) -> dict[str, Any]:
             segment, step=2, num_targets=0, lr=0.0, check=lambda sums, norm: None, turn=0
         )
         return {
-            "lanes": [[*trainer.plan.lanes_of_turn(turn, num_turns)] for turn in range(num_turns)],
+            "lanes": [
+                [*trainer.source.plan.lanes_of_turn(turn, num_turns)] for turn in range(num_turns)
+            ],
             "results": results,
             "last": last,
             "losses": losses,
@@ -218,7 +220,7 @@ def loss_with_memory(
     result = trainer.step(
         segment,
         step=5,
-        num_targets=trainer.plan.targets_in_step(segment.position),
+        num_targets=trainer.source.plan.targets_in_step(segment.position),
         lr=0.01,
         check=lambda sums, norm: "rejected",
         contiguous_from=contiguous_from,
@@ -317,7 +319,7 @@ def read_and_replayed(world: World, job: TrainJob) -> list[list[Tensor]]:
             step(
                 segment,
                 step=number,
-                num_targets=trainer.plan.targets_in_step(segment.position),
+                num_targets=trainer.source.plan.targets_in_step(segment.position),
                 lr=0.0,
                 check=lambda sums, norm: None,
             )

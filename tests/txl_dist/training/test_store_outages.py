@@ -123,25 +123,6 @@ def test_a_restart_without_the_store_stops_if_the_run_has_gone_on_elsewhere(
 
 
 @pytest.mark.slow
-def test_settings_change_on_schedule_while_the_store_is_away(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],  # noqa: F811
-    bucket: Any,  # noqa: F811
-) -> None:
-    change = "training.changes=[{step: 10, num_lanes: 3}]"
-    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION, change)
-    assert ranks(2).run(train, straight) == [0, 0]
-    job = tiny_job(dataset, tmp_path / "run", *SETTINGS, change)
-    ends = ranks(2).run(in_cloud, aws, train_with_store_away, job, 7, 14)
-    assert [code for code, _ in ends] == [0, 0]
-    assert sum(num_failed for _, num_failed in ends) > 0, "only rank 0 uploads"
-    assert losses(tmp_path / "run") == losses(straight.run_path)
-    assert remote_steps(bucket) == [15, 20]
-
-
-@pytest.mark.slow
 def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
     ranks: RankGroups,
     dataset: Path,

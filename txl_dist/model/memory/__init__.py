@@ -165,12 +165,10 @@ class MemoryKind(ABC):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        pin: bool = False,
     ) -> SequenceState:
         """The state at the start of streams, whose ages start at 0.
 
         `dtype`: that of the model, or another one to store the state in; a kind may keep fp32.
-        `pin`: in page-locked RAM of the host, from which a GPU copies without the processor.
         """
 
     def for_inference(
@@ -218,9 +216,9 @@ def memory_kind(config: ModelConfig) -> MemoryKind:
 
 
 def stored_like(old: Tensor, new: Tensor) -> Tensor:
-    """A copy of `new` with the dtype and device of `old`, in page-locked RAM if `old` is.
+    """A copy of `new` with the dtype and device of `old`.
 
     Always a copy: a view would keep the activations of the whole segment.
     """
-    copy = torch.empty(new.shape, dtype=old.dtype, device=old.device, pin_memory=old.is_pinned())
+    copy = torch.empty(new.shape, dtype=old.dtype, device=old.device)
     return copy.copy_(new)

@@ -61,21 +61,19 @@ class Compressive(MemoryKind):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        pin: bool = False,
     ) -> "CompressiveState":
         num_slots, num_recent, rate = _sizes(self.config)
 
         def zeros(num_rows: int) -> tuple[Tensor, ...]:
             shape = (num_lanes, num_rows, self.config.d_model)
             return tuple(
-                torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
-                for _ in range(self.config.n_layer)
+                torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.config.n_layer)
             )
 
         return CompressiveState(
             compressed=zeros(num_slots),
             recent=zeros(num_recent),
-            num_pending_B=torch.zeros(num_lanes, device=device, pin_memory=pin),
+            num_pending_B=torch.zeros(num_lanes, device=device),
             rate=rate,
         )
 
@@ -119,13 +117,11 @@ class CompressiveState(SequenceState):
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         parts = self.compressed[number], self.recent[number]
-        device, dtype = x_BTD.device, x_BTD.dtype
-        return torch.cat([part.to(device, non_blocking=True).to(dtype) for part in parts], dim=1)
+        return torch.cat([part.to(x_BTD.dtype) for part in parts], dim=1)
 
     def reach(self, age_BT: Tensor) -> Tensor:
         num_recent, rate = self.recent[0].shape[1], self.rate
-        # First to the device: the copy of another dtype would wait for the GPU.
-        pending_B = self.num_pending_B.to(age_BT.device, non_blocking=True).to(age_BT.dtype)
+        pending_B = self.num_pending_B.to(age_BT.dtype)
         before_T = torch.arange(age_BT.shape[1], device=age_BT.device, dtype=age_BT.dtype)
         recent_T = before_T + num_recent
         # Tokens between query and newest slot: those of the segment, M, and p.

@@ -5,8 +5,8 @@
 Its shape is constant. At the start of a stream it holds zeros, which no query sees, because `age`
 limits how far back a token may look (visibility.py).
 
-It may be stored in another dtype than the model's (bf16 takes half the bytes), and for a model on a
-GPU in the RAM of the host. Each layer reads it as the model's dtype and device.
+It may be stored in another dtype than the model's (bf16 takes half the bytes). Each layer reads it
+in the model's dtype.
 
 Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2.
 """
@@ -42,12 +42,11 @@ class Recurrent(MemoryKind):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        pin: bool = False,
     ) -> "RecurrentMemory":
         lanes, width = num_lanes, self.config.d_model
         return RecurrentMemory(
             tuple(
-                torch.zeros(lanes, mem_len, width, dtype=dtype, device=device, pin_memory=pin)
+                torch.zeros(lanes, mem_len, width, dtype=dtype, device=device)
                 for mem_len in self.config.mem_lens
             )
         )
@@ -78,12 +77,11 @@ class RecurrentMemory(SequenceState):
         return self.layers[number].shape[1]
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
-        """The memory of a layer with the dtype and device of its input; itself if it has them."""
-        # In this order: the copy to a GPU has half the bytes if the memory is bf16.
-        return self.layers[number].to(x_BTD.device, non_blocking=True).to(x_BTD.dtype)
+        """The memory of a layer with the dtype of its input; itself if it has that."""
+        return self.layers[number].to(x_BTD.dtype)
 
     def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "RecurrentMemory":
-        """The last M tokens of [memory ; the layer's inputs], in this memory's dtype and device."""
+        """The last M tokens of [memory ; the layer's inputs], in this memory's dtype."""
         return RecurrentMemory(
             tuple(
                 _newest(old_BMD, new_BTD)
@@ -136,13 +134,11 @@ class RecurrentMemory(SequenceState):
 
 
 def _newest(old_BMD: Tensor, new_BTD: Tensor) -> Tensor:
-    """The last M tokens of both, in new storage with the dtype and device of `old_BMD`."""
+    """The last M tokens of both, in new storage with the dtype of `old_BMD`."""
     mem_len, tgt_len = old_BMD.shape[1], new_BTD.shape[1]
     num_new = min(mem_len, tgt_len)
-    # Rounded before the copy to the host, which would otherwise take twice the bytes.
-    newest_BTD = new_BTD[:, tgt_len - num_new :].to(old_BMD.dtype)
     # Copied even if all of it is new: a view would keep the activations of the whole segment.
-    next_BMD = torch.empty_like(old_BMD, pin_memory=old_BMD.is_pinned())
+    next_BMD = torch.empty_like(old_BMD)
     next_BMD[:, : mem_len - num_new].copy_(old_BMD[:, num_new:])
-    next_BMD[:, mem_len - num_new :].copy_(newest_BTD)
+    next_BMD[:, mem_len - num_new :].copy_(new_BTD[:, tgt_len - num_new :])
     return next_BMD

@@ -50,14 +50,13 @@ class RecurrentAndTokens(MemoryKind):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        pin: bool = False,
     ) -> "TokensState":
         """The tokens are never narrower than fp32."""
         shape = num_lanes, self.config.memory_tokens, self.config.d_model
         wide = torch.promote_types(dtype, torch.float32)
         return TokensState(
-            torch.zeros(shape, dtype=wide, device=device, pin_memory=pin),
-            self.recurrent.empty(num_lanes, dtype=dtype, device=device, pin=pin),
+            torch.zeros(shape, dtype=wide, device=device),
+            self.recurrent.empty(num_lanes, dtype=dtype, device=device),
         )
 
     def added_tokens(self) -> "ReadAndWriteTokens":
@@ -136,7 +135,7 @@ class ReadAndWriteTokens(AddedTokens):
     def forward(self, x_BTD: Tensor, age_BT: Tensor, state: SequenceState) -> tuple[Tensor, Tensor]:
         assert isinstance(state, TokensState)
         # In this dtype, because the norm of a model in bf16 has gains in bf16.
-        state_BmD = state.tokens_BmD.to(x_BTD.device, self.initial_mD.dtype, non_blocking=True)
+        state_BmD = state.tokens_BmD.to(self.initial_mD.dtype)
         read_BmD = self.norm(state_BmD).to(x_BTD.dtype)
         num_lanes, m, _ = read_BmD.shape
         age_BT = age_BT.expand(num_lanes, -1)

@@ -12,10 +12,7 @@ from torch.testing import assert_close
 
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import random_text, small_model
-from tests.support.training_runs import TINY
 from tests.support.written_out import assert_losses, attend
-from txl_dist.config.config_file import load_run_config
-from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
@@ -252,16 +249,6 @@ def test_without_a_memory_nothing_is_compressed() -> None:
 def test_what_cannot_be_compressed_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**options)
-
-
-def test_changes_of_a_run_need_whole_blocks() -> None:
-    changes = "training.changes=[{step: 4, tgt_len: 6}]"
-    overrides = ["data.path=d", "directory=r", "model.memory=compressive", changes]
-    with pytest.raises(
-        ConfigError, match=r"multiples of model\.compression_rate=4.* they have 3, 6 tokens"
-    ):
-        load_run_config(TINY, overrides)
-    assert load_run_config(TINY, [*overrides, "model.compression_rate=3"])
 
 
 def test_a_state_of_other_sizes_is_refused() -> None:

@@ -101,7 +101,7 @@ def test_a_document_has_the_same_losses_wherever_in_a_segment_it_begins() -> Non
 @pytest.mark.parametrize("mem_len", [0, 3])
 @torch.no_grad()
 def test_a_row_with_a_longer_recurrent_memory_is_loaded(mem_len: int) -> None:
-    """As after `training.changes` or `--allow-change model.mem_len`: the newest tokens stay."""
+    """As after `--allow-change model.mem_len`: the newest tokens stay."""
     text_BN = random_text(1, TGT_LEN + 1)
     columns = text_BN[:, :-1], text_BN[:, 1:], torch.arange(TGT_LEN)[None] + 9
     states = []

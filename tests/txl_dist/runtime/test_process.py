@@ -45,7 +45,7 @@ def test_variables_left_in_the_shell_are_ignored(
     done = CliRunner().invoke(app, [*words, "--ranks", "2"])
     assert done.exit_code == 0, done.output
     assert "ready" in done.stdout
-    assert "on 2 ranks" in done.stdout
+    assert "--ranks 2" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

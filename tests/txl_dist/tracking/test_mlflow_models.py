@@ -130,7 +130,7 @@ def test_the_how_to_finds_the_best_checkpoint_with_one_query(
 ) -> None:
     for step, loss in ((5, 2.0), (10, 1.5), (15, 1.7)):
         _train_to(run_dir, step, loss)
-    _deliver(sender_for(run_dir, datasets=DATASETS, experiment="txl"))
+    _deliver(sender_for(run_dir, datasets=DATASETS, experiment="books"))
     (code,) = re.findall(r"```python\n(.*?)```", HOW_TO.read_text(), re.DOTALL)
     monkeypatch.chdir(run_dir.parent)
     (run_dir.parent / "runs").mkdir()

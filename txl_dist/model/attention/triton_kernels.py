@@ -33,7 +33,6 @@ from txl_dist.model.attention.triton_tiles import (
     store_keys,
     store_rows,
     store_zeros_beside,
-    tile_of_program,
     tile_scores,
 )
 
@@ -65,7 +64,7 @@ def forward_kernel(
 
     The logarithm is binary: log2(sum of exp(score)) over keys.
     """
-    tile, head, lane = tile_of_program(num_queries, num_lanes, BLOCK_T)
+    lane, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     k1 += head * stride_k1h + lane * stride_k1b
@@ -76,7 +75,7 @@ def forward_kernel(
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
 
-    first = tile * BLOCK_T
+    first = tl.program_id(0) * BLOCK_T
     t = first + tl.arange(0, BLOCK_T)
     reach_T = load_reach(reach + lane * num_queries, t, num_queries)
     q_TK = load_rows(q, t, d_head, num_queries, d_head, BLOCK_K)
@@ -136,7 +135,7 @@ def query_gradient_kernel(
 
     `mean` is the sum of weight * d_weight over keys. It equals that of out * d_out over channels.
     """
-    tile, head, lane = tile_of_program(num_queries, num_lanes, BLOCK_T)
+    lane, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     d_q += row * num_queries * d_head
@@ -152,7 +151,7 @@ def query_gradient_kernel(
     out += (lane * num_queries * num_heads + head) * d_head
     d_out += (lane * num_queries * num_heads + head) * d_head
 
-    first = tile * BLOCK_T
+    first = tl.program_id(0) * BLOCK_T
     t = first + tl.arange(0, BLOCK_T)
     reach_T = load_reach(reach + lane * num_queries, t, num_queries)
     q_TK = load_rows(q, t, d_head, num_queries, d_head, BLOCK_K)
@@ -224,7 +223,7 @@ def key_value_gradient_kernel(
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of BLOCK_S keys, with strides of k and v. Tiles are transposed."""
-    tile, head, lane = tile_of_program(mem_len + num_queries, num_lanes, BLOCK_S)
+    lane, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     k1 += head * stride_k1h + lane * stride_k1b
@@ -239,7 +238,7 @@ def key_value_gradient_kernel(
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     d_out += (lane * num_queries * num_heads + head) * d_head
 
-    first = tile * BLOCK_S
+    first = tl.program_id(0) * BLOCK_S
     s = first + tl.arange(0, BLOCK_S)
     k_SK = load_keys(
         k1, k2, first, stride_k1s, stride_k2s, mem_len, num_keys, d_head,

@@ -257,12 +257,12 @@ class _Call(NamedTuple):
             constants["SPLIT"] = 0
         else:
             constants["SPLIT"] = 2 if self.split % blocks["BLOCK_S"] else 1
-        num_tiles, (num_heads, num_lanes) = triton.cdiv(num_rows, tiles.num_rows), q_HBTK.shape[:2]
-        # One axis: the others end at 65,535, which heads x lanes of an evaluation can exceed.
-        num_programs = num_tiles * num_heads * num_lanes
-        assert num_programs < 2**31, f"{num_programs:,} programs of {kernel.__name__}"
+        num_heads, num_lanes = q_HBTK.shape[:2]
+        # Heads and lanes on axes of their own: those after the first end at 65,535.
+        assert num_lanes < 2**16, f"{num_lanes:,} lanes for {kernel.__name__}, at most 65,535"
+        grid = (triton.cdiv(num_rows, tiles.num_rows), num_lanes, num_heads)
         with torch.cuda.device_of(q_HBTK):
-            kernel[(num_programs,)](
+            kernel[grid](
                 *self.tensors,
                 *tensors,
                 *self.numbers,

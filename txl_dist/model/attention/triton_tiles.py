@@ -12,14 +12,6 @@ NUM_CLASSES = tl.constexpr(8)
 
 
 @triton.jit
-def tile_of_program(num_rows, num_lanes, BLOCK: tl.constexpr):
-    """Tile, head and lane of this program; tiles of one head and lane follow each other."""
-    program, num_tiles = tl.program_id(0), tl.cdiv(num_rows, BLOCK)
-    row = program // num_tiles
-    return program % num_tiles, (row // num_lanes).to(tl.int64), (row % num_lanes).to(tl.int64)
-
-
-@triton.jit
 def load_rows(matrix, row, stride, num_rows, d_head, BLOCK_K: tl.constexpr):
     """Rows of a matrix with `d_head` columns, padded with zeros."""
     column = tl.arange(0, BLOCK_K)

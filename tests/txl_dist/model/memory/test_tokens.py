@@ -135,15 +135,6 @@ def test_a_run_that_would_not_train_what_is_written_is_refused(kind: str) -> Non
     load_run_config(TINY, [f"model.memory={kind}", "training.backprop_segments=3"])
 
 
-@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens"])
-@pytest.mark.parametrize("change", ["num_lanes: 6", "mem_len: 4"])
-def test_changes_that_would_need_another_state_are_refused(kind: str, change: str) -> None:
-    settings = [f"model.memory={kind}", "training.backprop_segments=3"]
-    with pytest.raises(ConfigError, match=r"step 4: .* no number of tokens would rebuild"):
-        load_run_config(TINY, [*settings, f"training.changes=[{{step: 4, {change}}}]"])
-    load_run_config(TINY, [*settings, "training.changes=[{step: 4, tgt_len: 6}]"])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -20,9 +20,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from figures import Figure
+
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from txl_dist.bench import Figure
 from txl_dist.config.config_file import load_run_config
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World

@@ -1,6 +1,6 @@
 """Time per token of generation by text length, in batches, and of its products alone.
 
-    python benchmarks/generation_time.py [--rounds 20] [--json]
+    python benchmarks/generation_time.py [--rounds 20]
 
 One decoder per length has read a text of that length. Every round draws the same number of tokens
 from each, so that other load on the machine affects all of them. A token attends to the memory and
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from figures import Figure, run_script
+from model_speed import PLAIN
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_figures import run_script
 
-from txl_dist.bench import Figure, one_thread, time_rounds
-from txl_dist.bench.model import PLAIN
+from txl_dist.bench import one_thread, time_rounds
 from txl_dist.generation.decoder import BatchDecoder
 from txl_dist.generation.text import Sampling
 from txl_dist.model.config import ModelConfig
@@ -67,7 +67,7 @@ def _by_length(rounds: int, lengths: Sequence[int], config: ModelConfig) -> Iter
     batch = _decoder(model, [lengths[0]] * BATCH_SIZE)
     runs = {str(length): lambda d=decoder: _draw(d) for length, decoder in decoders.items()}
     times = time_rounds({**runs, "batch": lambda: _draw(batch)}, rounds=rounds)
-    milliseconds = {name: times[name].median / TOKENS_PER_ROUND * 1e3 for name in times}
+    milliseconds = {name: times[name] / TOKENS_PER_ROUND * 1e3 for name in times}
     shortest = milliseconds[str(lengths[0])]
     yield Figure(f"time per token after {lengths[0]:,} tokens of text", shortest, "ms")
     for length in lengths[1:]:
@@ -93,7 +93,7 @@ def _by_products(
     decoder = _decoder(TransformerXL(config), [config.mem_len + TGT_LEN] * num_prompts)
     alone = products_alone(decoder.draw)
     times = time_rounds({"draw": decoder.draw, "alone": alone}, rounds=rounds * TOKENS_PER_ROUND)
-    milliseconds = {name: 1e3 * each.median for name, each in times.items()}
+    milliseconds = {name: 1e3 * each for name, each in times.items()}
     prompts = "prompt" if num_prompts == 1 else "prompts"
     yield Figure(
         f"share of the products alone, {num_prompts} {prompts}, memory {config.mem_len}",

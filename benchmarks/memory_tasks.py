@@ -1,4 +1,4 @@
-"""Copy, reverse and associative retrieval over several segments: what a kind of memory can carry.
+"""Copy, reverse and retrieval by a key over several segments: what a kind of memory can carry.
 
     python benchmarks/memory_tasks.py --out runs/memory_tasks.jsonl
     python benchmarks/memory_tasks.py --out runs/memory_tasks.jsonl --table
@@ -29,7 +29,7 @@ from torch import Tensor
 from txl_dist import ModelConfig, TransformerXL
 
 TASKS = ("copy", "reverse", "retrieval")
-KINDS = ("none", "recurrent", "compressive", "tokens", "recurrent+tokens", "associative")
+KINDS = ("none", "recurrent", "compressive", "tokens", "recurrent+tokens")
 NUM_SYMBOLS, NUM_COPIED = 16, 24
 SEPARATOR, PADDING = NUM_SYMBOLS, NUM_SYMBOLS + 1
 IGNORED = -1

@@ -1,6 +1,6 @@
 """Time to the first step, against bare libraries, and from the last step on.
 
-    python benchmarks/start_time.py [--rounds 3] [--json]
+    python benchmarks/start_time.py [--rounds 3]
 
     processes   txl train --on processes    torchrun, one step of DeepSpeed
     ray         txl train --on ray          Ray Train, one step of DeepSpeed; and actors, without it
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from training_figures import bench_config, prepare_text, run_script
+from figures import Figure, run_script
+from training_figures import bench_config, prepare_text
 
-from txl_dist.bench import Figure
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.config.training_config import TrackingConfig
 from txl_dist.errors import TxlError

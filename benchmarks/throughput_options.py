@@ -76,8 +76,8 @@ def main() -> None:
 def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Measurement:
     """Train in this process."""
     import torch
+    from figures import kib
 
-    from txl_dist.bench import kib
     from txl_dist.config.config_file import load_run_config
     from txl_dist.runtime.process import keep_freed_memory
     from txl_dist.runtime.world import World

@@ -1,13 +1,12 @@
 """Data wait, tracking with a server that never answers, and weak scaling.
 
-    python benchmarks/training_figures.py [--rounds 3] [--json]
+    python benchmarks/training_figures.py [--rounds 3]
 
 Runs of the quickstart's model with the quickstart's lanes per rank, started as `txl train` starts
 them, each rank with one thread. Candidates alternate, because the speed of a machine changes over
 minutes; each figure is the median over the rounds of a ratio of two neighbouring runs.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -15,15 +14,16 @@ import statistics
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from figures import Figure, run_script
+
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from txl_dist.bench import Figure, print_figures
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import EvaluationConfig, TrackingConfig, TrainingConfig
@@ -186,17 +186,6 @@ def _one_thread_per_rank() -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
-
-
-def run_script(
-    description: str | None, measure: Callable[..., Iterator[Figure]], *, rounds: int
-) -> None:
-    """Read `--rounds` and `--json` of a benchmark script, measure, and print the figures."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=rounds, help="the medians of them count")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
-    print_figures(measure(rounds=arguments.rounds), as_json=arguments.json)
 
 
 if __name__ == "__main__":

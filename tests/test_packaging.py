@@ -53,7 +53,8 @@ def test_the_description_for_an_index_can_be_followed_there() -> None:
         assert of_the_repository not in text
     assert re.search(r"\n## [^\n]+\n+\Z", text) is None, "an empty section"
     words = [line.split()[:2] for line in text.partition("```bash\n")[2].splitlines()]
-    assert words[:4] == [["pip", "install"], ["txl", "prepare"], ["txl", "train"], ["txl", "eval"]]
+    commands = ("prepare", "config", "train", "eval")
+    assert words[:5] == [["pip", "install"], *(["txl", command] for command in commands)]
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -39,7 +39,7 @@ from data_pipeline.readers.names import (
 )
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.sources import shown
-from data_pipeline.tokenizers.training import fixed_split, recipe_of
+from data_pipeline.tokenizers.training import FIXED_SPLIT, recipe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +178,15 @@ class ShardAssignment:
         index, settings = self.index, self.settings
         self._require_one_text()
         document = DocumentBatch.of(index, np.array([0]))
-        file = document.files[0]
+        (file,) = document.files
         unit = "ids" if file.ids else "characters" if settings.tokenizer == "char" else "bytes"
         length = document.size
-        if unit == "characters":
-            length = sum(map(len, document.read_text(0, self.staging)))
-        elif unit == "ids":
-            length = 1 + sum(text.count(" ") for text in document.read_text(0, self.staging))
+        if unit != "bytes":
+            texts = document.read_text(0, self.staging)
+            length = sum(text.count(" ") if file.ids else len(text) for text in texts)
+            length += bool(file.ids)
         try:
-            bounds = _bounds(length, settings)
+            bounds = _bounds(length, settings.split or FIXED_SPLIT)
             cuts = [start for start, _ in bounds.values()][1:]
             parts = _measure_parts(document.read_text(0, self.staging), cuts, unit)
         except ValueError as error:
@@ -194,14 +194,14 @@ class ShardAssignment:
             raise DataError(
                 f"{index.document_id(0)}: {error}. Give the whole text of {name}."
             ) from error
-        offset, size, _ = document.location[0].tolist()
-        ranges = [(offset + start, stop - start) for start, stop, _ in parts]
+        ranges, item = [(start, stop - start) for start, stop, _ in parts], 1
+        sizes = [size for _, size in ranges]
+        offset, stored, _ = document.location[0].tolist()
         if file.ids and file.holds_arrays and document.spill_unit[0] < 0:
-            item = size // length
-            ranges = [(offset + a * item, (b - a) * item) for a, b in bounds.values()]
-        index.replace_only_document(
-            ranges, [stop - start for start, stop, _ in parts], [sha256 for *_, sha256 in parts]
-        )
+            ranges = [(start, stop - start) for start, stop in bounds.values()]
+            item = stored // length
+        ranges = [(offset + start * item, size * item) for start, size in ranges]
+        index.replace_only_document(ranges, sizes, [sha256 for *_, sha256 in parts])
         return {name: [np.array([number])] for number, name in enumerate(bounds)}
 
     def _require_one_text(self) -> None:
@@ -332,16 +332,14 @@ def hash64(purpose: bytes, content: bytes) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _bounds(length: int, settings: PrepareSettings) -> dict[str, tuple[int, int]]:
-    """Split -> [start, stop). Raises ValueError if a split would be empty."""
-    if not settings.split:
-        return fixed_split(length)
-    names = sorted(settings.split, key=split_order)
-    sizes = [int(settings.split[name] * length) for name in names]
-    starts = [length - sum(sizes[number:]) for number in range(len(sizes))]
-    bounds = zip([TRAIN, *names], [0, *starts], [*starts, length], strict=True)
+def _bounds(length: int, fractions: dict[str, float]) -> dict[str, tuple[int, int]]:
+    """Split -> [start, stop): train first. Raises ValueError if a split would be empty."""
+    names = sorted(fractions, key=split_order)
+    sizes = [int(fractions[name] * length) for name in names]
     if not all(sizes):
         raise ValueError(f"{length} tokens are too few for these splits")
+    starts = [length - sum(sizes[number:]) for number in range(len(sizes))]
+    bounds = zip([TRAIN, *names], [0, *starts], [*starts, length], strict=True)
     return {name: (start, stop) for name, start, stop in bounds}
 
 

@@ -131,9 +131,8 @@ def find_files(
     Folders are walked recursively, through links but never twice into the same folder, and not into
     `exclude` (the output). Patterns select from the same files; `**` matches folders of any depth.
     Braces are expanded first, as by a shell, also in URLs.
-    Raises DataError for a missing input, an input without text, JSON that is not JSON lines, two
-    files with the same name, and a file with the name of a document in another file; ConfigError
-    for a URL of an unsupported scheme.
+    Raises DataError for a missing input, an input without text, JSON that is not JSON lines, and
+    two files with the same name; ConfigError for a URL of an unsupported scheme.
     """
     close_archive()  # of an earlier search, perhaps in a state of failure
     search = _Search(format, exclude, ids, text_key, is_wikitext)
@@ -356,6 +355,8 @@ def _is_ignored(file: InputFile, search: _Search, *, in_folder: bool) -> bool:
     """Whether a file in a folder is ignored; if so, counts it."""
     suffix, format = suffix_of(file.name), search.format
     wanted = () if format == "auto" else suffixes_of(format)
+    if format == "ids" and suffix.name == ".npz":  # refused, not ignored
+        return False
     if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
         return False
     binary = _NOT_TEXT | ANY_ARCHIVE

@@ -38,7 +38,6 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source, Spill
 from data_pipeline.readers.tar import read_tar
-from data_pipeline.readers.warc import read_warc
 from data_pipeline.readers.wikitext import (
     read_wikitext,
     read_wikitext_rows,
@@ -90,18 +89,13 @@ def _decode_ids(raw: bytes, _text_key: str, ids: IdRules | None) -> str:
     return "".join(read_id_chunks(io.BytesIO(raw), len(raw), ids))
 
 
-def _read_later(module: str, function: str) -> Callable[[Source], Iterator[Record | Reject]]:
-    """A reader whose module is imported with the first file: numpy would slow down `txl --help`."""
-
-    def read(source: Source) -> Iterator[Record | Reject]:
-        yield from getattr(import_module(f"data_pipeline.readers.{module}"), function)(source)
-
-    return read
-
-
 def _id_format(module: str, function: str, *suffixes: str) -> FileFormat:
     """Files whose documents are byte ranges of token ids."""
-    read = _read_later(module, function)
+
+    def read(source: Source) -> Iterator[Record | Reject]:
+        # Imported with the first file: numpy would slow down `txl --help`.
+        yield from getattr(import_module(f"data_pipeline.readers.{module}"), function)(source)
+
     return FileFormat(read=read, suffixes=suffixes, read_again=_decode_ids, by_range=True)
 
 
@@ -121,20 +115,16 @@ FORMATS: dict[Kind, FileFormat] = {
     "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
     "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
     "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
-    "warc": FileFormat(read=read_warc, suffixes=(".wet", ".warc", ".wat")),
     "binary": FileFormat(read=read_binary),
 }
 ID_FORMATS: dict[Kind, FileFormat] = {
     "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson")),
     "json": FileFormat(read=read_id_json, suffixes=(".json",)),
     "npy": _id_format("id_arrays", "read_npy", ".npy"),
-    "npz": FileFormat(read=_read_later("id_arrays", "read_npz"), suffixes=(".npz",)),
     "parquet": FORMATS["parquet"],
     "arrow": FORMATS["arrow"],
     "tar": FORMATS["tar"],
     "megatron": _id_format("indexed_ids", "read_pair"),
-    "olmo": _id_format("indexed_ids", "read_pair"),
-    "llm.c": _id_format("id_arrays", "read_shard"),
     "bin": _id_format("id_arrays", "read_bin", ".bin"),
 }
 """The kinds of files that `--format ids` reads, with token ids instead of text."""
@@ -268,7 +258,7 @@ class InputFile:
     @property
     def has_keys(self) -> bool:
         """Whether its documents have names instead of line numbers (`Record.key`)."""
-        return self.kind in ("tar", "warc")
+        return self.kind == "tar"
 
 
 def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:

@@ -1,12 +1,9 @@
-"""Documents in arrays of token ids: raw .bin, token shards of llm.c, .npy and .npz.
+"""Documents in arrays of token ids: raw .bin and .npy.
 
-- A raw file (`--dtype`, little-endian), a shard or an array of one dimension is a stream of ids.
-  The end-of-document id separates its documents.
+- A raw file (`--dtype`, little-endian) or an array of one dimension is a stream of ids. The
+  end-of-document id separates its documents.
 - Every row of an array of two dimensions is a document. A row of one id only is probably padding
   and rejected, unless it is known which id is padding (`--padding`).
-
-A shard of llm.c or modded-nanogpt has a header of 256 int32: magic, version, number of ids, zeros.
-Source: karpathy/llm.c, dev/data/data_common.py.
 
 Arrays are read in chunks and never unpickled. A plain file is cut into byte ranges that can be read
 independently; a document belongs to the range that contains its first id.
@@ -14,32 +11,25 @@ independently; a document belongs to the range that contains its first id.
 
 import functools
 import io
-import zipfile
-import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.ids import NPY_MAGIC, SHARD_MAGICS, IdRules
+from data_pipeline.readers.ids import IdRules
 from data_pipeline.readers.records import (
     BadRecordError,
     BrokenStreamError,
     Record,
     Reject,
 )
-from data_pipeline.readers.source import (
-    CHUNK_BYTES,
-    DocumentBuilder,
-    Source,
-    require_plausible_size,
-)
+from data_pipeline.readers.source import CHUNK_BYTES, DocumentBuilder, Source
 
 _MAX_HEADER_BYTES = 2**16
-_SHARD_HEADER_BYTES = 1024
+_NPY_MAGIC = b"\x93NUMPY"
 
 
 def text_of_array(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> str:
@@ -155,54 +145,20 @@ def read_bin(source: Source) -> Iterator[Record | Reject]:
     return _separated(source, np.dtype(source.id_rules.dtype), 0, None)
 
 
-def read_shard(source: Source) -> Iterator[Record | Reject]:
-    """A token shard of llm.c or modded-nanogpt."""
-    dtype, num_ids = read_shard_header(source.stream)
-    stop = _SHARD_HEADER_BYTES + num_ids * dtype.itemsize
-    yield from _separated(source, dtype, _SHARD_HEADER_BYTES, stop)
-    _require_end(source, stop, f"the {num_ids:,} ids that its header counts")
-
-
-def read_npy(source: Source, name: str = "") -> Iterator[Record | Reject]:
-    """A file as `numpy.save` writes it; `name` is that of a member of an .npz file."""
-    start, dtype, shape = read_npy_header(source.stream, name)
-    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+def read_npy(source: Source) -> Iterator[Record | Reject]:
+    """A file as `numpy.save` writes it."""
+    start, dtype, shape = read_npy_header(source.stream)
+    stop = start + int(np.prod(shape, dtype=object)) * dtype.itemsize
     if len(shape) == 1:
-        yield from _separated(source, dtype, start, start + size)
-    elif size:
+        yield from _separated(source, dtype, start, stop)
+    elif stop > start:
         row_bytes = shape[1] * dtype.itemsize
-        starts, sizes = range(start, start + size, row_bytes), np.broadcast_to(row_bytes, shape[0])
-        yield from sized_documents(source, dtype, starts, sizes, are_rows=True)
-    _require_end(source, start + size, f"the end of the array {name}".strip())
-
-
-def read_npz(source: Source) -> Iterator[Record | Reject]:
-    """A file as `numpy.savez` writes it: the arrays in the order of the archive."""
-    if not source.stream.seekable():
-        raise BrokenStreamError(
-            0,
-            0,
-            "an .npz file needs random access, but this one is compressed as a whole or its server "
-            "has no byte ranges. numpy.savez_compressed compresses inside: use the plain file",
+        sizes = np.broadcast_to(row_bytes, shape[0])
+        yield from sized_documents(
+            source, dtype, range(start, stop, row_bytes), sizes, are_rows=True
         )
-    array = source
-    try:
-        with zipfile.ZipFile(source.stream) as archive:
-            total = 0
-            for member in archive.infolist():
-                total += member.file_size
-                require_plausible_size(total, array)
-                with archive.open(member) as stream:
-                    array = replace(array, stream=cast(BinaryIO, stream))
-                    yield from read_npy(array, member.filename)
-    except BrokenStreamError:
-        raise
-    # For damaged content, and RuntimeError for encryption.
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
-        reason = printable(str(error))[:200]
-        raise BrokenStreamError(array.lines, 0, f"damaged .npz file: {reason}") from error
-    finally:
-        source.lines = array.lines
+    if source.stop >= stop and source.stream.read(1):
+        raise BrokenStreamError(source.lines, stop, "there are bytes after the end of the array")
 
 
 def read_id_chunks(stream: BinaryIO, num_bytes: int, rules: IdRules) -> Iterator[str]:
@@ -218,7 +174,7 @@ def ids_of_npy(raw: bytes) -> np.ndarray:
     """The ids of an array of one dimension in the .npy format. Raises BadRecordError."""
     stream = io.BytesIO(raw)
     try:
-        start, dtype, shape = read_npy_header(stream, "")
+        start, dtype, shape = read_npy_header(stream)
     except BrokenStreamError as error:
         raise BadRecordError(0, error.reason) from None
     if len(shape) != 1:
@@ -258,12 +214,6 @@ def sized_documents(
                 f"the row has only the id {padding}. If this id fills up the rows: --padding "
                 f"{padding}. If they have no padding: --padding {source.id_rules.end_of_document}",
             )
-
-
-def _require_end(source: Source, stop: int, what: str) -> None:
-    """Raise BrokenStreamError if the stream, read up to `stop`, continues in the range."""
-    if source.stop >= stop and source.stream.read(1):
-        raise BrokenStreamError(source.lines, stop, f"there are bytes after {what}")
 
 
 def _separated(
@@ -328,33 +278,15 @@ def _chunks_of(
             return
 
 
-def read_shard_header(stream: BinaryIO) -> tuple[np.dtype, int]:
-    """(dtype, number of ids). Raises BrokenStreamError."""
-    raw = stream.read(_SHARD_HEADER_BYTES)
-    if len(raw) < _SHARD_HEADER_BYTES:
-        raise BrokenStreamError(0, 0, "truncated inside its header of llm.c")
-    magic, version, num_ids = np.frombuffer(raw, "<i4", 3).tolist()
-    expected, dtype = SHARD_MAGICS.get(magic, (0, ""))
-    if not dtype or version != expected or num_ids < 0:
-        raise BrokenStreamError(
-            0,
-            0,
-            f"a file of llm.c, number {magic}, version {version}, of {num_ids:,} ids. Supported "
-            "are its token shards: number 20240520 with version 1, and 20240801 with version 7",
-        )
-    return np.dtype(dtype), num_ids
-
-
-def read_npy_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int, ...]]:
+def read_npy_header(stream: BinaryIO) -> tuple[int, np.dtype, tuple[int, ...]]:
     """(offset of the data, dtype, shape). Raises BrokenStreamError."""
-    where = f" in {printable(name)}" if name else ""
     try:
         magic = stream.read(8)
-        length_bytes = {1: 2, 2: 4}.get(magic[6] if magic[:6] == NPY_MAGIC and magic[7:] else 0, 0)
+        length_bytes = {1: 2, 2: 4}.get(magic[6] if magic[:6] == _NPY_MAGIC and magic[7:] else 0, 0)
         if not length_bytes:
             raise ValueError(
-                f"it begins with {magic!r}. If it has only ids, as numpy.memmap writes them, "
-                "rename it to .bin and give --dtype"
+                f"it begins with {magic!r}. If it has only ids, as numpy.memmap and OLMo write "
+                "them, rename it to .bin and give --dtype"
             )
         length = stream.read(length_bytes)
         header = stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
@@ -366,7 +298,7 @@ def read_npy_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[i
     # The header is a Python literal, which numpy parses without evaluating it.
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         reason = printable(str(error).split("\n")[0])[:160]
-        raise BrokenStreamError(0, 0, f"not an .npy array{where}: {reason}") from error
+        raise BrokenStreamError(0, 0, f"not an .npy array: {reason}") from error
     problem = ""
     if dtype.kind not in "iu":
         hint = "; it holds Python objects, which are never loaded" if dtype.hasobject else ""
@@ -376,5 +308,5 @@ def read_npy_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[i
     elif is_fortran and len(shape) == 2 and min(shape) > 1:
         problem = "is in column order; save numpy.ascontiguousarray of it"
     if problem:
-        raise BrokenStreamError(0, 0, f"the array{where} {problem}")
+        raise BrokenStreamError(0, 0, f"the array {problem}")
     return len(magic) + len(length) + len(header), dtype, shape

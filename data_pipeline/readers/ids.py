@@ -33,11 +33,6 @@ from data_pipeline.readers.source import Source, read_exactly, too_long_error
 from data_pipeline.system.sources import file_system, retry_request, scheme_of
 from data_pipeline.system.strict_json import parse_json
 
-NPY_MAGIC = b"\x93NUMPY"
-SHARD_MAGICS = {20240520: (1, "<u2"), 20240801: (7, "<u4"), 20240522: (0, "")}
-"""First int32 of the files of llm.c: version and type of the ids, for files that hold a stream."""
-_INDEX_SUFFIXES = {".bin": ".idx", ".npy": ".csv.gz"}
-"""Suffix of a file of ids, and of the file with the bounds of its documents (`indexed_ids.py`)."""
 _MAX_EVENT_IDS = _MIN_EVENTS = 16
 """MidiTok's events have 3 to 9 ids."""
 
@@ -152,18 +147,13 @@ def _reject_events(content: Any, value: Any) -> None:
 
 
 def index_path(path: str) -> str:
-    """The path or URL of the index that belongs to a file of ids; "" for files that have none."""
-    for suffix, index_suffix in _INDEX_SUFFIXES.items():
-        if path.endswith(suffix):
-            return path.removesuffix(suffix) + index_suffix
-    return ""
+    """The path or URL of the .idx file with the bounds of the documents in a .bin file."""
+    return path.removesuffix(".bin") + ".idx"
 
 
 def has_index(path: str) -> bool:
-    """Whether the file at `path` and an index are a pair."""
+    """Whether the .bin file at `path` and an index are a pair (`indexed_ids.py`)."""
     other = index_path(path)
-    if not other:
-        return False
     if not scheme_of(path):
         return os.path.exists(other)  # noqa: PTH110 - as the other checks of listed files
     system = file_system(other)

@@ -6,17 +6,18 @@ decides by
 1. the `suffixes` of `FORMATS`. The formats that are not `in_folders`, tar and csv, are only read
    by name or pattern. .parquet and .arrow files with "wiki" in their path, or with a recipe of
    WikiText, are wikitext_rows if their rows are lines of WikiText.
-2. the first bytes: warc; jsonl if the first line that is not blank is a JSON object with the key
+2. the first bytes: jsonl if the first line that is not blank is a JSON object with the key
    `--text-key`, or if the first two are JSON objects; wikitext if the suffix is .tokens or "wiki"
    is in the name, and that line is ` = Title = `; binary (`lines.py`); else text. Of files at URLs,
    only those without suffix, with .jl or a name of WikiText are examined: each takes a request.
 
-The kind `lines` is never chosen automatically, and `blank_lines` only for the texts of OSCAR 21.09:
-CODE.txt, where CODE is a language of 2 or 3 letters, next to CODE_meta.jsonl. In a folder or
-pattern, `--format jsonl` reads the files that auto would read as jsonl.
+The kinds `lines` and `blank_lines` are never chosen automatically. In a folder or pattern,
+`--format jsonl` reads the files that auto would read as jsonl.
 
-`--format ids` decides by the `suffixes` of `ID_FORMATS`, and for .bin, .npy and .json files also by
-an index next to the file (`ids.py`) or by the first bytes.
+`--format ids` decides by the `suffixes` of `ID_FORMATS`, for .bin files also by an index next to
+the file (`ids.py`), and for .json files by the first bytes.
+
+Inputs of `_REMOVED` would be read as something else, or ignored in a folder; they are refused.
 """
 
 import json
@@ -36,7 +37,7 @@ from data_pipeline.readers.formats import (
     Kind,
     suffixes_of,
 )
-from data_pipeline.readers.ids import NPY_MAGIC, SHARD_MAGICS, IdRules, has_index, index_path
+from data_pipeline.readers.ids import IdRules, has_index, index_path
 from data_pipeline.readers.lines import HEAD_BYTES, is_binary
 from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
 from data_pipeline.system.sources import Compression, scheme_of, shown
@@ -52,9 +53,29 @@ _MAX_OBJECT_BYTES = 16 * 2**20
 """Bytes of a line that is examined to decide whether a file is JSON lines."""
 _UNTYPED = ("", ".jl")
 """Suffixes that say nothing about the content. .jl: JSON lines, or source code in Julia."""
-_OSCAR_TEXT = re.compile(
-    r"(?P<language>(.*/)?[a-z]{2,3})(?P<part>_part_\d+)?\.txt(\.gz)?", re.DOTALL
-)
+_REMOVED = {
+    "WARC": (
+        "an archive of web pages",
+        "Write its texts as JSON lines: docs/removed.md has the lines of Python",
+    ),
+    "OSCAR": (
+        "the metadata of OSCAR 21.09",
+        "Give the texts by a pattern: 'DIRECTORY/*.txt.gz' --format blank_lines",
+    ),
+    "npz": (
+        "an archive of arrays",
+        "In Python: for name, ids in numpy.load('IDS.npz').items(): numpy.save(name, ids)",
+    ),
+    "llm.c": (
+        "a file of llm.c, whose header would be read as ids",
+        "Drop the header of a token shard: tail -c +1025 FILE.bin > IDS.bin; and give --dtype "
+        "uint16, or uint32 for the vocabulary of Llama 3",
+    ),
+}
+"""Inputs that are not read (docs/removed.md): what they are, and what to do instead."""
+_OSCAR_METADATA = re.compile(r"[a-z]{2,3}_meta(_part_\d+)?\.jsonl(\.gz)?")
+_LLMC_NUMBERS = (20240520, 20240522, 20240801)
+"""First int32 of the files of llm.c and modded-nanogpt, whose headers have 1,024 bytes."""
 
 
 class Suffix(NamedTuple):
@@ -91,6 +112,9 @@ def kind_of(
         return _kind_of_ids(file, suffix)
     if format != "auto":
         return format
+    is_metadata = _OSCAR_METADATA.fullmatch(posixpath.basename(file.name))
+    if is_metadata and file.first_bytes(10) == b'{"headers"':
+        raise _removed(file, "OSCAR")
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
@@ -107,15 +131,15 @@ def kind_of(
 
 
 def _kind_of_content(file: InputFile, suffix: Suffix, text_key: str) -> Kind:
-    if not file.member and _is_oscar_text(file.path):
-        return "blank_lines"
     name = posixpath.basename(file.name).lower()
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in name
+    if suffix.name in (".wet", ".warc", ".wat"):
+        raise _removed(file, "WARC")
     if scheme_of(file.path) and not may_be_wikitext and suffix.name not in _UNTYPED:
         return "text"
     head = file.first_bytes(HEAD_BYTES)
     if head.startswith(b"WARC/1."):
-        return "warc"
+        raise _removed(file, "WARC")
     if holds_json_lines(file, text_key, head=head):
         return "jsonl"
     lines = head.removeprefix(BOM_UTF8).split(b"\n") if may_be_wikitext else []
@@ -124,13 +148,9 @@ def _kind_of_content(file: InputFile, suffix: Suffix, text_key: str) -> Kind:
     return "binary" if is_binary(head) else "text"
 
 
-def _is_oscar_text(path: str) -> bool:
-    """Whether a local file is a text of OSCAR 21.09: its metadata is in the same folder."""
-    text = _OSCAR_TEXT.fullmatch(path)
-    if not text or scheme_of(path):
-        return False
-    meta = f"{text['language']}_meta{text['part'] or ''}.jsonl"
-    return any(os.path.exists(meta + packed) for packed in ("", ".gz"))  # noqa: PTH110 - faster
+def _removed(file: InputFile, name: str) -> DataError:
+    content, instead = _REMOVED[name]
+    return DataError(f"{shown(file.place)} is {content}; it is not read. {instead}.")
 
 
 def holds_json_lines(file: InputFile, text_key: str, *, head: bytes | None = None) -> bool:
@@ -146,6 +166,8 @@ def holds_json_lines(file: InputFile, text_key: str, *, head: bytes | None = Non
 
 
 def _kind_of_ids(file: InputFile, suffix: Suffix) -> Kind:
+    if suffix.name == ".npz":
+        raise _removed(file, "npz")
     kinds = (kind for kind, each in ID_FORMATS.items() if suffix.name in each.suffixes)
     kind = next(kinds, None)
     if not kind:
@@ -157,10 +179,8 @@ def _kind_of_ids(file: InputFile, suffix: Suffix) -> Kind:
     if kind == "bin":
         if has_index(file.path):
             return "megatron"
-        magic = file.first_bytes(4)
-        return "llm.c" if int.from_bytes(magic, "little") in SHARD_MAGICS else kind
-    if kind == "npy" and has_index(file.path):
-        return kind if file.first_bytes(6) == NPY_MAGIC else "olmo"
+        if int.from_bytes(file.first_bytes(4), "little") in _LLMC_NUMBERS:
+            raise _removed(file, "llm.c")
     if kind == "json":
         lines = file.first_lines(_MAX_LINE_BYTES)
         if len(lines) == 2 and all(line.lstrip().startswith(b"{") for line in lines):
@@ -208,7 +228,6 @@ def _parsed(line: bytes) -> Any:
 def without_indexes(files: list[InputFile]) -> list[InputFile]:
     """Drop the indexes of pairs. Raises DataError for an .idx file without its .bin file."""
     paths = {file.path for file in files}
-    indexes = {index_path(path) for path in paths}
     for path in paths:
         pair = path.removesuffix(".idx") + ".bin"
         if path.endswith(".idx") and pair not in paths:
@@ -216,7 +235,7 @@ def without_indexes(files: list[InputFile]) -> list[InputFile]:
                 f"{shown(path)} is an index without its {shown(pair)}. Copy that, too, or remove "
                 "the index from the input."
             )
-    return [file for file in files if file.path not in indexes]
+    return [file for file in files if not file.path.endswith(".idx")]
 
 
 def with_ids(file: InputFile, rules: IdRules) -> InputFile:
@@ -224,7 +243,7 @@ def with_ids(file: InputFile, rules: IdRules) -> InputFile:
     from data_pipeline.readers.indexed_ids import stored_dtype
 
     dtype, mark = "", file.mark
-    if file.kind in ("bin", "olmo"):
+    if file.kind == "bin":
         dtype = rules.dtype
         if not dtype:
             raise ConfigError(
@@ -233,7 +252,7 @@ def with_ids(file: InputFile, rules: IdRules) -> InputFile:
             )
     elif file.is_plain:
         dtype = stored_dtype(file)
-    if file.kind in ("megatron", "olmo") and file.is_plain:
+    if file.kind == "megatron" and file.is_plain:
         status = os.stat(index_path(file.path))  # noqa: PTH116 - as in find.py
         mark = f"{mark} {status.st_size} {status.st_mtime_ns}"
     return replace(file, ids=replace(rules, dtype=dtype), mark=mark)

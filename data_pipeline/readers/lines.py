@@ -2,8 +2,8 @@
 
 text: a file is one document, with its path as id. The text is not changed.
 lines: every line that is not empty is a document, without the LF or CR LF at its end.
-blank_lines: documents are separated by blank lines, as in OSCAR 21.09. A blank line is empty or
-whitespace. The lines of a document keep their ends.
+blank_lines: documents are separated by blank lines, which are empty or whitespace. The lines of a
+document keep their ends.
 jsonl: every line is a JSON object with the document's text at the key `--text-key`, or with
 `--format ids` a list of token ids.
 binary: a file that is not text, which is rejected. A file is binary if its first bytes contain NUL,
@@ -44,7 +44,7 @@ HEAD_BYTES = 2**16
 _NAME_OF_IDS = re.compile(r".*\.(bin|npy|npz|idx)(\.\w+)?", re.IGNORECASE | re.DOTALL)
 _IDS_REASON = (
     "binary, with the suffix of token ids: give --format ids --vocab-size N --end-of-document ID "
-    "(and --dtype uint16 for a .bin file without a header)"
+    "(and --dtype uint16 for a raw .bin file)"
 )
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\b\x1b"))
 

@@ -2,16 +2,10 @@
 
 They say the splits of files, the ids of their documents, and which files are no data.
 
-**Splits** come with `train=A` on the command line, or with words in names, in any case:
+**Splits** come with `train=A` on the command line, or with words in names (`_WORDS`):
 
-    train, training -> train     test, testing, tst -> test
-    valid, validate, validation, val, dev, eval, evaluation, heldout, held-out, holdout -> valid
-
-A word may begin with `news`, `dev` or another word in camel case, and end in `set`, digits and a
-capital: `newstest2014`, `myTest`, `testA`. Other characters separate words: `split=test`.
-
-1. A name gives a split if its first word, its last or the one before is one of these, numbers and
-   compression apart: `training-monolingual`, `validation-00000-of-00001.parquet`.
+1. A name gives a split if its first word, its last or the one before says one, numbers and
+   compression apart: `training-monolingual`, `validation-00000-of-00001.parquet`, `newstest2014`.
 2. A file's path has its folders, and the folder that was given if there are several inputs. Of the
    names in it counts the outermost by which the files differ, else the innermost folder:
    `train/package/test/a.txt` beside `test/b.txt` is in train. A given folder counts first if the
@@ -26,12 +20,11 @@ held-out text (`unclear_files`). If all files are in one split, the names have n
 **Descriptions.** `only_data_files` leaves out what describes a corpus: the JSON files, cached
 results of `map` and locks of `datasets` (an .arrow file that state.json does not list is such a
 result); unfinished downloads, backups of editors, the marks of Hadoop and Spark (_SUCCESS); in the
-cache of `huggingface_hub` the blobs/ and refs/ to which its snapshots/ are links; metadata.csv of
-PG-19; export.json of `txl data export`; and en_meta_part_1.jsonl.gz and en_sha256.txt next to
-en_part_1.txt.gz of OSCAR 21.09.
+cache of `huggingface_hub` the blobs/ and refs/ to which its snapshots/ are links; and metadata.csv
+of PG-19.
 
 Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
-github.com/google-deepmind/pg19; OSCAR, "OSCAR Schema v1.1".
+github.com/google-deepmind/pg19.
 """
 
 import fnmatch
@@ -44,7 +37,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import compress, count, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
 from braceexpand import braceexpand
@@ -87,10 +80,6 @@ _NO_DATA = re.compile(
 )
 """Also a folder: `0.0.0.incomplete/a.arrow`, `_temporary/0/part-0`."""
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
-_OSCAR_META = re.compile(
-    r"(?P<language>(.*/)?[a-z]{2,3})_(meta(?P<part>_part_\d+)?\.jsonl(\.gz)?|sha256\.txt)",
-    re.DOTALL,
-)
 _HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
 
 
@@ -197,24 +186,30 @@ def splits_of_names(names: Sequence[str], given: Sequence[str]) -> list[str]:
     below it, the files themselves.
     """
     depth = max((name.count("/") for name in names), default=0)
-    num_levels = depth + 2
     suffixes = [suffix_of(name) for name in names]
-    rows = []  # the split of every level by outer words, then that by all words
-    for name, root, suffix in zip(names, given, suffixes, strict=True):
+    is_code = [suffix.name in _SOURCE_CODE for suffix in suffixes]
+    paths = []
+    for name, root, suffix, code in zip(names, given, suffixes, is_code, strict=True):
         *folders, own = name.split("/")
-        own = "" if suffix.name in _SOURCE_CODE else own[: len(own) - len(suffix.packed)]
-        path = (root, *folders, *[""] * (depth - len(folders)), own)
-        rows.append([split_of_words(each, outer=outer) for outer in (True, False) for each in path])
-    levels = [{*level} for level in zip(*rows, strict=True)] or [{""}] * 2 * num_levels
-    separates = [{TRAIN} < level - {""} for level in levels]
-    differ = [len(levels[0] - {""}) > 1, *(len(level) > 1 for level in levels[1:num_levels])]
-    outermost = compress(count(), differ + separates[num_levels:])
-    order = [*outermost, *range(depth, 0, -1), num_levels - 1, 0]
-    splits = [next((row[level] for level in order if row[level]), "") for row in rows]
-    if any(separates[: num_levels - 1]):  # by folders, which then count for source code, too
+        own = "" if code else own[: len(own) - len(suffix.packed)]
+        paths.append((root, *folders, *[""] * (depth - len(folders)), own))
+    columns = list(zip(*paths, strict=True))
+    levels, by_all_words = (
+        [[split_of_words(name, outer=outer) for name in column] for column in columns]
+        for outer in (True, False)
+    )
+    order = [level for level in levels[:1] if len({*level} - {""}) > 1]
+    order += [level for level in levels[1:] if len({*level}) > 1]
+    order += filter(_separates_train, by_all_words)
+    order += [*levels[-2:0:-1], *levels[-1:], *levels[:1]]
+    splits = [next(filter(None, row), "") for row in zip(*order, strict=True)]
+    if any(map(_separates_train, levels[:-1])):  # folders, which count for source code, too
         return splits
-    is_code = (suffix.name in _SOURCE_CODE for suffix in suffixes)
     return ["" if code else split for code, split in zip(is_code, splits, strict=True)]
+
+
+def _separates_train(splits: Iterable[str]) -> bool:
+    return {TRAIN} < {*splits} - {""}
 
 
 @lru_cache(maxsize=2**14)
@@ -329,7 +324,7 @@ def _absolute_path(path: str) -> str:
 
 
 def reject_ambiguous_names(files: list[InputFile]) -> None:
-    """Raise DataError if a file would be read twice or two documents would have the same id."""
+    """Raise DataError if a file would be read twice or two files would have the same name."""
     by_name: dict[str, InputFile] = {}
     by_path: set[str] = set()
     for file in files:
@@ -343,16 +338,6 @@ def reject_ambiguous_names(files: list[InputFile]) -> None:
                 f"{printable(file.name)!r}. Give a folder that contains both, or rename one."
             )
         by_name[file.name] = file
-    for name, file in by_name.items():
-        # The id of a document is FILE:LINE, or FILE:KEY in files with keys; FILE if it is text.
-        for colon in re.finditer(":", name):
-            other = by_name.get(name[: colon.start()])
-            is_line = re.fullmatch(r"[1-9][0-9]*", name[colon.end() :])
-            if other and other.kind != "text" and (is_line or other.has_keys):
-                raise DataError(
-                    f"{shown(file.place)} has the name of a document in {shown(other.place)}, "
-                    f"{printable(name)!r}. Rename one."
-                )
 
 
 # --- files that are no data ------------------------------------------------------------------
@@ -364,17 +349,16 @@ def only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[Input
     Counts these in `ignored`. Raises DataError for a missing data file of a saved dataset.
     """
     names = {file.name for file in files}
-    folders = {posixpath.dirname(name) for name in names if name.endswith(".arrow")}
-    states = [f for f in files if posixpath.basename(f.name) == "state.json"]
-    listed = {
-        folder: _listed_files(state, folder, names)
-        for state in states
-        if (folder := posixpath.dirname(state.name)) in folders
-    }
+    arrow_folders = {posixpath.dirname(name) for name in names if name.endswith(".arrow")}
+    listed: dict[str, set[str]] = {}  # the data files of every folder of a saved dataset
+    for file in files:
+        folder, name = posixpath.split(file.name)
+        if name == "state.json" and folder in arrow_folders:
+            listed[folder] = _listed_files(file, folder, names)
     copies = _copies_in_hub_caches(names)
     data_files = []
     for file in files:
-        if kind := _kind_of_description(file, names, listed, copies):
+        if kind := _kind_of_description(file, listed, copies):
             ignored[kind] += 1
         else:
             data_files.append(file)
@@ -382,40 +366,20 @@ def only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[Input
 
 
 def _kind_of_description(
-    file: InputFile, names: set[str], listed: dict[str, set[str]], copies: tuple[str, ...]
+    file: InputFile, listed: dict[str, set[str]], copies: tuple[str, ...]
 ) -> str:
-    """As what a file that is no data is counted; "" for data.
-
-    `listed` has the data files of every folder of a saved dataset.
-    """
+    """As what a file that is no data is counted; "" for data."""
     folder, name = posixpath.split(file.name)
     suffix = posixpath.splitext(name)[1]
     if no_data := _NO_DATA.search(file.name):
         return no_data["kind"]
-    is_export = name == "export.json" and _describes_export(file)
-    if is_export or (name == "state.json" and folder in listed):
+    if name == "state.json" and folder in listed:
         return name
     if file.name.startswith(copies):
         return "blobs and refs"
     is_lock = suffix == ".lock" and not file.size
     is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
-    if is_lock or is_cached or _CACHED_RESULT.fullmatch(name):
-        return suffix
-    if (meta := _OSCAR_META.fullmatch(file.name)) and not scheme_of(file.path):
-        texts = [f"{meta['language']}{meta['part'] or part}.txt" for part in ("", "_part_1")]
-        if any(text in names or f"{text}.gz" in names for text in texts):
-            return "OSCAR metadata"
-    return ""
-
-
-def _describes_export(file: InputFile) -> bool:
-    """Whether it is of `txl data export`: other programs write data to files of this name."""
-    try:
-        with file.open() as stream:
-            content = parse_json(stream.read(_MAX_STATE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and {"dataset_digest", "splits"} <= content.keys()
+    return suffix if is_lock or is_cached or _CACHED_RESULT.fullmatch(name) else ""
 
 
 def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from data_pipeline.readers.records import (
     Reject,
     Utf8Decoder,
 )
-from data_pipeline.system.sources import SourceError, reject_reason, require_plausible_ratio
+from data_pipeline.system.sources import reject_reason
 
 if TYPE_CHECKING:
     from data_pipeline.readers.formats import InputFile
@@ -290,12 +290,3 @@ def too_long_error() -> BadRecordError:
         f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in RAM; "
         "text files and arrays of ids may be of any size",
     )
-
-
-def require_plausible_size(num_bytes: int, source: Source) -> None:
-    """Raise BrokenStreamError if `num_bytes` is implausible for the stored size of the archive."""
-    try:
-        if source.file.size:
-            require_plausible_ratio(num_bytes, source.file.size)
-    except SourceError as error:
-        raise BrokenStreamError(source.lines, 0, error.reason) from error

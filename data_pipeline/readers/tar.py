@@ -40,13 +40,8 @@ from data_pipeline.readers.records import (
     Reject,
     decode,
 )
-from data_pipeline.readers.source import (
-    CHUNK_BYTES,
-    Source,
-    read_exactly,
-    require_plausible_size,
-    too_long_error,
-)
+from data_pipeline.readers.source import CHUNK_BYTES, Source, read_exactly, too_long_error
+from data_pipeline.system.sources import SourceError, require_plausible_ratio
 
 _MAX_KEY_BYTES = 4096
 _METADATA = re.compile(r"__[^/]*__(/|\Z)")
@@ -149,7 +144,7 @@ class TarReader:
             raise self._broken(
                 f"member {shown} of type {header.type!r} and size {size:,}: unsupported or damaged"
             )
-        require_plausible_size(self._position + size, self._source)
+        self._require_plausible(self._position + size)
         self._size, self._unread = size, -(-size // _BLOCK) * _BLOCK
         if is_directory:
             self.has_folders = True
@@ -176,9 +171,17 @@ class TarReader:
     def _require_end(self) -> None:
         while raw := self._stream.read(CHUNK_BYTES):
             self._position += len(raw)
-            require_plausible_size(self._position, self._source)
+            self._require_plausible(self._position)
             if raw.count(0) != len(raw):
                 raise self._broken("there is data after its end, such as another archive")
+
+    def _require_plausible(self, num_bytes: int) -> None:
+        """Raise BrokenStreamError if `num_bytes` is implausible for the size of the archive."""
+        try:
+            if self._source.file.size:
+                require_plausible_ratio(num_bytes, self._source.file.size)
+        except SourceError as error:
+            raise self._broken(error.reason) from error
 
     def _read_pax(self, header: tarfile.TarInfo) -> dict[str, str]:
         """The records "LENGTH KEY=VALUE\\n" of a pax header."""

@@ -5,7 +5,7 @@
     shard_index.py       where frames, blocks and documents of a shard are
     manifest.py          manifest.json: sizes and hashes of all files
     shard_reader.py      tokens of any range, checked (shard_files.py: files, URLs, frame cache)
-    verify.py, rebuild.py, export.py    `txl data`
+    verify.py, push.py   `txl data`
 
 This module refuses a directory that is not a dataset without importing numpy.
 """
@@ -31,6 +31,5 @@ def missing_manifest_error(directory: str | DatasetPath) -> DataError:
     out = f"DIR, then txl data push DIR {path.parent}" if remote else path.parent
     return DataError(
         f"{path}: {cause}, so this is not a complete dataset (an interrupted prepare writes no "
-        f"manifest). Create it: txl prepare INPUT --out {out}. If its shards exist: txl data "
-        f"rebuild {directory}"
+        f"manifest). Create it: txl prepare INPUT --out {out}"
     )

@@ -196,11 +196,10 @@ class DatasetHeader(StrictModel):
 
 
 class IndexHeader(StrictModel):
-    """The dataset's description in every index, from which `rebuild.py` makes a lost manifest."""
+    """The dataset's description in every index, and how many shards each split has."""
 
     dataset: DatasetHeader
     shards: dict[SplitName, Annotated[int, Field(ge=1)]]
-    """Number of shards of each split."""
 
 
 class ShardManifest(DatasetHeader):
@@ -281,24 +280,25 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
         ) from error
     except ValueError as error:
         raise DataError(
-            f"{path} {error}. It was edited or damaged; restore it, recreate it with txl data "
-            f"rebuild {path.parent}, or remove {path.parent} and run txl prepare INPUT --out "
-            f"{path.parent}"
+            f"{path} {error}. It was edited or damaged; restore it, or remove "
+            f"{path.parent} and run txl prepare INPUT --out {path.parent}"
         ) from error
 
 
-def open_tokenizer(directory: str | DatasetPath, dataset: DatasetHeader | None = None) -> Tokenizer:
-    """The dataset's tokenizer. Raises DataError if the shards were made with another one.
+def open_tokenizer(
+    directory: str | DatasetPath, manifest: ShardManifest | None = None
+) -> Tokenizer:
+    """The dataset's tokenizer. `manifest` is loaded if None.
 
-    `dataset` is the directory's manifest, loaded if None, or the header of its indexes.
+    Raises DataError if the shards were made with another one.
     """
-    dataset = dataset or load_manifest(directory)
+    manifest = manifest or load_manifest(directory)
     path = dataset_path(directory) / TOKENIZER_NAME
     tokenizer = load_tokenizer(path)
-    if tokenizer.digest != dataset.tokenizer_digest:
+    if tokenizer.digest != manifest.tokenizer_digest:
         raise DataError(
             f"{path} has digest {tokenizer.digest}, the manifest expects "
-            f"{dataset.tokenizer_digest}. The tokenizer of another dataset was copied here; "
+            f"{manifest.tokenizer_digest}. The tokenizer of another dataset was copied here; "
             "restore the right one or prepare the corpus again."
         )
     return tokenizer

@@ -71,14 +71,6 @@ def _read_once(path: Path, first: int, size: int) -> bytes:
         return os.pread(descriptor, size, first)
 
 
-def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: int) -> bytes:
-    """Read and decode one frame of a shard. Raises DataError naming its place and the cause."""
-    path = directory / entry.name
-    place = frame_place(frame, number)
-    data = read_bytes_at(path, frame.compressed_offset, frame.compressed_size, place)
-    return checked_frame(data, path, frame, number)
-
-
 def checked_frame(data: bytes, path: DatasetPath, frame: Frame, number: int) -> bytes:
     """Decode a frame of the shard at `path`. Raises DataError naming its place and the cause."""
     try:

@@ -6,20 +6,19 @@ it is loaded, so that code that reads through an index needs no checks.
 First tokens and ids of the documents are one packed table of 1 to 2 bytes per sentence: each file
 name is stored once, lines and starts are stored as differences, in one zstd frame.
 
-The safetensors metadata also describes the dataset and has a digest of the arrays. Reading shards
-does not need it: `rebuild.py` makes a lost manifest from it.
+The safetensors metadata also describes the dataset and has a digest of the arrays, for people who
+find a shard without its manifest. No code reads it.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from data_pipeline.errors import printable
@@ -111,19 +110,16 @@ def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-# --- reading with a manifest --------------------------------------------------------------------
-
-
-def read_index(directory: DatasetPath, entry: ShardEntry, itemsize: int) -> ShardIndex:
-    """Load and check the index of a shard. Raises DataError naming the file and the problem."""
-    data = read_bytes_at(directory / entry.index_name, 0, entry.index_bytes)
-    return checked_index(data, directory, entry, itemsize)
+# --- reading ------------------------------------------------------------------------------------
 
 
 def checked_index(
     data: bytes, directory: DatasetPath, entry: ShardEntry, itemsize: int
 ) -> ShardIndex:
-    """The index in `data`, the content of an index file. Raises DataError like `read_index`."""
+    """Check the index in `data`, the content of an index file.
+
+    Raises DataError naming the file and the problem.
+    """
     path = directory / entry.index_name
     digest = hashlib.sha256(data).hexdigest()
     if digest != entry.index_sha256:
@@ -210,28 +206,6 @@ def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
         problem = f"contradicts the manifest or itself: {printable(str(error))[:200]}"
         raise damaged_file(path, problem) from error
     return tokens
-
-
-# --- reading without a manifest -----------------------------------------------------------------
-
-
-def read_unlisted_index(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays of an index that no manifest lists, and its metadata (`index_bytes`).
-
-    The arrays are checked against their digest in the metadata, which itself has none. Raises
-    DataError for a damaged file.
-    """
-    try:
-        if not path.is_file():  # opening a named pipe would wait for its writer
-            raise ValueError("it is not a regular file")
-        with safe_open(path, framework="numpy") as file:
-            metadata = json.loads((file.metadata() or {})["txl"])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata["arrays_sha256"] != _arrays_sha256(arrays):
-            raise ValueError("its arrays do not match their sha256")
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise damaged_file(path, f"does not describe a dataset ({error})") from error
-    return arrays, metadata
 
 
 # --- the table of documents -----------------------------------------------------------------------

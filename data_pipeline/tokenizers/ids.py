@@ -6,10 +6,7 @@ both.
 
 `--names FILE` is JSON: an array of names in the order of the ids, an object of ids to names
 {"60": "Pitch_60"}, or one of names to ids {"Pitch_60": 60}, such as a vocab.json; or a tokenizer of
-ids of a dataset or checkpoint, or a trained tokenizer that MidiTok saved, which have such names.
-
-Source: MidiTok, `MusicTokenizer.to_dict` and `__create_vocab_learned_bytes_to_tokens`: its model
-has tokens of one character per base token.
+ids of a dataset or checkpoint, which has such names.
 """
 
 from functools import cached_property
@@ -130,15 +127,18 @@ def read_names(path: Path) -> dict[int, str]:
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path} has no names of token ids: {printable(str(error))[:300]}. Give a JSON array "
-            'of names, {"60": "Pitch_60", ...}, {"Pitch_60": 60, ...}, or the file of a trained '
-            "MidiTok tokenizer."
+            'of names, {"60": "Pitch_60", ...}, or {"Pitch_60": 60, ...}.'
         ) from error
 
 
 def _names(content: Any) -> dict[int, str]:
     if isinstance(content, dict) and "miditok_version" in content:
-        content = _miditok_names(content)
-    elif isinstance(content, dict) and content.get("type") == "ids":
+        raise ValueError(
+            "it is a tokenizer of MidiTok. Write its names in Python: "
+            "json.dump(tokenizer.vocab, open('names.json', 'w')); those of a trained one are in "
+            "docs/removed.md"
+        )
+    if isinstance(content, dict) and content.get("type") == "ids":
         content = content.get("names")
     if isinstance(content, list):
         pairs: list[tuple[Any, Any]] = list(enumerate(content))
@@ -157,32 +157,6 @@ def _names(content: Any) -> dict[int, str]:
         if name:
             names[id_] = name
     return names
-
-
-def _miditok_names(content: dict[str, Any]) -> Any:
-    """The names in a tokenizer of MidiTok. A learned token has those of its parts, joined by +."""
-    if "_model" not in content:
-        raise ValueError(
-            "MidiTok stores the vocabulary of trained tokenizers only. Write that of this one in "
-            "Python: json.dump(tokenizer.vocab, open('names.json', 'w'))"
-        )
-    try:
-        library = parse_json(content["_model"])
-        vocab, base = library["model"]["vocab"], content["_vocab_base_byte_to_token"]
-        if isinstance(vocab, list):  # of a unigram model, with scores
-            vocab = {piece: id_ for id_, (piece, _) in enumerate(vocab)}
-        prefix = library["model"].get("continuing_subword_prefix") or ""
-        space = (library["pre_tokenizer"] or {}).get("replacement", "")
-        names, used = {}, set[str]()
-        for piece, id_ in sorted(vocab.items(), key=lambda item: item[1]):
-            characters = piece.removeprefix(prefix).removeprefix(space)
-            name = "+".join(base[character] for character in characters)
-            # With and without a prefix, a token has the same parts.
-            names[id_] = f"{name}#{id_}" if name in used else name
-            used.add(name)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"its MidiTok model has another layout ({error!r})") from None
-    return {str(id_): name for id_, name in names.items()}
 
 
 def _decimal(key: str) -> int:

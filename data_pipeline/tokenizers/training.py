@@ -91,21 +91,12 @@ RECIPES: Mapping[RecipeName, Recipe] = MappingProxyType(
 )
 
 
+FIXED_SPLIT = {"valid": 0.05, "test": 0.05}
+"""The last parts of enwik8 (bytes) and text8 (characters): the paper's 90M, 5M and 5M."""
+
+
 def recipe_of(name: RecipeName | None) -> Recipe:
     return NO_RECIPE if name is None else RECIPES[name]
-
-
-def fixed_split(length: int) -> dict[str, tuple[int, int]]:
-    """Split -> [start, stop) in a document of `length` tokens: 90 % train, 5 % valid, 5 % test.
-
-    enwik8 (bytes) and text8 (characters) have 100,000,000: the paper's 90M, 5M and 5M. Raises
-    ValueError below 20 tokens.
-    """
-    held_out = length // 20
-    if not held_out:
-        raise ValueError(f"{length} tokens are too few for three splits, at least 20 are needed")
-    test, valid = length - held_out, length - 2 * held_out
-    return {"train": (0, valid), "valid": (valid, test), "test": (test, length)}
 
 
 # --- choosing and training ----------------------------------------------------------------------

@@ -89,10 +89,9 @@ def test_logits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("softcap", [None, 15.0])
 @pytest.mark.parametrize("columns", [256, 4104, 5003])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_cross_entropy_by_kernels(dtype: torch.dtype, columns: int, softcap: float | None) -> None:
+def test_cross_entropy_by_kernels(dtype: torch.dtype, columns: int) -> None:
     """Nats and gradients, in one chunk and in several; in bf16 by autocast."""
     generator, wide = torch.Generator().manual_seed(0), torch.promote_types(dtype, torch.float32)
     shapes = ((9, 64), (columns, 64), (columns,), (9,))
@@ -105,8 +104,7 @@ def test_cross_entropy_by_kernels(dtype: torch.dtype, columns: int, softcap: flo
         leaves = [x.to(device).requires_grad_() for x in tensors]
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype != wide):
             nats_N = vocabulary.linear_cross_entropy(
-                *leaves, target_N.to(device), max_logits=max_logits, softcap=softcap,
-                by_kernel=by_kernel,
+                *leaves, target_N.to(device), max_logits=max_logits, by_kernel=by_kernel,
             )  # fmt: skip
         gradients = torch.autograd.grad(nats_N, leaves, d_nats_N.to(device))
         return [x.detach().cpu() for x in (nats_N, *gradients)]
@@ -122,22 +120,20 @@ def test_cross_entropy_by_kernels(dtype: torch.dtype, columns: int, softcap: flo
             assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("softcap", [None, 15.0])
-def test_kernels_of_the_cross_entropy_round_only_results_to_bf16(softcap: float | None) -> None:
+def test_kernels_of_the_cross_entropy_round_only_results_to_bf16() -> None:
     generator = torch.Generator().manual_seed(0)
     logit_RV = (4 * torch.randn(5, 4104, generator=generator)).bfloat16()
     target_R = torch.tensor([0, 4103, 7, vocabulary.IGNORED, 100])
     d_nats_R = torch.randn(5, generator=generator)
     exact_RV = logit_RV.double().requires_grad_()
-    capped_RV = exact_RV if softcap is None else vocabulary.capped(exact_RV, softcap)
     exact_R = torch.nn.functional.cross_entropy(
-        capped_RV, target_R, ignore_index=vocabulary.IGNORED, reduction="none"
+        exact_RV, target_R, ignore_index=vocabulary.IGNORED, reduction="none"
     )
     (expected_RV,) = torch.autograd.grad(exact_R, exact_RV, d_nats_R.double())
     total_R, nats_R = torch.empty(2, 5, device=DEVICE)
     logit_RV, target_R, d_nats_R = (x.to(DEVICE) for x in (logit_RV, target_R, d_nats_R))
-    torch.ops.txl_dist.cross_entropy(logit_RV, target_R, softcap, total_R, nats_R)
-    torch.ops.txl_dist.cross_entropy_backward_(logit_RV, target_R, softcap, total_R, d_nats_R)
+    torch.ops.txl_dist.cross_entropy(logit_RV, target_R, total_R, nats_R)
+    torch.ops.txl_dist.cross_entropy_backward_(logit_RV, target_R, total_R, d_nats_R)
     assert_close(nats_R.cpu().double(), exact_R, rtol=1e-5, atol=1e-5)
     # Triton's interpreter does not round to the nearest: one unit in the last place.
     assert_close(logit_RV.cpu().double(), expected_RV, rtol=2**-7, atol=1e-30)

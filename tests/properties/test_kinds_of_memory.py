@@ -211,15 +211,13 @@ def test_segments_of_one_step_have_the_gradient_of_all_of_them(
     model, text_BN = small_model(memory=kind, **options), random_text(2, 13)
     age_BT = torch.stack([torch.arange(12), torch.tensor([3, 4, *range(10)])])
     state = model.empty_memory(2)
-    # From its second write on, an associative memory has a factor that is not differentiated.
-    num_segments = 2 if kind == "associative" else 3
 
-    def loss(num_segments: int) -> Tensor:
-        nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, state, None, num_segments)
+    def loss() -> Tensor:
+        nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, state, None, 3)
         # The last segment: what it depends on is in the others.
         return nats_BT[:, -4:].sum()
 
-    loss(num_segments).backward()
+    loss().backward()
     slope = difference = 0.0
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -231,7 +229,7 @@ def test_segments_of_one_step_have_the_gradient_of_all_of_them(
         for sign in (1, -2):
             for p, d in zip(model.parameters(), directions, strict=True):
                 p.add_(d, alpha=sign * 1e-6)
-            difference += float(loss(num_segments)) / (2e-6 if sign == 1 else -2e-6)
+            difference += float(loss()) / (2e-6 if sign == 1 else -2e-6)
     assert slope == pytest.approx(difference, rel=1e-5)
 
 

@@ -47,7 +47,7 @@ def documented_commands() -> Iterator[DocumentedCommand]:
 def mentioned_commands() -> Iterator[DocumentedCommand]:
     """The commands in sentences, which may be incomplete: `txl job`, `txl eval --details`.
 
-    Not those of experiments.md and decisions/, which are dated: commands of that day.
+    Not those of experiments.md and decisions/, commands of that day, and of removed.md.
     """
     documents = _documents()
     for package in ("data_pipeline", "txl_dist", "cluster"):
@@ -59,8 +59,9 @@ def mentioned_commands() -> Iterator[DocumentedCommand]:
 
 def _documents() -> list[Path]:
     documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("c*/**/*.md")]
-    dated = (ROOT / "docs/experiments.md", *ROOT.glob("docs/decisions/*.md"))
-    return [path for path in documents if path not in dated]
+    others = {ROOT / "docs/experiments.md", ROOT / "docs/removed.md"}
+    others.update(ROOT.glob("docs/decisions/*.md"))
+    return [path for path in documents if path not in others]
 
 
 def _texts() -> Iterator[tuple[str, str]]:

@@ -1,9 +1,9 @@
 """A third kind of memory, which only the tests have: the mean of the inputs of each layer so far.
 
-It differs from the paper's in all that the interface allows: a token may depend on any earlier one
-of its document, the state is never narrower than fp32, attention sees nothing of it, and its
-initial value is a parameter. Importing this module registers it as `model.memory: running_mean`,
-also in the processes of ranks, which import the functions that they run.
+It differs from the paper's in most that the interface allows: a token may depend on any earlier one
+of its document, the state is never narrower than fp32, and attention sees one key, whatever the
+number of tokens that it is made of. Importing this module registers it as `model.memory:
+running_mean`, also in the processes of ranks, which import the functions that they run.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from txl_dist.model.attention import SegmentContext
 from txl_dist.model.choices import MEMORY_KINDS, MemoryFacts
-from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import MemoryKind, SequenceState
 
 MEMORY_KINDS["running_mean"] = MemoryFacts(
@@ -29,10 +27,6 @@ OTHER_KINDS = [
     if kind != "recurrent"
 ]
 """Those that the tests of whole runs have to name, because the default is the paper's."""
-
-ROUNDING_FACTOR = 10
-"""Times the tolerance of other kinds for an associative memory, whose quotients of small numbers
-enlarge the rounding that depends on ranks and stages."""
 
 
 def overrides_of(kind: str) -> tuple[str, ...]:
@@ -59,19 +53,18 @@ class RunningMean(MemoryKind):
         shape = (num_lanes, self.config.n_layer, self.config.d_model)
         return RunningMeanState(torch.zeros(shape, **options), torch.zeros(num_lanes, **options))
 
-    def reader(self, layer: int) -> nn.Module:
-        return _Reader(self.config)
-
 
 @dataclass(frozen=True)
 class RunningMeanState(SequenceState):
     mean_BLD: Tensor
     count_B: Tensor
     """Tokens of the current document, of which the mean is."""
-    num_past = 0
+    num_past = 1
+    """A token sees the key if its document began before the segment: then its age is more than the
+    tokens before it in the segment."""
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
-        return self.mean_BLD[:, number].to(x_BTD.device, x_BTD.dtype)
+        return self.mean_BLD[:, number, None].to(x_BTD.device, x_BTD.dtype)
 
     def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "RunningMeanState":
         num_lanes, tgt_len, _ = hidden_BTD[0].shape
@@ -94,19 +87,3 @@ class RunningMeanState(SequenceState):
         if any(num_removed):
             raise ValueError("a mean does not know the tokens that it consists of")
         return RunningMeanState(self.mean_BLD[list(lanes)], self.count_B[list(lanes)])
-
-
-class _Reader(nn.Module):
-    """Adds the mean to the layer's input; the initial value where a document has begun since."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.initial_D = nn.Parameter(torch.empty(config.d_model))
-
-    def forward(
-        self, x_BTD: Tensor, mean_BD: Tensor, context: SegmentContext
-    ) -> tuple[Tensor, Tensor]:
-        position_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
-        continues_BT = context.visibility.reach_BT > position_T
-        read_BTD = torch.where(continues_BT[..., None], mean_BD[:, None], self.initial_D)
-        return x_BTD + read_BTD, x_BTD[:, :0]

@@ -14,13 +14,12 @@ from txl_dist.model.transformer_xl import TransformerXL
 VOCAB_SIZE = 11
 
 MODERN: dict[str, dict[str, Any]] = {
-    "modern": RECIPES["modern"] | {"embedding_norm": True, "softcap": 15.0, "init_std": 0.4},
+    "modern": RECIPES["modern"] | {"init_std": 0.4},
     "gated": {"residual_gate": "gru", "feed_forward": "relu2", "output_gate": True},
     "normed": {
         "qk_norm": True,
         "attention_scale": 2.0,
         "norm": "rmsnorm",
-        "softcap": 3.0,
         "biases": False,
         "residual_scalars": True,
         "cutoffs": (4, 9),
@@ -32,12 +31,7 @@ SHORT_AND_LONG: dict[str, Any] = {"mem_shares": (0.4, 1.0)}
 """Layers with memories of another length."""
 
 
-CONSTANT_AT_START = (
-    "attention.gate.weight",
-    "residual_scalars",
-    "update_bias",
-    "memory_writer.value.weight",
-)
+CONSTANT_AT_START = ("attention.gate.weight", "residual_scalars", "update_bias")
 
 
 def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
@@ -52,7 +46,6 @@ def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
         "mem_len": 5,
         "compression_rate": 2,
         "memory_tokens": 3,
-        "d_memory_key": 2,
         "init_std": 0.4,
         "proj_init_std": 0.4,
     }

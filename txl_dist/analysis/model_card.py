@@ -41,7 +41,6 @@ MEMORY_TEXTS = {
     "tokens": "{memory_tokens} vectors that the model reads and writes as tokens",
     "recurrent+tokens": "the inputs of every layer for the previous {mem_len} tokens, and "
     "{memory_tokens} vectors that the model reads and writes as tokens",
-    "associative": "a matrix of values by key in every layer, written by {memory_tokens} tokens",
 }
 _TRAINING = (
     "training.num_steps", "training.num_tokens", "training.num_epochs", "data.num_lanes",

@@ -15,9 +15,11 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator, model
 from data_pipeline.system.strict import (
     StrictModel,
     WrongFormatError,
+    first_problem,
     load_manifest_file,
     manifest_bytes,
 )
+from txl_dist.config.removed import PAGE, without_removed
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 
@@ -123,7 +125,7 @@ class RunEntries(StrictModel):
     written_by: str
     """Version of txl and digest of its sources."""
     model: dict[str, Any]
-    """Fields of ModelConfig."""
+    """Fields of ModelConfig, as the version that wrote it has them."""
     run: dict[str, Any]
     """The resolved config, by dotted key."""
     run_id: str
@@ -193,10 +195,11 @@ class CheckpointManifest(RunEntries):
     def architecture(self) -> ModelConfig:
         """The architecture. Raises CheckpointError if this version does not support it."""
         try:
-            return TypeAdapter(ModelConfig).validate_python(self.model)
+            return TypeAdapter(ModelConfig).validate_python(without_removed(self.model, "model."))
         except ValidationError as error:
             raise CheckpointError(
-                f"this version of txl does not support the checkpoint's model: {error}"
+                "this version of txl does not support the checkpoint's model: "
+                f"{first_problem(error)}; {self.written_by} wrote it ({PAGE})"
             ) from None
 
     def to_json(self) -> bytes:

@@ -37,43 +37,6 @@ NO_GPU = (
 
 
 @app.command()
-def model(
-    *,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds; each one times every measured function once.")
-    ] = 10,
-    as_json: AsJson = False,
-) -> None:
-    """Measure MFU of training, peak RAM and speed of generation.
-
-    Example: txl bench model --rounds 20
-    """
-    from txl_dist.bench import print_figures
-    from txl_dist.bench.model import bench_model
-
-    print_figures(bench_model(rounds=rounds), as_json=as_json)
-
-
-@app.command()
-def data(
-    *,
-    megabytes: Annotated[
-        float,
-        typer.Option(min=6, help="MB of text to prepare: Python files of this installation."),
-    ] = 100,
-    as_json: AsJson = False,
-) -> None:
-    """Measure speed of preparation, loading and resume.
-
-    Example: txl bench data --megabytes 200
-    """
-    from txl_dist.bench import print_figures
-    from txl_dist.bench.data import bench_data
-
-    print_figures(bench_data(megabytes=megabytes), as_json=as_json)
-
-
-@app.command()
 def eval_speed(
     attention_length: Annotated[
         str, typer.Option(metavar="N,N,...", help="Tokens that each token attends to.")
@@ -131,12 +94,12 @@ def eval_speed(
 
 def _model_to_time(checkpoint: Path | None, seed: int) -> "TransformerXL":
     """The model of a checkpoint or a random one; the benchmark chooses the memory."""
-    from txl_dist.bench.model import PLAIN
+    from txl_dist.bench.eval_speed import MODEL
     from txl_dist.convert.stored_model import find_model
     from txl_dist.model.transformer_xl import TransformerXL
 
     if checkpoint is None:
-        return TransformerXL(replace(PLAIN, mem_len=0), seed=seed)
+        return TransformerXL(MODEL, seed=seed)
     stored = find_model(checkpoint)
     return stored.load(replace(stored.config, mem_len=0, same_length=False))[0]
 

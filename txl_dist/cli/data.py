@@ -1,4 +1,4 @@
-"""`txl data`: verify, inspect, rebuild, push, export and mix prepared datasets."""
+"""`txl data`: verify, inspect, push and mix prepared datasets."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.errors import ConfigError, DataError, ReadFailureError, counted, printable
+from data_pipeline.errors import DataError, ReadFailureError, counted, printable
 from txl_dist.cli.options import (
     AsJson,
     ConfigPath,
@@ -16,7 +16,6 @@ from txl_dist.cli.options import (
     dataset_address,
     open_workers,
     path_argument,
-    stoppable,
 )
 from txl_dist.cli.progress import MIB, work_progress
 
@@ -25,9 +24,7 @@ if TYPE_CHECKING:
     from data_pipeline.shards.verify import Verified
     from data_pipeline.system.remote_path import DatasetPath
 
-app = typer.Typer(
-    help="Verify, inspect, rebuild, copy and export prepared datasets.", no_args_is_help=True
-)
+app = typer.Typer(help="Verify, inspect and copy prepared datasets.", no_args_is_help=True)
 
 Dataset = Annotated[
     str,
@@ -109,24 +106,6 @@ def _listed(problems: list[str]) -> str:
 
 
 @app.command()
-def rebuild(directory: Directory, *, as_json: AsJson = False) -> None:
-    """Recreate a lost or damaged manifest.json from the other files.
-
-    The result is identical, with the same digest. Every shard is read and checked first. Missing or
-    damaged shards cannot be rebuilt; run txl prepare again for those.
-
-    Example: txl data rebuild data/books
-    """
-    from data_pipeline.shards.rebuild import rebuild_manifest
-
-    with work_progress(MIB) as progress:
-        result = rebuild_manifest(directory, progress=progress)
-    status = "already complete" if result.was_complete else "rebuilt"
-    text = f"the manifest is {status}, digest {result.manifest.digest}"
-    _print_dataset(directory, result.manifest, status, text, as_json=as_json)
-
-
-@app.command()
 def inspect(
     dataset: Dataset,
     *,
@@ -177,66 +156,17 @@ def push(
 
     Example: txl data push data/books s3://bucket/books
     """
-    from data_pipeline.shards.export import push_dataset
+    from data_pipeline.shards.push import push_dataset
     from data_pipeline.system.remote_path import dataset_path
 
     with work_progress(MIB) as progress:
         manifest = push_dataset(directory, url, progress=progress)
-    _print_dataset(dataset_path(url), manifest, "complete", "complete", as_json=as_json)
-
-
-@app.command()
-def export(
-    dataset: Dataset,
-    out: Annotated[
-        Path,
-        typer.Option(metavar="OUT", help="Directory: new or empty.", parser=path_argument),
-    ],
-    *,
-    format: Annotated[
-        str,
-        typer.Option(
-            metavar="jsonl|parquet|bin",
-            help="jsonl or parquet: a row per document with id, split and text (ids in datasets of "
-            "token ids). bin: all token ids as little-endian integers, as nanoGPT reads them.",
-        ),
-    ] = "jsonl",
-    split: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this split; may be repeated. Default: all."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a dataset as files that other programs read.
-
-    One per split, and export.json. The documents keep their order. txl prepare OUT reads the files
-    again (bin: with --format ids). A killed export leaves no file under its final name.
-
-    Example: txl data export data/books --format parquet --out books-parquet
-    """
-    from data_pipeline.shards.export import FORMATS, export_dataset
-    from data_pipeline.system.remote_path import dataset_path
-
-    if format not in FORMATS:
-        raise ConfigError(f"--format {format!r} is not one of {', '.join(FORMATS)}")
-    with (
-        stoppable("nothing was exported; run the same command again"),
-        work_progress(MIB) as progress,
-    ):
-        directory = dataset_path(dataset)
-        content = export_dataset(directory, out, format, splits=split, progress=progress)
+    target = dataset_path(url)
     if as_json:
-        print(json.dumps({"directory": str(out), **content}))
-        return
-    texts = {
-        "exact": "with the exact texts",
-        "decoded": "with the texts as the model reads them: the tokenizer is not lossless",
-        "none": "as token ids",
-    }
-    print(f"{printable(str(out))}: exported as {format}, {texts[content['text']]}")
-    for name, each in content["splits"].items():
-        counts = f"{counted(each['documents'], 'document'):>20} {each['tokens']:>15,} tokens"
-        print(f"  {name:<8} {counts} in {each['file']}")
+        print(json.dumps({"status": "complete", **totals(target, manifest)}))
+    else:
+        print(f"{printable(str(target))}: complete")
+        print_totals(manifest)
 
 
 @app.command()
@@ -261,16 +191,6 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
     print(f"one epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
     for share in shares:
         print(f"  {share.line}")
-
-
-def _print_dataset(
-    directory: "DatasetPath", manifest: "ShardManifest", status: str, text: str, *, as_json: bool
-) -> None:
-    if as_json:
-        print(json.dumps({"status": status, **totals(directory, manifest)}))
-    else:
-        print(f"{printable(str(directory))}: {text}")
-        print_totals(manifest)
 
 
 def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:

@@ -105,8 +105,7 @@ NamesOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="--format ids: JSON with the names of the ids, for text that people read, or a "
-        "trained tokenizer of MidiTok.",
+        help="--format ids: JSON with the names of the ids, for text that people read.",
         parser=path_argument,
     ),
 ]

@@ -17,7 +17,14 @@ class Removed(NamedTuple):
     """What to use instead: a sentence without a full stop."""
 
 
+_ASSOCIATIVE = "it belonged to `model.memory: associative`; use `tokens` or `recurrent+tokens`"
+_USELESS = "leave it out: the loss was the same or lower without it"
 SETTINGS: dict[str, Removed] = {
+    "model.d_memory_key": Removed((32,), _ASSOCIATIVE),
+    "model.memory_decay": Removed((0.9,), _ASSOCIATIVE),
+    "model.embedding_norm": Removed((False,), _USELESS),
+    "model.zero_init": Removed((False,), _USELESS),
+    "model.softcap": Removed((None,), _USELESS),
     "training.changes": Removed(
         ((), []),
         "stop the run at that step (training.num_steps), and continue it with the new settings and "
@@ -37,7 +44,12 @@ SETTINGS: dict[str, Removed] = {
     ),
 }
 """By dotted name."""
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "bench data": "run benchmarks/data_speed.py of a checkout",
+    "bench model": "run benchmarks/model_speed.py of a checkout",
+    "data export": "write the documents as JSON lines with examples/export_documents.py",
+    "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
+}
 """What to use instead, by the words of the command after `txl`."""
 PAGE = "docs/removed.md"
 

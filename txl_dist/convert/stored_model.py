@@ -42,6 +42,7 @@ from txl_dist.checkpoint.manifest import (
 )
 from txl_dist.checkpoint.reader import Weights, chosen_weights, load_model
 from txl_dist.checkpoint.snapshot import write_tensors
+from txl_dist.config.removed import without_removed
 from txl_dist.convert.conversion import (
     assign_weights,
     check_tensors,
@@ -80,7 +81,7 @@ class ExportedConfig:
     version: Literal[1] = 1
     weights_sha256: str
     model: dict[str, Any]
-    """The fields of a ModelConfig."""
+    """The fields of a ModelConfig, as the version that wrote it has them."""
     reading: Reading = DEFAULT_READING
 
 
@@ -140,7 +141,8 @@ def _read_config(directory: Path) -> tuple[ExportedConfig, ModelConfig]:
         raise CheckpointError(
             f"{path}: {first_problem(error)}; it is damaged or edited, or a newer txl wrote it"
         ) from None
-    return exported, checked_config(exported.model, origin=f"{path}, model")
+    model = without_removed(exported.model, "model.")
+    return exported, checked_config(model, origin=f"{path}, model")
 
 
 def load_exported(

@@ -245,7 +245,7 @@ def context_tokens(settings: EvaluationSettings, model: ModelConfig) -> int | No
 
     Mode `fast` has the context of a model of one layer, and is not exact.
     """
-    kind = memory_kind(replace(model, mem_len=settings.mem_len, same_length=settings.same_length))
+    model = replace(model, mem_len=settings.mem_len, same_length=settings.same_length)
     if settings.mode == "fast":
-        return kind.receptive_tokens_of_one_layer(settings.tgt_len)
-    return kind.receptive_tokens(settings.tgt_len)
+        model = replace(model, n_layer=1, mem_shares=())
+    return memory_kind(model).receptive_tokens(settings.tgt_len)

@@ -157,11 +157,6 @@ MEMORY_KINDS = {
         adds_tokens=True,
         settings=("mem_len", "mem_shares", "memory_tokens"),
     ),
-    "associative": MemoryFacts(
-        implementation="txl_dist.model.memory.associative:Associative",
-        adds_tokens=True,
-        settings=("memory_tokens", "d_memory_key", "memory_decay"),
-    ),
 }
 """By the value of `ModelConfig.memory`."""
 

@@ -54,11 +54,10 @@ class ModelConfig:
     memory: str = "recurrent"
     """What a lane carries from segment to segment: `recurrent`, the paper's memory; `compressive`,
     which also keeps older tokens, averaged in groups; `tokens`, a few vectors that the model reads
-    and writes as tokens; `recurrent+tokens`, both; `associative`, a matrix per layer; or
-    `none`, another way to write `recurrent` with a `mem_len` of 0."""
+    and writes as tokens; `recurrent+tokens`, both; or `none`, another way to write `recurrent` with
+    a `mem_len` of 0."""
     mem_len: int = 128
-    """Tokens of memory per lane and layer; 0 disables recurrence. Without effect for `tokens` and
-    `associative`."""
+    """Tokens of memory per lane and layer; 0 disables recurrence. Without effect for `tokens`."""
     mem_shares: tuple[float, ...] = ()
     """Memory length of each layer as a share of `mem_len`, repeated over the layers: `[0.25, 1]`
     alternates short and long memories. [] is `mem_len` in every layer."""
@@ -68,12 +67,8 @@ class ModelConfig:
     compression_rate: int = 4
     """Tokens of which one slot of a compressive memory is the mean."""
     memory_tokens: int = 8
-    """Tokens that `tokens`, `recurrent+tokens` and `associative` add to a segment to write the
-    memory."""
-    d_memory_key: int = 32
-    """Width of the keys of an associative memory, before they are expanded to 6 times that."""
-    memory_decay: float = 0.9
-    """What an associative memory keeps of its content at every segment; 1 keeps all."""
+    """Tokens that `tokens` and `recurrent+tokens` add to both ends of a segment, to read and write
+    the memory."""
     distance_encoding: str = "sinusoidal"
     """How attention depends on distances: `sinusoidal` (the paper's); `shaw`, a learned vector per
     distance up to `clamp_len`; `rotary`; `alibi`; or `absolute` positions in the segment, which
@@ -97,8 +92,6 @@ class ModelConfig:
     """Normalise the input of each sublayer (pre-norm) instead of its output (post-norm)."""
     norm: str = "layernorm"
     """`layernorm`, or `rmsnorm`: divide by the root mean square, without parameters."""
-    embedding_norm: bool = False
-    """Normalise the token vectors before the first layer."""
     final_norm: bool = False
     """Normalise the output of the last layer."""
     qk_norm: bool = False
@@ -112,15 +105,10 @@ class ModelConfig:
     """Activation of the feed-forward sublayer: `relu`, `relu2` (its square) or `swiglu`."""
     biases: bool = True
     """The feed-forward and the softmax have biases."""
-    zero_init: bool = False
-    """The output projections of sublayers and the weights of an untied softmax start at 0."""
     residual_scalars: bool = False
     """Each layer reads a x + b x_0 instead of x, with learned a and b; x_0 is the embedding."""
     residual_gate: str = "none"
-    """`none`: x + f(x). `gru`: the gate of GTrXL (Parisotto et al. 2019) in place of the sum; it
-    needs `zero_init: false`."""
-    softcap: float | None = None
-    """Limit logits to this absolute value, smoothly: c tanh(logit / c)."""
+    """`none`: x + f(x). `gru`: the gate of GTrXL (Parisotto et al. 2019) in place of the sum."""
     dropout: float = 0.0
     """Dropout of embeddings, encoded distances, hidden layers, sublayers and the model's output."""
     dropatt: float = 0.0
@@ -150,11 +138,6 @@ class ModelConfig:
         self._check_attention()
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
-        if self.zero_init and self.residual_gate == "gru":
-            raise ValueError(
-                "residual_gate=gru with zero_init=true would never train its sublayers: the gate "
-                "takes the ReLU of their output, which has no gradient at 0; use zero_init=false"
-            )
         self._check_memory_kind()
         self._check_memory_shares()
         self._check_compression()
@@ -168,19 +151,15 @@ class ModelConfig:
         return cls(recipe=recipe, **(RECIPES[recipe] | settings))
 
     def _check_numbers(self) -> None:
-        for name in (
-            *("n_layer", "d_model", "n_head", "d_head", "d_inner"),
-            *("memory_tokens", "d_memory_key"),
-        ):
+        for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "memory_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("vocab_size", "mem_len"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("attention_scale", "softcap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value} must be above 0, or null")
+        scale = self.attention_scale
+        if scale is not None and not 0 < scale < float("inf"):
+            raise ValueError(f"attention_scale={scale} must be above 0, or null")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) <= 0.99:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 0.99]")
@@ -221,8 +200,6 @@ class ModelConfig:
             )
 
     def _check_memory_kind(self) -> None:
-        if not 0 < self.memory_decay <= 1:
-            raise ValueError(f"memory_decay={self.memory_decay} must be above 0 and at most 1")
         if self.same_length and not self.memory_facts.keys_are_tokens:
             raise ValueError(
                 f"same_length=true is not supported by memory={self.memory}, which attention does "

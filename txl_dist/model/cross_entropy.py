@@ -23,11 +23,6 @@ VECTOR_BYTES = 16
 """Rows of another multiple of bytes cannot be loaded by the largest loads of a GPU."""
 
 
-def capped(logits: Tensor, softcap: float) -> Tensor:
-    """c tanh(logit / c), for a `softcap` c. Source: Gemma 2, arXiv:2408.00118, section 2."""
-    return softcap * torch.tanh(logits / softcap)
-
-
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """Under autocast logits are bf16: 8 bits of precision are too few to sum a vocabulary."""
     return torch.promote_types(dtype, torch.float32)
@@ -40,12 +35,11 @@ def linear_cross_entropy(
     target_N: Tensor,
     *,
     max_logits: int,
-    softcap: float | None = None,
     by_kernel: bool,
 ) -> Tensor:
     """Nats [N] of a linear layer, in chunks of at most `max_logits` logits; 0 where IGNORED.
 
-        nats_n = log(sum_v exp(logit_nv)) - logit_(n, target n)        logit = x W^T + b, capped
+        nats_n = log(sum_v exp(logit_nv)) - logit_(n, target n)        logit = x W^T + b
 
     Forward keeps one float per row, the logarithm of the sum, and the logits of the last chunk.
     Backward starts with these and computes those of the other chunks again, at most a third more
@@ -58,7 +52,6 @@ def linear_cross_entropy(
     plan = _Plan(
         chunks=_chunks(len(x_NE), max(1, max_logits // len(weight_VE))),
         dtype=torch.get_autocast_dtype(device) if is_cast else x_NE.dtype,
-        softcap=softcap,
         by_kernel=by_kernel,
     )
     with torch.autocast(device, enabled=False):
@@ -76,7 +69,6 @@ class _Plan(NamedTuple):
     chunks: tuple[slice, ...]
     dtype: torch.dtype
     """Of the products."""
-    softcap: float | None
     by_kernel: bool
 
 
@@ -96,7 +88,7 @@ class _LinearCrossEntropy(Function):
         for rows in plan.chunks:
             del logit_RV  # before the next are computed
             logit_RV = linear(x_NE[rows], weight_VE, bias_V)
-            operator(logit_RV, target_N[rows], plan.softcap, total_N[rows], nats_N[rows])
+            operator(logit_RV, target_N[rows], total_N[rows], nats_N[rows])
         ctx.save_for_backward(x_NE, weight_VE, bias_V, target_N, total_N)
         ctx.last_logit_RV = logit_RV
         return nats_N
@@ -115,7 +107,7 @@ class _LinearCrossEntropy(Function):
         for rows in reversed(plan.chunks):
             if logit_RV is None:
                 logit_RV = linear(x_NE[rows], weight_VE, bias_V)
-            operator(logit_RV, target_N[rows], plan.softcap, total_N[rows], gradients[0][rows])
+            operator(logit_RV, target_N[rows], total_N[rows], gradients[0][rows])
             if d_x_NE is not None:
                 d_x_NE[rows] = (logit_RV @ weight_VE)[:, :width]
             if wants_weight:
@@ -148,34 +140,21 @@ def _sum(before: Tensor | None, more: Tensor) -> Tensor:
 # --- by operations of torch: each has a tensor of all logits in fp32 ------------------------------
 
 
-def _write_nats(
-    logit_RV: Tensor, target_R: Tensor, softcap: float | None, total_R: Tensor, nats_R: Tensor
-) -> None:
+def _write_nats(logit_RV: Tensor, target_R: Tensor, total_R: Tensor, nats_R: Tensor) -> None:
     logit_RV = logit_RV.to(total_R.dtype)
-    if softcap is not None:
-        logit_RV = capped(logit_RV, softcap)
     torch.logsumexp(logit_RV, dim=-1, out=total_R)
     column_R1 = target_R.clamp(min=0)[:, None]
     torch.sub(total_R, logit_RV.gather(1, column_R1).squeeze(1), out=nats_R)
     nats_R.masked_fill_(target_R == IGNORED, 0)
 
 
-def _write_gradient(
-    logit_RV: Tensor, target_R: Tensor, softcap: float | None, total_R: Tensor, d_nats_R: Tensor
-) -> None:
+def _write_gradient(logit_RV: Tensor, target_R: Tensor, total_R: Tensor, d_nats_R: Tensor) -> None:
     p_RV = logit_RV.to(total_R.dtype)
-    slope_RV = None
-    if softcap is not None:
-        p_RV.div_(softcap).tanh_()
-        slope_RV = 1 - p_RV.square()
-        p_RV.mul_(softcap)
     p_RV.sub_(total_R[:, None]).exp_()
     column_R1 = target_R.clamp(min=0)[:, None]
     # Not `scatter_add_`, which is refused where algorithms must be deterministic.
     p_RV.scatter_(1, column_R1, p_RV.gather(1, column_R1) - 1)
     p_RV.mul_(d_nats_R.masked_fill(target_R == IGNORED, 0)[:, None])
-    if slope_RV is not None:
-        p_RV.mul_(slope_RV)
     if p_RV is not logit_RV:
         logit_RV.copy_(p_RV)
 
@@ -184,11 +163,11 @@ def _write_gradient(
 
 define(
     "txl_dist::cross_entropy",
-    "(Tensor logits, Tensor target, float? softcap, Tensor(a!) logsumexp, Tensor(b!) nats) -> ()",
+    "(Tensor logits, Tensor target, Tensor(a!) logsumexp, Tensor(b!) nats) -> ()",
 )
 define(
     "txl_dist::cross_entropy_backward_",
-    "(Tensor(a!) logits, Tensor target, float? softcap, Tensor logsumexp, Tensor d_nats) -> ()",
+    "(Tensor(a!) logits, Tensor target, Tensor logsumexp, Tensor d_nats) -> ()",
 )
 
 

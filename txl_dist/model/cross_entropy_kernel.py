@@ -1,6 +1,6 @@
 """Triton kernels of cross_entropy.py: nats of rows of logits, and the gradient in their place.
 
-Torch has a kernel for each of cast, soft-cap, maximum, exponential, sum and so on, and each reads
+Torch has a kernel for each of cast, maximum, exponential, sum and so on, and each reads
 and writes all logits. Here forward reads them once; backward reads and writes them once.
 
 The logsumexp is computed online (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3), in
@@ -26,21 +26,19 @@ _VECTOR = 8
 """Elements of 16 bytes in bf16, the most that one instruction loads."""
 
 
-def write_nats(
-    logit_RV: Tensor, target_R: Tensor, softcap: float | None, logsumexp_R: Tensor, nats_R: Tensor
-) -> None:
+def write_nats(logit_RV: Tensor, target_R: Tensor, logsumexp_R: Tensor, nats_R: Tensor) -> None:
     """Write `logsumexp_R` and `nats_R`: logsumexp minus the target's logit, 0 where negative."""
-    _launch(nats_kernel, logit_RV, softcap, target_R, logsumexp_R, nats_R)
+    _launch(nats_kernel, logit_RV, target_R, logsumexp_R, nats_R)
 
 
 def overwrite_with_gradient(
-    logit_RV: Tensor, target_R: Tensor, softcap: float | None, logsumexp_R: Tensor, d_nats_R: Tensor
+    logit_RV: Tensor, target_R: Tensor, logsumexp_R: Tensor, d_nats_R: Tensor
 ) -> None:
     """Replace logits by their gradient, for the gradient `d_nats_R` of the nats."""
-    _launch(gradient_kernel, logit_RV, softcap, target_R, logsumexp_R, d_nats_R.contiguous())
+    _launch(gradient_kernel, logit_RV, target_R, logsumexp_R, d_nats_R.contiguous())
 
 
-def _launch(kernel: Any, logit_RV: Tensor, softcap: float | None, *tensors: Tensor) -> None:
+def _launch(kernel: Any, logit_RV: Tensor, *tensors: Tensor) -> None:
     (num_rows, num_columns), (row_stride, column_stride) = logit_RV.shape, logit_RV.stride()
     if num_rows == 0:
         return
@@ -55,8 +53,6 @@ def _launch(kernel: Any, logit_RV: Tensor, softcap: float | None, *tensors: Tens
     with torch.cuda.device_of(logit_RV):
         kernel[grid](
             logit_RV, *tensors, num_rows, row_stride // multiple, num_columns // multiple,
-            # Constants, because triton passes numbers that are arguments as fp32.
-            SOFTCAP=softcap or 0.0,
             MULTIPLE=multiple,
             ACC=tl.float64 if logit_RV.dtype == torch.float64 else tl.float32,
             BLOCK_R=block_R,
@@ -70,30 +66,6 @@ LOWEST_LOGIT = tl.constexpr(-1.0e30)
 exp(-inf - LOWEST_LOGIT) is 0, and exp(-inf + inf) would be NaN."""
 
 
-@triton.jit
-def _parts_of_tanh(x, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """e = exp(-2 |x / c|), which cannot overflow, and 1 / (1 + e)."""
-    e = tl.exp((-2.0 / SOFTCAP) * tl.abs(x))
-    return e, 1.0 / (1.0 + e)
-
-
-@triton.jit
-def _capped(x, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """c tanh(x / c), or x if c is 0."""
-    if SOFTCAP != 0:
-        e, inverse = _parts_of_tanh(x, SOFTCAP)
-        size = SOFTCAP * ((1.0 - e) * inverse)
-        x = tl.where(x < 0, -size, size)
-    return x
-
-
-@triton.jit
-def _slope(x, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of `_capped`: 1 - tanh(x / c)^2, without a difference of nearly equal numbers."""
-    e, inverse = _parts_of_tanh(x, SOFTCAP)
-    return 4.0 * e * inverse * inverse
-
-
 # Not specialized: an argument that is 1 or a multiple of 16 would compile the kernel again.
 _SIZES = ["num_rows", "row_stride", "num_columns"]
 
@@ -101,8 +73,7 @@ _SIZES = ["num_rows", "row_stride", "num_columns"]
 @triton.jit(do_not_specialize=_SIZES)
 def nats_kernel(  # type: ignore[no-untyped-def]
     logits, target, logsumexp, nats, num_rows, row_stride, num_columns,
-    SOFTCAP: tl.constexpr, MULTIPLE: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    MULTIPLE: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Logsumexp and nats [R] of BLOCK_R rows.
 
@@ -120,8 +91,6 @@ def nats_kernel(  # type: ignore[no-untyped-def]
         inside_RV = is_row_R[:, None] & (column_V < width)[None, :]
         pointer_RV = first_R[:, None] + column_V[None, :]
         x_RV = tl.load(pointer_RV, mask=inside_RV, other=float("-inf")).to(ACC)
-        # Again minus infinity outside: a soft-cap makes it finite.
-        x_RV = tl.where(inside_RV, _capped(x_RV, SOFTCAP), float("-inf"))
         new_highest_R = tl.maximum(highest_R, tl.max(x_RV, 1))
         part_R = tl.sum(tl.exp(x_RV - new_highest_R[:, None]), 1)
         total_R = total_R * tl.exp(highest_R - new_highest_R) + part_R
@@ -131,7 +100,7 @@ def nats_kernel(  # type: ignore[no-untyped-def]
     # A target beyond the vocabulary gives NaN.
     is_valid_R = (target_R >= 0) & (target_R < width)
     x_R = tl.load(first_R + target_R, mask=is_valid_R, other=float("nan")).to(ACC)
-    nats_R = tl.where(target_R < 0, 0.0, logsumexp_R - _capped(x_R, SOFTCAP))
+    nats_R = tl.where(target_R < 0, 0.0, logsumexp_R - x_R)
     tl.store(logsumexp + row_R, logsumexp_R, mask=is_row_R)
     tl.store(nats + row_R, nats_R, mask=is_row_R)
 
@@ -139,10 +108,9 @@ def nats_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_SIZES)
 def gradient_kernel(  # type: ignore[no-untyped-def]
     logits, target, logsumexp, d_nats, num_rows, row_stride, num_columns,
-    SOFTCAP: tl.constexpr, MULTIPLE: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    MULTIPLE: tl.constexpr, ACC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Replaces a tile of logits by (p - 1 at the target) * d_nats * slope of the cap.
+    """Replaces a tile of logits by (p - 1 at the target) * d_nats.
 
     Rows whose target is negative get 0. Sizes are those of `nats_kernel`.
     """
@@ -157,8 +125,6 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     logsumexp_R = tl.load(logsumexp + row_R, mask=is_scored_R, other=0.0)
     d_nats_R = tl.load(d_nats + row_R, mask=is_scored_R, other=0.0)
     x_RV = tl.load(pointer_RV, mask=inside_RV & is_scored_R[:, None], other=0.0).to(ACC)
-    p_RV = tl.exp(_capped(x_RV, SOFTCAP) - logsumexp_R[:, None])
+    p_RV = tl.exp(x_RV - logsumexp_R[:, None])
     d_RV = tl.where(column_V[None, :] == target_R[:, None], p_RV - 1.0, p_RV) * d_nats_R[:, None]
-    if SOFTCAP != 0:
-        d_RV *= _slope(x_RV, SOFTCAP)
     tl.store(pointer_RV, d_RV.to(logits.dtype.element_ty), mask=inside_RV)

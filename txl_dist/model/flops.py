@@ -46,9 +46,8 @@ def _without_past(
     rows = num_lanes * num_tokens
     layer = _queries_and_feed_forward(config, rows) + _keys_and_values(config, rows)
     scores = sum(_scores_and_mixing(config, rows * (past + num_tokens)) for past in _pasts(kind))
-    memory = kind.flops(num_lanes=num_lanes, tgt_len=num_tokens)
     ends = _ends(config, num_lanes * tgt_len) + _tails(config, tail_rows)
-    return config.n_layer * layer + scores + memory + ends
+    return config.n_layer * layer + scores + ends
 
 
 def window_flops(config: ModelConfig, *, window_len: int) -> int:

@@ -17,7 +17,6 @@ from torch.nn.functional import silu
 from txl_dist.model.attention import Attention, SegmentContext, StackedLinear
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, DropoutMasks
-from txl_dist.model.memory import memory_kind
 from txl_dist.model.norms import new_norm
 
 # Shapes: B lanes, T segment tokens, N = B T, D d_model, I d_inner
@@ -98,16 +97,14 @@ class GruGate(nn.Module):
 
 
 class Layer(nn.Module):
-    """forward(x_BTD, past, context) -> the next layer's input [B, T, D].
+    """forward(x_BTD, memory, context) -> the next layer's input [B, T, D].
 
-    `past` is what `SequenceState.past` returns; see `Attention`.
+    `memory` is what `SequenceState.past` returns; see `Attention`.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.pre_lnorm = config.pre_lnorm
-        self.memory_reader = memory_kind(config).reader(layer)
-        self.memory_writer = memory_kind(config).writer(layer)
         self.attention = Attention(config, layer)
         self.attention_norm = new_norm(config)
         self.attention_dropout = Dropout(config.dropout, layer=layer, place="attention")
@@ -120,10 +117,8 @@ class Layer(nn.Module):
         else:
             self.attention_gate = self.feed_forward_gate = None
 
-    def forward(self, x_BTD: Tensor, past: Any, context: SegmentContext) -> Tensor:
-        masks, memory = context.dropout_masks, past
-        if self.memory_reader is not None:
-            x_BTD, memory = self.memory_reader(x_BTD, past, context)
+    def forward(self, x_BTD: Tensor, memory: Any, context: SegmentContext) -> Tensor:
+        masks = context.dropout_masks
         if self.pre_lnorm:
             norm = self.attention_norm
             # The memory holds inputs from before the norm; a cache holds keys computed after it.

@@ -70,8 +70,6 @@ class TransformerXL(nn.Module):
         self.encoding = encoding_class(config)
         if config.vocab_size is not None:
             self.table = AdaptiveEmbedding(config)
-        if config.embedding_norm:
-            self.embedding_norm = new_norm(config)
         if config.residual_scalars:
             self.residual_scalars = nn.Parameter(torch.empty(config.n_layer, 2))  # a and b
         if config.shares_biases:
@@ -165,7 +163,7 @@ class TransformerXL(nn.Module):
         x_BTD = hidden[-1]
         # Gradients stop at the memory (section 3.2 of the paper), unless the caller continues.
         with torch.set_grad_enabled(keeps_graph and torch.is_grad_enabled()):
-            memory = memory.after(self._written(hidden), age_BT)
+            memory = memory.after(hidden, age_BT)
         if self.added_tokens is not None:
             x_BTD = self.added_tokens.removed(x_BTD)
         return self.output_dropout(self.output(x_BTD), dropout_masks), memory
@@ -190,21 +188,13 @@ class TransformerXL(nn.Module):
             x_BTD = self._run_layer(self.layers[number], hidden[-1], past, context)
         return [*hidden, x_BTD]
 
-    def _written(self, hidden: list[Tensor]) -> list[Tensor]:
-        """What the layers' writers compute, or `hidden` for a kind of memory without writers."""
-        layers: Any = self.layers
-        if layers[0].memory_writer is None:
-            return hidden
-        return [layer.memory_writer(x_BTD) for layer, x_BTD in zip(layers, hidden[1:], strict=True)]
-
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""
         # An encoder under autocast gives bf16; the residual stream and the memory stay fp32.
         is_vectors = input_BT.is_floating_point()
         x_BTD = input_BT.to(self.weight.dtype) if is_vectors else self.table(input_BT)
         # Only absolute positions change the input; other encodings act on the scores.
-        x_BTD = self.encoding.add_to_input(self.config, x_BTD)
-        return self.embedding_norm(x_BTD) if self.config.embedding_norm else x_BTD
+        return self.encoding.add_to_input(self.config, x_BTD)
 
     def layer_input(self, number: int, x_BTD: Tensor, first_BTD: Tensor) -> Tensor:
         """What layer `number` reads: a x + b x_0, or x without `residual_scalars`."""
@@ -332,8 +322,6 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
         projections of embedding and softmax       normal(0, proj_init_std)
         gains of LayerNorm                         normal(1, init_std)
         biases                                     0
-        `zero_init`: output projections, softmax   0
-        values of an associative memory            0
         gates of heads                             0, so that each gate is 1
         residual scalars a and b                   1 and 0
 
@@ -352,14 +340,7 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
                 parameter.copy_(torch.tensor([1.0, 0.0]).expand_as(parameter))
             elif name.endswith("update_bias"):
                 parameter.fill_(GruGate.INITIAL_BIAS)
-            elif name.endswith((".bias", "cluster_bias")) or _starts_at_zero(name, config):
+            elif name.endswith((".bias", "cluster_bias", "attention.gate.weight")):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, config.init_std, generator=generator)
-
-
-def _starts_at_zero(name: str, config: ModelConfig) -> bool:
-    if name.endswith(("attention.gate.weight", "memory_writer.value.weight")):
-        return True
-    outputs = ("attention.out.weight", "feed_forward.down.weight")
-    return config.zero_init and (name.endswith(outputs) or name.startswith("softmax.weights."))

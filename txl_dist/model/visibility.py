@@ -61,7 +61,7 @@ def visible_keys(age_BT: Tensor, *, num_past: int, same_length: bool) -> Tensor:
     Query t is at position M + t of the keys, with M = `num_past`.
     """
     # The same code for training, evaluation and a KVCache. Its mask and the addition of it cost
-    # 0.4 % of a training step of `txl bench model`.
+    # 0.4 % of a training step of benchmarks/model_speed.py.
     tgt_len = age_BT.shape[1]
     position_T = torch.arange(num_past, num_past + tgt_len, device=age_BT.device)
     position_S = torch.arange(num_past + tgt_len, device=age_BT.device)

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, embedding, linear, pad
 
 from txl_dist.model import devices
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.cross_entropy import IGNORED, at_least_fp32, capped, linear_cross_entropy
+from txl_dist.model.cross_entropy import IGNORED, at_least_fp32, linear_cross_entropy
 
 # Shapes: B lanes, T segment tokens, N = B T rows, R rows of one cluster, D d_model, E width of a
 # table, V vocabulary
@@ -165,7 +165,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.bounds, self.softcap = config.cluster_bounds, config.softcap
+        self.bounds = config.cluster_bounds
         self.has_biases = config.biases
         if config.biases:
             self.bias = nn.Parameter(torch.empty(config.num_ids))
@@ -227,7 +227,7 @@ class AdaptiveSoftmax(nn.Module):
         sizes = [stop - start for start, stop in self.bounds]
         weights = list(self.weights if len(self.weights) else table.weights)
         # One `split` of the whole vocabulary: with a slice per cluster, each slice's gradient is
-        # a tensor of the whole vocabulary (steps of 275 instead of 251 ms in `txl bench model`).
+        # a tensor of the whole vocabulary (275 instead of 251 ms in benchmarks/model_speed.py).
         if len(weights) < len(sizes):
             weights = list(weights[0].split(sizes))
         # Zeros in place of absent biases: one path for all that follows.
@@ -243,8 +243,7 @@ class AdaptiveSoftmax(nn.Module):
         cluster_bias = self.cluster_bias if self.has_biases else bias_V.new_zeros(num_clusters)
         weights, biases = [weight_VE, self.cluster_weight], [bias_V, cluster_bias]
         num_columns = len(weight_VE) + num_clusters
-        # A soft-cap would make -inf a finite logit.
-        num_padding = 0 if self.softcap else -num_columns % HEAD_MULTIPLE
+        num_padding = -num_columns % HEAD_MULTIPLE
         if num_padding and devices.host_waits_for(weight_VE.device):
             weights.append(weight_VE.new_zeros(num_padding, weight_VE.shape[1]))
             biases.append(bias_V.new_full((num_padding,), -torch.inf))  # of probability 0
@@ -274,7 +273,7 @@ class AdaptiveSoftmax(nn.Module):
         if devices.host_waits_for(device) and (is_large or by_kernel):
             return linear_cross_entropy(
                 self._project(number, hidden_ND, table), weight_VE, bias_V, target_N,
-                max_logits=max_logits, softcap=self.softcap, by_kernel=by_kernel,
+                max_logits=max_logits, by_kernel=by_kernel,
             )  # fmt: skip
         logits_NV = self._logits_of(number, hidden_ND, layers, table)
         return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
@@ -288,8 +287,7 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         projected = self._project(number, hidden, table)
         logits = linear(projected, *layers[number])
-        logits = logits.to(at_least_fp32(logits.dtype))
-        return logits if self.softcap is None else capped(logits, self.softcap)
+        return logits.to(at_least_fp32(logits.dtype))
 
     def _project(self, number: int, hidden: Tensor, table: AdaptiveEmbedding) -> Tensor:
         if str(number) in self.projections:

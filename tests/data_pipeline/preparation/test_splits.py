@@ -14,12 +14,13 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.splits import _cut_into_shards
+from data_pipeline.preparation.splits import _bounds, _cut_into_shards
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import excerpts, verify_dataset
 from data_pipeline.streams.cursor import read_range
+from data_pipeline.tokenizers.training import FIXED_SPLIT
 from tests.data_pipeline.preparation.preparing import ids_of, prepare
 
 Txl = Callable[..., Any]
@@ -63,6 +64,16 @@ def test_a_corpus_of_one_document_is_split_by_its_tokens(
         assert abs(size - part) <= (kind == "byte"), "a cut in a character moves to its beginning"
     assert verify_dataset(tmp_path / "out").problems == []
     assert prepare_dataset([source], tmp_path / "out", options).already_complete
+
+
+def test_the_fixed_split_is_the_papers_for_a_hundred_million() -> None:
+    parts = _bounds(100_000_000, FIXED_SPLIT)
+    assert parts["train"] == (0, 90_000_000)
+    assert parts["valid"] == (90_000_000, 95_000_000)
+    assert parts["test"] == (95_000_000, 100_000_000)
+    assert _bounds(20, FIXED_SPLIT)["test"] == (19, 20)
+    with pytest.raises(ValueError, match="19 tokens are too few"):
+        _bounds(19, FIXED_SPLIT)
 
 
 def test_a_recipe_with_its_own_splits_refuses_others_and_more_than_one_document(

@@ -1,6 +1,5 @@
 """Files of token ids as other programs write them."""
 
-import gzip
 import json
 import struct
 from collections.abc import Callable
@@ -36,22 +35,6 @@ def write_megatron(path: Path, documents: Documents) -> None:
     path.with_suffix(".idx").write_bytes(megatron_index(documents))
 
 
-def llmc_shard(documents: Documents, *, magic: int = 20240520, version: int = 1) -> bytes:
-    """A token shard of llm.c and modded-nanogpt, by the published layout."""
-    ids = separated(documents)
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(ids)
-    return header.tobytes() + ids.astype("<u4" if magic == 20240801 else "<u2").tobytes()
-
-
-def write_olmo(path: Path, documents: Documents) -> None:
-    """The pair that the Dolma toolkit writes: ids without a header, and the bounds of documents."""
-    separated(documents).tofile(path)
-    stops = np.cumsum([len(document) + 1 for document in documents]).tolist()
-    rows = [f"{start},{stop},id,in,1\n" for start, stop in zip([0, *stops], stops, strict=False)]
-    path.with_suffix(".csv.gz").write_bytes(gzip.compress("".join(rows).encode()))
-
-
 def write_parquet(path: Path, documents: Documents) -> None:
     lists = pa.array(documents, pa.list_(pa.int32()))
     parquet.write_table(pa.table({"ids": lists}), path, row_group_size=2)
@@ -63,16 +46,8 @@ WRITERS: dict[str, Callable[[Path, Documents], object]] = {
     ),
     "json": lambda path, documents: path.write_text(json.dumps({"ids": documents})),
     "npy": lambda path, documents: np.save(path, separated(documents)),
-    "npz": lambda path, documents: np.savez_compressed(
-        path, **{f"part-{n}": separated([each]) for n, each in enumerate(documents)}
-    ),
     "parquet": write_parquet,
     "megatron.bin": write_megatron,
-    "llmc.bin": lambda path, documents: path.write_bytes(llmc_shard(documents)),
-    "llama3.bin": lambda path, documents: path.write_bytes(
-        llmc_shard(documents, magic=20240801, version=7)
-    ),
-    "olmo.npy": write_olmo,
     "bin": lambda path, documents: separated(documents).tofile(path),
 }
 """Suffix of the file, which decides the kind, and the function that writes it."""

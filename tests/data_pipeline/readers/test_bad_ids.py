@@ -1,10 +1,8 @@
 """Ten bad files of token ids per kind: each is refused with its reason, and nothing is lost."""
 
-import gzip
 import json
 import pickle
 import struct
-import zipfile
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -15,13 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from data_pipeline.readers import IdRules, Record, Reject
-from tests.data_pipeline.readers.id_inputs import (
-    RULES,
-    llmc_shard,
-    megatron_index,
-    separated,
-    write_olmo,
-)
+from tests.data_pipeline.readers.id_inputs import RULES, megatron_index, separated
 from tests.data_pipeline.readers.reading import one_file, read
 from tests.support.hostile_pickle import Hostile
 
@@ -39,14 +31,6 @@ def npy(array: object, **options: object) -> bytes:
     return file.getvalue()
 
 
-def npz(**members: bytes) -> bytes:
-    file = BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in members.items():
-            archive.writestr(f"{name}.npy", content)
-    return file.getvalue()
-
-
 def table(ids: pa.Array, name: str = "ids") -> bytes:
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table({name: ids}), sink)
@@ -55,7 +39,6 @@ def table(ids: pa.Array, name: str = "ids") -> bytes:
 
 FLAT = npy(separated([GOOD, [4]]))
 HEADER = FLAT[:128]
-GOOD_NPZ = npz(a=FLAT)
 TABLE = table(pa.array([GOOD, [4]]))
 IDS = pa.list_(pa.int64())
 
@@ -107,29 +90,6 @@ NPY = {
     "hostile shape": (FLAT.replace(b"(6,)", b"(9**9,)"), "not an .npy array"),
     "row end inside": (npy(np.array([[1, 0, 2]])), "end-of-document id 0 at position 1"),
 }
-NPZ = {
-    "id 500": (npz(a=npy(np.array([7, 500]))), "token id 500 at position 1"),
-    "floats": (npz(a=npy(np.array([1.0]))), "the array in a.npy is of float64"),
-    "pickled": (npz(a=npy(np.array([None]), allow_pickle=True)), "never loaded"),
-    "not arrays": (npz(a=b"hello"), "not an .npy array in a.npy"),
-    "truncated": (GOOD_NPZ[:-30], "damaged .npz file: File is not a zip file"),
-    "flipped bit": (GOOD_NPZ[:60] + b"\xff" + GOOD_NPZ[61:], "damaged .npz file"),
-    "not a zip": (b"PK", "damaged .npz file"),
-    "empty": (b"", "damaged .npz file"),
-    "short member": (npz(a=FLAT[:-3]), "truncated: 3 bytes of ids are missing"),
-    "second bad": (npz(a=FLAT, b=b"x"), "not an .npy array in b.npy"),
-    "bomb": (npz(a=npy(np.zeros(2**28 + 2**20, np.uint8))), "refused as a decompression bomb"),
-}
-SHARD = llmc_shard([GOOD, [4]])
-SHARDS = {
-    "count too large": (SHARD[:-2], "truncated: 2 bytes of ids are missing"),
-    "count too small": (SHARD + b"xx", "there are bytes after the 6 ids that its header counts"),
-    "negative count": (SHARD[:8] + b"\xff" * 4 + SHARD[12:], "version 1, of -1 ids. Supported"),
-    "version": (llmc_shard([GOOD], version=2), "20240520, version 2, of 4 ids. Supported"),
-    "questions": (llmc_shard([GOOD], magic=20240522), "number 20240522, version 1"),
-    "half a header": (SHARD[:500], "truncated inside its header of llm.c"),
-    "id 500": (llmc_shard([[7, 500]]), "token id 500 at position 1"),
-}
 RAW = {
     "id 500": (np.array([7, 500, 0, 4], "<u2").tobytes(), "token id 500 at position 1"),
     "odd size": (separated([GOOD]).tobytes() + b"x", "not a multiple of 2 bytes"),
@@ -160,8 +120,7 @@ CASES = [
         "jsonl": LINES,
         "json": JSON,
         "npy": NPY,
-        "npz": NPZ,
-        "bin": {**RAW, **SHARDS},
+        "bin": RAW,
         "parquet": PARQUET,
     }.items()
     for name, (content, reason) in cases.items()
@@ -183,12 +142,11 @@ def test_a_bad_file_is_rejected_by_name(
 
 
 @pytest.mark.fault_row(22)
-@pytest.mark.parametrize("suffix", ["npy", "npz"])
-def test_an_array_with_code_is_rejected_before_it_runs(tmp_path: Path, suffix: str) -> None:
+def test_an_array_with_code_is_rejected_before_it_runs(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     array = npy(np.array([Hostile(ran)], dtype=object), allow_pickle=True)
-    (tmp_path / f"in.{suffix}").write_bytes(array if suffix == "npy" else npz(a=array))
-    (reject,) = read(one_file(tmp_path / f"in.{suffix}", "ids", RULES), text_key="ids")
+    (tmp_path / "in.npy").write_bytes(array)
+    (reject,) = read(one_file(tmp_path / "in.npy", "ids", RULES), text_key="ids")
     assert isinstance(reject, Reject)
     assert "never loaded" in reject.reason
     assert not ran.exists()
@@ -228,35 +186,11 @@ def test_a_bad_index_is_rejected_by_name(tmp_path: Path, change: Change, reason:
     assert records[-1].loses_rest
 
 
-BAD_BOUNDS: dict[str, tuple[Change, str]] = {
-    "empty": (lambda _: b"", "bounds of 0 bytes of uint16, but the .npy file has 12"),
-    "no number": (lambda raw: b"start,end,id\n" + raw, "line 1 of its .csv.gz file does not begin"),
-    "gap": (lambda raw: raw.replace(b"4,6", b"5,6"), "next document begins at 4"),
-    "overlap": (lambda raw: raw.replace(b"4,6", b"3,6"), "documents must follow each other"),
-    "backwards": (
-        lambda raw: raw.replace(b"4,6", b"4,3"),
-        "line 2 of its .csv.gz file has the ids",
-    ),
-    "shorter": (lambda raw: raw.replace(b"4,6", b"4,5"), "truncated, or of another --dtype"),
-    "huge": (lambda _: b"9" * 100_000, "does not begin with START,END"),
-}
-
-
-@pytest.mark.parametrize(("change", "reason"), BAD_BOUNDS.values(), ids=BAD_BOUNDS)
-def test_bad_bounds_are_rejected_by_name(tmp_path: Path, change: Change, reason: str) -> None:
-    write_olmo(tmp_path / "in.npy", [GOOD, [4]])
-    bounds = gzip.decompress((tmp_path / "in.csv.gz").read_bytes())
-    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(change(bounds)))
-    (reject,) = read(one_file(tmp_path / "in.npy", "ids", RULES))
-    assert isinstance(reject, Reject)
-    assert reason in reject.reason
-    assert reject.loses_rest
-
-
-@pytest.mark.parametrize("name", ["in.npy", "in.npz", "in.parquet", "in.bin"])
-def test_a_file_cut_anywhere_never_raises_or_loses_ids_silently(tmp_path: Path, name: str) -> None:
-    whole = {"in.npy": FLAT, "in.npz": GOOD_NPZ, "in.parquet": TABLE, "in.bin": SHARD}[name]
-    for size in [*range(4 if name == "in.bin" else 0, len(whole), 31), len(whole) - 1]:
+@pytest.mark.parametrize(("name", "whole"), [("in.npy", FLAT), ("in.parquet", TABLE)])
+def test_a_file_cut_anywhere_never_raises_or_loses_ids_silently(
+    tmp_path: Path, name: str, whole: bytes
+) -> None:
+    for size in [*range(0, len(whole), 31), len(whole) - 1]:
         (tmp_path / name).write_bytes(whole[:size])
         records = read(one_file(tmp_path / name, "ids", RULES), text_key="ids")
         assert isinstance(records[-1], Reject), size

@@ -189,17 +189,6 @@ def test_a_file_given_twice_is_refused(tree: Path) -> None:
         names(tree / "b.txt", os.path.relpath(tree / "b.txt"))
 
 
-@pytest.mark.parametrize("first", ["a.jsonl", "0/a.jsonl"])
-def test_a_file_named_as_a_line_of_another_is_refused_by_name(tmp_path: Path, first: str) -> None:
-    (tmp_path / "0").mkdir()
-    for name in (first, f"{first}:10", f"{first}:01", f"{first}:x", "b.txt", "b.txt:1"):
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(DataError, match=rf"document in \S*{first}, '{first}:10'\. Rename"):
-        names(tmp_path)
-    (tmp_path / f"{first}:10").unlink()
-    assert len(names(tmp_path)) == 5
-
-
 def test_an_object_replaced_by_one_of_the_same_size_has_another_mark(
     bucket: Any,
 ) -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import zstandard
 
 from data_pipeline.errors import DataError
-from data_pipeline.readers import InputFiles, Reject, find_files
+from data_pipeline.readers import IdRules, InputFiles, Reject, find_files
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -248,3 +249,33 @@ def test_binary_files_are_refused_by_name(txl: Callable[..., Any], tmp_path: Pat
     assert ended.code == 0, ended.err
     assert "reading as binary: 1 .pdf; text: 1 .txt" in ended.err
     assert json.loads((tmp_path / "out" / "rejects.jsonl").read_text())["file"] == "a.pdf"
+
+
+OSCAR = b'{"headers": {"warc-target-uri": "u"}, "offset": 0, "nb_sentences": 1}\n'
+REMOVED: dict[str, tuple[str, bytes, str]] = {
+    "a web archive": ("CC-MAIN.warc.wet.gz", gzip.compress(b"WARC/1.0\r\n"), "as JSON lines"),
+    "one that was renamed": ("pages", b"WARC/1.0\r\n", "as JSON lines"),
+    "OSCAR 21.09": ("af/af_meta_part_1.jsonl.gz", gzip.compress(OSCAR), "--format blank_lines"),
+    "arrays": ("songs.npz", b"PK", "numpy.save(name, ids)"),
+    "a shard of llm.c": ("a.bin", struct.pack("<3i", 20240520, 1, 4), "tail -c +1025"),
+    "one of Llama 3": ("a.bin.gz", gzip.compress(struct.pack("<2i", 20240801, 7)), "tail -c +1025"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "instead"), REMOVED.values(), ids=REMOVED)
+def test_an_input_that_would_be_misread_is_refused_with_what_to_do(
+    tmp_path: Path, name: str, content: bytes, instead: str
+) -> None:
+    """Also in a folder, where unknown files are ignored. As ids, the headers of llm.c are valid."""
+    (tmp_path / "in" / name).parent.mkdir(parents=True)
+    (tmp_path / "in" / name).write_bytes(content)
+    ids = IdRules(2**16, 0, "<u2") if ".npz" in name or ".bin" in name else None
+    for address in (tmp_path / "in", tmp_path / "in" / name):
+        with pytest.raises(DataError, match=re.escape(f"{tmp_path}/in/{name} is ")) as refused:
+            one_file(address, "ids" if ids else "auto", ids)
+        assert instead in str(refused.value)
+
+
+def test_json_lines_in_a_file_named_like_metadata_are_read(tmp_path: Path) -> None:
+    (tmp_path / "en_meta.jsonl").write_bytes(LINES)
+    assert found_in(tmp_path).kinds == {"jsonl": 1}

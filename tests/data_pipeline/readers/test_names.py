@@ -1,6 +1,5 @@
 """Folders as corpora are published or cached: which files are read, and as what."""
 
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +33,6 @@ def lines(*contents: object) -> bytes:
     return "".join(json.dumps(content) + "\n" for content in contents).encode()
 
 
-OSCAR = b"First, line one.\nLine two.\n\nSecond.\n\nThird.\n"
-OSCAR_META = lines(*({"headers": {}, "offset": 0, "nb_sentences": 1} for _ in range(3)))
-OSCAR_TEXTS = ["First, line one.\nLine two.\n", "Second.\n", "Third.\n"]
 LAYOUTS: dict[str, tuple[dict[str, bytes], dict[str, str], dict[str, int]]] = {
     "the cache of datasets": (
         {
@@ -54,25 +50,6 @@ LAYOUTS: dict[str, tuple[dict[str, bytes], dict[str, str], dict[str, int]]] = {
         {"books/10.txt": b"one", "books/9.txt": b"two", "metadata.csv": b"10,A title,1850,url\n"},
         {"books/10.txt": "one", "books/9.txt": "two"},
         {"metadata.csv": 1},
-    ),
-    "data in export.json": (
-        {"a/export.json": lines({"text": "one"}, {"text": "two"}), "b.jsonl": lines({"text": "x"})},
-        {"a/export.json:1": "one", "a/export.json:2": "two", "b.jsonl:1": "x"},
-        {},
-    ),
-    "OSCAR 21.09": (
-        {
-            "af/af.txt.gz": gzip.compress(OSCAR),
-            "af/af_meta.jsonl.gz": gzip.compress(OSCAR_META),
-            "af/af_sha256.txt": b"00 af.txt.gz\n",
-            "en/en_part_2.txt": OSCAR,
-            "en/en_meta_part_2.jsonl": OSCAR_META,
-            "note.txt": b"one\n\ntext",
-        },
-        {f"af/af.txt.gz:{line}": text for line, text in zip((1, 4, 6), OSCAR_TEXTS, strict=True)}
-        | {f"en/en_part_2.txt:{n}": text for n, text in zip((1, 4, 6), OSCAR_TEXTS, strict=True)}
-        | {"note.txt": "one\n\ntext"},
-        {"OSCAR metadata": 3},
     ),
     "WikiExtractor": (
         {
@@ -133,22 +110,6 @@ def test_the_cache_of_the_hub_is_read_once(tmp_path: Path) -> None:
         found = find_files([str(folder)], format="auto", exclude=Path("/nowhere"))
         assert [file.name.rpartition("/")[2] for file in found.files] == ["a.jsonl", "b.parquet"]
         assert +found.ignored == {"blobs and refs": 3}
-
-
-def test_a_text_of_oscar_is_recognised_when_it_is_given_alone(tmp_path: Path) -> None:
-    write(tmp_path, {"af.txt": OSCAR, "af_meta.jsonl.gz": b""})
-    for address in (tmp_path / "af.txt", tmp_path / "*.txt"):
-        found = find_files([str(address)], format="auto", exclude=Path("/nowhere"))
-        assert found.kinds == {"blank_lines": 1}
-
-
-def test_a_text_with_other_metadata_is_no_text_of_oscar(tmp_path: Path) -> None:
-    write(tmp_path, {"novel.txt": OSCAR, "novel_meta.jsonl": lines({"text": "kept"})})
-    found = find_files([str(tmp_path)], format="auto", exclude=Path("/nowhere"))
-    assert {file.name: file.kind for file in found.files} == {
-        "novel.txt": "text",
-        "novel_meta.jsonl": "jsonl",
-    }
 
 
 SPLIT_WORDS = {

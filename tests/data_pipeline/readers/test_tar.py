@@ -281,13 +281,6 @@ def test_archives_are_read_by_name_or_pattern_and_with_the_format_also_in_folder
     with pytest.raises(DataError, match=r"ignored: 2 \.tar\)\. --format tar reads"):
         kinds(tmp_path / "in")
     assert kinds(tmp_path / "in" / "0.tar", "text") == {"text": 2}
-    (tmp_path / "in" / "0.tar:a").write_text("x")
-    with pytest.raises(DataError, match="has the name of a document"):
-        find_files(
-            [str(tmp_path / "in" / "0.tar"), str(tmp_path / "in" / "0.tar:a")],
-            format="auto",
-            exclude=Path("/nowhere"),
-        )
 
 
 def test_the_dataset_has_the_keys_and_the_same_bytes_in_any_order(tmp_path: Path) -> None:

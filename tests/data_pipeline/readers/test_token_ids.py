@@ -33,10 +33,8 @@ from tests.data_pipeline.readers.id_inputs import (
     VOCAB_SIZE,
     WRITERS,
     Documents,
-    llmc_shard,
     megatron_index,
     separated,
-    write_olmo,
 )
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
@@ -53,7 +51,7 @@ def test_every_kind_of_file_gives_the_ids_as_text(tmp_path: Path, suffix: str) -
     assert [record.line for record in records] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "npy", "bin", "llmc.bin"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "npy", "bin"])
 def test_compressed_files_give_the_same(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"in.{suffix}"
     WRITERS[suffix](path, DOCUMENTS)
@@ -62,9 +60,7 @@ def test_compressed_files_give_the_same(tmp_path: Path, suffix: str) -> None:
     assert texts(read(one_file(packed, "ids", RULES), text_key="ids")) == TEXTS
 
 
-@pytest.mark.parametrize(
-    "suffix", ["npy", "megatron.bin", "olmo.npy", "llmc.bin", "llama3.bin", "bin", "jsonl"]
-)
+@pytest.mark.parametrize("suffix", ["npy", "megatron.bin", "bin", "jsonl"])
 @settings(max_examples=8, deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1), min_size=1),
@@ -122,37 +118,6 @@ def test_a_row_of_one_id_is_no_document_unless_padding_is_known(tmp_path: Path) 
     for padding, expected in ((1, ["5 6", "", ""]), (END, ["5 6 1", "1 1 1", ""])):
         file = one_file(tmp_path, "ids", replace(RULES, padding=padding))
         assert texts(read(file)) == expected
-
-
-@pytest.mark.parametrize(
-    ("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
-)
-def test_the_header_of_a_shard_is_read_and_no_text(
-    tmp_path: Path, magic: int, version: int, dtype: str
-) -> None:
-    """With a vocabulary of 65,536, the numbers of the header are valid ids."""
-    (tmp_path / "in.bin").write_bytes(llmc_shard(DOCUMENTS, magic=magic, version=version))
-    file = one_file(tmp_path / "in.bin", "ids", IdRules(2**16, END))
-    assert (file.kind, file.ids and file.ids.dtype) == ("llm.c", dtype)
-    assert texts(read(file)) == TEXTS
-
-
-def test_bounds_next_to_an_array_without_a_header_separate_its_documents(tmp_path: Path) -> None:
-    write_olmo(tmp_path / "in.npy", DOCUMENTS)
-    with pytest.raises(ConfigError, match=r"in.npy has no header, .* --dtype uint16"):
-        one_file(tmp_path, "ids", IdRules(VOCAB_SIZE, END))
-    ids = np.array([id_ for document in DOCUMENTS for id_ in document], "<u2")
-    ids.tofile(tmp_path / "in.npy")  # without end-of-document ids, only the bounds separate
-    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(b"0,3\n3,4\n4,4\n4,9\n"))
-    file = one_file(tmp_path, "ids", RULES)
-    assert file.kind == "olmo"
-    records = read(file)
-    assert texts(records) == [*TEXTS[:2], "", TEXTS[2]]
-    assert [record.line for record in records] == [1, 2, 3, 4]
-    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(b"0,9\n"))
-    assert one_file(tmp_path, "ids", RULES).mark != file.mark
-    np.save(tmp_path / "in.npy", ids)  # with a header, the bounds are those of another program
-    assert one_file(tmp_path, "ids", RULES).kind == "npy"
 
 
 @settings(max_examples=40, deadline=None)

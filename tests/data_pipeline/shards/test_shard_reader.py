@@ -13,9 +13,9 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards import shard_reader
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_files import FrameCache
-from data_pipeline.shards.shard_index import read_block_tokens, read_index
+from data_pipeline.shards.shard_index import read_block_tokens
 from data_pipeline.shards.shard_reader import SplitReader, open_split
-from tests.data_pipeline.shards.written_split import some_documents, write_split
+from tests.data_pipeline.shards.written_split import read_index, some_documents, write_split
 
 Dataset = tuple[Path, ShardManifest]
 
@@ -60,7 +60,7 @@ def test_indexes_are_loaded_on_first_use_and_their_cache_is_limited(
 def test_block_sizes_equal_those_of_the_complete_indexes(dataset: Dataset) -> None:
     directory, manifest = dataset
     for split, entry in manifest.splits.items():
-        whole = [read_index(directory, shard, itemsize=2).block_tokens for shard in entry.shards]
+        whole = [read_index(directory, shard).block_tokens for shard in entry.shards]
         assert_array_equal(open_split(directory, split).block_tokens, np.concatenate(whole))
 
 

@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards.manifest import NO_TEXT, ShardManifest
-from data_pipeline.shards.shard_index import DocumentIds, read_index
+from data_pipeline.shards.shard_index import DocumentIds
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.shard_writer import ShardWriter
-from tests.data_pipeline.shards.written_split import documents_of, some_documents, write_split
+from tests.data_pipeline.shards.written_split import (
+    documents_of,
+    read_index,
+    some_documents,
+    write_split,
+)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -105,7 +110,7 @@ def test_small_documents_share_a_block_and_are_not_split(tmp_path: Path) -> None
 def test_frames_end_at_block_ends(tmp_path: Path) -> None:
     documents = some_documents([40, 170, 300, 10, 511, 2000, 7, 90])
     manifest = write_split(tmp_path, documents, shard_bytes=10**9)
-    index = read_index(tmp_path, manifest.splits["train"].shards[0], itemsize=2)
+    index = read_index(tmp_path, manifest.splits["train"].shards[0])
     ends = set((index.frames[:, 2] + index.frames[:, 3]).tolist())
     # The next block's first token follows the frame's end, a tar header and an npy header.
     assert {int(offset) - 512 - 128 for offset in index.block_offset[1:]} <= ends

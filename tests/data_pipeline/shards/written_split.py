@@ -12,6 +12,7 @@ from data_pipeline.shards.manifest import (
     SplitEntry,
 )
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_index import ShardIndex, checked_index
 from data_pipeline.shards.shard_reader import SplitReader
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer, token_dtype
@@ -54,6 +55,11 @@ def write_split(
         input=summary,
         splits={"train": SplitEntry.of(entries)},
     )
+
+
+def read_index(directory: Path, shard: ShardEntry) -> ShardIndex:
+    data = (directory / shard.index_name).read_bytes()
+    return checked_index(data, directory, shard, itemsize=2)
 
 
 def documents_of(source: SplitReader) -> list[list[int]]:

@@ -23,20 +23,21 @@ from moto.server import ThreadedMotoServer
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards import export
-from data_pipeline.shards.export import push_dataset
+from data_pipeline.shards import push
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.push import push_dataset
 from data_pipeline.shards.shard_files import FrameCache
-from data_pipeline.shards.shard_index import read_index
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.system import sources
 from data_pipeline.system.remote_path import RemotePath, dataset_path
+from tests.data_pipeline.shards.written_split import read_index
 
 Dataset = tuple[Path, ShardManifest]
+
 URL = "s3://bucket/data"
 
 
@@ -123,7 +124,7 @@ def test_push_does_not_blame_the_store_for_a_failing_local_disk(
     def fail(_: Path) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(export, "sha256_file", fail)
+    monkeypatch.setattr(push, "sha256_file", fail)
     with pytest.raises(OSError, match="Input/output error"):
         push_dataset(dataset[0], URL)
 
@@ -255,7 +256,7 @@ def test_only_the_needed_frames_are_fetched_and_only_once(
     settings = PrepareSettings(block_bytes=3000)
     manifest = prepare_dataset([tmp_path / "giant.txt"], tmp_path / "data", settings).manifest
     (shard,) = manifest.splits["train"].shards
-    frames = read_index(tmp_path / "data", shard, itemsize=2).frames
+    frames = read_index(tmp_path / "data", shard).frames
     assert len(frames) > 10
 
     source = open_split(f"{url}/data", "train", cache_frames=64)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.tokenizers.ids import IdTokenizer, read_names, require_usable_names
+from data_pipeline.tokenizers.ids import IdTokenizer, read_names
 from data_pipeline.tokenizers.interface import text_parts
 from data_pipeline.tokenizers.loading import load_tokenizer
 
@@ -70,46 +70,6 @@ def test_names_come_from_four_layouts(tmp_path: Path, content: object) -> None:
     assert read_names(tmp_path / "names.json") == {1: "a", 3: "b"}
 
 
-def midi_tokenizer(tmp_path: Path, model: dict[str, object], **others: object) -> Path:
-    """A tokenizer as MidiTok 3 saves it: the model has one character per base token."""
-    library = {"pre_tokenizer": None, "model": model, **others}
-    content = {
-        "tokenization": "REMI",
-        "miditok_version": "3.1.0",
-        "_vocab_base": {"PAD_None": 0, "Bar_None": 1, "Pitch_60": 2},
-        "_vocab_base_byte_to_token": {"!": "PAD_None", "#": "Bar_None", "\x85": "Pitch_60"},
-        "_model": json.dumps(library),
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    return tmp_path / "tokenizer.json"
-
-
-def test_a_trained_tokenizer_of_miditok_has_the_names_of_its_base_and_learned_tokens(
-    tmp_path: Path,
-) -> None:
-    base = {"!": 0, "#": 1, "\x85": 2}
-    names = {0: "PAD_None", 1: "Bar_None", 2: "Pitch_60"}
-    bpe = {"type": "BPE", "vocab": {**base, "#\x85": 3}}
-    assert read_names(midi_tokenizer(tmp_path, bpe)) == {**names, 3: "Bar_None+Pitch_60"}
-    word_piece = {"vocab": {**base, "###": 3}, "continuing_subword_prefix": "##"}
-    assert read_names(midi_tokenizer(tmp_path, word_piece)) == {**names, 3: "Bar_None#3"}
-    unigram = {"vocab": [["#\x85", -1.5], ["▁#", -2.0], ["#", -2.5]]}
-    by_bar = {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}
-    found = read_names(midi_tokenizer(tmp_path, unigram, **by_bar))
-    assert found == {0: "Bar_None+Pitch_60", 1: "Bar_None", 2: "Bar_None#2"}
-    require_usable_names(found, 3)
-
-
-def test_a_tokenizer_of_miditok_without_a_vocabulary_says_how_to_write_it(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(
-        '{"config": {}, "tokenization": "REMI", "miditok_version": "3"}'
-    )
-    with pytest.raises(DataError, match=r"json.dump\(tokenizer.vocab, open\('names.json', 'w'\)\)"):
-        read_names(tmp_path / "a.json")
-    with pytest.raises(DataError, match="its MidiTok model has another layout"):
-        read_names(midi_tokenizer(tmp_path, {"vocab": {"x": 0}}))
-
-
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
@@ -121,6 +81,7 @@ def test_a_tokenizer_of_miditok_without_a_vocabulary_says_how_to_write_it(tmp_pa
         ('{"a": 1, "b": 1}', "id 1 has the names 'a' and 'b'"),
         ('{"a": 1, "a": 2}', "twice in one object"),
         ('{"1": "a", "2": 3}', "the name of id 2 is int"),
+        ('{"miditok_version": "3"}', r"json.dump\(tokenizer.vocab, open\('names.json', 'w'\)\)"),
         ("[" * 100_000, "no names of token ids"),
     ],
 )

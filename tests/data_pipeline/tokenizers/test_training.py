@@ -15,7 +15,6 @@ from data_pipeline.tokenizers.training import (
     count_symbols,
     counts_from_bytes,
     counts_to_bytes,
-    fixed_split,
     merge_counts,
 )
 from tests.data_pipeline.tokenizers.sample_tokenizers import CHAR, FILE, LM1B, TOKENIZER, WORD
@@ -59,16 +58,6 @@ def test_merged_counts_are_the_counts_of_the_whole(
 
 
 # --- recipes --------------------------------------------------------------------------------------
-
-
-def test_the_fixed_split_is_the_papers_for_a_hundred_million() -> None:
-    parts = fixed_split(100_000_000)
-    assert parts["train"] == (0, 90_000_000)
-    assert parts["valid"] == (90_000_000, 95_000_000)
-    assert parts["test"] == (95_000_000, 100_000_000)
-    assert fixed_split(20)["test"] == (19, 20)
-    with pytest.raises(ValueError, match="20"):
-        fixed_split(19)
 
 
 @pytest.mark.parametrize("name", RECIPES)

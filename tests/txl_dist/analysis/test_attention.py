@@ -136,7 +136,7 @@ cases = st.builds(
 )
 
 
-@pytest.mark.parametrize("kind", ["compressive", "tokens", "associative"])
+@pytest.mark.parametrize("kind", ["compressive", "tokens"])
 def test_keys_that_are_not_tokens_are_refused(kind: str) -> None:
     case = Case(
         lengths=[[9]], tgt_len=4, model_options={"memory": kind}, reset="document",

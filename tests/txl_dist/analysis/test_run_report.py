@@ -297,7 +297,7 @@ def test_the_page_is_kept_with_the_run_in_mlflow(run: Path) -> None:
     ("settings", "described"),
     [
         ("mem_len: 0\n  memory: recurrent", "none (mem_len 0)"),
-        ("mem_len: 8\n  memory: associative\n  d_memory_key: 32", "associative, d_memory_key 32"),
+        ("mem_len: 8\n  memory: tokens\n  memory_tokens: 32", "tokens, memory_tokens 32"),
         ("mem_len: 8\n  memory: compressive\n  compressed_len: 4",
          "compressive, 8 tokens per layer, compressed_len 4"),
         ("mem_len: edited\n  memory: recurrent", "recurrent, edited tokens per layer"),

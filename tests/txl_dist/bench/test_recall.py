@@ -90,7 +90,7 @@ def test_impossible_sizes_are_refused(sizes: dict[str, object]) -> None:
         RecallProbe(**({"span": 5, "cue": 2} | sizes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["compressive", "associative"])
+@pytest.mark.parametrize("kind", ["compressive", "tokens"])
 def test_another_kind_of_memory_is_probed_too(dataset: Path, tmp_path: Path, kind: str) -> None:
     """Beyond its segment of 12 tokens the model sees the text through its memory only."""
     model = export_small_model(tmp_path / "model", dataset, memory=kind)

@@ -8,7 +8,7 @@ import pytest
 
 from data_pipeline.system.strict import manifest_bytes
 from tests.txl_dist.checkpoint.saving import save
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
@@ -23,6 +23,19 @@ def test_an_edited_manifest_is_refused_though_it_is_well_formed(tmp_path: Path) 
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="digest"):
         load_checkpoint_manifest(directory)
+
+
+def test_a_model_of_an_earlier_version_has_settings_that_change_nothing(tmp_path: Path) -> None:
+    manifest = load_checkpoint_manifest(save(tmp_path, step=3))
+
+    def with_settings(**settings: object) -> CheckpointManifest:
+        return manifest.model_copy(update={"model": manifest.model | settings})
+
+    old = with_settings(d_memory_key=32, memory_decay=0.9, zero_init=False, softcap=None)
+    assert old.architecture == manifest.architecture
+    for changed in ({"d_memory_key": 7}, {"softcap": 15.0}, {"memory": "associative"}):
+        with pytest.raises(CheckpointError, match=f"does not support .*{next(iter(changed))}"):
+            _ = with_settings(**changed).architecture
 
 
 @pytest.mark.parametrize("step", [None, -1, "3", 3.5, True])

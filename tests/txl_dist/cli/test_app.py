@@ -35,7 +35,7 @@ COMMANDS = list(commands(typer.main.get_command(app)))
 
 
 def test_all_commands_are_found() -> None:
-    assert {("train",), ("data", "verify"), ("bench", "model")} <= set(COMMANDS)
+    assert {("train",), ("data", "verify"), ("bench", "recall")} <= set(COMMANDS)
     assert len(COMMANDS) >= 17
 
 
@@ -160,8 +160,8 @@ def test_an_error_goes_to_standard_error_with_its_exit_code(tmp_path: Path) -> N
         ("data verfy x", "No such command 'verfy'. Did you mean 'verify'? (see txl data -h)\n"),
         ("data verify", "Missing argument 'DIR'. Usage: txl data verify [OPTIONS] {DIR} (see "),
         ("estimate x --gpus", "Option '--gpus' requires an argument (see txl COMMAND -h)\n"),
-        ("bench model --rounds 0", "equal to 1, found 0 (see txl bench model -h)\n"),
-        ("bench model --rounds x", "Invalid value for '--rounds': Input should be a valid integer"),
+        ("bench eval-speed --rounds 0", "equal to 1, found 0 (see txl bench eval-speed -h)\n"),
+        ("generate x --seed x", "Invalid value for '--seed': Input should be a valid integer"),
         ("job submit -- train x --rankz 2", "(Possible options: --ranks) (see txl train -h)\n"),
     ],
 )  # fmt: skip

@@ -12,7 +12,6 @@ URL = "s3://bucket/x"
 WORDS = {
     "prepare-out": ("prepare", "in.txt", "--out", URL),
     "prepare-tokenizer": ("prepare", "in.txt", "--out", "o", "--tokenizer", URL),
-    "rebuild": ("data", "rebuild", URL),
     "push": ("data", "push", URL, "s3://bucket/y"),
     "mix": ("data", "mix", URL),
     "train": ("train", URL),

@@ -72,7 +72,7 @@ def test_it_writes_the_curve_and_recl_and_says_how(
 
 
 def test_kinds_of_memory_are_one_group(dataset: Path, tmp_path: Path) -> None:
-    kinds = ["tokens", "compressive", "associative"]
+    kinds = ["tokens", "compressive", "recurrent+tokens"]
     models = [export_small_model(tmp_path / kind, dataset, memory=kind) for kind in kinds]
     code, output = run_txl("recl", *models, dataset, *SMALL, "--out", tmp_path / "out")
     assert code == 0, output

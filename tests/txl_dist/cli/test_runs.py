@@ -30,7 +30,7 @@ def test_checkpoints_are_listed_with_what_they_hold(run: Path) -> None:
     assert "LATEST" not in text.splitlines()[0]
 
 
-@pytest.mark.parametrize("kind", ["compressive", "associative"])
+@pytest.mark.parametrize("kind", ["compressive", "tokens"])
 def test_the_listed_bytes_have_the_memory_of_every_lane(
     ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
 ) -> None:

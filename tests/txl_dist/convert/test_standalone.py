@@ -62,8 +62,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tokens": {"memory": "tokens"},
     "recurrent+tokens": {"memory": "recurrent+tokens", "pre_lnorm": True, "norm": "rmsnorm"},
     "recurrent+tokens, pre-norm": {"memory": "recurrent+tokens", "pre_lnorm": True},
-    "associative": {"memory": "associative"},
-    "associative, modern": GENTLE | {"memory": "associative"},
 }
 NUM_ROWS, SEGMENTS = 2, (4, 4, 3, 1, 4, 4, 4, 5)
 ALONE = """
@@ -181,7 +179,7 @@ def test_every_kind_of_memory_and_encoding_is_compared() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["paper", "modern", "no memory", "absolute", "compressive", "recurrent+tokens", "associative"],
+    ["paper", "modern", "no memory", "absolute", "compressive", "recurrent+tokens"],
 )
 def test_it_draws_the_same_tokens(name: str, tmp_path: Path) -> None:
     model = small_model(**CASES[name]).float().eval()
@@ -255,8 +253,8 @@ def test_it_imports_nothing_but_torch_and_the_standard_library() -> None:
         ]
         assert {module.partition(".")[0] for module in modules} <= allowed
         # The kind of memory of its model, and no other one.
-        assert ("class Associative" in source) == (config.memory == "associative")
-        assert len(source.splitlines()) < 560
+        assert ("class Compressive" in source) == (config.memory == "compressive")
+        assert len(source.splitlines()) < 540
 
 
 def test_a_joined_file_is_in_the_format_of_this_project(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.support.replayed_models import OWN_HF, golden_files, hf_directories, 
 from tests.support.small_models import MODERN, random_text, read_stream, small_model
 from tests.txl_dist.checkpoint import saving
 from tests.txl_dist.convert.example_files import hf_copy, hf_weights
+from txl_dist.config.removed import SETTINGS
 from txl_dist.convert.other_programs import read_model
 from txl_dist.convert.stored_model import (
     find_model,
@@ -279,11 +280,27 @@ def test_an_edited_config(tmp_path: Path) -> None:
         ({"reading": {"reset": "never"}}, CheckpointError, "reading"),
         ({"model": written["model"] | {"ghost": 1}}, ConfigError, "ghost"),
         ({"model": written["model"] | {"n_head": 0}}, ConfigError, "n_head"),
+        ({"model": written["model"] | {"softcap": 15.0}}, ConfigError, "softcap"),
         ({"model": written["model"] | {"d_inner": 8}}, CheckpointError, "feed_forward"),
     ]:
         path.write_text(json.dumps(written | change))
         with pytest.raises(error, match=match):
             load_exported(tmp_path)
+
+
+def test_a_config_of_an_earlier_version_has_settings_that_change_nothing(tmp_path: Path) -> None:
+    model = small_model()
+    write_exported(tmp_path, model, None)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    removed = {
+        name.removeprefix("model."): gone.remaining[0]
+        for name, gone in SETTINGS.items()
+        if name.startswith("model.") and gone.remaining
+    }
+    assert removed.keys().isdisjoint(written["model"])
+    path.write_text(json.dumps(written | {"model": removed | written["model"]}))
+    assert load_exported(tmp_path)[0].config == model.config
 
 
 @pytest.mark.parametrize("command", ["import", "export"])

@@ -28,7 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "segments": {"training": {"backprop_segments": 4}},
     "compressive": {"model": {"memory": "compressive"}, **TWO_SEGMENTS},
     "recurrent+tokens": {"model": {"memory": "recurrent+tokens"}, **TWO_SEGMENTS},
-    "associative": {"model": {"memory": "associative"}, **TWO_SEGMENTS},
 }
 MAX_ERROR = 0.02
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")

@@ -88,9 +88,9 @@ def test_the_listed_world_sizes_need_no_padding_rows(num_lanes: int) -> None:
     assert f"without padding: {', '.join(map(str, even))}\n" in text
 
 
-@pytest.mark.parametrize(("kind", "share"), [("recurrent", 0.5), ("associative", 1.0)])
+@pytest.mark.parametrize(("kind", "share"), [("recurrent", 0.5), ("tokens", 1.0)])
 def test_states_that_stay_fp32_are_counted_so(kind: str, share: float) -> None:
-    """With `training.memory_dtype: bf16` a recurrent memory has half the bytes, a matrix all."""
+    """With `training.memory_dtype: bf16` a recurrent memory has half the bytes, tokens all."""
     lanes = []
     for dtype in ("fp32", "bf16"):
         config = run_config(num_lanes=4)

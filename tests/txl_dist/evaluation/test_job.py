@@ -48,7 +48,7 @@ def test_the_settings_are_those_of_training_unless_given(model: Path, dataset: P
         ({"distance_encoding": "rotary"}, {"clamp_len": 3}, "clamp_len=3"),
         ({"distance_encoding": "shaw", "clamp_len": 9}, {"clamp_len": 3}, "clamp_len=3"),
         ({}, {"same_length": True, "mem_len": 0}, "same_length=true"),
-        ({"memory": "associative"}, {"mem_len": 3}, "mem_len=3 has no effect"),
+        ({"memory": "tokens"}, {"mem_len": 3}, "mem_len=3 has no effect"),
         ({"memory": "tokens"}, {"mode": "fast"}, "mode=fast would be exact"),
         ({"memory": "recurrent+tokens"}, {"mode": "fast"}, "mode=fast would be exact"),
     ],

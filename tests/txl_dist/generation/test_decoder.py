@@ -31,7 +31,7 @@ OPTIONS = [
     {"mem_len": 6, "memory": "compressive", "compression_rate": 2},
     {"mem_len": 5, "memory": "compressive", "compression_rate": 3, "compressed_len": 2},
     {"mem_len": 5, "memory": "recurrent+tokens"},
-    {"memory": "associative"},
+    {"memory": "tokens"},
 ]
 FREELY, GREEDILY = Sampling(), Sampling(temperature=0)
 
@@ -123,7 +123,7 @@ def test_past_the_memory_it_equals_a_memory_that_reads_the_same_segments(
     assert_close(torch.stack(seen), torch.stack(logits[2:]))
 
 
-@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens", "associative"])
+@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens"])
 def test_a_memory_written_by_segments_gets_those_of_training(kind: str, seen: list[Tensor]) -> None:
     """Drawn tokens have the logits that they have when the text is read in whole segments."""
     model, (prompt,) = small_model(memory=kind), prompts_of([6])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.testing import assert_close
 
-from txl_dist.model.cross_entropy import IGNORED, capped, linear_cross_entropy
+from txl_dist.model.cross_entropy import IGNORED, linear_cross_entropy
 
 ROWS, WIDTH, COLUMNS = 7, 5, 11
 both_forms = pytest.mark.parametrize("by_kernel", [False, True])
@@ -41,26 +41,22 @@ def inputs(
     return [x.requires_grad_() for x in tensors], target_N, weight_N
 
 
-def plain_cross_entropy(logits_NV: Tensor, target_N: Tensor, softcap: float | None) -> Tensor:
-    if softcap is not None:
-        logits_NV = capped(logits_NV, softcap)
+def plain_cross_entropy(logits_NV: Tensor, target_N: Tensor) -> Tensor:
     return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
 
 
 @both_forms
-@pytest.mark.parametrize("softcap", [None, 2.3])
 @pytest.mark.parametrize("num_rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 def test_values_and_gradients_in_chunks_of_any_size(
-    num_rows: int, scale: float, softcap: float | None, by_kernel: bool
+    num_rows: int, scale: float, by_kernel: bool
 ) -> None:
     tensors, target_N, weight_N = inputs(torch.float64)
     x_NE, *layer = tensors
-    plain_N = plain_cross_entropy(linear(x_NE * scale, *layer), target_N, softcap)
+    plain_N = plain_cross_entropy(linear(x_NE * scale, *layer), target_N)
     expected = torch.autograd.grad(plain_N @ weight_N, tensors)
     chunked_N = linear_cross_entropy(
-        x_NE * scale, *layer, target_N, max_logits=num_rows * COLUMNS, softcap=softcap,
-        by_kernel=by_kernel,
+        x_NE * scale, *layer, target_N, max_logits=num_rows * COLUMNS, by_kernel=by_kernel,
     )  # fmt: skip
     assert chunked_N[2] == 0
     assert_close(chunked_N, plain_N)
@@ -78,17 +74,16 @@ SEVERAL_TILES: dict[str, Any] = {
     rows=st.integers(0, 40),
     columns=st.sampled_from([1, 2, 8, 17, 64, 255, 256, 4096, 4097, 9000]),
     padding=st.integers(0, 9),
-    softcap=st.none() | st.floats(0.5, 50),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     num_hidden=st.integers(0, 3),
     scale=st.sampled_from([0.01, 1.0, 300.0]),
     seed=st.integers(0, 99),
 )
-@example(columns=9000, softcap=None, dtype=torch.float64, **SEVERAL_TILES)
-@example(columns=4097, softcap=2.5, dtype=torch.float32, **SEVERAL_TILES)
+@example(columns=9000, dtype=torch.float64, **SEVERAL_TILES)
+@example(columns=4097, dtype=torch.float32, **SEVERAL_TILES)
 def test_kernels_equal_the_equation_in_float64(
-    rows: int, columns: int, padding: int, softcap: float | None, dtype: torch.dtype,
-    num_hidden: int, scale: float, seed: int,
+    rows: int, columns: int, padding: int, dtype: torch.dtype, num_hidden: int, scale: float,
+    seed: int,
 ) -> None:  # fmt: skip
     """Rows apart in memory; ignored targets; columns of probability 0; more than one tile."""
     generator = torch.Generator().manual_seed(seed)
@@ -101,13 +96,13 @@ def test_kernels_equal_the_equation_in_float64(
     d_nats_R = torch.randn(rows, generator=generator, dtype=dtype)
 
     exact_RV = logit_RV.double().requires_grad_()
-    exact_R = plain_cross_entropy(exact_RV, target_R, softcap)
+    exact_R = plain_cross_entropy(exact_RV, target_R)
     (expected_RV,) = torch.autograd.grad(exact_R, exact_RV, d_nats_R.double())
 
     total_R, nats_R = torch.empty(2, rows, dtype=dtype)
     operators = torch.ops.txl_dist
-    operators.cross_entropy(logit_RV, target_R, softcap, total_R, nats_R)
-    operators.cross_entropy_backward_(logit_RV, target_R, softcap, total_R, d_nats_R)
+    operators.cross_entropy(logit_RV, target_R, total_R, nats_R)
+    operators.cross_entropy_backward_(logit_RV, target_R, total_R, d_nats_R)
     tolerance: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
     if dtype == torch.float32:
         tolerance = {"rtol": 2e-5, "atol": 2e-5 * max(1.0, scale / 10)}
@@ -182,7 +177,7 @@ def test_under_autocast_sums_are_fp32(max_logits: int, by_kernel: bool) -> None:
         )
         logits_NV = linear(*tensors)
     assert logits_NV.dtype == torch.bfloat16
-    expected_N = plain_cross_entropy(logits_NV.float(), target_N, None)
+    expected_N = plain_cross_entropy(logits_NV.float(), target_N)
     assert nats_N.dtype == torch.float32
     assert_close(nats_N, expected_N, rtol=1e-6, atol=1e-6)
     expected = torch.autograd.grad(expected_N @ weight_N, tensors)
@@ -256,10 +251,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from txl_dist.model import cross_entropy_kernel
 
-name, capability, logits, softcap = json.loads(sys.argv[1])
+name, capability, logits = json.loads(sys.argv[1])
 kernel, sums = getattr(cross_entropy_kernel, name), "fp64" if logits == "fp64" else "fp32"
 constants = {
-    "SOFTCAP": softcap, "MULTIPLE": 8, "BLOCK_R": 1, "BLOCK_V": 4096,
+    "MULTIPLE": 8, "BLOCK_R": 1, "BLOCK_V": 4096,
     "ACC": tl.float64 if sums == "fp64" else tl.float32,
 }
 types = [f"*{logits}", "*i64", f"*{sums}", f"*{sums}", "i32", "i32", "i32"]
@@ -274,14 +269,13 @@ print(triton.compile(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softcap", [0.0, 15.0])
 @pytest.mark.parametrize("logits", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["nats_kernel", "gradient_kernel"])
 def test_the_kernels_compile_and_load_16_bytes_at_a_time(
-    name: str, capability: int, logits: str, softcap: float
+    name: str, capability: int, logits: str
 ) -> None:
-    arguments = json.dumps([name, capability, logits, softcap])
+    arguments = json.dumps([name, capability, logits])
     ptx = subprocess.run(
         [sys.executable, "-c", COMPILER, arguments], check=True, capture_output=True, text=True,
         env=os.environ | {"TRITON_INTERPRET": "0"},

@@ -52,7 +52,7 @@ def test_gradients_through_the_memory_are_counted(options: dict) -> None:
     assert counted.get_total_flops() == expected
 
 
-@pytest.mark.parametrize("kind", ["compressive", "tokens", "recurrent+tokens", "associative"])
+@pytest.mark.parametrize("kind", ["compressive", "tokens", "recurrent+tokens"])
 def test_so_are_the_products_of_other_kinds_of_memory(kind: str) -> None:
     """In training up to those whose gradient a first or a last segment does not need."""
     model = small_model(attention="reference", memory=kind)

@@ -36,7 +36,6 @@ def test_conversion_and_its_inverse_restore_the_weights(options: dict) -> None:
 
 OTHER_BLOCKS: list[dict] = [
     {"norm": "rmsnorm"},
-    {"embedding_norm": True},
     {"pre_lnorm": True, "final_norm": True},
     {"qk_norm": True},
     {"attention_scale": 2.0},
@@ -45,7 +44,6 @@ OTHER_BLOCKS: list[dict] = [
     {"biases": False},
     {"residual_scalars": True},
     {"residual_gate": "gru"},
-    {"softcap": 3.0},
     {"memory": "tokens"},
     {"mem_shares": (0.4, 1.0)},
     {"distance_encoding": "rotary"},

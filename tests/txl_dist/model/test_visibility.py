@@ -144,7 +144,7 @@ def test_the_memory_of_another_kind_or_size_is_refused(kind: str, is_cached: boo
     others += [{"memory": kind, "n_layer": 3}]
     if kind != "recurrent":  # whose width a cache does not know
         others += [{"memory": kind, "d_model": 8}]
-    if memory_kind(model.config).num_added_tokens and kind != "associative":
+    if memory_kind(model.config).num_added_tokens:
         others += [{"memory": kind, "memory_tokens": 1}]
     for options in others:
         with pytest.raises(ValueError, match=r"memory|KVCache"):
@@ -153,7 +153,7 @@ def test_the_memory_of_another_kind_or_size_is_refused(kind: str, is_cached: boo
 
 @torch.no_grad()
 def test_a_model_of_ids_takes_vectors_in_place_of_those_of_its_table() -> None:
-    model = small_model(embedding_norm=True)
+    model = small_model()
     text_BN, memory = random_text(LANES, TGT_LEN + 1), model.empty_memory(LANES)
     nats_BT, _ = model(model.table(text_BN[:, :-1]), text_BN[:, 1:], AGES, memory)
     assert torch.equal(nats_BT, score(model))

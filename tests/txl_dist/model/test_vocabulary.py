@@ -191,7 +191,7 @@ def test_rows_found_on_the_host_are_those_of_the_device(targets: str) -> None:
 @pytest.mark.parametrize("max_logits", [20, 2**29])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"div_val": 2, "tie_projs": (False, True, True)}, {"softcap": 2.0, "biases": False}],
+    [{}, {"div_val": 2, "tie_projs": (False, True, True)}, {"biases": False}],
 )
 def test_a_model_computes_the_same_as_on_a_gpu(
     options: dict[str, Any], max_logits: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch

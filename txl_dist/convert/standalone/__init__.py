@@ -1,7 +1,7 @@
 """The standalone file of `txl export --format hf`: a model that runs with torch alone.
 
     model.py        layers, distances, vocabulary, the paper's memory
-    compressive.py, tokens.py, associative.py    the other kinds of memory
+    compressive.py, tokens.py    the other kinds of memory
     text.py         loading, tokenizer, generation, command line
 
 `source_for` joins the modules that a model needs to one file. So each of them is a module that is
@@ -23,7 +23,6 @@ MODULES_OF_KIND = {
     "compressive": ("compressive",),
     "tokens": ("tokens",),
     "recurrent+tokens": ("tokens",),
-    "associative": ("associative",),
 }
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _ENCODINGS = ("sinusoidal", "shaw", "rotary", "alibi", "absolute")

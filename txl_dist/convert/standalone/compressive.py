@@ -30,8 +30,8 @@ class Compressive(Recurrent):
             memory[f"layer-{n}-compressed"] = like.new_zeros(shape)
         return memory | {"pending": torch.zeros_like(memory["age"])}
 
-    def read(self, n: int, x: Tensor, age_BT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        return x, torch.cat([memory[f"layer-{n}-compressed"], memory[f"layer-{n}"]], dim=1)
+    def past(self, n: int, memory: Memory) -> Tensor:
+        return torch.cat([memory[f"layer-{n}-compressed"], memory[f"layer-{n}"]], dim=1)
 
     def reach(self, age_BT: Tensor, memory: Memory) -> Tensor:
         """A token sees a slot if all its tokens are of the same document."""

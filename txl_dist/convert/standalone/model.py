@@ -175,9 +175,9 @@ class Recurrent:
     def remove_tokens(self, x: Tensor) -> Tensor:
         return x
 
-    def read(self, n: int, x: Tensor, age_BT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """The input of layer n, and the inputs [B, M, D] before it."""
-        return x, memory[f"layer-{n}"]
+    def past(self, n: int, memory: Memory) -> Tensor:
+        """The inputs [B, M, D] of layer n before the segment."""
+        return memory[f"layer-{n}"]
 
     def reach(self, age_BT: Tensor, memory: Memory) -> Tensor:
         """How many keys before itself a token sees. Its age: every key is a token."""
@@ -191,11 +191,6 @@ class Recurrent:
             # A copy: a view would keep the whole segment.
             new[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - mem_len :].clone()
         return new
-
-
-def begins_before(age_BT: Tensor) -> Tensor:
-    """Whether the document of each token began before the segment."""
-    return age_BT > torch.arange(age_BT.shape[1], device=age_BT.device)
 
 
 KINDS: dict[str, type[Recurrent]] = {"recurrent": Recurrent}
@@ -244,7 +239,7 @@ class TransformerXL:
                 a, b = w["residual_scalars"][n]
                 x = a * x + b * first
             hidden.append(x)
-            x, past_BMD = kind.read(n, x, read_age_BT, memory)
+            past_BMD = kind.past(n, memory)
             mask_BTS = self.mask(reach_BT, past_BMD.shape[1])
             x = layer(c, w.below(f"layers.{n}"), x, past_BMD, mask_BTS, biases)
         with torch.no_grad():
@@ -273,7 +268,7 @@ class TransformerXL:
         x = x * c.d_model**0.5
         if c.distance_encoding == "absolute":
             x = x + sinusoids(distances(x.shape[1], x, c.clamp_len), c.d_model).to(x.dtype)
-        return self.w.norm("embedding_norm", x) if c.embedding_norm else x
+        return x
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Logits [B, T, V]. With `cutoffs`: a head of the frequent ids and a column per cluster of
@@ -298,7 +293,6 @@ class TransformerXL:
             x = x_BTD if projection is None else x_BTD @ projection
             score = functional.linear(x, weight, bias)
             score = score.to(torch.promote_types(score.dtype, torch.float32))
-            score = score if c.softcap is None else c.softcap * torch.tanh(score / c.softcap)
             scores.append(score.log_softmax(-1) if c.cutoffs else score)
         head, *tails = scores
         parts = [tail + head[..., [sizes[0] + n]] for n, tail in enumerate(tails)]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.convert.standalone.model import KINDS, Memory, Recurrent, Weights, begins_before
+from txl_dist.convert.standalone.model import KINDS, Memory, Recurrent, Weights
 
 
 class RecurrentAndTokens(Recurrent):
@@ -24,7 +24,9 @@ class RecurrentAndTokens(Recurrent):
 
     def add_tokens(self, x: Tensor, age_BT: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         m, w = self.num_added, self.w.below("added_tokens")
-        read_BmD, is_old_BT = memory["tokens"].to(x.dtype), begins_before(age_BT)
+        read_BmD = memory["tokens"].to(x.dtype)
+        # Whether the document of each token began before the segment.
+        is_old_BT = age_BT > torch.arange(age_BT.shape[1], device=age_BT.device)
         read_BmD = w.norm("norm", read_BmD) if self.c.pre_lnorm else read_BmD
         write_BmD = torch.where(is_old_BT[:, -1:, None], read_BmD, w["initial_mD"])
         slot_m = torch.arange(m, device=x.device)

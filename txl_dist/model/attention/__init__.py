@@ -159,7 +159,7 @@ class Attention(nn.Module):
                 k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
         else:
             # Two projections, because one of both inputs would compute a gradient for the memory:
-            # 4 % more operations in a training step of `txl bench model`.
+            # 4 % more operations in a training step of benchmarks/model_speed.py.
             projected = self.key_value(memory), self.key_value(x_BTD)
             terms = self._terms(context)
             if self._reads_projections(context, terms):

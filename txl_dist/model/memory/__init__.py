@@ -3,20 +3,18 @@
     recurrent.py     the inputs of each layer for the last tokens (the paper's)
     compressive.py   the same, and averages of older tokens
     tokens.py        vectors that the model reads and writes as tokens of a segment
-    associative.py   a matrix per layer, written with the delta rule
     kv_cache.py      keys and values of a recurrent memory, for inference
 
 `MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A new kind is
 a module with both, an entry in `MEMORY_KINDS` (model/choices.py), and its settings among the fields
 of `ModelConfig` (model/config.py). To leave with its models it also needs a module in
-convert/standalone and a text in convert/model_card.py. Nothing else knows what a state holds: it is
-tensors with names, whose first dimension is the lanes. So training, checkpoints, a resume on other
-ranks and evaluation work for every kind (docs/decisions/0045-a-kind-of-memory.md).
+convert/standalone and a text in analysis/model_card.py. Nothing else knows what a state holds: it
+is tensors with names, whose first dimension is the lanes. So training, checkpoints, a resume on
+other ranks and evaluation work for every kind (docs/decisions/0045-a-kind-of-memory.md).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -63,10 +61,10 @@ class SequenceState(ABC):
 
     @abstractmethod
     def past(self, number: int, x_BTD: Tensor) -> Any:
-        """What layer `number` reads, for its input `x_BTD`.
+        """What attention of layer `number` attends to before the segment.
 
-        Without a reader (`MemoryKind.reader`) it is what attention attends to before the segment:
-        inputs of the layer [B, M, D], with dtype and device of `x_BTD`, or a `LayerKVCache`.
+        Inputs of the layer [B, M, D], with dtype and device of its input `x_BTD`, or a
+        `LayerKVCache`.
         """
 
     @abstractmethod
@@ -74,9 +72,9 @@ class SequenceState(ABC):
         """The state after a segment with these ages, for the same lanes; this one is not changed.
 
         `hidden_BTD`: the input of each layer, then the output of the last one, with the tokens that
-        `MemoryKind.added_tokens` added; or what the kind's writers returned for each layer. A cache
-        may change in place and return itself. Gradients stop here, because the model calls this
-        without, but between the segments of one step (`training.backprop_segments`).
+        `MemoryKind.added_tokens` added. A cache may change in place and return itself. Gradients
+        stop here, because the model calls this without, but between the segments of one step
+        (`training.backprop_segments`).
         """
 
     @abstractmethod
@@ -160,10 +158,6 @@ class MemoryKind(ABC):
         text. None: there is no limit within a document.
         """
 
-    def receptive_tokens_of_one_layer(self, tgt_len: int) -> int | None:
-        """`receptive_tokens` of a model with one layer, whose memory has `mem_len` tokens."""
-        return type(self)(replace(self.config, n_layer=1, mem_shares=())).receptive_tokens(tgt_len)
-
     @abstractmethod
     def empty(
         self,
@@ -186,22 +180,6 @@ class MemoryKind(ABC):
         """
         return self.empty(num_lanes, dtype=dtype, device=device)
 
-    def reader(self, layer: int) -> nn.Module | None:
-        """The part of layer `layer` that reads the state, with the kind's parameters, if any.
-
-        reader(x_BTD, past, context) -> (the layer's input, what attention attends to). Where a
-        document starts it must not read the state, which the ages in `context.visibility` tell.
-        """
-        return None
-
-    def writer(self, layer: int) -> nn.Module | None:
-        """The part of layer `layer` that computes what `SequenceState.after` stores, if any.
-
-        writer(x_BTD) -> a tensor with lanes first, from the layer's output; with residual scalars,
-        from what the next layer reads: a x + b x_0.
-        """
-        return None
-
     def added_tokens(self) -> "AddedTokens | None":
         """The module that adds tokens to segments, if any."""
         return None
@@ -209,10 +187,6 @@ class MemoryKind(ABC):
     @property
     def num_added_tokens(self) -> int:
         """Tokens that it adds to a segment of each lane."""
-        return 0
-
-    def flops(self, *, num_lanes: int, tgt_len: int) -> int:
-        """Of the readers and writers of all layers, for a segment of `tgt_len` tokens in all."""
         return 0
 
     def fits(self, saved: ModelConfig) -> bool:

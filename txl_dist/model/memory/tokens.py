@@ -139,7 +139,8 @@ class ReadAndWriteTokens(AddedTokens):
         read_BmD = self.norm(state_BmD).to(x_BTD.dtype)
         num_lanes, m, _ = read_BmD.shape
         age_BT = age_BT.expand(num_lanes, -1)
-        is_old_BT = begins_before(age_BT)
+        # Whether the document of each token began before the segment.
+        is_old_BT = age_BT > torch.arange(age_BT.shape[1], device=age_BT.device)
         write_BmD = torch.where(is_old_BT[:, -1:, None], read_BmD, self.initial_mD.to(x_BTD.dtype))
         slot_m = torch.arange(m, device=age_BT.device, dtype=age_BT.dtype)
         read_age_Bm = age_BT[:, :1] + slot_m
@@ -154,8 +155,3 @@ class ReadAndWriteTokens(AddedTokens):
     def removed(self, x_BTD: Tensor) -> Tensor:
         m = len(self.initial_mD)
         return x_BTD[:, m:-m]
-
-
-def begins_before(age_BT: Tensor) -> Tensor:
-    """Whether the document of each token began before the segment, [B, T]."""
-    return age_BT > torch.arange(age_BT.shape[1], device=age_BT.device)

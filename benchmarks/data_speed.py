@@ -1,10 +1,13 @@
-"""`txl bench data`: preparation, size, reading and resume, each with its limit.
+"""Preparation, size, reading and resume, each with its limit.
+
+    python benchmarks/data_speed.py [--megabytes 100]
 
 The text is available on every machine: source code and documentation of this Python's standard
 library and installed packages, one document per file. Rates are per CPU second of this process,
 which works without workers, so other load on the machine has little effect.
 """
 
+import argparse
 import gc
 import statistics
 import sysconfig
@@ -15,22 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from figures import Figure, print_figures
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import TOKENIZER_NAME, SplitEntry, load_manifest
+from data_pipeline.shards.manifest import TOKENIZER_NAME, load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segment_stream import GROUP_TOKENS
 from data_pipeline.streams.segments import SegmentReader
-from txl_dist.bench import Figure, time_rounds
+from txl_dist.bench import time_rounds
 
 VOCAB_SIZE = 32_768
 LANES = 8
 TGT_LEN = 512
 MAX_TOKENS = 2**25
 """Tokens that one round reads."""
+NUM_SEEKS = 40
 _SUFFIXES = (".py", ".rst", ".md", ".txt")
 
 
@@ -41,6 +46,13 @@ class BenchText:
     folder: Path
     tokenizer: Path
     num_bytes: int
+
+
+def main() -> None:
+    """Read the command line, and print each figure when it is measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--megabytes", type=float, default=100, help="text to prepare, at least 6")
+    print_figures(bench_data(megabytes=parser.parse_args().megabytes))
 
 
 def bench_data(*, megabytes: float) -> Iterator[Figure]:
@@ -100,20 +112,11 @@ def _preparation_figures(text: BenchText, work: Path) -> Iterator[Figure]:
     rate, note = text.num_bytes / 1e6 / spent, f"{text.num_bytes / 1e6:.0f} MB"
     yield Figure("BPE preparation, files to shards", rate, "MB per CPU-s", 15.0, note=note)
     entry = load_manifest(work / "prepared").splits["train"]
-    ratio = shard_bytes(entry) / entry.text_bytes
-    note = f"with indexes {with_indexes(entry) / entry.text_bytes:.3f}"
+    ratio = entry.compressed_bytes / entry.text_bytes
+    with_indexes = sum(shard.bytes + shard.index_bytes for shard in entry.shards)
+    note = f"with indexes {with_indexes / entry.text_bytes:.3f}"
     name = "size, zstd level 3, relative to the raw text"
     yield Figure(name, ratio, "", 0.20, at_most=True, note=note)
-
-
-def shard_bytes(entry: SplitEntry) -> int:
-    """Bytes of the shards of a split."""
-    return sum(shard.bytes for shard in entry.shards)
-
-
-def with_indexes(entry: SplitEntry) -> int:
-    """Bytes of the shards of a split and of their index files."""
-    return sum(shard.bytes + shard.index_bytes for shard in entry.shards)
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
@@ -139,7 +142,7 @@ def _reading_figures(dataset: Path) -> Iterator[Figure]:
         yield Figure(name, median * 1e3, "ms", 10.0, at_most=True, note=note)
 
 
-def measure_reading(dataset: Path, *, rounds: int = 5) -> float:
+def measure_reading(dataset: Path) -> float:
     """Tokens per CPU second of reading lanes of a shuffled epoch, in groups as training reads them.
 
     Reads MAX_TOKENS, at most an epoch, in 8 lanes and segments of 512 tokens.
@@ -158,11 +161,11 @@ def measure_reading(dataset: Path, *, rounds: int = 5) -> float:
         for number in range(num_groups):
             reader.read(number * group * TGT_LEN, group)
 
-    times = time_rounds({"read": read}, rounds=rounds, warm_up_rounds=1, clock=time.process_time)
-    return num_tokens / times["read"].median
+    times = time_rounds({"read": read}, rounds=5, warm_up_rounds=1, clock=time.process_time)
+    return num_tokens / times["read"]
 
 
-def measure_seek(dataset: Path, *, num_lanes: int, seeks: int = 40) -> tuple[float, float]:
+def measure_seek(dataset: Path, *, num_lanes: int) -> tuple[float, float]:
     """(median, best) seconds from an open source to the first batch at random lane positions.
 
     Each seek opens the split again, so every lane has to read and decode its block.
@@ -171,7 +174,7 @@ def measure_seek(dataset: Path, *, num_lanes: int, seeks: int = 40) -> tuple[flo
     plan = LanePlan(num_tokens=first.num_tokens, num_lanes=num_lanes, tgt_len=TGT_LEN)
     random = np.random.default_rng(0)
     seconds = []
-    for position in random.integers(0, 10 * plan.lane_tokens, seeks).tolist():
+    for position in random.integers(0, 10 * plan.lane_tokens, NUM_SEEKS).tolist():
         source = open_split(dataset, "train", manifest=first.manifest)
         source.document_starts(0)  # loads the index of the first shard
         began = time.perf_counter()
@@ -191,3 +194,7 @@ def _reader(source: SplitReader, plan: LanePlan) -> SegmentReader:
         ordering=ORDERINGS["blocks"],
         seed=0,
     )
+
+
+if __name__ == "__main__":
+    main()

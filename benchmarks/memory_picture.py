@@ -2,10 +2,10 @@
 
     python benchmarks/memory_picture.py        # writes docs/figures/memory.svg
 
-Left: bits per byte of the quickstart's model on held-out files with its memory, of a model that was
-trained without one, and of the first with its memory switched off in evaluation. Right: the loss by
-position in the segment (`python benchmarks/memory_study.py`). The figures are those of the
-document, so that the picture cannot differ from what was measured.
+Left: nats per byte of held-out source code at two budgets, of a model with memory, of its twin on
+the same lanes and of a model on random windows, each read as it was trained (`compare_blocks.py
+--readings`). Right: the loss by position in the segment (`memory_study.py`). The figures are those
+of the document, so that the picture cannot differ from what was measured.
 """
 
 import argparse
@@ -42,14 +42,18 @@ def main() -> None:
 
 def picture(experiments: str) -> str:
     """The SVG, from the text of docs/experiments.md. Raises ValueError if a figure is missing."""
-    found = re.search(
-        r"`make quickstart` \([^)]*\) prints \*\*([\d.]+)\*\*\s+with memory and ([\d.]+) without"
-        r".*?trained without memory[^|]*? has\s+\*\*([\d.]+)\*\*",
+    rows = re.findall(r"^\| stdlib, 1 \| .*$", experiments, re.MULTILINE)
+    columns = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    later = re.search(
+        r"memory ([\d.]+) read as trained; its twin ([\d.]+) .*?; random windows of 64, 128 and "
+        r"256 bytes [\d.]+, [\d.]+ and ([\d.]+)",
         experiments,
-        re.DOTALL,
     )
-    if not found:
-        raise ValueError(f"{EXPERIMENTS} has no scores of make quickstart")
+    if len(rows) != 3 or not later:
+        raise ValueError(f"{EXPERIMENTS} has no scores of memory, twin and pieces at two budgets")
+    # A model without memory is read in segments of 64 given 0, the one with 128 given 128.
+    first = [float(columns[0][6]), float(columns[1][3]), float(columns[2][3])]
+    budgets = {"2 minutes": first, "13 minutes": [float(value) for value in later.groups()]}
     section = experiments.partition("Context fragmentation: mean nats by position")[2]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -57,12 +61,11 @@ def picture(experiments: str) -> str:
         if line.startswith("|") and not line.startswith("|-")
     ]
     curves = {name: [float(value) for value in values] for name, *values in rows[1:]}
-    with_memory, off, twin = map(float, found.groups())
-    elements = [*_bars(with_memory, twin, off), *_curves(rows[0][1:], curves)]
+    elements = [*_bars(budgets), *_curves(rows[0][1:], curves)]
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-            ' aria-label="Bits per byte and loss by position, with memory and without">',
+            ' aria-label="Nats per byte and loss by position, with memory and without">',
             f"  <style>{STYLE}  </style>",
             *(f"  {element}" for element in elements),
             "</svg>\n",
@@ -74,21 +77,20 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{text}</text>'
 
 
-def _bars(with_memory: float, twin: float, off: float) -> Iterator[str]:
-    bottom, scale = 250, 65  # pixels per bit
-    yield _text(20, 24, "Bits per byte, held-out files", "title")
-    for x, value, kind, label in (
-        (30, with_memory, "with", "memory 128"),
-        (130, twin, "never", "trained without"),
-        (230, off, "without", "switched off"),
-    ):
-        height = value * scale
-        top = bottom - height
-        yield f'<rect class="{kind}" x="{x}" y="{top:g}" width="64" height="{height:g}"/>'
-        yield _text(x + 32, top - 7, f"{value:.2f}", "value", "middle")
-        yield _text(x + 32, bottom + 18, label, "note", "middle")
-    yield f'<path class="grid" d="M20 {bottom}h285"/>'
-    yield _text(20, 290, "make quickstart, and a twin without memory", "note")
+def _bars(budgets: dict[str, list[float]]) -> Iterator[str]:
+    bottom, scale = 235, 130  # pixels per nat
+    yield _text(20, 24, "Nats per byte, held-out source code", "title")
+    for start, (budget, values) in zip((24, 174), budgets.items(), strict=True):
+        kinds = (("with", "memory"), ("never", "twin"), ("without", "windows"))
+        for place, ((kind, label), value) in enumerate(zip(kinds, values, strict=True)):
+            x, height = start + 44 * place, value * scale
+            top = bottom - height
+            yield f'<rect class="{kind}" x="{x}" y="{top:g}" width="38" height="{height:g}"/>'
+            yield _text(x + 19, top - 6, f"{value:.3f}", "value", "middle")
+            yield _text(x + 19, bottom + 15, label, "note", "middle")
+        yield _text(start + 63, bottom + 34, f"after {budget}", "note", "middle")
+    yield f'<path class="grid" d="M20 {bottom}h290"/>'
+    yield _text(20, 290, "one core, one seed; windows of 64, of 256 bytes", "note")
 
 
 def _curves(positions: Sequence[str], curves: dict[str, list[float]]) -> Iterator[str]:
@@ -115,9 +117,7 @@ def _curves(positions: Sequence[str], curves: dict[str, list[float]]) -> Iterato
         yield f'<polyline class="line {kind}" points="{points}"/>'
         y = y_of(curves[name][-1]) + shift
         yield _text(right + 10, y, label, f"value {kind}")
-    yield _text(
-        340, 290, "python benchmarks/memory_study.py: 0.9 M parameters, segments of 64", "note"
-    )
+    yield _text(375, 290, "benchmarks/memory_study.py: 0.9 M parameters, segments of 64", "note")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ together in every epoch. A library's random generator is not used, because its o
 with its version. `ORDERINGS` lists the orders; a new one is an entry there.
 
 Any of them may be cut into pieces: the order above is then cut every `piece_len` tokens, and the
-pieces are shuffled by a hash of (seed, epoch, group, piece) inside groups of about `GROUP_TOKENS`,
-which a lane can read at once:
+pieces are shuffled by a hash of (seed, epoch, group, piece) inside groups of about `GROUP_TOKENS`.
+A lane keeps one group in memory:
 
     order            |piece 0|piece 1|piece 2|piece 3|piece 4|piece 5|piece 6|..
     groups           |--------- group 0 -----|--------- group 1 -----|

@@ -1,7 +1,7 @@
 """The bytes of the tokens of a library's `tokenizer.json`, which follow from its decoder.
 
 A token may be two thirds of a character, which is no text: text of tokens is joined as bytes. Known
-are byte-level decoders, whose characters stand for bytes, and those of SentencePiece: Metaspace,
+are byte-level decoders, where each character represents a byte, and those of SentencePiece: Metaspace,
 and pieces in which ▁ is a space (Replace) with tokens `<0x0A>` for bytes (ByteFallback). Some
 remove the space that the encoder puts before a text from the first token (Metaspace, Strip).
 
@@ -37,7 +37,7 @@ def byte_level_bytes(token: str) -> bytes:
 def decoder_steps(content: dict[str, Any]) -> list[dict[str, Any]]:
     """The steps of the decoder of a library's JSON.
 
-    Raises ValueError for a decoder that does not give every token bytes of its own.
+    Raises ValueError for a decoder in which the bytes of a token depend on other tokens.
     """
     decoder = content.get("decoder") or {"type": "none"}
     steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])

@@ -1,6 +1,6 @@
 """The parts of pages that are generated from the code, and are kept in the repository.
 
-    python docs/site/references.py      # write them anew
+    python docs/site/references.py      # rewrite them
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. A test
 compares the pages with the code; the site is built from the code.

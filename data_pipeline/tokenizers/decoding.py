@@ -1,9 +1,9 @@
 """The bytes of the tokens of a library's `tokenizer.json`, which follow from its decoder.
 
 A token may be two thirds of a character, which is no text: text of tokens is joined as bytes. Known
-are byte-level decoders, where each character represents a byte, and those of SentencePiece: Metaspace,
-and pieces in which ▁ is a space (Replace) with tokens `<0x0A>` for bytes (ByteFallback). Some
-remove the space that the encoder puts before a text from the first token (Metaspace, Strip).
+are byte-level decoders, where each character represents a byte, and those of SentencePiece:
+Metaspace, and pieces in which ▁ is a space (Replace) with tokens `<0x0A>` for bytes (ByteFallback).
+Some remove the space that the encoder puts before a text from the first token (Metaspace, Strip).
 
 Source: `decode_chain` in tokenizers/src/decoders and tokenizers/src/pre_tokenizers of the library.
 """

@@ -137,7 +137,7 @@ class LaunchOutput:
         if (step := step_of(line)) is not None:
             self.has_stepped, self._last_step = True, step
         self._is_training |= line.endswith(f" {FIRST_BATCH}")
-        if not is_stop(line):  # the launch ends with these words, or goes on
+        if not is_stop(line):  # printed once, at the end of the launch
             self.print(line)
 
     def describe_loss(self, newest_step: int | None) -> str:

@@ -44,7 +44,7 @@ def watch(
 ) -> int:
     """Score the checkpoints of a run until it has ended and none waits; returns how many.
 
-    The run goes on as long as a process holds its lock. `split`: what is scored if the config of
+    The run is alive while a process holds its lock. `split`: what is scored if the config of
     the run names none. A checkpoint that cannot be scored is noted with the reason, and tried again
     by the next start of the run. Raises ConfigError if `run` cannot be watched.
     """

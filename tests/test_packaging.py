@@ -69,7 +69,11 @@ def test_make_setup_says_what_it_does_in_few_lines_and_fails_with_pip(
     pip.write_text(f"#!/bin/bash\necho -n '{output}'; echo no network >&2; exit {code}\n")
     pip.chmod(0o755)
     made = subprocess.run(
-        ["make", "setup", f"VENV={tmp_path}"], capture_output=True, text=True, check=False, cwd=ROOT
+        ["make", "--no-print-directory", "setup", f"VENV={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     lines = made.stdout.splitlines()
     assert "constraints.txt" in lines[0]

@@ -63,9 +63,10 @@ N ?= 100
 chaos: setup     ## kill random processes of training runs N times and compare with a quiet run
 	$(BIN)/python benchmarks/chaos.py --kills $(N)
 
-check: setup     ## format, lint and types
+check: setup     ## format, lint, types, and the size of the packages (tests/statements.toml)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.statements
 	$(BIN)/mypy
 
 format: setup    ## apply the project's format

@@ -2,7 +2,7 @@
 
 A parameter of MLflow cannot change: a value that differs after a resume becomes a tag
 `txl.changed.*`. MLflow cannot delete points: the run with superseded steps ends, and becomes a
-child of the run that supersedes it (decision 13).
+child of the run that supersedes it (decision 52).
 """
 
 import contextlib

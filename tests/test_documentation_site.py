@@ -12,7 +12,7 @@ import typer.main
 import yaml
 
 import txl_dist
-from tests.support.documented_commands import leaf_commands
+from tests.support.documents import leaf_commands
 from txl_dist.cli.app import app
 from txl_dist.config import optimizer_config
 from txl_dist.config.config_file import documentation_of
@@ -151,6 +151,18 @@ def _texts_of_the_code() -> Iterator[str]:
     for package in ("data_pipeline", "txl_dist", "cluster"):
         for path in (ROOT / package).rglob("*.py"):
             yield re.sub(r"\"\s*\n\s*f?\"", "", path.read_text("utf-8"))
+
+
+def test_the_first_screen_of_the_readme_has_commands_a_picture_and_the_limits() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.split()) <= 900, "what is longer belongs into a page of docs/"
+    first = "\n".join(text.splitlines()[:40])
+    wanted = ("pip install", "txl prepare", "txl train", "txl eval", "make quickstart", "make test")
+    places = [first.index(f"\n{command} ") for command in wanted]
+    assert places == sorted(places)
+    (picture,) = re.findall(r"^!\[.+\]\((.+)\)$", first, re.MULTILINE)
+    assert (ROOT / picture).is_file()
+    assert "docs/limitations.md" in first
 
 
 def test_the_picture_of_the_readme_has_the_figures_of_the_experiments() -> None:

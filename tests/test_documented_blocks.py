@@ -1,14 +1,17 @@
-"""Every block of commands in docs and READMEs runs, in the order of its page, or says why not.
+"""Every block of commands in README and docs runs, in the order of its page, or says why not.
 
 The commands run where a reader would have data and runs of these names. Models are small: what a
 command does not set is overridden. Options that only make it faster or larger are left out.
 """
 
+import gzip
+import io
 import json
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from shutil import copytree
 
@@ -17,7 +20,14 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tests.support.commands import ENVIRONMENT, run_txl
-from tests.support.documented_blocks import ROOT, Block, blocks, commands_outside_blocks, pages
+from tests.support.documents import (
+    HAS_OWN_MARKS,
+    ROOT,
+    Block,
+    blocks,
+    commands_outside_blocks,
+    pages,
+)
 
 SMALL = (
     *("data.num_lanes=4", "data.lanes_per_step=null", "data.tgt_len=16"),
@@ -30,6 +40,8 @@ LENGTHS = ("training.num_steps", "optimizer.warmup_steps", "evaluation.interval_
 SMALLER = {"--positions": "20", "--vocab-size": "300"}
 """Values of options that would take long on a small machine, or need more text."""
 LEFT_OUT = ("--workers", "--ranks")
+FROM_TEXTS = ("README.md", "docs/reference/commands.md")
+"""Pages that prepare what they read."""
 QUICK = (
     "docs/how_to/keep_splits.md",
     "docs/how_to/use_memory_in_your_own_loop.md",
@@ -37,10 +49,11 @@ QUICK = (
     "docs/tutorials/agents.md",
 )
 """Pages that train nothing and score nothing."""
-WITH_BLOCKS = [page for page in pages() if any(block.is_here for block in blocks(page))]
+PAGES = [page for page in pages() if page != HAS_OWN_MARKS]
+WITH_BLOCKS = [page for page in PAGES if any(block.is_here for block in blocks(page))]
 
 
-@pytest.mark.parametrize("page", [*pages()])
+@pytest.mark.parametrize("page", PAGES)
 def test_a_block_is_run_by_a_test_or_says_why_not(page: str) -> None:
     assert not commands_outside_blocks(page), "write them in a fenced block"
     for block in blocks(page):
@@ -90,7 +103,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in WITH_BLOCKS if page not in QUICK])
+@pytest.mark.parametrize("page", FROM_TEXTS)
+def test_the_blocks_of_a_page_run_from_texts_to_a_model(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_page(page)
+    assert [*Path("runs").glob("*/LATEST")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in WITH_BLOCKS if page not in (*QUICK, *FROM_TEXTS)]
+)
 def test_the_blocks_of_a_page_run(
     page: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +173,8 @@ def run_block(block: Block, names: dict[str, object]) -> None:
 def execute(line: str) -> None:
     """Run one line of a shell, txl in this process if it is alone."""
     words = shlex.split(line, comments=True)
+    if words[:2] == ["pip", "install"]:
+        return
     if words[0] != "txl" or ">" in words:
         txl = f'txl() {{ {sys.executable} -m txl_dist "$@"; }}'
         shell = ["bash", "-euc", f"{txl}; {line.replace('python ', f'{sys.executable} ')}"]
@@ -172,13 +200,32 @@ def smaller(words: list[str]) -> list[str]:
 
 
 def write_inputs(folder: Path) -> None:
-    """Texts of the names that pages use."""
-    for name in ("books", "web", "more", "held"):
+    """Files of the names that pages use: other people's books, songs and pages of the web."""
+    texts = {
+        name: [
+            f"Once there was a text of {name}, number {number}. {'It went on. ' * 150}"
+            for number in range(30)
+        ]
+        for name in ("books", "more", "held", "web", "shards")
+    }
+    for name in ("books", "more", "held"):
         (folder / name).mkdir()
-        for number in range(20):
-            text = f"Once there was a text of {name}, number {number}. {'It went on. ' * 150}"
+        for number, text in enumerate(texts[name]):
             (folder / name / f"{name}-{number}.txt").write_text(text)
+    (folder / "web").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts["web"])
+    (folder / "web" / "page.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "songs").mkdir()
+    for number in range(30):
+        song = {"ids": [1 + (number + step) % 130 for step in range(50)]}
+        (folder / "songs" / f"{number}.json").write_text(json.dumps(song))
+    (folder / "shards").mkdir()
+    with tarfile.open(folder / "shards" / "0.tar.gz", "w:gz") as archive:
+        for number, text in enumerate(texts["shards"]):
+            info = tarfile.TarInfo(f"{number}.txt")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
     (folder / "checked.txt").write_text("A text that somebody has checked.")
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "Once"}) + "\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "It"}\n')
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "transfo-xl-dir").symlink_to(ROOT / "tests" / "hf-transfo-xl")

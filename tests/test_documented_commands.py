@@ -1,7 +1,7 @@
 """Every txl command of documents, config headers, deployment files and `--help` can be run.
 
 It is parsed by the command line itself. The settings of a preparation and the config of a run are
-validated as the command does it. The commands for WikiText-103 run, on a small corpus.
+validated as the command does it.
 """
 
 import contextlib
@@ -15,11 +15,9 @@ import pytest
 import typer.main
 
 from data_pipeline.preparation import prepare as preparation
-from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
-from tests.support.commands import run_txl
-from tests.support.documented_commands import (
+from tests.support.documents import (
     ROOT,
     DocumentedCommand,
     documented_commands,
@@ -27,7 +25,6 @@ from tests.support.documented_commands import (
     mentioned_commands,
     parse,
 )
-from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli import prepare as prepare_command
 from txl_dist.cli.app import app
 from txl_dist.cli.experiments import experiments
@@ -154,30 +151,6 @@ def test_the_commands_of_a_header_fit_the_config_and_each_other(
                     assert parameters[option] == experiment.lengths.get(option)
         else:
             assert name == "config show" or parameters["name"] == path.stem
-
-
-@pytest.mark.parametrize("write", [write_tokens, write_parquet])
-@pytest.mark.parametrize(
-    "words",
-    sorted({c.words for c in COMMANDS if c.words[1] == "prepare" and "wt103" in c.words}),
-    ids=" ".join,
-)
-def test_the_commands_for_wikitext_103_keep_its_splits(
-    write: Any, words: tuple[str, ...], tmp_path: Path
-) -> None:
-    folder = write(tmp_path)
-    _, parameters = parse(words)
-    (given,) = parameters["inputs"]
-    elsewhere = {given: folder, str(parameters["out"]): tmp_path / "out", "auto": "local"}
-    code, output = run_txl(
-        *(elsewhere.get(word, word) for word in words[1:] if word not in ("--workers", "64"))
-    )
-    assert code == 0, output
-    tokens = {
-        split: entry.tokens for split, entry in load_manifest(tmp_path / "out").splits.items()
-    }
-    texts = {split: wikitext(size) for split, size in SIZES.items()}
-    assert tokens == {split: len(text.split()) + text.count("\n") for split, text in texts.items()}
 
 
 def test_configs_that_deployment_files_and_how_tos_name_are_valid() -> None:

@@ -1,7 +1,14 @@
-"""The txl commands in documents, in headers of configs, in files of deployments and in `--help`."""
+"""What a reader would copy from documents: blocks of commands and Python, and single txl commands.
+
+A line above a block may say why no test runs it as it is written, or which test does:
+
+    <!-- not run: needs two hosts -->
+    <!-- run by tests/examples/test_music.py -->
+"""
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,10 +22,39 @@ from txl_dist.cli.app import app
 from txl_dist.cli.options import paths_of_another_machine
 
 ROOT = Path(__file__).parents[2]
-_FENCED = re.compile(r"^ *```(?:sh|bash)?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-_INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
+_BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>not run:|run by) (?P<text>[^\n]*) -->\n)?"
+    r"^ *```(?P<language>bash|sh|python)\n(?P<content>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+_FENCED = re.compile(r"^ *(```+).*?^ *\1$", re.MULTILINE | re.DOTALL)
+_GENERATED = re.compile(
+    r"^<!-- generated: ([a-z ]+) -->\n.*?^<!-- end of \1 -->$", re.MULTILINE | re.DOTALL
+)
+"""Examples of `--help`, which are commands of their own here."""
+_INDENTED = re.compile(r"^ {4,}(?:txl|python|make|ray|torchrun|pip|mlflow) .*", re.MULTILINE)
 _IN_COMMENT = re.compile(r"^# *(?:.*: )?(txl [a-z].*(?:\n# {4,}\S.*)*)", re.MULTILINE)
 _EXAMPLE = re.compile(r"Example: (txl .*(?:\n(?!\s*(?:Example|$)).*)*)")
+_DATED = ("docs/decisions/", "docs/experiments.md")
+"""Commands of their day."""
+HAS_OWN_MARKS = "docs/how_to/run_on_a_cluster.md"
+"""tests/cluster/deploy/test_how_to.py runs its blocks word for word."""
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    language: str
+    content: str
+    not_run: str | None
+    """Why no test runs it."""
+    run_by: str | None
+    """Path of the test that does."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether test_documented_blocks.py has to run it."""
+        return not self.not_run and not self.run_by
 
 
 @dataclass(frozen=True)
@@ -32,8 +68,39 @@ class DocumentedCommand:
         return f"{self.place}: {shlex.join(self.words)}"
 
 
+def pages() -> list[str]:
+    """Paths of the documents with commands of today."""
+    paths = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    for folder in ("cluster", "configs", "docs"):
+        paths += sorted((ROOT / folder).rglob("*.md"))
+    return [page for path in paths if not (page := _name(path)).startswith(_DATED)]
+
+
+def blocks(page: str) -> list[Block]:
+    """All blocks of a document that are not generated, in their order."""
+    return [
+        Block(
+            page=page,
+            language="python" if found["language"] == "python" else "bash",
+            content=textwrap.dedent(found["content"]),
+            not_run=found["text"] if found["mark"] == "not run:" else None,
+            run_by=found["text"] if found["mark"] == "run by" else None,
+        )
+        for found in _BLOCK.finditer(_GENERATED.sub("", (ROOT / page).read_text("utf-8")))
+    ]
+
+
+def commands_outside_blocks(page: str) -> list[str]:
+    """Indented commands, which no test would find."""
+    text = _FENCED.sub("", (ROOT / page).read_text("utf-8"))
+    return [command.strip() for command in _INDENTED.findall(text)]
+
+
 def documented_commands() -> Iterator[DocumentedCommand]:
-    """All complete commands: those with "..." or in a sentence are examples of a part."""
+    """All complete txl commands in documents, headers of configs, deployment files and `--help`.
+
+    Those with "..." or in a sentence are examples of a part.
+    """
     for place, text in _texts():
         for line in text.replace("\\\n", " ").splitlines():
             command = line.partition(" > ")[0]  # into a file
@@ -45,35 +112,24 @@ def documented_commands() -> Iterator[DocumentedCommand]:
 
 
 def mentioned_commands() -> Iterator[DocumentedCommand]:
-    """The commands in sentences, which may be incomplete: `txl job`, `txl eval --details`.
-
-    Not those of experiments.md and decisions/, commands of that day, and of removed.md.
-    """
-    documents = _documents()
+    """The commands in sentences, which may be incomplete: `txl job`, `txl eval --details`."""
+    documents = [ROOT / page for page in pages() if page != "docs/removed.md"]
     for package in ("data_pipeline", "txl_dist", "cluster"):
         documents += (ROOT / package).rglob("*.py")
     for path in documents:
-        for text in re.findall(r"`(txl [a-z][^`\n]*)`", path.read_text()):
+        for text in re.findall(r"`(txl [a-z][^`\n]*)`", path.read_text("utf-8")):
             yield DocumentedCommand(_name(path), tuple(text.split()))
-
-
-def _documents() -> list[Path]:
-    documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("c*/**/*.md")]
-    others = {ROOT / "docs/experiments.md", ROOT / "docs/removed.md"}
-    others.update(ROOT.glob("docs/decisions/*.md"))
-    return [path for path in documents if path not in others]
 
 
 def _texts() -> Iterator[tuple[str, str]]:
     """Texts of commands, one per line, each with its place."""
-    for path in _documents():
-        text = path.read_text()
-        for block in (*_FENCED.findall(text), *_INDENTED.findall(_FENCED.sub("", text))):
-            yield _name(path), re.sub("^ +", "", block, flags=re.MULTILINE)
+    for page in pages():
+        for block in blocks(page):
+            yield page, block.content
     for path in (*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("cluster/deploy/**/*.*")):
         if path.suffix not in (".yaml", ".sh"):
             continue
-        text = path.read_text()
+        text = path.read_text("utf-8")
         for command in _IN_COMMENT.findall(text):
             yield _name(path), re.sub(r"\n# +", " ", command)
         if path.suffix == ".yaml":
@@ -85,7 +141,7 @@ def _texts() -> Iterator[tuple[str, str]]:
 
 
 def _name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+    return path.relative_to(ROOT).as_posix()
 
 
 def _entrypoints(content: Any) -> Iterator[str]:

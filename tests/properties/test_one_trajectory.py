@@ -14,6 +14,7 @@ from tests.support.training_runs import (
     ZERO,
     losses,
     metrics,
+    norms,
     tiny_job,
     train,
 )
@@ -134,11 +135,6 @@ def test_nor_with_any_other_memory(
     assert ranks(2).run(train, tiny_job(dataset, tmp_path, *settings)) == [0, 0]
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
-
-
-def norms(run: Path) -> list[float]:
-    """Gradient norms by step, before clipping."""
-    return [line["gradient_norm"] for line in metrics(run)]
 
 
 CLUSTERS = (NO_EVALUATION, "model.cutoffs=[60, 128]", "model.div_val=2")

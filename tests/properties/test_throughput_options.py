@@ -10,7 +10,7 @@ from tests.support.training_runs import (
     NO_EVALUATION,
     ZERO,
     losses,
-    metrics,
+    norms,
     tiny_job,
     train,
 )
@@ -32,11 +32,6 @@ def trained(
     job = tiny_job(dataset, run, *SHORT, *overrides)
     assert ranks(num_ranks).run(train, job) == [0] * num_ranks
     return run
-
-
-def norms(run: Path) -> list[float]:
-    """Gradient norms by step, before clipping."""
-    return [line["gradient_norm"] for line in metrics(run)]
 
 
 @pytest.fixture(scope="module")

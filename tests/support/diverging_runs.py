@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from txl_dist.errors import DataError, TxlError
+from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.context import open_inputs
 from txl_dist.training.engine.interface import Accept
@@ -95,24 +95,6 @@ class HighRate:
             return update(lr * self.factor if is_high else lr, accept)
 
         trainer.step.engine.step = too_high  # type: ignore[method-assign]
-
-
-class FailAt:
-    """An error of the data in a step, once step `after` has been computed."""
-
-    def __init__(self, step: int, *, after: int) -> None:
-        self.step, self.after = step, after
-
-    def __call__(self, trainer: Trainer) -> None:
-        reached = []
-
-        def fail(*_: object) -> None:
-            step = trainer.state.step + 1
-            reached.append(step)
-            if step == self.step and self.after in reached:
-                raise DataError("the disk is gone")
-
-        trainer.step.engine.model.softmax.register_forward_pre_hook(fail)
 
 
 class SkipSteps:

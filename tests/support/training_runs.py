@@ -65,6 +65,11 @@ def losses(run: Path) -> dict[int, float]:
     return by_step
 
 
+def norms(run: Path) -> list[float]:
+    """Gradient norms by step, before clipping."""
+    return [line["gradient_norm"] for line in metrics(run)]
+
+
 def score_of_step(run: Path, step: int) -> StepScore:
     """The score that a run has written after this step."""
     return StepScore.model_validate_json((run / FOLDER / f"step-{step:08d}.json").read_bytes())

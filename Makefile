@@ -57,7 +57,7 @@ cluster-tests: setup  ## real Slurm, PostgreSQL, Ray nodes and network namespace
 gpu: setup       ## on a machine with a GPU: its tests, then speed and utilisation of the published models
 	mkdir -p runs
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu -rs; tests=$$?; \
-	$(BIN)/python -m txl_dist bench gpu --attention auto --compile --cuda-graphs > runs/gpu.md && cat runs/gpu.md && exit $$tests
+	$(BIN)/python benchmarks/gpu.py > runs/gpu.md && cat runs/gpu.md && exit $$tests
 
 N ?= 100
 chaos: setup     ## kill random processes of training runs N times and compare with a quiet run

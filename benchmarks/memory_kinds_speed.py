@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from model_speed import Work
+from training_step import OLD, zipf_segment
 
 from txl_dist import ModelConfig, TransformerXL
 from txl_dist.bench import one_thread, time_rounds
-from txl_dist.bench.model import OLD, zipf_segment
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.token_step import TokenStep
 from txl_dist.runtime.process import keep_freed_memory

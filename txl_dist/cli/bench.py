@@ -1,10 +1,9 @@
-"""`txl bench`: what a user measures on a machine or a model, each figure with its limit."""
+"""`txl bench`: what a user measures of a model."""
 
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +14,6 @@ from txl_dist.cli.options import (
     MemLen,
     Seed,
     TgtLen,
-    listed_names,
     path_argument,
     whole_numbers,
 )
@@ -24,16 +22,11 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.bench.eval_speed import SpeedRow
-    from txl_dist.bench.gpu import BenchModel, GpuRow, Settings
     from txl_dist.bench.recall import RecallProbe, RecallResult
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
 
 app = typer.Typer(help="Measure speed, and how far back a model copies.", no_args_is_help=True)
-NO_GPU = (
-    "skipped: torch finds no GPU on this machine. It needs one with CUDA, its driver, and a torch "
-    "that is built for CUDA; `txl doctor` shows what is installed"
-)
 
 
 @app.command()
@@ -216,99 +209,3 @@ def _print_recall(
     print(
         f"reach: {result.reach:,} tokens (every distance up to it gains at least {MIN_SHARE:.0%})"
     )
-
-
-@app.command()
-def gpu(
-    *,
-    models: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,...", help="nvidia-base, wt103-base, ...; default: all."),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Implementations of attention, or auto; default: all except reference.",
-        ),
-    ] = None,
-    precision: Annotated[
-        Literal["bf16", "fp32"], typer.Option(help="Precision of matrix products.")
-    ] = "bf16",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of 4 steps; the median counts.")] = 10,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the layers (training.compile).")
-    ] = False,
-    cuda_graphs: Annotated[
-        bool,
-        typer.Option("--cuda-graphs", help="Compile and record layers (training.cuda_graphs)."),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Measure training steps on a GPU, by attention implementation.
-
-    The table of tokens/s, MFU and peak memory is Markdown. MFU is against the data sheet and
-    against the fastest matrix product measured here. Without a GPU it says so and ends with exit
-    code 0.
-
-    Example: txl bench gpu --models nvidia-base,wt103-base
-    """
-    import torch
-
-    from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops, load_model
-    from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
-
-    chosen_models = listed_names("--models", models, MODELS) if models else [*MODELS]
-    implementations = ["auto", *ATTENTION_IMPLEMENTATIONS]
-    chosen = listed_names("--attention", attention, implementations) if attention else []
-    if not torch.cuda.is_available():
-        print(json.dumps({"skipped": NO_GPU}) if as_json else NO_GPU)
-        return
-    device = torch.device("cuda", torch.cuda.current_device())
-    sheet = data_sheet_flops(torch.cuda.get_device_name(device)) if precision == "bf16" else None
-    settings = Settings(
-        device=device,
-        precision=precision,
-        rounds=rounds,
-        compile=compiled or cuda_graphs,
-        cuda_graphs=cuda_graphs,
-        data_sheet_flops=sheet,
-    )
-    loaded = {name: load_model(name) for name in chosen_models}
-    run_gpu(loaded, chosen, settings, as_json=as_json)
-
-
-def run_gpu(
-    models: "dict[str, BenchModel]",
-    implementations: list[str],
-    settings: "Settings",
-    *,
-    as_json: bool,
-) -> None:
-    """Measure on `settings.device`, and print every row when it is known."""
-    from txl_dist.bench import gpu
-
-    peak_flops = gpu.measured_peak(settings)
-    machine = gpu.machine_line(
-        settings.device, peak_flops=peak_flops, sheet_flops=settings.data_sheet_flops
-    )
-    if not as_json:
-        print(f"{machine}\n\n{gpu.HEADER}", flush=True)
-    rows: list[GpuRow] = []
-    for row in gpu.bench_gpu(models, implementations, settings, peak_flops=peak_flops):
-        rows.append(row)
-        if not as_json:
-            print(gpu.table_row(row), flush=True)
-        if row.note:
-            print(f"{row.model}, {row.attention}: {row.note}", file=sys.stderr)
-    if as_json:
-        result = {
-            "device": gpu.device_name(settings.device),
-            "precision": settings.precision,
-            "compile": settings.compile,
-            "cuda_graphs": settings.cuda_graphs,
-            "peak_flops_measured": peak_flops,
-            "peak_flops_data_sheet": settings.data_sheet_flops,
-            "rows": [asdict(row) for row in rows],
-        }
-        print(json.dumps(result, allow_nan=False))

@@ -7,7 +7,7 @@ successful, and its output would be lost with the machine.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -107,15 +107,15 @@ def listed(option: str, text: str, parse: Callable[[str], T], *, expected: str) 
         raise ConfigError(message) from None
 
 
-def listed_names(option: str, text: str, known: Collection[str] = ()) -> list[str]:
-    """The names in an option `NAME,NAME,...`; without `known`, any."""
+def listed_names(option: str, text: str) -> list[str]:
+    """The names in an option `NAME,NAME,...`."""
 
     def parse(name: str) -> str:
-        if not name or (known and name not in known):
+        if not name:
             raise ValueError
         return name
 
-    return listed(option, text, parse, expected=f"some of {', '.join(known)}" if known else "names")
+    return listed(option, text, parse, expected="names")
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

@@ -46,6 +46,7 @@ SETTINGS: dict[str, Removed] = {
 """By dotted name."""
 COMMANDS: dict[str, str] = {
     "bench data": "run benchmarks/data_speed.py of a checkout",
+    "bench gpu": "run benchmarks/gpu.py of a checkout",
     "bench model": "run benchmarks/model_speed.py of a checkout",
     "data export": "write the documents as JSON lines with examples/export_documents.py",
     "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",

@@ -80,7 +80,7 @@ def tiles_of(
     """The tiles of the kernel of this name, for heads of `block_channels`, padding included.
 
     Those of 2 bytes and up to 128 channels are, of 11 on an H100, a compromise for the models of
-    `txl bench gpu` (docs/experiments.md, 2026-11-26). The others were never timed; the compiler
+    `benchmarks/gpu.py` (docs/experiments.md, 2026-11-26). The others were never timed; the compiler
     reports few or no spilled registers for sm_80 and sm_90.
     """
     for (num_bytes, most_channels), tiles in _TILES.items():

@@ -1,4 +1,6 @@
-"""`txl bench gpu`: training steps of the shipped models on one GPU, by attention implementation.
+"""Training steps of the shipped models on one GPU: tokens/s, MFU and peak memory, as Markdown.
+
+    python benchmarks/gpu.py [--models nvidia-base,wt103-base] [--compile without_graphs]
 
 A step is a micro-batch as training computes it, without DeepSpeed: dropout by lane, forward under
 autocast, backward, clipping and fused AdamW, with a full memory and targets whose frequencies fall
@@ -9,7 +11,7 @@ the engine and the optimizer of the config, and one read per step.
     MFU = FLOPs of the matrix products of a step (model/flops.py) / time / peak
 
 against two peaks: that of the data sheet, and the fastest square product measured on the same
-machine in the same dtype. The whole module also runs on a CPU, for its tests.
+machine in the same dtype. If a model does not fit in memory, its number of lanes is halved.
 
 The sizes are those of configs/paper, configs/nvidia and configs/modern. `num_lanes` is the batch
 that was published for one GPU of several.
@@ -18,26 +20,27 @@ Sources: Dai et al. 2019, arXiv:1901.02860, and its code;
 https://github.com/NVIDIA/DeepLearningExamples/tree/master/PyTorch/LanguageModeling/Transformer-XL
 """
 
+import argparse
 import gc
 import itertools
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from training_step import OLD, TrainingStep, zipf_segment
 
 from data_pipeline.streams.segments import Segment
-from txl_dist.bench.model import OLD, TrainingStep, zipf_segment
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.named_configs import named_configs
 from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.model.attention import choose_attention
-from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE, synchronize
@@ -175,33 +178,6 @@ class Settings:
     data_sheet_flops: float | None = None
 
 
-def implementations_for(model: BenchModel, names: Sequence[str]) -> list[str]:
-    """The implementations among `names` that can run the model; without names, all but `reference`.
-
-    One without dropout would be replaced by another if the model drops attention weights.
-    """
-    with_dropout = model.config.dropatt > 0
-    chosen = names or [name for name in ATTENTION_IMPLEMENTATIONS if name != "reference"]
-    return [
-        name
-        for name in chosen
-        if name == "auto" or ATTENTION_IMPLEMENTATIONS[name].supports_dropout or not with_dropout
-    ]
-
-
-def bench_gpu(
-    models: dict[str, BenchModel],
-    implementations: Sequence[str],
-    settings: Settings,
-    *,
-    peak_flops: float,
-) -> Iterator[GpuRow]:
-    """Yield each row as soon as it is measured. `peak_flops`: that of `measured_peak`."""
-    for name, model in models.items():
-        for attention in implementations_for(model, implementations):
-            yield _row(name, model, attention, settings, peak_flops)
-
-
 def measured_peak(settings: Settings) -> float:
     """FLOP/s of the fastest square product in the dtype of the steps."""
     dtype = TORCH_DTYPE[settings.precision]
@@ -211,10 +187,10 @@ def measured_peak(settings: Settings) -> float:
     )
 
 
-def _row(
+def measured_row(
     name: str, model: BenchModel, attention: str, settings: Settings, peak_flops: float
 ) -> GpuRow:
-    """Measure; halve the number of lanes until the step fits in GPU memory."""
+    """Measure a model; halve the number of lanes until the step fits in GPU memory."""
     kernel = choose_attention(
         attention,
         device=settings.device,
@@ -315,9 +291,6 @@ def _round_seconds(step: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - start) / STEPS_PER_ROUND
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-
 def machine_line(device: torch.device, *, peak_flops: float, sheet_flops: float | None) -> str:
     """The device and the library versions, in one line."""
     sheet = "unknown" if sheet_flops is None else f"{sheet_flops / 1e12:.0f}"
@@ -352,3 +325,57 @@ def table_row(row: GpuRow) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def main() -> None:
+    """Read the command line, and print each row when it is measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", type=lambda text: text.split(","), default=[*MODELS])
+    parser.add_argument("--attention", type=lambda text: text.split(","), default=["auto"])
+    parser.add_argument("--precision", choices=TORCH_DTYPE, default="bf16")
+    parser.add_argument("--rounds", type=int, default=10, help="the medians of them count")
+    parser.add_argument(
+        "--compile", choices=("true", "without_graphs", "false"), default="true",
+        help="the setting training.compile",
+    )  # fmt: skip
+    chosen = parser.parse_args()
+    if unknown := set(chosen.models) - set(MODELS):
+        parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    if not torch.cuda.is_available():
+        print("skipped: torch finds no GPU on this machine; `txl doctor` shows what is installed")
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    settings = Settings(
+        device=device,
+        precision=chosen.precision,
+        rounds=chosen.rounds,
+        compile=chosen.compile != "false",
+        cuda_graphs=chosen.compile == "true",
+        data_sheet_flops=(
+            data_sheet_flops(torch.cuda.get_device_name(device))
+            if chosen.precision == "bf16"
+            else None
+        ),
+    )
+    models = {name: load_model(name) for name in chosen.models}
+    print_rows(models, chosen.attention, settings)
+
+
+def print_rows(
+    models: Mapping[str, BenchModel], attention: Sequence[str], settings: Settings
+) -> None:
+    """Print the machine and the table; notes about single rows go to the error output."""
+    peak_flops = measured_peak(settings)
+    machine = machine_line(
+        settings.device, peak_flops=peak_flops, sheet_flops=settings.data_sheet_flops
+    )
+    print(f"{machine}\n\n{HEADER}", flush=True)
+    for (name, model), implementation in itertools.product(models.items(), attention):
+        row = measured_row(name, model, implementation, settings, peak_flops)
+        print(table_row(row), flush=True)
+        if row.note:
+            print(f"{row.model}, {row.attention}: {row.note}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A training step of one model, for `txl bench gpu` and benchmarks/model_speed.py."""
+"""A training step of one model, which gpu.py and model_speed.py time."""
 
 import torch
 from torch import Tensor

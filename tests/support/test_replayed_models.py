@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.replayed_models import OWN_GOLDEN, OWN_HF, golden_files, hf_directories
 from tests.support.small_models import small_model
+from txl_dist.convert.original_weights import to_original
 from txl_dist.convert.other_programs import read_original
-from txl_dist.model.original_weights import to_original
 
 
 def test_without_a_variable_the_models_of_the_repository_are_read(

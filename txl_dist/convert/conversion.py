@@ -1,7 +1,7 @@
 """Converts configs and tensors of other programs, after checking every name, shape and value.
 
 Configs are the JSON of the paper's code or of transformers; only the options that determine the
-model's function are read. Tensors have the original's names (`txl_dist/model/original_weights.py`).
+model's function are read. Tensors have the original's names (original_weights.py).
 Source: the constructor of `MemTransformerLM` (the paper's code), and `TransfoXLConfig`.
 """
 
@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from data_pipeline.system.strict import first_problem
+from txl_dist.convert.original_weights import BLOCK_SETTINGS, from_original, to_original
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.original_weights import BLOCK_SETTINGS, from_original, to_original
 from txl_dist.model.transformer_xl import TransformerXL
 
 _SAME_NAME = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "mem_len")

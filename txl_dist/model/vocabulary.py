@@ -10,7 +10,7 @@ The head is a softmax over the shortlist's tokens and the other clusters, a tail
 tokens of a cluster. A tail is computed only for positions with a target in its cluster. Softmax
 and embedding can share their tables (`tie_weight`) and projections (`tie_projs`). `cutoffs` assume
 a vocabulary sorted by falling frequency. Clusters are numbered as in the vocabulary; the original
-stores their head columns in reverse, which original_weights.py undoes.
+stores their head columns in reverse, which convert/original_weights.py undoes.
 
 Sources: adaptive input: Baevski & Auli 2019, arXiv:1809.10853; adaptive softmax: Grave et al. 2017,
 arXiv:1609.04309; weight tying: Press & Wolf 2017, arXiv:1608.05859.

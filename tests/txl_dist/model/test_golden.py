@@ -16,9 +16,9 @@ from tests.support.replayed_models import (
     read_arrays,
 )
 from txl_dist.convert.conversion import original_config
+from txl_dist.convert.original_weights import from_original, to_original
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory.recurrent import RecurrentMemory
-from txl_dist.model.original_weights import from_original, to_original
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.vocabulary import IGNORED
 

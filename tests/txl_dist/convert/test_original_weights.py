@@ -5,8 +5,8 @@ import torch
 
 from tests.support.small_models import small_model
 from txl_dist.convert.conversion import original_config
+from txl_dist.convert.original_weights import from_original, to_original
 from txl_dist.errors import ConfigError
-from txl_dist.model.original_weights import from_original, to_original
 
 OPTIONS = [
     {},

@@ -167,7 +167,7 @@ def compile_kernels(
     mask = lane_B, key_2, layer, 3, 2**13  # place and threshold
     names = ["_scale_kernel", "_bits_kernel"]
     with _compiled_instead(dropout_kernel, names, capability) as mask_kernels:
-        dropout_kernel.lane_dropout_scale(*mask, [B, T, S], dtype)
+        dropout_kernel.lane_dropout_scale(*mask, 1.25, [B, T, S], dtype)
         for num_keys in (S + 1, S):  # rows of whole words, and others
             dropout_kernel.lane_dropout_bits(*mask, [B, H, T, num_keys])
     for kernel in (*attention_kernels, *mask_kernels):

@@ -305,11 +305,15 @@ define(
 
 
 @impl("txl_dist::lane_dropout_scale", "default")
-def _(lane_B: Tensor, key_2: Tensor, layer: Tensor, *mask: Any) -> Tensor:
+def _(
+    lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, shape: list[int],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """`scale` on the GPU of `lane_B`."""
     from txl_dist.model.dropout_kernel import lane_dropout_scale
 
-    return lane_dropout_scale(lane_B, key_2, layer, *mask)
+    factor = keep_factor(threshold, dtype)
+    return lane_dropout_scale(lane_B, key_2, layer, place, threshold, factor, shape, dtype)
 
 
 @register_fake("txl_dist::lane_dropout_scale")
@@ -336,10 +340,13 @@ def _(
 
 
 @impl("txl_dist::lane_dropout_relu", "default")
-def _(x: Tensor, *mask: Any) -> Tensor:
+def _(
+    x: Tensor, lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int
+) -> Tensor:
     from txl_dist.model.dropout_kernel import lane_dropout_relu
 
-    return lane_dropout_relu(x, *mask)
+    factor = keep_factor(threshold, x.dtype)
+    return lane_dropout_relu(x, lane_B, key_2, layer, place, threshold, factor)
 
 
 @register_fake("txl_dist::lane_dropout_relu")

@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from txl_dist.model.dropout import keep_factor
-
 # Shapes: B rows (lanes), N elements of a row, C counters of a program
 
 _COUNTERS = 128
@@ -30,28 +28,30 @@ def lane_dropout_scale(
     layer: Tensor,
     place: int,
     threshold: int,
+    factor: float,
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """0 or 65,536 / (65,536 - threshold), of `shape`, on the device of `lane_B`.
+    """0 or `factor`, of `shape`, on the device of `lane_B`.
 
     Row b of the result, of B equal parts, belongs to lane `lane_B[b]`. `key_2`: seed and step.
-    `place`: the number of the place.
+    `place`: the number of the place. In fp64, the factor is 65,536 / (65,536 - threshold).
     """
     scale = torch.empty(shape, dtype=dtype, device=lane_B.device)
     num_elements = math.prod(shape) // len(lane_B)
     if num_elements:
         num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
         _scale_kernel[num_programs, len(lane_B)](
-            lane_B, key_2, layer, scale, scale, num_elements, place, threshold,
-            keep_factor(threshold, dtype), HAS_INPUT=False, NUM_COUNTERS=_COUNTERS,
+            lane_B, key_2, layer, scale, scale, num_elements, place, threshold, factor,
+            HAS_INPUT=False, NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return scale
 
 
 def lane_dropout_relu(
-    x: Tensor, lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int
-) -> Tensor:
+    x: Tensor, lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int,
+    factor: float,
+) -> Tensor:  # fmt: skip
     """relu(x) multiplied by the mask, which is not stored; contiguous."""
     x = x.contiguous()
     result = torch.empty_like(x)
@@ -59,8 +59,8 @@ def lane_dropout_relu(
     if num_elements:
         num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
         _scale_kernel[num_programs, len(lane_B)](
-            lane_B, key_2, layer, x, result, num_elements, place, threshold,
-            keep_factor(threshold, x.dtype), HAS_INPUT=True, NUM_COUNTERS=_COUNTERS,
+            lane_B, key_2, layer, x, result, num_elements, place, threshold, factor,
+            HAS_INPUT=True, NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return result
 

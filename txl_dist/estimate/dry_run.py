@@ -33,7 +33,7 @@ from txl_dist.model.dropout import KeepBits
 from txl_dist.model.encodings import encode_distances, pad_channels
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
-from txl_dist.training.engine.optimizers import parameter_groups, states_by_name
+from txl_dist.training.engine.optimizers import OPTIMIZERS, parameter_groups, states_by_name
 
 # Shapes: B lanes, T segment tokens, H heads, S keys
 
@@ -143,8 +143,8 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
             tuple(parameter.numel() for parameter in group["params"])
             for group in parameter_groups(model, config.optimizer)
         ),
-        has_muon=config.optimizer.name == "muon",
-        has_foreach_updates=config.optimizer.name in ("muon", "lamb"),
+        needs_whole_matrices=OPTIMIZERS[config.optimizer.name].needs_whole_matrices,
+        has_foreach_updates=OPTIMIZERS[config.optimizer.name].updates_together,
         activations=phases.peaks,
     )
 

@@ -129,10 +129,10 @@ class ModelNeeds:
     activations: ActivationPeaks
     groups: tuple[tuple[int, ...], ...] = ()
     """Sizes of the parameters of each group of the optimizer, in order; () is one group of all."""
-    has_muon: bool = False
+    needs_whole_matrices: bool = False
     """Whether an optimizer step gathers the updates of matrices whole."""
     has_foreach_updates: bool = False
-    """Whether it computes the updates of all parameters of a group together: Muon and LAMB."""
+    """Whether it computes the updates of all parameters of a group together."""
 
     @property
     def num_parameters(self) -> int:
@@ -306,7 +306,7 @@ class RankPeak:
     def _partitioned_update(self) -> Iterator[PhaseBytes]:
         if self.zero.offload == "none":
             gradients = self._partly_owned + self._part  # and a flat copy of this rank's part
-            yield PhaseBytes(gradients, self._whole if self.model.has_muon else 0)
+            yield PhaseBytes(gradients, self._whole if self.model.needs_whole_matrices else 0)
 
     def _stage_3(self) -> Iterator[PhaseBytes]:
         peaks, is_sharded = self.model.activations, self.num_ranks > 1

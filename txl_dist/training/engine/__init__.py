@@ -4,6 +4,7 @@
     stages.py      what differs between ZeRO stages
     optimizers.py  the optimizers, their groups of parameters, the average of the weights
     settings.py    DeepSpeed's configuration, from ours, and `deepspeed.initialize`
+    deepspeed_patches.py  what is changed in DeepSpeed, and why
 
 Why checkpoints do not use DeepSpeed's own format, and which private attributes are used instead:
 docs/decisions/0003-deepspeed-by-its-fragments.md.

@@ -19,6 +19,7 @@ from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
+from txl_dist.training.engine.deepspeed_patches import norm_checked_by
 from txl_dist.training.engine.optimizers import averaging_weight, create_optimizer, states_by_name
 from txl_dist.training.engine.settings import deepspeed_settings, initialise_deepspeed
 
@@ -169,21 +170,17 @@ class Engine(ABC):
     ) -> Decision:
         """Let DeepSpeed step, whose `method` computes the norm of the gradients.
 
-        DeepSpeed discards a step with an infinite norm. So the method asks `accept`, and `checked`
-        returns infinity in place of a rejected norm (docs/decisions/0018).
+        `checked` returns infinity in place of a norm that `accept` rejects: with that, DeepSpeed
+        updates nothing.
         """
-        zero, decisions = self._engine.optimizer, list[Decision]()
+        decisions: list[Decision] = []
 
-        def judged() -> Any:
-            result = getattr(type(zero), method)(zero)
+        def judged(result: Any) -> Any:
             decisions.append(accept(norm_of(result)))
             return checked(result, decisions[0])
 
-        setattr(zero, method, judged)
-        try:
+        with norm_checked_by(self._engine.optimizer, method, judged):
             self._engine.step()
-        finally:
-            delattr(zero, method)  # the method of the class becomes visible again
         return decisions[0]
 
     def _refresh_weights(self) -> None:  # noqa: B027 - stage 0 loads into the weights themselves

@@ -2,7 +2,7 @@
 
 All keep a `step` count and the states that their parameter groups name, of the shape of the
 parameter or of this rank's part of it, so that a checkpoint can store them by parameter and range.
-To add one, write its class here, and an entry in `_OPTIMIZERS`; its name and settings are in
+To add one, write its class here, and an entry in `OPTIMIZERS`; its name and settings are in
 config/optimizer_config.py.
 
 The methods of torch's optimizers are used without their decorators for compilation, whose first
@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn, optim
@@ -25,24 +25,52 @@ from txl_dist.model.attention import StackedLinear
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+"""Running means of the gradient and of its square."""
+MUON_STATES = ("momentum_buffer",)
+
 
 class EagerOptimizer(optim.Optimizer):
-    """Base class. `step` of a subclass needs `torch.no_grad()`, which is among the decorators."""
+    """Base class. `step` of a subclass needs `torch.no_grad()`, which is among the decorators.
+
+    It is created with parameter groups, and lr, betas and eps as keywords.
+    """
+
+    states: ClassVar[tuple[str, ...]] = ADAM_STATES
+    """Names of the states of each parameter."""
+    hidden_states: ClassVar[tuple[str, ...] | None] = None
+    """Those of hidden matrices, if it updates them by a rule of its name and the rest by Adam's."""
+    needs_whole_matrices: ClassVar[bool] = False
+    """Its rule for hidden matrices needs all of a matrix. So ZeRO stages 1 and 2, which cut
+    matrices, set `flat`."""
+    updates_together: ClassVar[bool] = False
+    """It holds the updates of all parameters of a group at the same time."""
+    flat: dict[int, "FlatMatrices"]
+    """By id of a flat parameter. Without an entry, a parameter is a whole matrix."""
+    product_dtype = torch.bfloat16
+    """Of its matrix products on GPUs."""
 
     add_param_group = inspect.unwrap(optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(optim.Optimizer.zero_grad)
 
 
+# torch's Adam and AdamW: DeepSpeed's variants compile for about a minute at the first start.
 class Adam(EagerOptimizer, optim.Adam):
-    """`torch.optim.Adam`."""
+    """`torch.optim.Adam`, one kernel for all parameters."""
 
     step = torch.no_grad()(inspect.unwrap(optim.Adam.step))
 
+    def __init__(self, params: list[dict[str, Any]], **adam: Any) -> None:
+        super().__init__(params, fused=True, **adam)
+
 
 class AdamW(EagerOptimizer, optim.AdamW):
-    """`torch.optim.AdamW`."""
+    """`torch.optim.AdamW`, one kernel for all parameters."""
 
     step = torch.no_grad()(inspect.unwrap(optim.AdamW.step))
+
+    def __init__(self, params: list[dict[str, Any]], **adam: Any) -> None:
+        super().__init__(params, fused=True, **adam)
 
 
 class Lamb(EagerOptimizer):
@@ -57,15 +85,10 @@ class Lamb(EagerOptimizer):
     exp_avg_sq and step. Source: You et al. 2020, arXiv:1904.00962, algorithm 2.
     """
 
-    def __init__(
-        self,
-        params: list[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    updates_together = True
+
+    def __init__(self, params: list[dict[str, Any]], **adam: Any) -> None:
+        super().__init__(params, {**adam, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -195,20 +218,14 @@ class Muon(AdamW):
     2025, arXiv:2502.16982.
     """
 
-    def __init__(
-        self,
-        params: list[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        momentum: float = 0.95,
-        dtype_on_gpus: torch.dtype = torch.bfloat16,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
-        self._momentum, self._dtype = momentum, dtype_on_gpus
-        self.flat: dict[int, FlatMatrices] = {}
-        """By id of a flat parameter. Without an entry, a parameter is a whole matrix."""
+    hidden_states = MUON_STATES
+    needs_whole_matrices = True
+    updates_together = True
+    momentum = 0.95
+
+    def __init__(self, params: list[dict[str, Any]], **adam: Any) -> None:
+        super().__init__(params, **adam)
+        self.flat = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -230,14 +247,14 @@ class Muon(AdamW):
             [self.state[p][name] for p in parameters] for name in (*MUON_STATES, "step")
         )
         torch._foreach_add_(steps, 1)
-        torch._foreach_lerp_(momenta, gradients, 1 - self._momentum)
-        updates = list(torch._foreach_lerp(gradients, momenta, self._momentum))
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+        updates = list(torch._foreach_lerp(gradients, momenta, self.momentum))
         if flat := self.flat.get(id(parameters[0])):
-            updates = [flat.orthogonalised(updates[0], self._dtype)]
+            updates = [flat.orthogonalised(updates[0], self.product_dtype)]
         else:
             count = group["num_stacked"]
             matrices = [matrix for update in updates for matrix in update.chunk(count)]
-            matrices = all_orthogonalised(matrices, self._dtype)
+            matrices = all_orthogonalised(matrices, self.product_dtype)
             starts = range(0, len(matrices), count)
             updates = [torch.cat(matrices[start : start + count]) for start in starts]
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
@@ -286,11 +303,6 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.to(matrix.dtype) * (0.2 * math.sqrt(max(rows, columns)))
 
 
-ADAM_STATES = ("exp_avg", "exp_avg_sq")
-"""Running means of the gradient and of its square."""
-MUON_STATES = ("momentum_buffer",)
-
-
 def hidden_matrices(model: TransformerXL) -> frozenset[str]:
     """Names of the weights of linear layers: query, keys and values, output, feed-forward."""
     return frozenset(
@@ -327,12 +339,12 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     Muon, `ndim >= 2` and no "embed" in the name, would take the embedding tables, the cluster
     weights of the adaptive softmax and the position biases for hidden matrices.
 
-    Besides torch's keys a group has `rule` (muon or adam), `states`, the names of the optimizer's
-    states of its parameters, `lr_factor`, of its learning rate, and `num_stacked`, the matrices in
-    each of its weights.
+    Besides torch's keys a group has `rule` (adam, or the optimizer's own for hidden matrices),
+    `states`, the names of the optimizer's states of its parameters, `lr_factor`, of its learning
+    rate, and `num_stacked`, the matrices in each of its weights.
     """
     hidden, decayed = hidden_matrices(model), matrices(model)
-    average, entry = (AVERAGE,) if config.averaging else (), _OPTIMIZERS[config.name]
+    average, entry = (AVERAGE,) if config.averaging else (), OPTIMIZERS[config.name]
     stacked = {
         f"{name}.weight": module.num_stacked
         for name, module in model.named_modules()
@@ -349,7 +361,7 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
             "rule": rule,
             "weight_decay": weight_decay,
             "lr_factor": (lr_factor := config.lr_factors.get(_role(name, hidden), 1.0)),
-            "num_stacked": (num_stacked := stacked.get(name, 1) if rule == "muon" else 1),
+            "num_stacked": (num_stacked := stacked.get(name, 1) if rule != "adam" else 1),
             "states": (*states, *average),
         }
         groups.setdefault((rule, weight_decay, lr_factor, num_stacked), empty)["params"].append(
@@ -380,37 +392,25 @@ def averaging_weight(config: OptimizerConfig, step: int) -> float:
     return 1 - config.ema_decay if config.averaging == "ema" else 1 / (num_steps + 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
-    """How an optimizer is created, and the names of its states."""
-
-    create: Callable[[list[dict[str, Any]], torch.dtype, dict[str, Any]], optim.Optimizer]
-    """(groups, dtype of the run's products, lr, betas and eps as keywords)"""
-    states: tuple[str, ...] = ADAM_STATES
-    hidden_states: tuple[str, ...] | None = None
-    """Those of hidden matrices, if it updates them by a rule of its name and the rest by Adam's."""
-
-
-# torch's Adam and AdamW: DeepSpeed's variants compile for about a minute at the first start.
-_OPTIMIZERS = {
-    "adamw": _Entry(create=lambda groups, _, adam: AdamW(groups, fused=True, **adam)),
-    "adam": _Entry(create=lambda groups, _, adam: Adam(groups, fused=True, **adam)),
-    "lamb": _Entry(create=lambda groups, _, adam: Lamb(groups, **adam)),
-    "muon": _Entry(
-        create=lambda groups, dtype, adam: Muon(groups, dtype_on_gpus=dtype, **adam),
-        hidden_states=MUON_STATES,
-    ),
+OPTIMIZERS: dict[str, type[EagerOptimizer]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "lamb": Lamb,
+    "muon": Muon,
 }
 """By the value of `OptimizerConfig.name`."""
 
 
 def create_optimizer(
     model: TransformerXL, config: OptimizerConfig, precision: Precision = "bf16"
-) -> optim.Optimizer:
+) -> EagerOptimizer:
     """The optimizer named `config.name`, with the groups of `parameter_groups`.
 
-    `precision`: that of the run. On GPUs also that of Muon's products.
+    `precision`: that of the run, and on GPUs of the optimizer's matrix products.
     """
-    adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    create: Any = OPTIMIZERS[config.name]
+    betas = config.beta1, config.beta2
     groups = parameter_groups(model, config)
-    return _OPTIMIZERS[config.name].create(groups, TORCH_DTYPE[precision], adam)
+    optimizer: EagerOptimizer = create(groups, lr=config.lr, betas=betas, eps=config.eps)
+    optimizer.product_dtype = TORCH_DTYPE[precision]
+    return optimizer

@@ -1,13 +1,9 @@
 """DeepSpeed's JSON configuration as a pure function of ours, and `deepspeed.initialize`.
 
-The side effects of importing and starting DeepSpeed are kept small. Its configuration is never an
-input.
+DeepSpeed's configuration is never an input.
 """
 
-import logging
 import os
-import sys
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +13,7 @@ import torch
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.training.engine.deepspeed_patches import import_deepspeed
 
 
 def deepspeed_settings(
@@ -105,50 +102,7 @@ def initialise_deepspeed(
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with explain_refusals(extra):
-        with _without_mlflow(), _without_compiler():
-            import deepspeed
-
-            # Imported by `deepspeed.initialize` otherwise.
-            import deepspeed.runtime.zero.muon.original_muon
-
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # At stage 3 DeepSpeed calls deprecated collectives, several times per step.
-        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        # No op of DeepSpeed is used here. To list those that could be compiled it runs a compiler,
-        # and it would compile the one for shared memory at every start.
-        deepspeed.ops.__compatible_ops__ = {}
+        deepspeed = import_deepspeed()
         deepspeed.init_distributed(verbose=False)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
-
-
-@contextmanager
-def _without_mlflow() -> Iterator[None]:
-    """Prevent DeepSpeed's autotuner, not used here, from importing MLflow, which takes 2 s."""
-    if "mlflow" in sys.modules:
-        yield
-        return
-    sys.modules["mlflow"] = None  # type: ignore[assignment]  # import raises ModuleNotFoundError
-    try:
-        yield
-    finally:
-        del sys.modules["mlflow"]
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Make `torch.compile` do nothing, for decorators that are applied on import.
-
-    DeepSpeed decorates the functions of an optimizer that is not used here (Muon). Only to create
-    the decorator, torch imports its compiler, which takes a third of the time to create an engine.
-    """
-    original = torch.compile
-    torch.compile = _uncompiled  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = original
-
-
-def _uncompiled(function: Any = None, **_: Any) -> Any:
-    return _uncompiled if function is None else function

@@ -22,8 +22,9 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
+from txl_dist.training.engine.deepspeed_patches import link_optimizer_states, reduce_no_gradients
 from txl_dist.training.engine.interface import Accept, Decision, Engine
-from txl_dist.training.engine.optimizers import FlatMatrices, Muon
+from txl_dist.training.engine.optimizers import FlatMatrices
 
 
 class Stage0Engine(Engine):
@@ -35,7 +36,8 @@ class Stage0Engine(Engine):
 
     def __init__(self, model: TransformerXL, config: RunConfig, world: World, **shape: int) -> None:
         super().__init__(model, config, world, **shape)
-        self._engine.enable_backward_allreduce = world.num_ranks > 1
+        if world.num_ranks == 1:
+            reduce_no_gradients(self._engine)
 
     def _update(self, accept: Accept) -> Decision:
         # Gradients are whole and reduced on every rank; DeepSpeed computes no norm at this stage.
@@ -111,11 +113,9 @@ class Stage12Engine(Engine):
 
     def _create_optimizer_state(self) -> None:
         super()._create_optimizer_state()
-        if isinstance(self._optimizer, Muon):
+        if self._optimizer.needs_whole_matrices:
             self._optimizer.flat = self._flat_matrices()
-        # Link each parameter to its slice of the state that now exists.
-        self._engine.optimizer._hp_optimizer_states_linked = False
-        self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        link_optimizer_states(self._engine.optimizer)
         self._require_own_slices()
 
     def _require_own_slices(self) -> None:
@@ -135,7 +135,7 @@ class Stage12Engine(Engine):
                 )
 
     def _flat_matrices(self) -> dict[int, FlatMatrices]:
-        """Where the matrices of Muon's groups are in DeepSpeed's flat tensors."""
+        """Where the optimizer's whole matrices are in DeepSpeed's flat tensors."""
         zero = self._engine.optimizer
         groups = enumerate(self._optimizer.param_groups)
         return {
@@ -147,7 +147,7 @@ class Stage12Engine(Engine):
                 all_gather=self._world.all_gather_parts,
             )
             for number, group in groups
-            if group["rule"] == "muon"
+            if group["rule"] != "adam"
         }
 
 
@@ -224,6 +224,6 @@ class Stage3Engine(Engine):
 
     def _optimized_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
         # DeepSpeed fills the optimizer's groups only during its step. At this stage all parameters
-        # have the same states, because Muon is refused.
+        # have the same states, because optimizers that need whole matrices are refused.
         flat = self._engine.optimizer.fp32_partitioned_groups_flat
         return [(tensor, self.optimizer_states) for tensor in flat]

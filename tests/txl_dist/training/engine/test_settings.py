@@ -18,7 +18,8 @@ from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.config.training_config import DeepSpeedConfig, TrainingConfig
 from txl_dist.errors import ConfigError
-from txl_dist.training.engine.settings import _without_compiler, deepspeed_settings
+from txl_dist.training.engine.deepspeed_patches import without_compiler
+from txl_dist.training.engine.settings import deepspeed_settings
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}
 ON_CPU: dict[str, Any] = {**SHAPE, "on_gpu": False}
@@ -238,11 +239,9 @@ def test_a_wrong_mapping_of_deepspeed_is_noticed_before_training(
 
 CODE = """
 import sys
-from txl_dist.training.engine import settings
+from txl_dist.training.engine.deepspeed_patches import import_deepspeed
 
-with settings._without_mlflow(), settings._without_compiler():
-    import deepspeed
-    import deepspeed.runtime.zero.muon.original_muon
+import_deepspeed()
 print([name for name in ("mlflow", "torch._inductor.compile_fx") if name in sys.modules])
 """
 
@@ -261,7 +260,7 @@ def test_decorators_do_nothing_while_deepspeed_is_imported_and_compile_afterward
     def function() -> int:
         return 7
 
-    with _without_compiler():
+    with without_compiler():
         assert torch.compile(function) is function
         assert torch.compile(dynamic=True)(function) is function
     assert torch.compile is original

@@ -27,7 +27,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory, run_of
 from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.data_config import dataset_paths
 from txl_dist.config.redaction import redact_field
-from txl_dist.convert.standalone import FILE_NAME, require_supported
+from txl_dist.convert.hub import FILE_NAME, require_supported
 from txl_dist.errors import TxlError
 from txl_dist.training.goodput import read_goodput
 from txl_dist.training.run_log import read_log
@@ -36,8 +36,6 @@ from txl_dist.training.state import CorpusEntry, load_state
 
 MEMORY_TEXTS = {
     "recurrent": "the inputs of every layer for the previous {mem_len} tokens",
-    "compressive": "the inputs of every layer for the previous {mem_len} tokens, and means of "
-    "{compression_rate} older ones each",
     "tokens": "{memory_tokens} vectors that the model reads and writes as tokens",
     "recurrent+tokens": "the inputs of every layer for the previous {mem_len} tokens, and "
     "{memory_tokens} vectors that the model reads and writes as tokens",

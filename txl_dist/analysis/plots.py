@@ -22,9 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from numpy.typing import ArrayLike, NDArray
 
-if TYPE_CHECKING:  # these import torch, which the report of a run does not need
+if TYPE_CHECKING:  # it imports torch, which the report of a run does not need
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.recl import ReclReport
 
 MAX_LINES_IN_LEGEND = 20
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#332288", "#882255")
@@ -221,8 +220,8 @@ MIN_GAIN = 1e-4
 """The axis of gains is logarithmic and starts here; smaller gains are drawn at this value."""
 
 
-def plot_group(report: "ReclReport") -> Figure:
-    """Left: mean loss by context, with intervals. Right: gains by context, if there are any."""
+def plot_group(report: Mapping[str, Any]) -> Figure:
+    """Draw recl.json: mean losses by context with intervals, and gains by context, if any."""
     has_recl = bool(report["models"][0]["recl"])
     title = f"{report['group']} on {report['split']}: {report['positions']:,} targets"
     figure = new_figure((12 if has_recl else 6.5, 4.6), title=title)
@@ -233,7 +232,7 @@ def plot_group(report: "ReclReport") -> Figure:
     return figure
 
 
-def _draw_curves(axes: Axes, report: "ReclReport") -> None:
+def _draw_curves(axes: Axes, report: Mapping[str, Any]) -> None:
     models = report["models"]
     for number, model in enumerate(models):
         nats, low, high = (
@@ -246,7 +245,7 @@ def _draw_curves(axes: Axes, report: "ReclReport") -> None:
     finish(axes, "context c in tokens", "nats per token after exactly c tokens")
 
 
-def _draw_gains(axes: Axes, report: "ReclReport") -> None:
+def _draw_gains(axes: Axes, report: Mapping[str, Any]) -> None:
     """For the smallest r, which has the hardest targets."""
     models = report["models"]
     results = [min(model["recl"], key=lambda result: result["r"]) for model in models]

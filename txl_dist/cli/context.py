@@ -36,54 +36,45 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.scoring import Scorer
 
 
-DeltaOption = Annotated[
-    int, typer.Option(min=1, help="Step between contexts; the first context is one step.")
-]
-ROption = Annotated[
-    str, typer.Option("--r", metavar="R,...", help="Fractions of hardest targets, for RECL.")
-]
-ThresholdOption = Annotated[
-    float, typer.Option(min=0, max=1, help="RECL ends where a step gains less than this.")
-]
-ResamplesOption = Annotated[
-    int, typer.Option(min=40, help="Bootstrap resamples for the intervals.")
-]
-GroupOption = Annotated[
-    str | None,
-    typer.Option(help="Name of the group. RECL depends on it; default: the models' names."),
-]
-NamesOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME,...", help="Names of the models; default: their paths."),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Write recl.json, recl.png and recl.svg to this directory.",
-        parser=path_argument,
-    ),
-]
-
-
 def recl(
     checkpoints: Checkpoints,
     data: EvaluationData,
     split: Annotated[str, typer.Option(help="Split to sample targets from.")] = "valid",
     max_context: Annotated[int, typer.Option(min=2, help="Longest context in tokens.")] = 512,
-    delta: DeltaOption = 32,
-    r: ROption = "0.1,0.5,1.0",
-    threshold: ThresholdOption = 0.01,
+    delta: Annotated[
+        int, typer.Option(min=1, help="Step between contexts; the first context is one step.")
+    ] = 32,
+    r: Annotated[
+        str, typer.Option("--r", metavar="R,...", help="Fractions of hardest targets, for RECL.")
+    ] = "0.1,0.5,1.0",
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="RECL ends where a step gains less than this.")
+    ] = 0.01,
     positions: Annotated[int, typer.Option(min=1, help="Targets to sample from the split.")] = 500,
     seed: Seed = 0,
-    resamples: ResamplesOption = 500,
+    resamples: Annotated[
+        int, typer.Option(min=40, help="Bootstrap resamples for the intervals.")
+    ] = 500,
     batch: Batch = 16,
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
     clamp_len: ClampLen = None,
     precision: PrecisionOption = "fp32",
-    group: GroupOption = None,
-    names: NamesOption = None,
-    out: OutOption = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Name of the group. RECL depends on it; default: the models' names."),
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Names of the models; default: their paths."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write recl.json, recl.png and recl.svg to this directory.",
+            parser=path_argument,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how much context each model of a group uses.

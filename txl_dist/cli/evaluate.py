@@ -37,147 +37,129 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.result import EvaluationResult
 
 
-CheckpointsArgument = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="CHECKPOINT...",
-        help=CHECKPOINT_HELP,
-        parser=checkpoint_path,
-        show_default=False,
-    ),
-]
-DataArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="DATA",
-        help="Directory that txl prepare wrote, or the URL of a copy.",
-        show_default=False,
-    ),
-]
-WatchOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="RUN",
-        help="Instead of checkpoints: score each checkpoint of this run whose evaluation is "
-        "due, by the settings of its config.yaml, until the run has ended. BEST moves to the "
-        "best one. Uses --workers and --on, and --split if the config names no split.",
-        parser=checkpoint_path,
-    ),
-]
-SplitOption = Annotated[
-    str, typer.Option(metavar="NAME,...", help="Splits to score, such as valid,test.")
-]
-ModeOption = Annotated[
-    Literal["exact", "fast"],
-    typer.Option(
-        help="exact: the score of one sequential pass. fast: less context before each chunk, "
-        "so the score is approximate."
-    ),
-]
-MaxTokensOption = Annotated[
-    int | None,
-    typer.Option(min=2, metavar="N", help="Score only the first N tokens of each split."),
-]
-SameLengthOption = Annotated[
-    bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
-]
-WeightsOption = Annotated[
-    Literal["auto", "averaged", "last"],
-    typer.Option(
-        help="averaged: the average over steps (optimizer.averaging); last: those of the last "
-        "step; auto: the average if the checkpoint has one."
-    ),
-]
-WorkersOption = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Number of workers. On a CPU each has one thread, so that the score does not "
-        "depend on their number: take one per core.",
-    ),
-]
-OnOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="processes|ray|ADDRESS",
-        help="processes: on this machine, one worker in this process. ray: a Ray started for "
-        "this command. An address: a running Ray cluster, whose nodes must all see the "
-        "checkpoints and the data. Default: processes for one worker, else ray.",
-    ),
-]
-ResumeOption = Annotated[
-    bool,
-    typer.Option(
-        "--resume", help="Do not score again the chunks that a stopped command has finished."
-    ),
-]
-ScoresOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Where the sums of finished chunks are kept. Default: RUN/evaluations for the "
-        "checkpoints of a run; for other models they are not kept.",
-        parser=path_argument,
-    ),
-]
-DetailsOption = Annotated[
-    bool,
-    typer.Option(
-        "--details",
-        help="Also: loss by position in document and segment, loss by token frequency, and a "
-        "95 % interval by resampling documents; of several models also the difference to the first "
-        "one, with its interval.",
-    ),
-]
-PerDocumentOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Write the id, tokens, bytes and nats of each document to this file, one JSON "
-        "object per line.",
-        parser=path_argument,
-    ),
-]
-SweepOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=N,...",
-        help="Score every combination of these values of tgt_len, mem_len and clamp_len on the "
-        "first split, and the best one on the other splits. Can be repeated.",
-    ),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Write result.json, and the plots of --details, to this directory.",
-        parser=path_argument,
-    ),
-]
-
-
 def evaluate(
-    checkpoints: CheckpointsArgument = None,
-    data: DataArgument = None,
-    watch: WatchOption = None,
-    split: SplitOption = "valid",
-    max_tokens: MaxTokensOption = None,
-    mode: ModeOption = "exact",
+    checkpoints: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="CHECKPOINT...",
+            help=CHECKPOINT_HELP,
+            parser=checkpoint_path,
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DATA",
+            help="Directory that txl prepare wrote, or the URL of a copy.",
+            show_default=False,
+        ),
+    ] = None,
+    watch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Instead of checkpoints: score each checkpoint of this run whose evaluation is "
+            "due, by the settings of its config.yaml, until the run has ended. BEST moves to the "
+            "best one. Uses --workers and --on, and --split if the config names no split.",
+            parser=checkpoint_path,
+        ),
+    ] = None,
+    split: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Splits to score, such as valid,test.")
+    ] = "valid",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Score only the first N tokens of each split."),
+    ] = None,
+    mode: Annotated[
+        Literal["exact", "fast"],
+        typer.Option(
+            help="exact: the score of one sequential pass. fast: less context before each chunk, "
+            "so the score is approximate."
+        ),
+    ] = "exact",
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
     clamp_len: ClampLen = None,
-    same_length: SameLengthOption = False,
+    same_length: Annotated[
+        bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
+    ] = False,
     precision: PrecisionOption = "fp32",
     batch: Batch = 8,
-    weights: WeightsOption = "auto",
-    workers: WorkersOption = 1,
-    on: OnOption = None,
-    resume: ResumeOption = False,
-    scores: ScoresOption = None,
-    details: DetailsOption = False,
-    per_document: PerDocumentOption = None,
-    sweep: SweepOption = None,
-    out: OutOption = None,
+    weights: Annotated[
+        Literal["auto", "averaged", "last"],
+        typer.Option(
+            help="averaged: the average over steps (optimizer.averaging); last: those of the last "
+            "step; auto: the average if the checkpoint has one."
+        ),
+    ] = "auto",
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of workers. On a CPU each has one thread, so that the score does not "
+            "depend on their number: take one per core.",
+        ),
+    ] = 1,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="processes|ray|ADDRESS",
+            help="processes: on this machine, one worker in this process. ray: a Ray started for "
+            "this command. An address: a running Ray cluster, whose nodes must all see the "
+            "checkpoints and the data. Default: processes for one worker, else ray.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Do not score again the chunks that a stopped command has finished."
+        ),
+    ] = False,
+    scores: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where the sums of finished chunks are kept. Default: RUN/evaluations for the "
+            "checkpoints of a run; for other models they are not kept.",
+            parser=path_argument,
+        ),
+    ] = None,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Also: loss by position in document and segment, loss by token frequency, and a "
+            "95 % interval by resampling documents; of several models also the difference to the "
+            "first one, with its interval.",
+        ),
+    ] = False,
+    per_document: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the id, tokens, bytes and nats of each document to this file, one JSON "
+            "object per line.",
+            parser=path_argument,
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N,...",
+            help="Score every combination of these values of tgt_len, mem_len and clamp_len on the "
+            "first split, and the best one on the other splits. Can be repeated.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write result.json, and the plots of --details, to this directory.",
+            parser=path_argument,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score splits. Every target is scored once, with the memory of one sequential pass.

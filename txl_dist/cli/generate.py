@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,73 +24,64 @@ if TYPE_CHECKING:
 SAMPLING, LIMITS = Sampling(), TextLimits()
 
 
-PromptOption = Annotated[str, typer.Option(help="Text to continue; empty: start a new document.")]
-PromptsOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
-        'key "prompt", "text" or "ids" (token ids). The results are lines of JSON.',
-        parser=path_argument,
-    ),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="With --prompts: write the results to this file when all are there.",
-        parser=path_argument,
-    ),
-]
-BatchOption = Annotated[
-    int, typer.Option(min=1, help="With --prompts: number of prompts at a time.")
-]
-MaxTokensOption = Annotated[int, typer.Option(min=1, help="Largest number of tokens to write.")]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="End before this text. Can be given several times."),
-]
-StopTokenOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ID|TOKEN",
-        help="End before this token: an id, or a name or text that is one token. Can be given "
-        "several times.",
-    ),
-]
-TemperatureOption = Annotated[
-    float, typer.Option(min=0, help="0 always takes the most likely token.")
-]
-TopKOption = Annotated[
-    int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(help="Sample from the most likely tokens whose probabilities add up to p."),
-]
-SeedOption = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=2**62,
-        help="The same seed gives the same text. Prompt i of a file: seed + i.",
-    ),
-]
-
-
 def generate(
     checkpoint: Checkpoint,
-    prompt: PromptOption = "",
-    prompts: PromptsOption = None,
-    out: OutOption = None,
-    batch: BatchOption = DEFAULT_BATCH_SIZE,
-    max_tokens: MaxTokensOption = LIMITS.max_tokens,
-    stop: StopOption = None,
-    stop_token: StopTokenOption = None,
-    temperature: TemperatureOption = SAMPLING.temperature,
-    top_k: TopKOption = SAMPLING.top_k,
-    top_p: TopPOption = SAMPLING.top_p,
-    seed: SeedOption = 0,
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue; empty: start a new document.")
+    ] = "",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
+            'key "prompt", "text" or "ids" (token ids). The results are lines of JSON.',
+            parser=path_argument,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --prompts: write the results to this file when all are there.",
+            parser=path_argument,
+        ),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="With --prompts: number of prompts at a time.")
+    ] = DEFAULT_BATCH_SIZE,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens to write.")
+    ] = LIMITS.max_tokens,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text. Can be given several times."),
+    ] = None,
+    stop_token: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID|TOKEN",
+            help="End before this token: an id, or a name or text that is one token. Can be given "
+            "several times.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 always takes the most likely token.")
+    ] = SAMPLING.temperature,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")
+    ] = SAMPLING.top_k,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most likely tokens whose probabilities add up to p."),
+    ] = SAMPLING.top_p,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=2**62,
+            help="The same seed gives the same text. Prompt i of a file: seed + i.",
+        ),
+    ] = 0,
     precision: PrecisionOption = "fp32",
     as_json: AsJson = False,
 ) -> None:
@@ -195,16 +185,9 @@ def _stream(
     from txl_dist.generation.text import stream_text
 
     tokens = prompt_tokens(tokenizer, prompt)
-    new_tokens = generate_tokens(
-        model,
-        tokens,
-        end=tokenizer.end_of_document,
-        stop_tokens=limits.stop_tokens,
-        **options,
-    )
+    new_tokens = generate_tokens(model, tokens, **options)
     sys.stdout.write(prompt)
-    new_tokens = islice(new_tokens, limits.max_tokens)
-    for text in stream_text(new_tokens, tokenizer, after=tokens[-1], stop=limits.stop):
+    for text in stream_text(new_tokens, tokenizer, limits, after=tokens[-1]):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")

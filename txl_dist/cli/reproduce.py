@@ -1,92 +1,353 @@
 """`txl reproduce`: one of the paper's experiments, from the published text to its score.
 
-It runs `txl prepare`, `train` and `eval`, and prints these commands. The experiments and the files
-of their corpora are in `experiments.py`.
+It runs `txl prepare`, `train` and `eval`, and prints these commands. The experiments and the
+published files of their corpora are data (configs/paper/experiments.toml). The files of a corpus
+are found in the user's directory in any published form, and compared with the published ones.
 """
 
 import contextlib
 import difflib
+import glob
+import hashlib
 import json
 import shlex
 import sys
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from data_pipeline.errors import counted
+from data_pipeline.errors import DataError, counted, printable
 from data_pipeline.system.files import write_file
-from txl_dist.cli.experiments import (
-    Experiment,
-    FoundFiles,
-    count_differences,
-    experiments,
-    find_published,
-    read_experiments,
-)
 from txl_dist.cli.options import AsJson, Overrides, path_argument, print_result
+from txl_dist.config.named_configs import configs_directory
 from txl_dist.errors import ConfigError
 
+if TYPE_CHECKING:
+    from data_pipeline.shards.manifest import ShardManifest
+
 RESULT = "reproduction.json"
-SMALL_MODEL = ("n_layer=2", "d_model=64", "n_head=2", "d_head=32", "d_inner=128")
 SHRUNK = (
-    *(f"model.{setting}" for setting in SMALL_MODEL),
-    *("data.num_lanes=4", "data.tgt_len=32", "training.num_steps=20"),
+    *("model.n_layer=2", "model.d_model=64", "model.n_head=2", "model.d_head=32"),
+    *("model.d_inner=128", "data.num_lanes=4", "data.tgt_len=32", "training.num_steps=20"),
     *("optimizer.warmup_steps=0", "optimizer.averaging_start_step=1"),
     *("evaluation.max_tokens=2000", "tracking.enabled=false"),
 )
-"""What --shrink changes in the config of an experiment, besides a memory of 32 tokens."""
+"""What --shrink changes in every config, besides the length of the memory."""
 SHRUNK_LENGTHS = {"tgt_len": 128, "mem_len": 32}
 """The largest lengths of the evaluation with --shrink."""
 NOTE_OF_SHRUNK = "a smoke run of a tiny model (--shrink): NO REPRODUCTION, its score means nothing"
 
 
-DataOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Directory of the published files, or an archive, as published.",
-        parser=path_argument,
-    ),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="For dataset, run and result. Default: runs/NAME, or runs/NAME-shrunk.",
-        parser=path_argument,
-    ),
-]
-DryRunOption = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Check the files and the config, print the commands, stop."),
-]
-ShrinkOption = Annotated[
-    bool,
-    typer.Option(
-        "--shrink",
-        help="A smoke run on a laptop: prepares all of --data, which may be a sample of the "
-        "corpus, and trains a tiny model for 20 steps. Its score means nothing.",
-    ),
-]
-ListOption = Annotated[
-    bool, typer.Option("--list", help="List the experiments, and the rows without one.")
-]
+# --- the experiments and their files --------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One form in which the files of a corpus are published."""
+
+    inputs: dict[str, str]
+    """Path or pattern by split, below the directory that the user gives, or in the archive. `all`:
+    a file that the recipe cuts into splits."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Name, or names in braces -> published digest (ALGORITHM:HEX, of hashlib); "": not known."""
+    archive: str = ""
+    """Name or pattern of the archive that has the inputs, without the folder that contains all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The published files of a corpus, and how they become a dataset."""
+
+    recipe: str
+    layouts: tuple[Layout, ...]
+    """The first one that is there is used."""
+    source: str
+    """Where to get the files."""
+    format: str = "text"
+    tokens: dict[str, int] = field(default_factory=dict)
+    """By split, as published, with the line ends of word models; {} if not known."""
+    words: int | None = None
+    """Of the vocabulary, as published, with the line end; None if not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One row of the paper's tables."""
+
+    corpus: Corpus
+    metric: Literal["perplexity", "bits_per_character"]
+    lengths: dict[str, int]
+    """tgt_len, mem_len and clamp_len of the evaluation; same_length is always on."""
+    config: str
+    """Name of the config, as in `txl config list`."""
+    settings: tuple[str, ...] = ()
+    """What the row changes in the config."""
+    split: str = "test"
+    """Of which the paper's result is."""
+    published: float | None = None
+    """None: the paper has none."""
+    table: str = ""
+    ours: str = ""
+    """What the paper does not say, so that it was chosen here."""
+
+
+@dataclass(frozen=True)
+class Experiments:
+    """Those that can be run, and the rows of the paper's tables that cannot, with the reason."""
+
+    possible: Mapping[str, Experiment]
+    impossible: Mapping[str, str]
+
+
+@cache
+def read_experiments() -> Experiments:
+    """Read the file of the package."""
+    from pydantic import TypeAdapter
+
+    path = configs_directory() / "paper" / "experiments.toml"
+    content = tomllib.loads(path.read_text("utf-8"))
+    for name, values in content["experiments"].items():
+        values.setdefault("config", f"paper/{name}")
+        values["corpus"] = content["corpora"][values["corpus"]]
+    possible = TypeAdapter(dict[str, Experiment]).validate_python(content["experiments"])
+    return Experiments(possible, content["impossible"])
+
+
+def experiments() -> Mapping[str, Experiment]:
+    """All experiments that can be run, by name."""
+    return read_experiments().possible
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFiles:
+    """The files of one layout of a corpus, in one directory."""
+
+    directory: Path
+    layout: Layout
+
+    def files(self, split: str) -> list[Path]:
+        """The files that have the split: of an archive, the archive."""
+        pattern = self.layout.archive or self.layout.inputs[split]
+        return sorted(filter(Path.is_file, self.directory.glob(pattern)))
+
+    def inputs(self) -> list[str]:
+        """The inputs of `txl prepare`: SPLIT=PATH, or one path in which it finds the splits."""
+        inputs = []
+        for split, pattern in self.layout.inputs.items():
+            files = self.files(split)
+            if self.layout.archive:
+                archive = str(files[0])
+                path = f"{glob.escape(archive) if '*' in pattern else archive}/{pattern}"
+            elif len(files) == 1:
+                path = str(files[0])
+            else:
+                path = f"{glob.escape(str(self.directory))}/{pattern}"
+            inputs.append(path if split == "all" else f"{split}={path}")
+        return inputs
+
+    def differences(self) -> Iterator[str]:
+        """What is not as published: files that are missing, and their digests."""
+        from braceexpand import braceexpand
+
+        found = {path.name: path for split in self.layout.inputs for path in self.files(split)}
+        digests = {
+            name: digest
+            for names, digest in self.layout.files.items()
+            for name in braceexpand(names)
+        }
+        if missing := [name for name in digests if name not in found]:
+            listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            yield f"{len(missing)} of {len(digests)} files are missing: {listed}"
+        for name in filter(found.get, filter(digests.get, digests)):
+            algorithm, _, expected = digests[name].partition(":")
+            with found[name].open("rb") as file:
+                digest = hashlib.file_digest(file, algorithm).hexdigest()
+            if digest != expected:
+                yield (
+                    f"{name} has {algorithm} {digest[:12]}..., the published file has "
+                    f"{expected[:12]}..."
+                )
+
+
+def find_published(corpus: Corpus, given: Path) -> FoundFiles:
+    """The files of the first layout that is complete in `given`, or in one folder below it.
+
+    `given` can also be one of those files. Raises DataError if there are none, or if several
+    folders have them.
+    """
+    if not given.exists():
+        raise DataError(
+            f"{printable(str(given))}: there is no such file or directory. --data is the directory "
+            f"of the published files of {corpus.source}"
+        )
+    directory = given.parent if given.is_file() else given
+    # Archives may have folders above their files.
+    places = [directory, *sorted(path for path in directory.glob("*/") if path.is_dir())]
+    shown = printable(str(given))
+    for layout in corpus.layouts:
+        complete = []
+        for found in (FoundFiles(place, layout) for place in places):
+            files = [found.files(split) for split in layout.inputs]
+            if all(files) and (given.is_dir() or any(given in of_split for of_split in files)):
+                complete.append(found)
+        if len(complete) > 1 and complete[0].directory != directory:
+            names = [printable(str(each.directory)) for each in complete]
+            raise DataError(
+                f"{shown} has files of {corpus.source} in several folders: {', '.join(names)}. "
+                f"Give one of them: --data {names[0]}"
+            )
+        if complete:
+            return complete[0]
+    forms = (layout.archive or ", ".join(layout.inputs.values()) for layout in corpus.layouts)
+    expected = "; or ".join(forms)
+    raise DataError(f"{shown} must hold the published files of {corpus.source}: {expected}")
+
+
+def count_differences(corpus: Corpus, manifest: "ShardManifest") -> Iterator[str]:
+    """Tokens and vocabulary that differ from the published ones, in whatever files they came."""
+    for split, published in corpus.tokens.items():
+        entry = manifest.splits.get(split)
+        tokens = entry.tokens if entry else 0
+        if tokens != published:
+            yield f"{split} has {tokens:,} tokens, the published {published:,}"
+    words = manifest.vocab_size - 1  # without the end of a document
+    if corpus.words is not None and words != corpus.words:
+        yield f"the vocabulary has {words:,} words, the published {corpus.words:,}"
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What one `txl reproduce` does."""
+
+    name: str
+    experiment: Experiment
+    found: FoundFiles
+    out: Path
+    own_overrides: tuple[str, ...] = ()
+    """Of the user; they are the last ones, and count."""
+    is_shrunk: bool = False
+    vocab_size: int | None = None
+    """Of the dataset, once it is prepared."""
+    on: str = "ray"
+    ranks: int = 1
+    workers: int = 1
+
+    @property
+    def dataset(self) -> Path:
+        return self.out / "data"
+
+    def settings(self, overrides: tuple[str, ...]) -> list[str]:
+        """All overrides of the config."""
+        places = (f"directory={self.out / 'run'}", f"data.path={self.dataset}")
+        return [*places, *self.experiment.settings, *overrides]
+
+    def overrides(self) -> tuple[str, ...]:
+        """What --shrink and the user change in the settings of the row."""
+        if not self.is_shrunk:
+            return self.own_overrides
+        shrunk = SHRUNK
+        if "model.mem_len=0" not in self.experiment.settings:  # a row without memory stays one
+            shrunk = (*shrunk, "model.mem_len=32")
+        if self.vocab_size is not None:
+            from txl_dist.config.config_file import load_run_config
+
+            # A sample of the corpus has fewer words, and cannot have all cutoffs.
+            settings = self.settings((*shrunk, *self.own_overrides))
+            cutoffs = load_run_config(self.experiment.config, settings).model.cutoffs
+            possible = [str(cutoff) for cutoff in cutoffs if cutoff < self.vocab_size]
+            if len(possible) < len(cutoffs):
+                shrunk = (*shrunk, f"model.cutoffs=[{','.join(possible)}]")
+        return (*shrunk, *self.own_overrides)
+
+    def commands(self) -> dict[str, list[str]]:
+        """The words of each txl command, by its name."""
+        row, corpus = self.experiment, self.experiment.corpus
+        options: list[object] = []
+        for key, length in row.lengths.items():
+            most = SHRUNK_LENGTHS.get(key, length) if self.is_shrunk else length
+            options += [f"--{key.replace('_', '-')}", min(length, most)]
+        commands: dict[str, list[object]] = {
+            "prepare": [
+                *("prepare", *self.found.inputs(), "--format", corpus.format),
+                *("--recipe", corpus.recipe, "--out", self.dataset, "--workers", self.workers),
+            ],
+            "train": [
+                *("train", row.config, *self.settings(self.overrides())),
+                *("--on", self.on, "--ranks", self.ranks),
+            ],
+            "eval": [
+                *("eval", self.out / "run", self.dataset, "--split", row.split, *options),
+                *("--same-length", "--on", self.on, "--workers", self.ranks, "--resume"),
+                *("--out", self.out / row.split),
+            ],
+        }
+        return {name: [str(word) for word in words] for name, words in commands.items()}
+
+    def comparison(self, result: dict[str, Any], differences: list[str]) -> dict[str, Any]:
+        """The content of the result file. A token of enwik8 and text8 is a character there."""
+        row = self.experiment
+        key = "perplexity" if row.metric == "perplexity" else "bits_per_token"
+        return {
+            "experiment": self.name,
+            "split": row.split,
+            "metric": row.metric,
+            "score": result[key],
+            "published": row.published,
+            "source": f"arXiv:1901.02860, {row.table}" if row.table else None,
+            "shrunk": self.is_shrunk,
+            "overrides": [*self.overrides()],
+            "chosen_here": row.ours or None,
+            "not_the_papers_data": differences,
+            "evaluation": result,
+        }
 
 
 def reproduce(
     name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, see --list.")] = "",
     overrides: Overrides = None,
-    data: DataOption = None,
-    out: OutOption = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of the published files, or an archive, as published.",
+            parser=path_argument,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="For dataset, run and result. Default: runs/NAME, or runs/NAME-shrunk.",
+            parser=path_argument,
+        ),
+    ] = None,
     on: Annotated[str, typer.Option(help="As for txl train and txl eval.")] = "ray",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks and evaluation workers.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes of the preparation.")] = 1,
-    dry_run: DryRunOption = False,
-    shrink: ShrinkOption = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check the files and the config, print the commands, stop."),
+    ] = False,
+    shrink: Annotated[
+        bool,
+        typer.Option(
+            "--shrink",
+            help="A smoke run on a laptop: prepares all of --data, which may be a sample of the "
+            "corpus, and trains a tiny model for 20 steps. Its score means nothing.",
+        ),
+    ] = False,
     as_json: AsJson = False,
-    list_: ListOption = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the experiments, and the rows without one.")
+    ] = False,
 ) -> None:
     """Prepare, train and evaluate one of the paper's experiments.
 
@@ -113,29 +374,25 @@ def reproduce(
         experiment=experiment,
         found=find_published(experiment.corpus, data),
         out=out or Path("runs", f"{name}-shrunk" if shrink else name),
-        overrides=(*(SHRUNK if shrink else ()), *shrunk_memory(experiment, shrink=shrink)),
         own_overrides=tuple(overrides or ()),
         is_shrunk=shrink,
+        on=on,
+        ranks=ranks,
+        workers=workers,
     )
-    commands = plan.commands(on=on, ranks=ranks, workers=workers)
     if dry_run:
-        _print_dry_run(plan, commands, as_json=as_json)
+        _print_dry_run(plan, as_json=as_json)
         return
     # With --json only the result goes to standard output.
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-        _run_command(commands["prepare"])
+        _run_command(plan.commands()["prepare"])
         manifest = load_manifest(plan.dataset)
-        differences = [
-            *plan.found.differences(),
-            *count_differences(experiment.corpus, manifest),
-        ]
+        differences = [*plan.found.differences(), *count_differences(experiment.corpus, manifest)]
         for difference in differences:  # before hours of training
             print(f"not the paper's data: {difference}", file=sys.stderr)
-        if shrink:
-            plan = plan.for_vocabulary(manifest.vocab_size)
-            commands = plan.commands(on=on, ranks=ranks, workers=workers)
-        _run_command(commands["train"])
-        _run_command(commands["eval"])
+        plan = replace(plan, vocab_size=manifest.vocab_size)
+        _run_command(plan.commands()["train"])
+        _run_command(plan.commands()["eval"])
     result = json.loads((plan.out / experiment.split / RESULT_NAME).read_text())
     comparison = plan.comparison(result, differences)
     write_file(plan.out / RESULT, f"{json.dumps(comparison, indent=1)}\n".encode())
@@ -153,108 +410,22 @@ def _find_experiment(name: str) -> Experiment:
     return known.possible[name]
 
 
-def shrunk_memory(experiment: Experiment, *, shrink: bool) -> tuple[str, ...]:
-    """A row without memory stays one."""
-    has_memory = "model.mem_len=0" not in experiment.settings
-    return ("model.mem_len=32",) if shrink and has_memory else ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What one `txl reproduce` does."""
-
-    name: str
-    experiment: Experiment
-    found: FoundFiles
-    out: Path
-    overrides: tuple[str, ...]
-    """Of --shrink."""
-    own_overrides: tuple[str, ...]
-    """Of the user; they are the last ones, and count."""
-    is_shrunk: bool
-
-    @property
-    def dataset(self) -> Path:
-        return self.out / "data"
-
-    def settings(self) -> list[str]:
-        """All overrides of the config."""
-        places = (f"directory={self.out / 'run'}", f"data.path={self.dataset}")
-        return [*places, *self.experiment.settings, *self.overrides, *self.own_overrides]
-
-    def for_vocabulary(self, vocab_size: int) -> "Plan":
-        """The plan with the cutoffs that a sample of the corpus, with fewer words, can have."""
-        from txl_dist.config.config_file import load_run_config
-
-        cutoffs = load_run_config(self.experiment.config, self.settings()).model.cutoffs
-        possible = [cutoff for cutoff in cutoffs if cutoff < vocab_size]
-        if len(possible) == len(cutoffs):
-            return self
-        listed = ",".join(map(str, possible))
-        return replace(self, overrides=(*self.overrides, f"model.cutoffs=[{listed}]"))
-
-    def lengths(self) -> dict[str, int]:
-        most = SHRUNK_LENGTHS if self.is_shrunk else {}
-        lengths = self.experiment.lengths.items()
-        return {key: min(length, most.get(key, length)) for key, length in lengths}
-
-    def commands(self, *, on: str, ranks: int, workers: int) -> dict[str, list[str]]:
-        """The words of each txl command, by its name."""
-        corpus, split = self.experiment.corpus, self.experiment.split
-        options = [(f"--{key.replace('_', '-')}", n) for key, n in self.lengths().items()]
-        prepare = ("prepare", *self.found.inputs(), "--format", corpus.format)
-        train = ("train", self.experiment.config, *self.settings(), "--on", on, "--ranks", ranks)
-        evaluate = ("eval", self.out / "run", self.dataset, "--split", split)
-        commands: dict[str, tuple[object, ...]] = {
-            "prepare": (
-                *(*prepare, "--recipe", corpus.recipe),
-                *("--out", self.dataset, "--workers", workers),
-            ),
-            "train": train,
-            "eval": (
-                *(*evaluate, *(word for option in options for word in option), "--same-length"),
-                *("--on", on, "--workers", ranks, "--resume", "--out", self.out / split),
-            ),
-        }
-        return {name: [str(word) for word in words] for name, words in commands.items()}
-
-    def comparison(self, result: dict[str, Any], differences: list[str]) -> dict[str, Any]:
-        """The content of the result file. A token of enwik8 and text8 is a character there."""
-        row = self.experiment
-        key = "perplexity" if row.metric == "perplexity" else "bits_per_token"
-        return {
-            "experiment": self.name,
-            "split": row.split,
-            "metric": row.metric,
-            "score": result[key],
-            "published": row.published,
-            "source": f"arXiv:1901.02860, {row.table}" if row.table else None,
-            "shrunk": self.is_shrunk,
-            "overrides": [*self.overrides, *self.own_overrides],
-            "chosen_here": row.ours or None,
-            "not_the_papers_data": differences,
-            "evaluation": result,
-        }
-
-
-def _print_dry_run(plan: Plan, commands: dict[str, list[str]], *, as_json: bool) -> None:
+def _print_dry_run(plan: Plan, *, as_json: bool) -> None:
     from txl_dist.config.config_file import load_run_config
 
-    load_run_config(plan.experiment.config, plan.settings())
-    differences = [*plan.found.differences()]
-    files = [str(path) for split in plan.found.layout.inputs for path in plan.found.files(split)]
-    shown = [f"$ txl {shlex.join(words)}" for words in commands.values()]
-    content = {
+    load_run_config(plan.experiment.config, plan.settings(plan.overrides()))
+    content: dict[str, Any] = {
         "experiment": plan.name,
-        "commands": [["txl", *words] for words in commands.values()],
-        "files": files,
-        "not_the_papers_data": differences,
+        "commands": [["txl", *words] for words in plan.commands().values()],
+        "files": [str(p) for split in plan.found.layout.inputs for p in plan.found.files(split)],
+        "not_the_papers_data": [*plan.found.differences()],
         "shrunk": plan.is_shrunk,
     }
+    files = content["files"]
     lines = [
-        *shown,
+        *(f"$ {shlex.join(words)}" for words in content["commands"]),
         f"found {counted(len(files), 'file')}, such as {files[0]}",
-        *(f"not the paper's data: {each}" for each in differences),
+        *(f"not the paper's data: {each}" for each in content["not_the_papers_data"]),
         *([f"settings chosen here: {plan.experiment.ours}"] if plan.experiment.ours else []),
         *([NOTE_OF_SHRUNK] if plan.is_shrunk else []),
         "the config is valid; nothing was started",
@@ -275,18 +446,16 @@ def _run_command(words: list[str]) -> None:
 def _text_of(comparison: dict[str, Any]) -> str:
     published, score, source = (comparison[key] for key in ("published", "score", "source"))
     paper = "no result" if published is None else f"{published} ({source})"
-    overrides = [" ".join(comparison["overrides"])] if comparison["overrides"] else []
-    chosen = [comparison["chosen_here"]] if comparison["chosen_here"] else []
-    shrunk = [f"  {NOTE_OF_SHRUNK}"] if comparison["shrunk"] else []
+    overrides, chosen = " ".join(comparison["overrides"]), comparison["chosen_here"]
     lines = [
         f"{comparison['experiment']}, {comparison['split']}, "
         f"{comparison['metric'].replace('_', ' ')}",
-        *shrunk,
+        *([f"  {NOTE_OF_SHRUNK}"] if comparison["shrunk"] else []),
         f"  this run   {'out of range' if score is None else f'{score:.4f}'}",
         f"  the paper  {paper}",
         *(f"  not the paper's data: {each}" for each in comparison["not_the_papers_data"]),
-        *(f"  not the paper's settings: {each}" for each in overrides),
-        *(f"  not in the paper, chosen here: {each}" for each in chosen),
+        *([f"  not the paper's settings: {overrides}"] if overrides else []),
+        *([f"  not in the paper, chosen here: {chosen}"] if chosen else []),
         f"  protocol: {comparison['evaluation']['protocol']}",
     ]
     return "\n".join(lines)

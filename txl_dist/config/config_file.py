@@ -11,17 +11,17 @@ in the file would win over that of another recipe.
 """
 
 import ast
-import dataclasses
 import difflib
 import inspect
 import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from data_pipeline.system.remote_path import dataset_path
 from txl_dist.config import optimizer_config
@@ -174,15 +174,12 @@ class _Source:
         return next((self._origins[key] for key in above if key in self._origins), str(self.path))
 
 
-def _sections() -> dict[str, type]:
-    """The class of each section by its name."""
-    classes = {name: info.annotation for name, info in RunConfig.model_fields.items()}
-    return {
-        name: each
-        for name, each in classes.items()
-        if isinstance(each, type)
-        and (issubclass(each, BaseModel) or dataclasses.is_dataclass(each))
-    }
+@cache
+def _legal_keys() -> dict[str, list[str]]:
+    """The names of the settings of each section by its name; those of the top level by ""."""
+    values = RunConfig.model_validate(_REQUIRED).model_dump()
+    sections = {name: [*section] for name, section in values.items() if isinstance(section, dict)}
+    return {"": [*values], **sections}
 
 
 def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +187,7 @@ def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
 
     A section without any setting is YAML's null: all its settings may be in comments.
     """
-    sections = _sections()
+    sections = _legal_keys()
     result = {key: {} if key in sections and it is None else it for key, it in value.items()}
     model = result.get("model")
     recipe = model.get("recipe") if isinstance(model, dict) else None
@@ -241,29 +238,18 @@ def _rule(error: Mapping[str, Any]) -> str:
 
 def _nearest_key(path: KeyPath) -> str:
     """A hint for an unknown key: a similar one in its section, or the same one in another."""
-    legal = _legal_keys()
-    section, name = path[:-1], str(path[-1])
+    section, name, legal = path[:-1], str(path[-1]), _legal_keys()
+    siblings = legal.get(dotted(section), [])
     if section[:2] == ("data", "mixture"):
-        legal += [(*map(str, section), key) for key in CorpusConfig.model_fields]
-    siblings = [key[-1] for key in legal if key[:-1] == section]
-    nearest = difflib.get_close_matches(name, siblings, n=1)
-    if nearest:
+        siblings = [*CorpusConfig.model_fields]
+    if nearest := difflib.get_close_matches(name, siblings, n=1):
         return f"did you mean {dotted((*section, nearest[0]))}?"
-    last_part = {".".join(key): key[-1] for key in legal}
-    same = [full for full, last in last_part.items() if name in (last, full)]
-    if same:  # It is a key of another section, or was written as `a.b: value`.
-        return f"did you mean {same[0]}?" + (" Sections are nested." if same[0] == name else "")
+    for other, keys in legal.items():
+        for key in keys:  # It is a key of another section, or was written as `a.b: value`.
+            full = f"{other}.{key}" if other else key
+            if name in (key, full):
+                return f"did you mean {full}?" + (" Sections are nested." if full == name else "")
     return f"valid here: {', '.join(siblings)}"
-
-
-def _legal_keys() -> list[tuple[str, ...]]:
-    keys: list[tuple[str, ...]] = [(name,) for name in RunConfig.model_fields]
-    for name, section in _sections().items():
-        if issubclass(section, BaseModel):
-            keys += [(name, inner) for inner in section.model_fields]
-        elif dataclasses.is_dataclass(section):
-            keys += [(name, inner.name) for inner in dataclasses.fields(section)]
-    return keys
 
 
 def _kind_of(value: Any) -> str:
@@ -341,14 +327,13 @@ def starting_file(
 def _settings(given: dict[str, Any]) -> Iterator[str]:
     """The lines of all settings; those that are not given are comments."""
     config = RunConfig.model_validate(_with_recipe(given))
-    sections = _sections()
     documentation = documentation_of(RunConfig)
     for name, value in config.model_dump(mode="json").items():
-        if name not in sections:
+        if not isinstance(value, dict):
             yield from _setting(name, value, documentation[name], indent="", in_use=name in given)
             continue
         yield from ("", f"{name}:")
-        for key, text in documentation_of(sections[name]).items():
+        for key, text in documentation_of(type(getattr(config, name))).items():
             in_use = key in given.get(name, {})
             yield from _setting(key, value[key], text, indent="  ", in_use=in_use)
 

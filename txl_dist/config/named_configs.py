@@ -98,13 +98,11 @@ def _suggestion(path: Path, name: str) -> str:
     wanted = "config" if path.is_dir() else path.stem
     if nearest := difflib.get_close_matches(wanted, files, n=1, cutoff=0.5):
         return f"; did you mean {files[nearest[0]]}?"
-    names = named_configs()
-    last_parts = {full.rpartition("/")[2]: full for full in reversed(names)}
-    similar = [full for full in names if full.rpartition("/")[2] == name]
-    similar = similar or difflib.get_close_matches(name, names, n=3)
-    similar = similar or [
-        last_parts[part] for part in difflib.get_close_matches(name, last_parts, n=3)
-    ]
+    last_parts = {full: full.rpartition("/")[2] for full in named_configs()}
+    similar = [full for full, last in last_parts.items() if last == name]
+    if not similar:
+        close = {*difflib.get_close_matches(name, [*last_parts, *last_parts.values()], n=3)}
+        similar = [full for full, last in last_parts.items() if close & {full, last}]
     if similar:
         return f", and the package has none of that name; did you mean {' or '.join(similar)}?"
     found = ", ".join(map(str, files.values())) or "none"

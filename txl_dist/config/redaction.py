@@ -1,9 +1,9 @@
 """Redaction: no password, token or key is written to a log, a dump, MLflow or a `repr`.
 
-Two things count as secret: the value of a field with a secret *name* (`api_key`, `authToken`), and
-credentials inside text (the user part of a URL, `?token=...`, `password=...`, a bearer token).
-Numbers and booleans are never hidden, so `max_tokens: 5` stays readable. Neither are corpora: the
-keys of `data.mixture` are names that the user chose, so a corpus may be called `secret-garden`.
+Two things count as secret: a text or list in a field with a secret *name* (`api_key`, `authToken`),
+and credentials inside text (the user part of a URL, `?token=...`, `password=...`, a bearer token).
+Numbers and booleans are never hidden, so `max_tokens: 5` stays readable. Sections are hidden field
+by field: those of `data.mixture` have names that the user chose, such as `secret-garden`.
 
 Not covered: a secret in a field with another name, or in free text without a keyword before it.
 """
@@ -18,7 +18,6 @@ _SECRET_WORDS = frozenset(
     {"key", "token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd"}
     | {"apikey", "apikeys", "credential", "credentials", "authorization"}
 )
-_MAPPING_OF_CORPORA = "mixture"
 # The words of `api_key`, `apiKey` and `APIKey`; so `monkey` and `tokens` are not secret names.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # A password should not contain '/' or '@' unescaped, but some do.
@@ -51,25 +50,10 @@ def redact(value: str | Mapping[str, Any]) -> str | dict[str, Any]:
 
 def redact_field(name: str, value: Any) -> Any:
     """One named value: hidden if the name is secret, otherwise with credentials inside hidden."""
-    if _is_secret_name(name) and isinstance(value, (str, bytes, list, tuple, Mapping)) and value:
+    is_secret = any(word.lower() in _SECRET_WORDS for word in _WORD.findall(name))
+    if is_secret and value and isinstance(value, (str, bytes, list, tuple)):
         return HIDDEN
-    if name == _MAPPING_OF_CORPORA and isinstance(value, Mapping):
-        # Only sections are corpora. `data.mixture.api_key=TEXT` is a mistake and stays hidden.
-        return {
-            corpus: redact(item) if _is_corpus(item) else redact_field(str(corpus), item)
-            for corpus, item in value.items()
-        }
     return _redact_inside(value)
-
-
-def _is_corpus(value: Any) -> bool:
-    """Whether a value is a section of `data.mixture`. Other sections may be named `mixture` too."""
-    return isinstance(value, Mapping) and "path" in value
-
-
-def _is_secret_name(name: str) -> bool:
-    """Whether one of the words of a field's name is `key`, `token`, ..."""
-    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(name))
 
 
 def _redact_inside(value: Any) -> Any:

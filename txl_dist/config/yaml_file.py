@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
@@ -48,13 +47,6 @@ class YamlDocument:
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
 
-class _Constructor(SafeConstructor):
-    """Dates stay text."""
-
-
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
-
-
 class _Representer(SafeRepresenter):
     def represent_str(self, text: str) -> Any:
         # Without double quotes these line ends are written unescaped, and read as spaces.
@@ -67,7 +59,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 
 def _yaml() -> YAML:
     yaml: Any = YAML(typ="safe", pure=True)  # its attributes have no declared types
-    yaml.Constructor, yaml.Representer = _Constructor, _Representer
+    yaml.Representer = _Representer
     yaml.allow_duplicate_keys = True  # `_Index` refuses them, without their values.
     yaml.default_flow_style, yaml.width = False, 100
     yaml.sort_base_mapping_type_on_output = False
@@ -130,6 +122,8 @@ class _Index:
         elif str(node.tag).endswith((":int", ":float")) and not _is_finite(node.value):
             text = f"{node.value[:40]} is not a finite decimal number; quote it if it is text"
             raise YamlTextError(text, mark)
+        elif str(node.tag).endswith(":timestamp"):
+            node.tag = _TEXT
 
     def _add_entry(self, key_node: Node, value_node: Node, path: KeyPath) -> None:
         key, mark = key_node.value, key_node.start_mark

@@ -4,7 +4,7 @@ other_programs.py: .npz of the paper's code, directory of transformers -> their 
 conversion.py:     config -> ModelConfig, tensors -> checked -> TransformerXL
 stored_model.py:   the export format (txl export, txl import), and `find_model`: a checkpoint or an
                    exported model, for evaluation and generation
-hub.py:            a directory for others (txl export --format hf), whose code is standalone/
+hub.py:            a directory for others (txl export --format hf), whose code is standalone.py
 """
 
 from pathlib import Path

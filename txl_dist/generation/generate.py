@@ -8,7 +8,7 @@ Prompts begin documents, as `prompt_tokens` encodes them. A warning names the sy
 stop strings that the vocabulary does not have.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,9 +18,8 @@ from txl_dist.config.run_config import Precision
 from txl_dist.generation.decoder import BatchDecoder
 from txl_dist.generation.text import (
     DEFAULT_BATCH_SIZE,
+    GrowingText,
     Sampling,
-    StopStrings,
-    TextDecoder,
     TextLimits,
     unknown_in_prompt,
     warn_of_unknown,
@@ -28,7 +27,7 @@ from txl_dist.generation.text import (
 from txl_dist.model.transformer_xl import TransformerXL
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GeneratedText:
     """The continuation of one prompt."""
 
@@ -50,10 +49,9 @@ def generate_tokens(
     sampling: Sampling,
     seed: int,
     end: int | None = None,
-    stop_tokens: Collection[int] = (),
     precision: Precision = "fp32",
 ) -> Iterator[int]:
-    """Token ids that follow `prompt`, without limit or until `end` or a stop token is drawn.
+    """Token ids that follow `prompt`, without limit or until `end` is drawn.
 
     The prompt can have any length above 0: the model reads it in segments of `tgt_len` tokens, as
     in training. A model without memory sees the last `tgt_len` tokens and reads them again for
@@ -64,7 +62,7 @@ def generate_tokens(
     )
     while True:
         (token,) = decoder.draw()
-        if token == end or token in stop_tokens:
+        if token == end:
             return
         yield token
 
@@ -125,8 +123,8 @@ def generate_batch(
     decoder = BatchDecoder(
         model, prompts, seeds=seeds, tgt_len=tgt_len, sampling=sampling, precision=precision
     )
-    texts = [_GrowingText(tokenizer, prompt[-1], limits) for prompt in prompts]
-    unfinished = list(texts)
+    texts = [GrowingText(tokenizer, limits, after=prompt[-1]) for prompt in prompts]
+    unfinished = texts
     while unfinished:
         for text, token in zip(unfinished, decoder.draw(), strict=True):
             text.add(token)
@@ -134,7 +132,12 @@ def generate_batch(
         if len(lanes) < len(unfinished):
             unfinished = [unfinished[lane] for lane in lanes]
             decoder.keep(lanes)
-    return [text.result() for text in texts]
+    results = []
+    for text in texts:
+        text.close()
+        assert text.finish_reason
+        results.append(GeneratedText(text.text, text.ids, len(text.ids), text.finish_reason))
+    return results
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
@@ -164,39 +167,3 @@ def require_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[in
             "that starts a document; give some text"
         )
     return tokens
-
-
-class _GrowingText:
-    """The continuation of one prompt, until a limit is reached."""
-
-    def __init__(self, tokenizer: Tokenizer, after: int, limits: TextLimits) -> None:
-        self._end, self._limits = tokenizer.end_of_document, limits
-        self._decoder = TextDecoder(tokenizer, after=after)
-        self._stop_strings = StopStrings(limits.stop)
-        self._parts: list[str] = []
-        self._ids: list[int] = []
-        self.finish_reason: Literal["end_of_document", "stop", "length"] | None = None
-
-    def add(self, token: int) -> None:
-        if token == self._end:
-            self.finish_reason = "end_of_document"
-            return
-        if token in self._limits.stop_tokens:
-            self.finish_reason = "stop"
-            return
-        self._ids.append(token)
-        self._parts.append(self._stop_strings.add(self._decoder.add(token)))
-        if self._stop_strings.found:
-            self.finish_reason = "stop"
-        elif len(self._ids) == self._limits.max_tokens:
-            self.finish_reason = "length"
-
-    def result(self) -> GeneratedText:
-        assert self.finish_reason
-        rest = "" if self._stop_strings.found else self._stop_strings.add(self._decoder.close())
-        return GeneratedText(
-            text="".join(self._parts) + rest + self._stop_strings.close(),
-            ids=self._ids,
-            num_tokens=len(self._ids),
-            finish_reason=self.finish_reason,
-        )

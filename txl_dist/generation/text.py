@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from data_pipeline.system.strict_json import JSON_DECODER
 from txl_dist.errors import DataError
@@ -217,21 +217,56 @@ class StopStrings:
         return next((len(e) for e in ends if any(s.startswith(e) for s in self._strings)), 0)
 
 
+class GrowingText:
+    """The continuation of a prompt, one token at a time, until one of its limits is reached."""
+
+    def __init__(self, tokenizer: "Tokenizer", limits: TextLimits, *, after: int | None = None):
+        """`after`: the last token of the prompt, see `TextDecoder`."""
+        self._end, self._limits = tokenizer.end_of_document, limits
+        self._decoder = TextDecoder(tokenizer, after=after)
+        self._stop_strings = StopStrings(limits.stop)
+        self.text = ""
+        self.ids: list[int] = []
+        """The tokens, without the one that ended the text."""
+        self.finish_reason: Literal["end_of_document", "stop", "length"] | None = None
+
+    def add(self, token: int) -> str:
+        """Add a token to the text; returns what is new and can no longer change."""
+        if token == self._end:
+            self.finish_reason = "end_of_document"
+        elif token in self._limits.stop_tokens:
+            self.finish_reason = "stop"
+        else:
+            self.ids.append(token)
+            new = self._stop_strings.add(self._decoder.add(token))
+            self.text += new
+            if self._stop_strings.found:
+                self.finish_reason = "stop"
+            elif len(self.ids) == self._limits.max_tokens:
+                self.finish_reason = "length"
+            return new
+        return ""
+
+    def close(self) -> str:
+        """Add what was held back for an incomplete character or a stop string, and return it."""
+        if self._stop_strings.found:
+            return ""
+        rest = self._stop_strings.add(self._decoder.close()) + self._stop_strings.close()
+        self.text += rest
+        return rest
+
+
 def stream_text(
-    tokens: Iterable[int],
-    tokenizer: "Tokenizer",
-    *,
-    after: int | None = None,
-    stop: Sequence[str] = (),
+    tokens: Iterable[int], tokenizer: "Tokenizer", limits: TextLimits, *, after: int | None = None
 ) -> Iterator[str]:
-    """The text of `tokens` as it grows, up to the first stop string. See `TextDecoder`."""
-    for string in stop:
+    """The text of `tokens` as it grows, up to a limit. See `GrowingText`."""
+    for string in limits.stop:
         warn_of_unknown(tokenizer, "stop string", string)
-    decoder, stop_strings = TextDecoder(tokenizer, after=after), StopStrings(stop)
+    growing = GrowingText(tokenizer, limits, after=after)
     for token in tokens:
-        if text := stop_strings.add(decoder.add(token)):
+        if text := growing.add(token):
             yield text
-        if stop_strings.found:
-            return
-    if text := stop_strings.add(decoder.close()) + stop_strings.close():
+        if growing.finish_reason:
+            break
+    if text := growing.close():
         yield text

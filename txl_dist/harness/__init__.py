@@ -1,7 +1,7 @@
 """Model `txl` for lm-evaluation-harness (package `lm-eval`, extra `lm-eval` of txl-dist).
 
 model.py:    the class that the harness calls: texts -> tokens, checks, results in their order
-scoring.py:  requests in batches for workers, and what a worker computes: log-likelihoods and texts
+scoring.py:  what workers do: they score and continue batches of requests
 __main__.py: the command line of the harness with model `txl`
 
 The harness finds a model when its module is imported:

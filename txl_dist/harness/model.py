@@ -8,7 +8,7 @@ One harness process makes all requests, and our workers score them (docs/decisio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +24,10 @@ from txl_dist.generation.text import Sampling, TextLimits, describe_unknown
 from txl_dist.harness.scoring import (
     GenerationRequest,
     ModelSource,
-    R,
+    Request,
     ScoringRequest,
-    Unit,
+    answer,
     batches,
-    generate_unit,
-    score_unit,
 )
 from txl_dist.model.config import ModelConfig
 
@@ -52,59 +50,32 @@ GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_
 
 
 class ModelArguments(BaseModel):
-    """The arguments of model `txl` in `--model_args`, apart from `checkpoint`."""
+    """The arguments of model `txl` in `--model_args`, apart from `checkpoint`.
+
+    Their table is in docs/how_to/evaluate_with_lm_eval.md. None: as in training.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["memory", "windowed"] | None = None
-    """What a token is scored with. `memory`: everything before it in its request, through the
-    recurrent memory, as in training and `txl eval`; requests have no longest length. `windowed`: as
-    the harness defines it for models with a context of `max_length` tokens. A window is read from
-    an empty memory; documents are cut into windows, contexts are cut at their beginning. Default:
-    `memory`, because it is how the model was trained; `windowed` for a model without memory."""
+    """None: `memory`, because it is how the model was trained; `windowed` without a memory."""
     max_length: PositiveInt | None = None
-    """Tokens of a window; default: tgt_len + mem_len, the longest attention in training."""
+    """None: tgt_len + mem_len, the longest attention in training."""
     tgt_len: PositiveInt | None = None
-    """Default: as in training."""
     mem_len: NonNegativeInt | None = None
-    """Default: as in training."""
     batch_size: PositiveInt = 1
-    """Requests per batch; `auto` is not supported."""
     max_batch_size: int | None = None
-    """Of `auto`; the harness passes it."""
+    """Of `batch_size=auto`, which is refused; the harness always passes it."""
     device: str | None = None
     """As the harness names it; None: a GPU if the worker has one."""
     workers: PositiveInt = 1
     on: str = "processes"
-    """`workers` and `on`, `precision` and `weights`: as in `txl eval`."""
     precision: Precision = "fp32"
     weights: Weights = "auto"
     add_bos_token: bool | None = None
-    """Begin every text with the end-of-document token; default: as in training."""
     prefix: str = "\n"
-    """Text before a text that has no context, for models trained without that token."""
     seed: int = 0
-    """Request i of `generate_until` draws with `seed` + i."""
     max_gen_toks: PositiveInt = 256
-    """Default of tasks."""
-
-
-def checked_arguments(arguments: dict[str, Any]) -> ModelArguments:
-    """Raises ConfigError naming the argument. On the harness's command line numbers are text."""
-    try:
-        return ModelArguments.model_validate(arguments)
-    except ValidationError as error:
-        raise ConfigError(f"model argument {first_problem(error)}") from None
-
-
-def require_one_process() -> None:
-    """Refuse torchrun and accelerate, under which every process would do all the work."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: model txl distributes the requests of one "
-            "harness process itself. Start it without torchrun or accelerate, and give workers=N "
-            "in --model_args, with on=ray or on=ADDRESS for several machines"
-        )
 
 
 @register_model("txl")
@@ -114,8 +85,17 @@ class TransformerXLModel(TemplateLM):
     def __init__(self, checkpoint: str | Path, **arguments: Any) -> None:
         """`arguments`: see ModelArguments."""
         super().__init__()
-        require_one_process()
-        self._arguments = chosen = checked_arguments(arguments)
+        # Under torchrun and accelerate every process would do all the work.
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']}: model txl distributes the requests of one "
+                "harness process itself. Start it without torchrun or accelerate, and give "
+                "workers=N in --model_args, with on=ray or on=ADDRESS for several machines"
+            )
+        try:  # on the harness's command line numbers are text
+            self._arguments = chosen = ModelArguments.model_validate(arguments)
+        except ValidationError as error:
+            raise ConfigError(f"model argument {first_problem(error)}") from None
         stored = find_model(Path(str(checkpoint)).resolve(), weights=chosen.weights)
         self.tgt_len = chosen.tgt_len or stored.tgt_len
         try:
@@ -150,10 +130,7 @@ class TransformerXLModel(TemplateLM):
         """The log-likelihood of each continuation, and whether greedy decoding gives it."""
         self._warn_of_unknown(requests, ["".join(request.args) for request in requests])
         pairs = [self._pair(request) for request in requests]
-        scores = self._run(score_unit, pairs, "loglikelihood", disable_tqdm)
-        results = [(score.log_likelihood, score.is_greedy) for score in scores]
-        self._cache("loglikelihood", requests, results)
-        return results
+        return self._cached(requests, self._run(pairs, "loglikelihood", disable_tqdm))
 
     def loglikelihood_rolling(
         self, requests: "list[Instance]", disable_tqdm: bool = False
@@ -162,19 +139,15 @@ class TransformerXLModel(TemplateLM):
         self._warn_of_unknown(requests, [request.args[0] for request in requests])
         documents = [self._windows(request.args[0]) for request in requests]
         windows = [window for document in documents for window in document]
-        scores = iter(self._run(score_unit, windows, "loglikelihood_rolling", disable_tqdm))
-        results = [sum(next(scores).log_likelihood for _ in document) for document in documents]
-        self._cache("loglikelihood_rolling", requests, results)
-        return results
+        scores = iter(self._run(windows, "loglikelihood_rolling", disable_tqdm))
+        return self._cached(requests, [sum(next(scores)[0] for _ in each) for each in documents])
 
     def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, before its first stop string."""
         seed = self._arguments.seed
         prompts = [self._prompt(request, seed + i) for i, request in enumerate(requests)]
         self._warn_of_unknown(requests, [request.args[0] for request in requests])
-        results = self._run(generate_unit, prompts, "generate_until", disable_tqdm)
-        self._cache("generate_until", requests, results)
-        return results
+        return self._cached(requests, self._run(prompts, "generate_until", disable_tqdm))
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -239,7 +212,6 @@ class TransformerXLModel(TemplateLM):
 
     def _windows(self, text: str) -> list[ScoringRequest]:
         tokens = self.tok_encode(text, add_special_tokens=False)
-        pairs: Iterable[tuple[list[int], list[int]]] = []
         if self.mode == "windowed":
             windows = get_rolling_token_windows(
                 token_list=tokens,
@@ -247,9 +219,9 @@ class TransformerXLModel(TemplateLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            pairs = map(make_disjoint_window, windows)
-        elif tokens:
-            pairs = [([self.prefix_token_id], tokens)]
+            pairs = [make_disjoint_window(window) for window in windows]
+        else:
+            pairs = [([self.prefix_token_id], tokens)] if tokens else []
         return [
             ScoringRequest(tuple(context), tuple(continuation), wants_greedy=False)
             for context, continuation in pairs
@@ -283,30 +255,24 @@ class TransformerXLModel(TemplateLM):
 
     # --- workers ------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        function: Callable[[Unit[R]], list[Any]],
-        requests: Sequence[R],
-        name: str,
-        disable_tqdm: bool,
-    ) -> list[Any]:
-        """The results of all requests, in their order."""
-        results: list[Any] = [None] * len(requests)
+    def _run(self, requests: Sequence[Request], name: str, disable_tqdm: bool) -> list[Any]:
+        """The answers to all requests, in their order."""
+        answers: list[Any] = [None] * len(requests)
         units = list(batches(self._source, requests, batch_size=self.batch_size))
-        on, num_workers = self._arguments.on, self._arguments.workers
         with (
-            open_workers(on, num_workers, use_gpus=True) as workers,
+            open_workers(self._arguments.on, self._arguments.workers, use_gpus=True) as workers,
             tqdm(total=len(requests), desc=name, disable=disable_tqdm) as progress,
         ):
-            for number, answers in workers.map(function, units):
-                for index, answer in zip(units[number].indices, answers, strict=True):
-                    results[index] = answer
-                progress.update(len(answers))
-        return results
+            for number, of_unit in workers.map(answer, units):
+                for index, each in zip(units[number].indices, of_unit, strict=True):
+                    answers[index] = each
+                progress.update(len(of_unit))
+        return answers
 
-    def _cache(self, method: str, requests: "list[Instance]", results: Sequence[Any]) -> None:
+    def _cached(self, requests: "list[Instance]", results: list[Any]) -> list[Any]:
         for request, result in zip(requests, results, strict=True):
-            self.cache_hook.add_partial(method, request.args, result)
+            self.cache_hook.add_partial(request.request_type, request.args, result)
+        return results
 
     # --- checks -------------------------------------------------------------------------------
 

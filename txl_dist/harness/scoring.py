@@ -1,4 +1,4 @@
-"""Requests in batches for workers, and what a worker computes: log-likelihoods or texts.
+"""What workers do for the harness: they score and continue batches of requests.
 
 How requests are divided into batches depends on them and on the batch size, not on the number of
 workers, which therefore cannot change a result.
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +28,6 @@ from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import EXACT_THREADS, torch_threads
 from txl_dist.sequence import SequenceReader
-
-R = TypeVar("R", "ScoringRequest", "GenerationRequest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,19 +69,24 @@ class GenerationRequest:
         return len(self.prompt)
 
 
+Request = ScoringRequest | GenerationRequest
+Answer = tuple[float, bool] | str
+"""The log-likelihood in nats, and whether greedy decoding gives the continuation; or a text."""
+
+
 @dataclass(frozen=True, slots=True)
-class Unit(Generic[R]):
-    """A batch of requests. `indices` are their places in the list of all requests."""
+class Unit:
+    """A batch of requests of one class. `indices` are their places in the list of all requests."""
 
     source: ModelSource
     indices: tuple[int, ...]
-    requests: tuple[R, ...]
+    requests: tuple[Request, ...]
 
     def __str__(self) -> str:
         return f"{len(self.indices)} harness requests, the first is number {self.indices[0]}"
 
 
-def batches(source: ModelSource, requests: Sequence[R], *, batch_size: int) -> Iterator[Unit[R]]:
+def batches(source: ModelSource, requests: Sequence[Request], *, batch_size: int) -> Iterator[Unit]:
     """Units of at most `batch_size` requests, the longest first, so that little is padded."""
     groups: dict[object, list[int]] = {}
     for index in sorted(range(len(requests)), key=lambda index: -len(requests[index])):
@@ -98,17 +100,6 @@ def batches(source: ModelSource, requests: Sequence[R], *, batch_size: int) -> I
             yield Unit(source, indices, tuple(requests[index] for index in indices))
 
 
-# Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class Likelihood:
-    """The log-likelihood of a continuation in nats, and whether greedy decoding would give it."""
-
-    log_likelihood: float
-    is_greedy: bool
-
-
 @lru_cache(maxsize=1)
 def open_model(source: ModelSource) -> tuple[TransformerXL, Tokenizer]:
     """Load the model and its tokenizer; the last one is kept. Raises CheckpointError."""
@@ -116,49 +107,47 @@ def open_model(source: ModelSource) -> tuple[TransformerXL, Tokenizer]:
     same_length = stored.config.same_length and source.mem_len > 0
     config = replace(stored.config, mem_len=source.mem_len, same_length=same_length)
     model, tokenizer = replace(stored, config=config).load_with_tokenizer()
-    return model.to(_device(source.device)), tokenizer
+    device = source.device or "cuda"  # the harness's default is cuda:0, also without a GPU
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        device = "cpu"
+    return model.to(device), tokenizer
 
 
-def _device(name: str | None) -> str:
-    """The device on this worker. The harness's default is cuda:0, also where there is no GPU."""
-    name = name or "cuda"
-    return "cpu" if name.startswith("cuda") and not torch.cuda.is_available() else name
-
-
-def score_unit(unit: Unit[ScoringRequest]) -> list[Likelihood]:
-    """The scores of all requests of a unit. Raises CheckpointError for weights that give NaN."""
-    model, _ = open_model(unit.source)
+def answer(unit: Unit) -> list[Answer]:
+    """The answers to the requests of a unit. Raises CheckpointError for weights that give NaN."""
     with torch_threads(EXACT_THREADS):
-        nats_B, is_greedy_B = _score(model, unit.requests, unit.source)
-    if not all(map(math.isfinite, nats_B)):
+        prompts = [each for each in unit.requests if isinstance(each, GenerationRequest)]
+        if prompts:
+            return [*_texts(unit.source, prompts)]
+        scores = _scores(unit.source, [r for r in unit.requests if isinstance(r, ScoringRequest)])
+    if not all(math.isfinite(log_likelihood) for log_likelihood, _ in scores):
         raise CheckpointError(
             f"{unit.source.checkpoint}: the log-likelihood of a request is NaN or Inf. The model "
             "has diverged: use an older checkpoint (txl checkpoint list RUN)"
         )
-    return [Likelihood(-nats, greedy) for nats, greedy in zip(nats_B, is_greedy_B, strict=True)]
+    return [*scores]
 
 
-def generate_unit(unit: Unit[GenerationRequest]) -> list[str]:
-    """The continuations of all prompts of a unit, which have the same sampling and limits."""
-    model, tokenizer = open_model(unit.source)
-    first = unit.requests[0]
-    with torch_threads(EXACT_THREADS):
-        texts = generate_batch(
-            model,
-            tokenizer,
-            [request.prompt for request in unit.requests],
-            seeds=[request.seed for request in unit.requests],
-            tgt_len=unit.source.tgt_len,
-            sampling=first.sampling,
-            limits=first.limits,
-            precision=unit.source.precision,
-        )
+def _texts(source: ModelSource, prompts: Sequence[GenerationRequest]) -> list[str]:
+    model, tokenizer = open_model(source)
+    texts = generate_batch(
+        model,
+        tokenizer,
+        [prompt.prompt for prompt in prompts],
+        seeds=[prompt.seed for prompt in prompts],
+        tgt_len=source.tgt_len,
+        sampling=prompts[0].sampling,
+        limits=prompts[0].limits,
+        precision=source.precision,
+    )
     return [text.text for text in texts]
 
 
-def _score(
-    model: TransformerXL, requests: tuple[ScoringRequest, ...], source: ModelSource
-) -> tuple[list[float], list[bool]]:
+# Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary
+
+
+def _scores(source: ModelSource, requests: Sequence[ScoringRequest]) -> list[tuple[float, bool]]:
+    model, _ = open_model(source)
     input_BN, target_BN = _padded(requests)
     reader = SequenceReader(
         model,
@@ -167,27 +156,22 @@ def _score(
         precision=source.precision,
     )
     wants_greedy = any(request.wants_greedy for request in requests)
-    nats_B = torch.zeros(len(requests), dtype=torch.float64)
+    log_likelihood_B = torch.zeros(len(requests), dtype=torch.float64)
     is_greedy_B = torch.ones(len(requests), dtype=torch.bool)
     for columns, hidden_BTD in reader.read_rows(input_BN):
         target_BT = target_BN[:, columns].to(reader.device)
-        nats_B += reader.nats(hidden_BTD, target_BT).double().sum(1).cpu()
+        log_likelihood_B -= reader.nats(hidden_BTD, target_BT).double().sum(1).cpu()
         if wants_greedy:
-            is_greedy_B &= _is_greedy(reader, hidden_BTD, target_BT).all(1).cpu()
-    return nats_B.tolist(), is_greedy_B.tolist()
+            is_scored_BT = target_BT != IGNORED
+            # Logits only where they are needed: a vocabulary can have many thousands of words.
+            logits_NV = reader.logits(hidden_BTD[is_scored_BT][None])[0]
+            is_greedy_BT = torch.ones_like(is_scored_BT)
+            is_greedy_BT[is_scored_BT] = logits_NV.argmax(-1) == target_BT[is_scored_BT]
+            is_greedy_B &= is_greedy_BT.all(1).cpu()
+    return [*zip(log_likelihood_B.tolist(), is_greedy_B.tolist(), strict=True)]
 
 
-def _is_greedy(reader: SequenceReader, hidden_BTD: Tensor, target_BT: Tensor) -> Tensor:
-    """Whether each target is the most likely token, [B, T]; true where there is no target."""
-    is_greedy_BT = torch.ones_like(target_BT, dtype=torch.bool)
-    is_scored_BT = target_BT != IGNORED
-    # Logits only where they are needed: a vocabulary can have many thousands of words.
-    logits_NV = reader.logits(hidden_BTD[is_scored_BT][None])[0]
-    is_greedy_BT[is_scored_BT] = logits_NV.argmax(-1) == target_BT[is_scored_BT]
-    return is_greedy_BT
-
-
-def _padded(requests: tuple[ScoringRequest, ...]) -> tuple[Tensor, Tensor]:
+def _padded(requests: Sequence[ScoringRequest]) -> tuple[Tensor, Tensor]:
     """Input and target [B, N], padded at the end. Targets in the context are IGNORED."""
     input_BN = torch.zeros((len(requests), max(map(len, requests)) - 1), dtype=torch.long)
     target_BN = torch.full_like(input_BN, IGNORED)

@@ -15,7 +15,7 @@ from tests.support.tokenizer_families import (
     LIBRARY_OF,
     tokenizer_of_family,
 )
-from txl_dist.generation.text import TextDecoder, stream_text
+from txl_dist.generation.text import TextDecoder, TextLimits, stream_text
 
 TEXTS = (EUROPEAN, JAPANESE, " two  spaces", "灰 Łódź €", "👩‍👩‍👧 e\u0301 ▁x", "<0x41> <tool_call>")
 of_family = functools.cache(tokenizer_of_family)
@@ -24,7 +24,8 @@ ids_of = st.lists(st.integers(0, 2**20), max_size=12)
 
 def streamed(tokenizer: PretrainedTokenizer, ids: list[int], cut: int = 0) -> list[str]:
     after = ids[cut - 1] if cut else None
-    return list(stream_text(iter(ids[cut:]), tokenizer, after=after))
+    decoder = TextDecoder(tokenizer, after=after)
+    return [*map(decoder.add, ids[cut:]), decoder.close()]
 
 
 @pytest.mark.parametrize("family", LIBRARY_OF)
@@ -80,7 +81,7 @@ def test_a_stop_string_of_several_tokens_ends_the_text(family: str, stop: str) -
     tokenizer = of_family(family)
     ids = tokenizer.encode(f"the sea {stop} is far").tolist()
     assert len(tokenizer.encode(stop)) > 1
-    assert "".join(stream_text(iter(ids), tokenizer, stop=[stop])) == "the sea "
+    assert "".join(stream_text(iter(ids), tokenizer, TextLimits(stop=(stop,)))) == "the sea "
 
 
 @pytest.mark.parametrize("family", LIBRARY_OF)

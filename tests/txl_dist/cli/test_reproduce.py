@@ -20,8 +20,7 @@ from data_pipeline.tokenizers.training import RECIPES
 from tests.support.commands import run_txl, txl
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app
-from txl_dist.cli.experiments import Corpus, Layout, experiments, find_published
-from txl_dist.cli.reproduce import SHRUNK, Plan, shrunk_memory
+from txl_dist.cli.reproduce import SHRUNK, Corpus, Layout, Plan, experiments, find_published
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError, DataError
 
@@ -129,11 +128,26 @@ def test_a_dry_run_checks_the_config_and_starts_nothing(
     assert [*tmp_path.iterdir()] == [tmp_path / "ptb"]
 
 
+def shrunk(name: str, folder: Path, vocab_size: int | None = None) -> list[str]:
+    """The config and the overrides of its training."""
+    found = find_published(WT103, write_tokens(folder))
+    plan = Plan(
+        name=name,
+        experiment=experiments()[name],
+        found=found,
+        out=folder,
+        is_shrunk=True,
+        vocab_size=vocab_size,
+    )
+    train = plan.commands()["train"]
+    return train[1 : train.index("--on")]
+
+
 @pytest.mark.parametrize("name", experiments())
-def test_every_experiment_can_be_shrunk(name: str) -> None:
+def test_every_experiment_can_be_shrunk(name: str, tmp_path: Path) -> None:
     experiment = experiments()[name]
-    memory = shrunk_memory(experiment, shrink=True)
-    config = load_run_config(experiment.config, [*experiment.settings, *SHRUNK, *memory])
+    config_name, *settings = shrunk(name, tmp_path)
+    config = load_run_config(config_name, settings)
     original = load_run_config(experiment.config, experiment.settings)
     assert (config.model.mem_len == 0) == (original.model.mem_len == 0)
     assert config.model.distance_encoding == original.model.distance_encoding
@@ -148,18 +162,7 @@ def test_every_experiment_can_be_shrunk(name: str) -> None:
 def test_a_sample_of_a_corpus_can_be_shrunk(
     vocab_size: int, cutoffs: tuple[int, ...], tmp_path: Path
 ) -> None:
-    write_tokens(tmp_path)
-    plan = Plan(
-        name="wt103-base",
-        experiment=experiments()["wt103-base"],
-        found=find_published(WT103, tmp_path),
-        out=tmp_path,
-        overrides=SHRUNK,
-        own_overrides=(),
-        is_shrunk=True,
-    ).for_vocabulary(vocab_size)
-    _, config, *settings = plan.commands(on="processes", ranks=1, workers=1)["train"]
-    settings = settings[: settings.index("--on")]
+    config, *settings = shrunk("wt103-base", tmp_path, vocab_size)
     loaded = load_run_config(config, [*settings, f"model.vocab_size={vocab_size}"])
     assert loaded.model.cutoffs == cutoffs
 

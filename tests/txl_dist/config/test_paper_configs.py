@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from txl_dist.cli.experiments import experiments
+from txl_dist.cli.reproduce import experiments
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL

@@ -36,10 +36,9 @@ def test_secrets_in_text_are_hidden(text: str, expected: str) -> None:
 def test_counts_are_not_secrets() -> None:
     counts = {"max_tokens": 5, "num_keys": 2, "tokens": "a", "token": 3, "tokenizer": "byte"}
     assert redact(counts) == counts
-    assert redact({"apiToken": "x", "Password": "y", "a": {"secret": {"b": 1}}, "key": None}) == {
+    assert redact({"apiToken": "x", "a": {"Password": "y", "secrets": ["z"]}, "key": None}) == {
         "apiToken": "***",
-        "Password": "***",
-        "a": {"secret": "***"},
+        "a": {"Password": "***", "secrets": "***"},
         "key": None,
     }
 

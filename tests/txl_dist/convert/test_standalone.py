@@ -24,19 +24,19 @@ from data_pipeline.tokenizers.byte_char_word import LINE_END, UNKNOWN_WORD, Word
 from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.pretrained import HARD_STRINGS
 from tests.support.small_models import MODERN, SHORT_AND_LONG, VOCAB_SIZE, random_text, small_model
-from txl_dist.convert.hub import write_for_hub
-from txl_dist.convert.standalone import (
+from txl_dist.convert import standalone
+from txl_dist.convert.hub import (
+    ENCODINGS,
     FILE_NAME,
-    MODULES_OF_KIND,
+    MEMORIES,
     require_supported,
-    source_for,
-    text,
+    write_for_hub,
 )
 from txl_dist.convert.stored_model import Reading
 from txl_dist.errors import ConfigError
 from txl_dist.generation.generate import generate_texts
 from txl_dist.generation.text import Sampling, TextLimits
-from txl_dist.model.choices import DISTANCE_ENCODINGS, MEMORY_KINDS
+from txl_dist.model.choices import DISTANCE_ENCODINGS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -56,9 +56,6 @@ CASES: dict[str, dict[str, Any]] = {
     "absolute": {"distance_encoding": "absolute", "mem_len": 0},
     "shaw": {"distance_encoding": "shaw", "clamp_len": 4},
     "alibi": {"distance_encoding": "alibi", "clamp_len": 6, "d_embed": 4},
-    "compressive": {"memory": "compressive"},
-    "compressive, modern": GENTLE | {"memory": "compressive", "compression_rate": 3},
-    "compressive without slots": {"memory": "compressive", "compressed_len": 0},
     "tokens": {"memory": "tokens"},
     "recurrent+tokens": {"memory": "recurrent+tokens", "pre_lnorm": True, "norm": "rmsnorm"},
     "recurrent+tokens, pre-norm": {"memory": "recurrent+tokens", "pre_lnorm": True},
@@ -170,16 +167,15 @@ def test_the_same_in_a_process_in_which_this_project_cannot_be_imported(tmp_path
         alone("import txl_dist", tmp_path)
 
 
-def test_every_kind_of_memory_and_encoding_is_compared() -> None:
+def test_every_memory_and_encoding_that_can_be_exported_is_compared() -> None:
     configs = [ModelConfig(**({"vocab_size": VOCAB_SIZE} | options)) for options in CASES.values()]
-    kinds = [name for name, facts in MEMORY_KINDS.items() if "txl_dist" in facts.implementation]
-    assert {config.memory for config in configs} == {*kinds} == {*MODULES_OF_KIND}
-    assert {config.distance_encoding for config in configs} == {*DISTANCE_ENCODINGS}
+    assert {config.memory for config in configs} == {*MEMORIES}
+    assert {config.distance_encoding for config in configs} == {*ENCODINGS} == {*DISTANCE_ENCODINGS}
 
 
 @pytest.mark.parametrize(
     "name",
-    ["paper", "modern", "no memory", "absolute", "compressive", "recurrent+tokens"],
+    ["paper", "modern", "no memory", "absolute", "recurrent+tokens"],
 )
 def test_it_draws_the_same_tokens(name: str, tmp_path: Path) -> None:
     model = small_model(**CASES[name]).float().eval()
@@ -199,10 +195,10 @@ def test_it_draws_the_same_tokens(name: str, tmp_path: Path) -> None:
         assert drawn == ours.text
 
 
-@pytest.mark.parametrize("kind", MODULES_OF_KIND)
+@pytest.mark.parametrize("kind", MEMORIES)
 def test_a_memory_can_be_stored_and_its_rows_selected(kind: str, tmp_path: Path) -> None:
     export(tmp_path, small_model(memory=kind))
-    model, _ = text.load(tmp_path, dtype=torch.float64)
+    model, _ = standalone.load(tmp_path, dtype=torch.float64)
     first_BT, second_BT = random_text(3, 8).split(4, dim=1)
     _, memory = model(first_BT, None)
     logits_BTV, _ = model(second_BT, memory)
@@ -233,7 +229,7 @@ def tokenizers() -> dict[str, Tokenizer]:
 @pytest.mark.parametrize("name", tokenizers())
 def test_its_tokenizer_gives_the_same_ids_and_texts(name: str) -> None:
     ours = tokenizers()[name]
-    copy = text.Tokenizer(json.loads(ours.to_json()))
+    copy = standalone.Tokenizer(json.loads(ours.to_json()))
     assert (copy.end, copy.opens_documents) == (ours.end_of_document, ours.opens_documents)
     for written in TEXTS:
         ids = ours.encode(written).tolist()
@@ -242,41 +238,27 @@ def test_its_tokenizer_gives_the_same_ids_and_texts(name: str) -> None:
 
 
 def test_it_imports_nothing_but_torch_and_the_standard_library() -> None:
-    allowed = {"torch", *sys.stdlib_module_names}
-    for kind in MODULES_OF_KIND:
-        config = ModelConfig(vocab_size=VOCAB_SIZE, memory=kind)
-        source = source_for(config, written_by="tests")
-        tree = ast.parse(source)
-        modules = [
-            *(node.module for node in tree.body if isinstance(node, ast.ImportFrom)),
-            *(a.name for node in tree.body if isinstance(node, ast.Import) for a in node.names),
-        ]
-        assert {module.partition(".")[0] for module in modules} <= allowed
-        # The kind of memory of its model, and no other one.
-        assert ("class Compressive" in source) == (config.memory == "compressive")
-        assert len(source.splitlines()) < 540
-
-
-def test_a_joined_file_is_in_the_format_of_this_project(tmp_path: Path) -> None:
-    for kind in MODULES_OF_KIND:
-        config = ModelConfig(vocab_size=VOCAB_SIZE, memory=kind)
-        (tmp_path / f"{kind}.py").write_text(source_for(config, written_by="tests"))
-    for words in (("check", "--select=E,F,I,B"), ("format", "--check")):
-        command = [sys.executable, "-m", "ruff", *words, "--config=line-length=100", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+    tree = ast.parse(Path(standalone.__file__).read_text("utf-8"))
+    modules = [
+        *(node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)),
+        *(a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names),
+    ]
+    allowed = {"torch", "tokenizers", *sys.stdlib_module_names}
+    assert {str(module).partition(".")[0] for module in modules} <= allowed
 
 
 def test_what_it_cannot_compute_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="vocab_size=null"):
         require_supported(ModelConfig(vocab_size=None))
+    with pytest.raises(ConfigError, match="memory=compressive is not in the standalone file"):
+        require_supported(ModelConfig(memory="compressive"))
 
 
 def test_a_prompt_needs_a_token() -> None:
     words = WordTokenizer(WORDS, opens_documents=False)
-    tokenizer = text.Tokenizer(json.loads(words.to_json()))
+    tokenizer = standalone.Tokenizer(json.loads(words.to_json()))
     with pytest.raises(ValueError, match="the prompt has no tokens"):
-        text.generate(None, tokenizer, " ")  # type: ignore[arg-type]
+        standalone.generate(None, tokenizer, " ")  # type: ignore[arg-type]
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
@@ -284,4 +266,4 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(ValueError, match=r"model\.safetensors has sha256"):
-        text.load(tmp_path)
+        standalone.load(tmp_path)

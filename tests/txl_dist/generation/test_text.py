@@ -13,11 +13,19 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, train_tokenizer
 from tests.support.hypothesis_examples import examples
 from txl_dist.errors import DataError
-from txl_dist.generation.text import PromptLine, StopStrings, read_prompts, stream_text
+from txl_dist.generation.text import (
+    PromptLine,
+    StopStrings,
+    TextDecoder,
+    TextLimits,
+    read_prompts,
+    stream_text,
+)
 
 
-def streamed(data: bytes) -> list[str]:
-    return list(stream_text(iter(data), ByteTokenizer()))
+def streamed(data: bytes, *stop: str) -> list[str]:
+    limits = TextLimits(max_tokens=len(data) + 1, stop=stop)
+    return list(stream_text(iter(data), ByteTokenizer(), limits))
 
 
 @examples(100)
@@ -38,22 +46,18 @@ def test_an_incomplete_last_character_is_replaced() -> None:
 
 def test_the_end_of_document_token_has_no_text() -> None:
     tokenizer = ByteTokenizer()
-    tokens = [ord("a"), tokenizer.end_of_document, ord("b")]
-    assert list(stream_text(iter(tokens), tokenizer)) == ["a", "b"]
+    decoder, tokens = TextDecoder(tokenizer), [ord("a"), tokenizer.end_of_document, ord("b")]
+    assert [decoder.add(token) for token in tokens] == ["a", "", "b"]
 
 
 def test_words_are_separated_also_from_the_prompt() -> None:
     settings = PrepareSettings(tokenizer="word")
     tokenizer = train_tokenizer(settings, lambda: iter(["the cat sat\nthe end"]))
     first, *others = tokenizer.encode("the cat\nthe end").tolist()
-    assert list(stream_text(iter([first, *others]), tokenizer)) == [
-        "the",
-        " cat",
-        "\n",
-        "the",
-        " end",
-    ]
-    assert "".join(stream_text(iter(others), tokenizer, after=first)) == " cat\nthe end"
+    texts = list(stream_text(iter([first, *others]), tokenizer, TextLimits()))
+    assert texts == ["the", " cat", "\n", "the", " end"]
+    limits = TextLimits()
+    assert "".join(stream_text(iter(others), tokenizer, limits, after=first)) == " cat\nthe end"
 
 
 # --- stop strings -------------------------------------------------------------------------------
@@ -96,9 +100,8 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 
 def test_streamed_text_ends_before_the_stop_string() -> None:
     text = b"one\ntwo\n\nthree"
-    streamed = list(stream_text(iter(text), ByteTokenizer(), stop=["\n\n", "four"]))
-    assert "".join(streamed) == "one\ntwo"
-    assert "".join(stream_text(iter(text), ByteTokenizer(), stop=["\n\n\n"])) == text.decode()
+    assert "".join(streamed(text, "\n\n", "four")) == "one\ntwo"
+    assert "".join(streamed(text, "\n\n\n")) == text.decode()
 
 
 def test_an_empty_stop_string_is_refused() -> None:

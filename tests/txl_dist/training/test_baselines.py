@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import losses, train
-from txl_dist.cli.experiments import experiments
+from txl_dist.cli.reproduce import experiments
 from txl_dist.config.config_file import flatten_config, load_run_config
 from txl_dist.training.job import TrainJob
 

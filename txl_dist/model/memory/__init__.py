@@ -7,9 +7,9 @@
 
 `MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A new kind is
 a module with both, an entry in `MEMORY_KINDS` (model/choices.py), and its settings among the fields
-of `ModelConfig` (model/config.py). To leave with its models it also needs a module in
-convert/standalone and a text in analysis/model_card.py. Nothing else knows what a state holds: it
-is tensors with names, whose first dimension is the lanes. So training, checkpoints, a resume on
+of `ModelConfig` (model/config.py). For `txl export --format hf` it also needs its equations in
+convert/standalone.py and a text in analysis/model_card.py. Nothing else knows what a state holds:
+it is tensors with names, whose first dimension is the lanes. So training, checkpoints, a resume on
 other ranks and evaluation work for every kind (docs/decisions/0045-a-kind-of-memory.md).
 """
 

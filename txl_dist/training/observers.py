@@ -12,7 +12,6 @@ from txl_dist.training.observer import Observer, Observers
 from txl_dist.training.report import Report
 from txl_dist.training.speed import StragglerCheck, Utilisation
 from txl_dist.training.state import TrainState
-from txl_dist.training.system_metrics import SystemMetrics
 
 
 def build_observers(
@@ -37,7 +36,6 @@ def build_observers(
             flops_per_token=flops / data.tokens_per_step,
         ),
         StragglerCheck(world, zero_stage=config.deepspeed.zero_stage),
-        SystemMetrics(world),
         _profiler(rank),
     ]
     # Raises on all ranks.

@@ -52,10 +52,7 @@ def train_changed(
 def computed(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without those metrics."""
     left_out = (*CLOCK, *RESUMES)
-    return [
-        {k: v for k, v in line.items() if k not in left_out and not k.startswith("system/")}
-        for line in metrics(run)
-    ]
+    return [{k: v for k, v in line.items() if k not in left_out} for line in metrics(run)]
 
 
 def state_at(run: Path, step: int) -> TrainState:

@@ -143,11 +143,11 @@ def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
         time.sleep(4 if world.rank == 1 and slow == "save" else 0)
         return Snapshot(*args)
 
-    def slow_write(save: Save, snapshot: Snapshot) -> None:
+    def slow_write(save: Save, staging: Path, snapshot: Snapshot) -> None:
         for _ in range(8 if world.rank == 0 and slow == "write" else 0):
             time.sleep(1)
             save.require_useful()  # called for every block
-        write(save, snapshot)
+        write(save, staging, snapshot)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_source, "segment_pipeline", slow_segments)

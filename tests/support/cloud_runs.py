@@ -11,9 +11,9 @@ from moto.server import ThreadedMotoServer
 from data_pipeline.system import sources
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.training_runs import NO_EVALUATION
+from txl_dist.checkpoint import copies
 from txl_dist.errors import DataError
 from txl_dist.runtime.world import World
-from txl_dist.training import saving
 from txl_dist.training.loop import Trainer
 
 URL = "s3://bucket/runs/one"
@@ -37,7 +37,7 @@ def in_cloud(world: World, aws: dict[str, str], function: Callable[..., Any], *a
         for name, value in aws.items():
             patch.setenv(name, value)
         patch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
-        patch.setattr(saving, "RETRY_SECONDS", 0.2)
+        patch.setattr(copies, "RETRY_SECONDS", 0.2)
         patch.setattr(s3fs.S3FileSystem, "retries", 1)
         s3fs.S3FileSystem.clear_instance_cache()
         return function(world, *args)

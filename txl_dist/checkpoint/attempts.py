@@ -22,7 +22,6 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -99,16 +98,18 @@ class Attempt:
         else:
             path.write_bytes(data)
         self.require_newest()
-        for name in sorted(_names(self.folder), key=_order)[:-MAX_RECORDS]:
-            _remove(self.folder / name)
+        for name in _names(self.folder)[:-MAX_RECORDS]:
+            with suppress(OSError):  # the next attempt tries again
+                old = self.folder / name
+                old.unlink(missing_ok=True) if isinstance(old, Path) else old.remove()
 
     def require_newest(self) -> None:
         """Raise FencedError if the folder has a newer attempt, OSError if it cannot be listed."""
-        newest = max(_names(self.folder), key=_order, default=None)
-        if newest is None or _order(newest) <= (self.record.number, self.record.id):
+        names = _names(self.folder)
+        if not names or _order(names[-1]) <= (self.record.number, self.record.id):
             return
         # If the file cannot be read, its number alone is reason enough.
-        successor = newest_record(self.folder) or f"attempt {_order(newest)[0]} ({newest})"
+        successor = newest_record(self.folder) or f"attempt {_order(names[-1])[0]} ({names[-1]})"
         raise FencedError(
             f"this process, {self.record}, was replaced: {successor} took "
             f"over this run ({self.folder}). Stopping without touching its checkpoints. Both ran "
@@ -119,36 +120,38 @@ class Attempt:
     @property
     def is_newest(self) -> bool:
         """Whether no newer attempt is known; True if the folder cannot be listed now."""
-        with suppress(OSError):
-            try:
-                self.require_newest()
-            except FencedError:
-                return False
+        try:
+            self.require_newest()
+        except FencedError:
+            return False
+        except OSError:
+            return True
         return True
 
 
 def newest_number(folder: DatasetPath) -> int:
     """The highest number of an attempt in a folder; 0 without any. Raises OSError."""
-    return max((_order(name)[0] for name in _names(folder)), default=0)
+    names = _names(folder)
+    return _order(names[-1])[0] if names else 0
 
 
-def newest_record(folder: DatasetPath) -> AttemptRecord | None:
-    """The newest attempt of a folder; None without any, or if its file cannot be read."""
-    with suppress(OSError, ValueError):
-        name = max(_names(folder), key=_order, default=None)
-        return AttemptRecord.model_validate_json((folder / name).read_bytes()) if name else None
+def newest_record(folder: DatasetPath, *, launch_id: str | None = None) -> AttemptRecord | None:
+    """The newest attempt of a folder; None without any, or if its file cannot be read.
+
+    With `launch_id`: None also if it is of another launch.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        newest = (folder / _names(folder)[-1]).read_bytes()
+        record = AttemptRecord.model_validate_json(newest)
+        return record if launch_id in (None, record.launch_id) else None
     return None
 
 
-def newest_of_launch(folder: DatasetPath, launch_id: str) -> AttemptRecord | None:
-    """The newest attempt of a folder, if it is of this launch."""
-    newest = newest_record(folder)
-    return newest if newest is not None and newest.launch_id == launch_id else None
-
-
-def _names(folder: DatasetPath) -> Iterable[str]:
+def _names(folder: DatasetPath) -> list[str]:
+    """The files of attempts, the newest last."""
     try:
-        return [path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+        names = (path.name for path in folder.iterdir())
+        return sorted((name for name in names if _NAME.fullmatch(name)), key=_order)
     except FileNotFoundError:  # no attempt has been recorded
         return []
 
@@ -157,8 +160,3 @@ def _order(name: str) -> tuple[int, str]:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), match[2]
-
-
-def _remove(path: DatasetPath) -> None:
-    with suppress(OSError):  # the next attempt tries again
-        path.unlink(missing_ok=True) if isinstance(path, Path) else path.remove()

@@ -1,4 +1,4 @@
-"""The copies of a run's checkpoints in object storage: names, upload, download, removal.
+"""The copies of a run's checkpoints in object storage: names, download, and the uploader.
 
     URL/checkpoints/step-NNNNNNNN.ID/   the files of one save; complete if manifest.json is there
     URL/LATEST                          for people and scripts
@@ -9,12 +9,12 @@
 The name of a copy contains the id of the save: an upload that was interrupted can never be
 completed with the files of another save of the same step.
 
-Every `CopyUploader.update` uploads the checkpoints that the URL lacks, newest first. So a failed
-upload needs no record: the next update repeats it, and storage that does not respond never stops
-training. Copies are removed by the rule for the run directory (`Retention`), not because they are
-missing there: a run that has moved to an empty disk keeps its older copies. Only rank 0 uploads;
-all ranks share the run directory. An attempt that was replaced elsewhere finds a newer one at the
-URL (`attempts.py`) and changes nothing there any more.
+Every `Uploader.update` uploads the checkpoints that the URL lacks, newest first. So a failed upload
+needs no record: the next update repeats it, and storage that does not respond never stops training.
+Copies are removed by the rule for the run directory (`Retention`), not because they are missing
+there: a run that has moved to an empty disk keeps its older copies. Only rank 0 uploads; all ranks
+share the run directory. An attempt that was replaced elsewhere finds a newer one at the URL
+(`attempts.py`) and changes nothing there any more.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ import json
 import logging
 import os
 import re
-import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -41,6 +41,7 @@ from txl_dist.checkpoint.manifest import (
     CheckpointManifest,
     FileEntry,
     load_checkpoint_manifest,
+    newest_manifest,
 )
 from txl_dist.errors import CheckpointError, ConfigError, FencedError, StoreError
 from txl_dist.runtime.fault_injection import fault_point
@@ -49,8 +50,10 @@ TRACKING_STATE = "tracking.json"  # of txl_dist/tracking, which imports this pac
 RUN_FILES = ("metrics.jsonl", TRACKING_STATE, "goodput.json")
 """Files of the run directory that are copied: the metrics, which MLflow run has them, and how the
 time was spent."""
+RETRY_SECONDS = 5.0
+"""Delay between two upload attempts at the end of a run, while the object storage fails."""
 CLOSE_SECONDS = 0.5
-_NAME = re.compile(r"step-(\d{8,})\.[0-9a-f]{8,64}")
+_NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{8,64})")
 _BLOCK_BYTES = 8 * 2**20
 
 log = logging.getLogger(__name__)
@@ -119,88 +122,76 @@ class CheckpointCopies:
         (self.at(name) / MANIFEST_NAME).remove()
         self.at(name).remove()
 
-    def newest_manifest(self, names: Sequence[str]) -> tuple[str, CheckpointManifest]:
-        """The last of `names` whose manifest is readable, and this manifest.
+    def newest_manifest(self, names: Sequence[str]) -> CheckpointManifest:
+        """The last readable manifest of the copies `names`.
 
-        Raises CheckpointError if there is none.
+        Raises CheckpointError if there is none: this attempt would replace them.
         """
-        damage = []
-        for name in reversed(names):
-            try:
-                with tempfile.TemporaryDirectory() as folder:
-                    return name, self._download_manifest(name, Path(folder))
-            except CheckpointError as error:
-                damage.append(str(error))
-        raise self.all_damaged(damage)
+        try:
+            return newest_manifest([self.at(name) for name in names])
+        except CheckpointError as error:
+            raise self.all_damaged(error) from None
 
     def require_run(self, run_id: str) -> None:
         """Raise ConfigError if the copies are those of another run, which would remove them.
 
         Raises CheckpointError if no manifest says which run that is.
         """
-        if not (names := self.complete()):
-            return
-        name, manifest = self.newest_manifest(names)
-        if manifest.run_id != run_id:
+        if (names := self.complete()) and self.newest_manifest(names).run_id != run_id:
             raise ConfigError(
                 f"training.checkpoint_url={self.url} has checkpoints of another run "
-                f"({name}). Use another URL for this run, or remove them with the tools of the "
-                "object storage"
+                f"({names[-1]}). Use another URL for this run, or remove them with the tools of "
+                "the object storage"
             )
 
-    def download(self, name: str, checkpoints: CheckpointDirectory) -> Path:
+    def download(self, name: str, directory: CheckpointDirectory) -> Path:
         """Copy a complete checkpoint, the best one up to its step, and the files of the run to the
         run's directory; returns the path of the first.
 
         Each file is verified before the checkpoint gets its final name. Raises CheckpointError for
         a damaged copy. A damaged copy of the best one is logged.
         """
-        with _staged(name, checkpoints) as staging:
-            manifest = self._download_files(name, staging)
+        with self._staged(name, directory) as manifest:
             # Before the newer checkpoint is there: with it, the next start downloads nothing.
-            self._download_run_files(checkpoints.run)
-            self._download_best(manifest, checkpoints)
-            path = checkpoints.finish(_save_id(name), manifest.step)
-            checkpoints.set_pointer("LATEST", manifest.step)
+            for file in RUN_FILES:
+                with suppress(FileNotFoundError):  # tracking may be off
+                    content = (self.url / file).read_bytes()
+                    if file == TRACKING_STATE:
+                        content = _for_another_directory(content)
+                    write_file(directory.run / file, content)
+            self._download_best(manifest, directory)
+            path = directory.finish(manifest.save_id, manifest.step)
+            directory.set_pointer("LATEST", manifest.step)
         return path
 
-    def _download_best(self, newer: CheckpointManifest, checkpoints: CheckpointDirectory) -> None:
+    def _download_best(self, newer: CheckpointManifest, directory: CheckpointDirectory) -> None:
         step = newer.best_step
-        if step is None or step in (newer.step, *checkpoints.steps()):
+        if step is None or step in (newer.step, *directory.steps()):
             return
         for name in reversed([name for name in self.complete() if step_of(name) == step]):
             try:
-                with _staged(name, checkpoints) as staging:
-                    self._download_files(name, staging)
-                    checkpoints.finish(_save_id(name), step)
+                with self._staged(name, directory) as manifest:
+                    directory.finish(manifest.save_id, step)
                 return
             except CheckpointError as error:
                 log.warning("%s. The checkpoint with the best score is not there", error)
 
-    def _download_files(self, name: str, staging: Path) -> CheckpointManifest:
-        manifest = self._download_manifest(name, staging)
-        for file_name, entry in manifest.files.items():
-            with _explain_missing(self.at(name) / file_name):
-                _download(self.at(name) / file_name, staging / file_name, entry)
-        return manifest
-
-    def _download_manifest(self, name: str, folder: Path) -> CheckpointManifest:
-        source = self.at(name) / MANIFEST_NAME
-        with _explain_missing(source):
-            write_synced(folder / MANIFEST_NAME, source.read_bytes())
-        manifest = load_checkpoint_manifest(folder)
-        if copy_name(manifest) != name:
-            raise CheckpointError(f"{self.at(name)} has the manifest of {copy_name(manifest)}")
-        return manifest
-
-    def _download_run_files(self, run: Path) -> None:
-        """Copy the metrics and the tracking state to the run directory, if there are copies."""
-        for name in RUN_FILES:
-            with suppress(FileNotFoundError):  # tracking may be off
-                content = (self.url / name).read_bytes()
-                if name == TRACKING_STATE:
-                    content = _for_another_directory(content)
-                write_file(run / name, content)
+    @contextmanager
+    def _staged(self, name: str, directory: CheckpointDirectory) -> Iterator[CheckpointManifest]:
+        """Download the files of a copy into a staging directory, removed if anything fails."""
+        manifest = load_checkpoint_manifest(self.at(name))
+        try:
+            staging = directory.begin(manifest.save_id)
+            write_synced(staging / MANIFEST_NAME, manifest.to_json())
+            for file, entry in manifest.files.items():
+                try:
+                    _download(self.at(name) / file, staging / file, entry)
+                except FileNotFoundError:  # other errors may end by themselves
+                    raise CheckpointError(f"{self.at(name) / file} is missing") from None
+            yield manifest
+        except BaseException:
+            directory.remove_staging(manifest.save_id)
+            raise
 
     def unreachable(self, error: OSError) -> StoreError:
         """The error of an attempt that cannot read the URL of its checkpoints."""
@@ -211,41 +202,36 @@ class CheckpointCopies:
             "training.checkpoint_url=null"
         )
 
-    def all_damaged(self, damage: Iterable[str]) -> CheckpointError:
+    def all_damaged(self, damage: object) -> CheckpointError:
         """The error of an attempt that finds only damaged copies, and would replace them."""
         return CheckpointError(
-            f"all checkpoints at training.checkpoint_url={self.url} are damaged: "
-            f"{'; '.join(damage)}. Nothing was changed. Restore one from a backup; or begin again "
-            "with another URL, or with training.checkpoint_url=null"
+            f"all checkpoints at training.checkpoint_url={self.url} are damaged: {damage}. Nothing "
+            "was changed. Restore one from a backup; or begin again with another URL, or with "
+            "training.checkpoint_url=null"
         )
 
 
-class CopyUploader:
+class Uploader:
     """Uploads on rank 0, in a background thread."""
 
     def __init__(
-        self,
-        url: str,
-        checkpoints: CheckpointDirectory,
-        *,
-        retention: Retention,
-        attempt: Attempt | None = None,
+        self, copies: CheckpointCopies, directory: CheckpointDirectory, retention: Retention
     ) -> None:
-        self._copies, self._checkpoints = CheckpointCopies(RemotePath(url)), checkpoints
-        self._retention = retention
+        self._copies, self._directory, self._retention = copies, directory, retention
+        self._attempt: Attempt | None = None
+        """That of the run directory, at the URL."""
+        if directory.attempt is not None:
+            self._attempt = replace(directory.attempt, folder=copies.attempts)
+        self._is_added = False
+        """Whether the URL has the attempt."""
         self._sent_manifests: dict[str, bytes] = {}
         self._num_updates = 0
         self._closing = threading.Event()
         self.failure: str | None = None
         """Why the last update has failed; None if it has not."""
-        self._attempt = attempt and replace(attempt, folder=self._copies.attempts)
-        self._is_added = False
-        """Whether the URL has the attempt."""
-        self._fenced: FencedError | None = None
+        self.fenced: FencedError | None = None
+        """The URL has a newer attempt; nothing is changed there any more."""
         self._queue = BackgroundQueue("upload")
-
-    def __str__(self) -> str:
-        return str(self._copies.url)
 
     def open(self) -> None:
         """Record this attempt, and remove the copies of superseded checkpoints.
@@ -255,7 +241,7 @@ class CopyUploader:
         """
         try:
             self._add_attempt()  # only now: an attempt that is refused must not stop that run
-            newest = max(self._checkpoints.steps(), default=0)
+            newest = self._directory.newest_step() or 0
             for name in self._copies.names():
                 if step_of(name) > newest:
                     log.warning("removing %s | the run continues from step %d", name, newest)
@@ -263,26 +249,39 @@ class CopyUploader:
         except OSError as error:
             if self._attempt is None or self._attempt.previous is None:
                 raise self._copies.unreachable(error) from error
-            log.warning("%s does not respond (%s). Copies are made later", self, error.strerror)
+            reason = error.strerror
+            log.warning("%s does not respond (%s). Copies are made later", self._copies.url, reason)
 
     def update(self) -> None:
         """Upload what is missing; returns immediately."""
         self._num_updates += 1
         self._queue.submit(partial(self._try_update, self._num_updates))
 
-    @property
-    def is_fenced(self) -> bool:
-        """Whether the URL has a newer attempt; nothing is changed there any more."""
-        return self._fenced is not None
-
     def require_newest_attempt(self) -> None:
         """Raise the FencedError of the last update, if it had one. Without a request."""
-        if self._fenced is not None:
-            raise self._fenced
+        if self.fenced is not None:
+            raise self.fenced
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for the updates; returns whether all have ended."""
         return self._queue.wait(timeout_seconds)
+
+    def finish(self, timeout_seconds: float, *, retry: bool) -> str | None:
+        """Update and wait until all copies are complete; returns why they are not, or None.
+
+        With `retry`, a failed update is repeated for `timeout_seconds`. Raises FencedError.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            self.update()
+            while not (is_idle := self.wait(RETRY_SECONDS)) and time.monotonic() <= deadline:
+                pass
+            self.require_newest_attempt()
+            if not is_idle:
+                return "the uploads took too long"
+            if self.failure is None or not retry or time.monotonic() > deadline:
+                return self.failure
+            time.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
         """End the thread. An upload in progress is not completed."""
@@ -293,22 +292,23 @@ class CopyUploader:
 
     def _try_update(self, number: int) -> None:
         # A later update copies everything: slow storage must not get a queue of updates.
-        if self._closing.is_set() or self.is_fenced or number < self._num_updates:
+        if self._closing.is_set() or self.fenced or number < self._num_updates:
             return
         try:
             self._update(number)
             self.failure = None
         except FencedError as error:
-            self._fenced = error
+            self.fenced = error
         except Exception as error:  # every client library has its own error classes
+            url = self._copies.url
             if self._closing.is_set():
-                log.info("upload to %s | not completed: the same command continues it", self)
+                log.info("upload to %s | not completed: the same command continues it", url)
                 return
             reason = getattr(error, "strerror", None) or str(error)
             self.failure = f"{type(error).__name__}: {printable(reason)}"
             log.warning(
                 "upload to %s | %s. Training continues, and the next checkpoint repeats the upload",
-                self,
+                url,
                 self.failure,
             )
 
@@ -316,14 +316,14 @@ class CopyUploader:
         self._add_attempt()
         present: dict[int, str | None] = {}
         """Names of the copies by step; None: the checkpoint could not be read."""
-        for step in reversed(self._checkpoints.steps()):
+        for step in reversed(self._directory.steps()):
             if present and number < self._num_updates:
                 return  # a later update begins with a newer checkpoint
             present[step] = None
             try:
                 present[step] = self._upload(step)
             except CheckpointError as error:
-                if self._checkpoints.at(step).exists():  # else it was removed meanwhile
+                if self._directory.at(step).exists():  # else it was removed meanwhile
                     log.info("checkpoint at step %d | not copied: %s", step, error)
         if not present:
             return
@@ -345,7 +345,7 @@ class CopyUploader:
 
     def _upload(self, step: int) -> str:
         """Upload the files of a checkpoint, its manifest last; returns the name of the copy."""
-        path = self._checkpoints.at(step)
+        path = self._directory.at(step)
         with reading(path):
             manifest = load_checkpoint_manifest(path)
             name = copy_name(manifest)
@@ -369,16 +369,17 @@ class CopyUploader:
 
     def _upload_run_files(self) -> None:
         for name in RUN_FILES:
-            if (path := self._checkpoints.run / name).is_file():
+            if (path := self._directory.run / name).is_file():
                 (self._copies.url / name).write_from(path)
 
     def _prune(self, present: dict[int, str | None]) -> None:
         """Remove copies, given those of the checkpoints in the run directory."""
-        superseded = names_of(self._checkpoints.superseded())
+        superseded = names_of(self._directory.superseded())
         self._check_attempt()
         names, newest = self._copies.names(), max(present)
         steps = sorted({step_of(name) for name in names if step_of(name) <= newest})
-        obsolete = self._retention.removed(steps, kept={self._best_step()})
+        manifest = self._directory.newest_manifest()
+        obsolete = self._retention.removed(steps, kept={manifest.best_step if manifest else None})
         for name in names:
             step = step_of(name)
             # A checkpoint that cannot be read is no reason to remove its copy.
@@ -386,36 +387,6 @@ class CopyUploader:
             is_obsolete = step in obsolete and step not in present
             if is_replaced or is_obsolete or name in superseded:
                 self._copies.remove(name)
-
-    def _best_step(self) -> int | None:
-        step = self._checkpoints.newest_step()
-        with suppress(CheckpointError):
-            if step is not None:
-                return load_checkpoint_manifest(self._checkpoints.at(step)).best_step
-        return None
-
-
-def _save_id(name: str) -> str:
-    return name.partition(".")[2]
-
-
-@contextmanager
-def _staged(name: str, checkpoints: CheckpointDirectory) -> Iterator[Path]:
-    """The staging directory of a download; removed if the download fails."""
-    try:
-        yield checkpoints.begin(_save_id(name))
-    except BaseException:
-        checkpoints.remove_staging(_save_id(name))
-        raise
-
-
-@contextmanager
-def _explain_missing(source: RemotePath) -> Iterator[None]:
-    """Raise CheckpointError if an object does not exist: other errors may end by themselves."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise CheckpointError(f"{source} is missing") from None
 
 
 def _download(source: RemotePath, target: Path, entry: FileEntry) -> None:

@@ -32,7 +32,13 @@ from data_pipeline.system.files import (
     write_file,
 )
 from txl_dist.checkpoint.attempts import Attempt
-from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest, part_name
+from txl_dist.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointManifest,
+    load_checkpoint_manifest,
+    newest_manifest,
+    part_name,
+)
 from txl_dist.errors import CheckpointError, FencedError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -90,26 +96,28 @@ class CheckpointDirectory:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in ascending order."""
         # Not from LATEST, which a kill may have left one checkpoint behind.
-        if not self.path.is_dir():
+        matches = ((_NAME.fullmatch(path.name), path) for path in self._entries())
+        return sorted(int(match[1]) for match, path in matches if match and path.is_dir())
+
+    def _entries(self) -> list[Path]:
+        # Any other error is raised: a directory that cannot be listed is not an empty one.
+        try:
+            return list(self.path.iterdir())
+        except FileNotFoundError:
             return []
-        matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
-        return sorted(int(match[1]) for match in matches if match)
 
     def superseded(self) -> list[Path]:
         """The checkpoints of steps that a resume or a rollback has undone (`rewind`)."""
-        if not self.path.is_dir():
-            return []
-        return [entry for entry in self.path.iterdir() if _SUPERSEDED.fullmatch(entry.name)]
+        return [path for path in self._entries() if _SUPERSEDED.fullmatch(path.name)]
 
     def newest_step(self) -> int | None:
         """Step of the newest complete checkpoint, if there is one."""
         return max(self.steps(), default=None)
 
-    def run_id(self) -> str | None:
-        """The id of the run in its newest readable checkpoint; None without one."""
-        for step in reversed(self.steps()):
-            with suppress(CheckpointError):
-                return load_checkpoint_manifest(self.at(step)).run_id
+    def newest_manifest(self) -> CheckpointManifest | None:
+        """The manifest of the newest checkpoint that has a readable one; None without one."""
+        with suppress(CheckpointError):
+            return newest_manifest([self.at(step) for step in self.steps()])
         return None
 
     def open(self) -> None:
@@ -259,21 +267,18 @@ def reading(checkpoint: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_unless_read(path: Path) -> bool:
-    """False if another process reads the checkpoint."""
-    try:
+def _remove_unless_read(path: Path) -> None:
+    descriptor = -1
+    with suppress(OSError):  # removed by someone else, or not readable: `_remove` explains it
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # removed by someone else, or not readable: `_remove` explains it
-        _remove(path)
-        return True
     try:
-        if not try_lock(descriptor):
+        if descriptor >= 0 and not try_lock(descriptor):
             log.info("%s is being read, so it is removed later", path)
-            return False
-        _remove(path)
-        return True
+        else:
+            _remove(path)
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

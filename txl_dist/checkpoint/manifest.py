@@ -7,11 +7,13 @@ directory. A digest of the manifest itself detects edits and flipped bits.
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import (
     StrictModel,
     WrongFormatError,
@@ -25,7 +27,7 @@ from txl_dist.model.config import ModelConfig
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
-_NAMED_AFTER_STEP = re.compile(r"(?:superseded-)?step-(\d{8,})")
+_NAMED_AFTER_SAVE = re.compile(r"(?:superseded-)?step-(\d{8,})(?:\.([0-9a-f]{8,64}))?")
 
 # lt: values are used as numpy and torch int64.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -207,19 +209,25 @@ class CheckpointManifest(RunEntries):
         return manifest_bytes(self.model_dump(mode="json"))
 
 
-def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
+def load_checkpoint_manifest(checkpoint: DatasetPath) -> CheckpointManifest:
     """The validated manifest of a checkpoint. Raises CheckpointError.
 
     A directory named after a step must contain the checkpoint of that step, because the order of
-    checkpoints follows from their names.
+    checkpoints follows from their names; a copy at a URL also that save. Raises OSError if a URL
+    cannot be read.
     """
-    path = directory / MANIFEST_NAME
+    path, name, advice = checkpoint / MANIFEST_NAME, checkpoint.name, ""
+    if isinstance(checkpoint, Path):
+        name = checkpoint.absolute().name
+        advice = f". To list complete ones: txl checkpoint list {checkpoint.parent.parent}"
     try:
         manifest = load_manifest_file(path, CheckpointManifest)
     except OSError as error:
+        if not advice and not isinstance(error, FileNotFoundError):
+            raise  # the storage fails: that says nothing about the checkpoint
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): {directory} is not a complete checkpoint. "
-            f"To list complete ones: txl checkpoint list {directory.parent.parent}"
+            f"{path} cannot be read ({error.strerror}): {checkpoint} is not a complete checkpoint"
+            f"{advice}"
         ) from None
     except WrongFormatError as error:
         raise CheckpointError(
@@ -228,10 +236,24 @@ def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; it is damaged or edited") from None
-    match = _NAMED_AFTER_STEP.fullmatch(directory.absolute().name)
-    if match and int(match[1]) != manifest.step:
+    match = _NAMED_AFTER_SAVE.fullmatch(name)
+    if match and (int(match[1]) != manifest.step or match[2] not in (None, manifest.save_id)):
         raise CheckpointError(
-            f"{directory} holds the checkpoint of step {manifest.step}, according to its "
+            f"{checkpoint} holds the checkpoint of step {manifest.step}, according to its "
             f"{MANIFEST_NAME}: it was copied or renamed. Rename it to step-{manifest.step:08d}"
         )
     return manifest
+
+
+def newest_manifest(checkpoints: Sequence[DatasetPath]) -> CheckpointManifest:
+    """The manifest of the last of `checkpoints` that has a readable one.
+
+    Raises CheckpointError, which says what is wrong with each, if there is none.
+    """
+    damage = []
+    for checkpoint in reversed(checkpoints):
+        try:
+            return load_checkpoint_manifest(checkpoint)
+        except CheckpointError as error:
+            damage.append(str(error))
+    raise CheckpointError("; ".join(damage))

@@ -1,21 +1,17 @@
-"""Writes a checkpoint: every rank its own slices, rank 0 the manifest, then one rename.
+"""Writes the files of a checkpoint: every rank its own slices, rank 0 the manifest.
 
     .saving-ID.tmp/                 every rank writes, syncs and hashes its files,
     .saving-ID.tmp/part-rank-N.json and then this list of them
     .saving-ID.tmp/manifest.json    rank 0, when the parts of all ranks are there
-    step-NNNNNNNN                   by rename; then LATEST, by rename
-    .../manifest.json               replaced by rename when the step has been evaluated
 
-There are no collectives, so that a save can run in background threads. A kill at any moment leaves
-the older checkpoints unchanged. No rank gathers more than its own slices. A checkpoint with a NaN
-or an infinity is never published: the rank that has it writes no part. Nothing could resume from
-it, and older checkpoints would be removed in favour of it.
+There are no collectives, so that a save can run in background threads. No rank gathers more than
+its own slices. `Checkpoints.publish` renames the complete directory (`checkpoints.py`).
 """
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +25,7 @@ from data_pipeline.system.files import (
     write_synced,
 )
 from data_pipeline.system.strict import first_problem
-from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
+from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
@@ -44,7 +40,7 @@ from txl_dist.checkpoint.manifest import (
     rank_of,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.errors import CheckpointError, DivergedError, FencedError, LostRankError, TxlError
+from txl_dist.errors import CheckpointError, LostRankError, TxlError
 from txl_dist.runtime.fault_injection import fault_point
 
 _LOOK_SECONDS = 1.0
@@ -64,13 +60,15 @@ class CheckpointHeader(RunEntries):
 class Save:
     """One save of one rank. `save_id`, `state` and `num_ranks` are the same on all ranks."""
 
-    directory: CheckpointDirectory
     save_id: str
     """Unique among all saves: the parts of two saves are never in one directory."""
     state: Mapping[str, Any]
     """JSON with a `step`."""
     rank: int
     num_ranks: int
+    timeout_seconds: float
+    """How long rank 0 waits for a part that does not grow."""
+    mlflow_run_id: str | None = None
     require_useful: Callable[[], None] = lambda: None
     """Called often; raises an exception when the save has failed on another rank."""
 
@@ -80,43 +78,32 @@ class Save:
         step: int = self.state["step"]
         return step
 
-    def write_part(self, snapshot: Snapshot) -> None:
-        """Write this rank's files. Raises DivergedError or CheckpointError."""
-        snapshot.require_finite(step=self.step, rank=self.rank)
-        with explain_failed_save(self.directory, rank=self.rank):
-            staging = self.directory.begin(self.save_id)
-            fault_point("save/files")
-            needed, free = snapshot.num_bytes, shutil.disk_usage(staging).free
-            if free < needed:
-                raise CheckpointError(
-                    f"disk full: rank {self.rank} needs {needed:,} bytes, {free:,} are free"
-                )
-            part = snapshot.write(staging, rank=self.rank, before_block=self.require_useful)
-            # The last use of the directory: rank 0 may rename it as soon as it finds this file.
-            publish_file(staging / part_name(self.rank), part.model_dump_json().encode())
+    def write_part(self, staging: Path, snapshot: Snapshot) -> None:
+        """Write this rank's files. Raises CheckpointError if the disk has too little room."""
+        fault_point("save/files")
+        needed, free = snapshot.num_bytes, shutil.disk_usage(staging).free
+        if free < needed:
+            raise CheckpointError(
+                f"disk full: rank {self.rank} needs {needed:,} bytes, {free:,} are free"
+            )
+        part = snapshot.write(staging, rank=self.rank, before_block=self.require_useful)
+        # The last use of the directory: rank 0 may rename it as soon as it finds this file.
+        publish_file(staging / part_name(self.rank), part.model_dump_json().encode())
 
-    def publish(
-        self, header: CheckpointHeader, *, mlflow_run_id: str | None, timeout_seconds: float
-    ) -> Path:
-        """Rank 0: wait for the parts of all ranks, and publish the checkpoint; returns its path.
+    def complete(self, staging: Path, header: CheckpointHeader) -> None:
+        """Rank 0: wait for the parts of all ranks, and write the manifest.
 
-        Raises CheckpointError, also if a part is missing after `timeout_seconds`.
+        Raises CheckpointError or LostRankError if a part is missing after `timeout_seconds`.
         """
-        with explain_failed_save(self.directory, rank=self.rank):
-            staging = self.directory.staging(self.save_id)
-            self._wait_for_parts(staging, timeout_seconds)
-            fault_point("save/manifest")
-            parts = [_read_part(staging, rank) for rank in range(self.num_ranks)]
-            self._write_manifest(staging, header, parts, mlflow_run_id)
-            for rank in range(self.num_ranks):
-                (staging / part_name(rank)).unlink()
-            path = self.directory.finish(self.save_id, self.step)
-            fault_point("save/latest")
-            self.directory.set_pointer("LATEST", self.step)
-        return path
+        self._wait_for_parts(staging)
+        fault_point("save/manifest")
+        parts = [_read_part(staging, rank) for rank in range(self.num_ranks)]
+        self._write_manifest(staging, header, parts)
+        for rank in range(self.num_ranks):
+            (staging / part_name(rank)).unlink()
 
-    def _wait_for_parts(self, staging: Path, timeout_seconds: float) -> None:
-        missing = set(range(self.num_ranks))
+    def _wait_for_parts(self, staging: Path) -> None:
+        missing, timeout_seconds = set(range(self.num_ranks)), self.timeout_seconds
         num_bytes, deadline, next_look = 0, time.monotonic() + timeout_seconds, 0.0
         while missing := {rank for rank in missing if not (staging / part_name(rank)).exists()}:
             self.require_useful()
@@ -131,11 +118,7 @@ class Save:
             time.sleep(_POLL_SECONDS)
 
     def _write_manifest(
-        self,
-        staging: Path,
-        header: CheckpointHeader,
-        parts: list[RankPart],
-        mlflow_run_id: str | None,
+        self, staging: Path, header: CheckpointHeader, parts: list[RankPart]
     ) -> None:
         tokenizer = staging / TOKENIZER_NAME
         write_synced(tokenizer, header.tokenizer_json.encode())
@@ -149,7 +132,7 @@ class Save:
             **header.model_dump(include=set(RunEntries.model_fields)),
             state=dict(self.state),
             num_ranks=self.num_ranks,
-            mlflow_run_id=mlflow_run_id,
+            mlflow_run_id=self.mlflow_run_id,
             rank_of_lane=tuple(rank_of_lane[lane] for lane in range(header.num_lanes)),
             optimizer_states=tuple(sorted(states)),
             parameters=_join_slices(parts),
@@ -166,28 +149,6 @@ def update_state(directory: CheckpointDirectory, step: int, changes: Mapping[str
     manifest = load_checkpoint_manifest(path)
     updated = manifest.model_copy(update={"state": {**manifest.state, **changes}})
     write_file(path / MANIFEST_NAME, updated.to_json())
-
-
-@contextmanager
-def explain_failed_save(directory: CheckpointDirectory, *, rank: int) -> Iterator[None]:
-    """Turn errors of work on a checkpoint into a CheckpointError with the rank and advice.
-
-    If a newer attempt is the reason, into its FencedError.
-    """
-    try:
-        yield
-    except (DivergedError, FencedError, LostRankError):
-        raise
-    except Exception as error:
-        # A newer attempt removes the files that older ones are writing.
-        with suppress(OSError):
-            directory.require_newest_attempt()
-        reason = error if isinstance(error, TxlError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            f"{directory.path}: the checkpoint could not be written: rank {rank}: {reason}. Free "
-            "some space, raise a limit of file sizes, or repair the directory. "
-            f"{resume_advice(directory.run)}"
-        ) from error
 
 
 def _written_bytes(staging: Path, ranks: set[int]) -> int:

@@ -211,6 +211,23 @@ NOTICE_SECONDS = 10.0
 log = logging.getLogger("txl_dist.training")
 
 
+def do_on_rank_zero(world: World, work: Callable[[], T], *, name: str) -> T:
+    """The result of `work` of rank 0, however long it takes. Collective.
+
+    The other ranks wait in short collectives, whose limit it may exceed. Every rank raises its
+    error. `name` says what the ranks wait for.
+    """
+    queue, results = BackgroundQueue("rank zero"), list[T]()
+    try:
+        if world.is_rank_zero:
+            queue.submit(lambda: results.append(work()))
+        wait_for_queues(world, queue, name=name)
+    finally:
+        queue.close(timeout_seconds=0)
+    result: T = world.broadcast(results[0] if results else None)
+    return result
+
+
 def wait_for_queues(
     world: World,
     queue: BackgroundQueue,

@@ -37,10 +37,10 @@ from typing import Literal, TypeVar
 
 from data_pipeline.errors import counted
 from data_pipeline.system.remote_path import RemotePath
-from data_pipeline.system.workers import BackgroundQueue
-from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
+from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.checkpoint.copies import (
     CheckpointCopies,
+    copy_name,
     names_of,
     newest_local_copy,
     step_of,
@@ -50,7 +50,7 @@ from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_man
 from txl_dist.checkpoint.reader import find_damage
 from txl_dist.errors import CheckpointError, ConfigError, StoreError
 from txl_dist.runtime.process import code_description
-from txl_dist.runtime.world import World, wait_for_queues
+from txl_dist.runtime.world import World, do_on_rank_zero
 from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
@@ -202,7 +202,8 @@ class Resume:
     @property
     def _is_restart(self) -> bool:
         """Whether this launch has begun an attempt before, and no other launch has since."""
-        return newest_of_launch(self.directory.run / FOLDER, self.job.launch_id) is not None
+        folder = self.directory.run / FOLDER
+        return newest_record(folder, launch_id=self.job.launch_id) is not None
 
     @property
     def _given_path(self) -> str:
@@ -274,16 +275,7 @@ class Resume:
         return verify_point(path, self.world)
 
     def _on_rank_zero(self, work: Callable[[], T]) -> T:
-        """The result of `work` of rank 0. It may take longer than the limit of a collective."""
-        queue, results = BackgroundQueue("resume"), list[T]()
-        try:
-            if self.world.is_rank_zero:
-                queue.submit(lambda: results.append(work()))
-            wait_for_queues(self.world, queue, name="the choice or download of a checkpoint")
-        finally:
-            queue.close(timeout_seconds=0)
-        result: T = self.world.broadcast(results[0] if results else None)
-        return result
+        return do_on_rank_zero(self.world, work, name="the choice or download of a checkpoint")
 
     # --- copies at `training.checkpoint_url`: on rank 0 -----------------------------------------
 
@@ -328,7 +320,7 @@ class Resume:
             log.info("downloaded %s from %s", path, copies.at(name))
             return
         if damage and newest is None:  # a new run would replace them
-            raise copies.all_damaged(damage)
+            raise copies.all_damaged("; ".join(damage))
 
     def _usable(self, copies: CheckpointCopies) -> list[str]:
         """The copies from which this command may resume, oldest first; none of another fork.
@@ -344,13 +336,13 @@ class Resume:
                 f"{step_of(names[-1])}, and --resume never would overwrite it. Choose another URL, "
                 "or resume that run with --resume auto"
             )
-        name, manifest = copies.newest_manifest(names)
-        path = copies.at(name)
+        manifest = copies.newest_manifest(names)
+        path = copies.at(copy_name(manifest))
         state = load_state(path, manifest)
         if resume not in ("auto", "never") and state.forked_from != self._given_path:
             return []  # the attempt of another run is refused at this URL (`begin_attempt`)
-        if run_id := directory.run_id():
-            copies.require_run(run_id)
+        if own := directory.newest_manifest():
+            copies.require_run(own.run_id)
         elif not directory.steps():
             require_compatible(manifest, state, path, job=self.job, data=self.data)
         # A kill or an outage may have prevented a rollback from removing the copies it superseded.

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +20,11 @@ from txl_dist.checkpoint.attempts import (
     Attempt,
     AttemptRecord,
     newest_number,
-    newest_of_launch,
+    newest_record,
 )
 from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:  # launchers use this module without importing torch
     from txl_dist.runtime.world import World
@@ -122,38 +121,33 @@ def begin_attempt(
 ) -> Attempt:
     """Record the next attempt in the run directory, which ends older ones. Collective.
 
-    The attempt is recorded at `training.checkpoint_url` later, by `CopyUploader.open`: until
-    then this start may be refused. Raises StoreError if the URL cannot be read, except at a restart
-    by the same launch, and ConfigError if it has checkpoints of another run.
+    The attempt is recorded at `training.checkpoint_url` later, by `Uploader.open`: until then this
+    start may be refused. Raises StoreError if the URL cannot be read, except at a restart by the
+    same launch, and ConfigError if it has checkpoints of another run.
     """
     attempts: list[Attempt] = []
 
     def begin() -> None:
-        number = 1 + _newest_number(job, directory.checkpoints, run_id)
-        record = AttemptRecord.of_this_process(number=number, launch_id=job.launch_id)
         folder = directory.path / FOLDER
-        attempts.append(Attempt(record, folder, newest_of_launch(folder, job.launch_id)))
+        previous = newest_record(folder, launch_id=job.launch_id)
+        numbers = [newest_number(folder)]
+        if (manifest := directory.checkpoints.newest_manifest()) is not None:
+            numbers.append(manifest.attempt)
+        if url := job.config.training.checkpoint_url:
+            copies = CheckpointCopies(RemotePath(url))
+            try:
+                copies.require_run(run_id)
+                numbers.append(newest_number(copies.attempts))
+            except OSError as error:
+                # At a restart, an attempt elsewhere is found when this one is recorded at the URL.
+                if previous is None:
+                    raise copies.unreachable(error) from error
+        number, launch_id = 1 + max(numbers), job.launch_id
+        record = AttemptRecord.of_this_process(number=number, launch_id=launch_id)
+        attempts.append(Attempt(record, folder, previous))
         attempts[0].add()
         log.info("%s", record)
 
     world.run_on_rank_zero(begin)
     attempt: Attempt = world.broadcast(attempts[0] if attempts else None)
     return attempt
-
-
-def _newest_number(job: "TrainJob", checkpoints: CheckpointDirectory, run_id: str) -> int:
-    """The highest attempt number in the run directory, in its newest checkpoint and at the URL."""
-    numbers = [newest_number(checkpoints.run / FOLDER)]
-    if (step := checkpoints.newest_step()) is not None:
-        with suppress(CheckpointError):  # damaged; the resume reports it
-            numbers.append(load_checkpoint_manifest(checkpoints.at(step)).attempt)
-    if url := job.config.training.checkpoint_url:
-        copies = CheckpointCopies(RemotePath(url))
-        try:
-            copies.require_run(run_id)
-            numbers.append(newest_number(copies.attempts))
-        except OSError as error:
-            # At a restart, an attempt elsewhere is found when this one is recorded at the URL.
-            if newest_of_launch(checkpoints.run / FOLDER, job.launch_id) is None:
-                raise copies.unreachable(error) from error
-    return max(numbers)

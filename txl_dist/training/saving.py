@@ -9,13 +9,13 @@
     settle      `wait` before a rollback
     finish      `wait`, and until the copies at `training.checkpoint_url` are complete
 
-One thread per rank does the work, in the order of the calls. It uses no collectives: rank 0 finds
-the files of the other ranks in the staging directory. An error on any rank reaches all ranks at the
-same step: the loop passes `has_failed` with the flags of a step, and then calls `wait`.
+One thread per rank does the work (`txl_dist/checkpoint/checkpoints.py`), in the order of the calls.
+An error on any rank reaches all ranks at the same step: the loop passes `has_failed` with the flags
+of a step, and then calls `wait`.
 
 Weights can be finite and yet too large to compute with. The run then has to resume from an older
-checkpoint, so older ones are removed only at `confirm`, not at `save`. The format is defined in
-`txl_dist/checkpoint/`, the reasons are in docs/decisions/0016-background-checkpoints.md.
+checkpoint, so older ones are removed only at `confirm`, not at `save`. The reasons are in
+docs/decisions/0016-background-checkpoints.md.
 """
 
 import logging
@@ -27,66 +27,53 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from data_pipeline.system.remote_path import RemotePath
 from data_pipeline.system.sources import shown
 from data_pipeline.system.workers import BackgroundQueue
-from txl_dist.checkpoint.copies import CopyUploader
-from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
+from txl_dist.checkpoint.checkpoints import Checkpoints
+from txl_dist.checkpoint.copies import CheckpointCopies, Uploader
+from txl_dist.checkpoint.directory import Retention
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
+from txl_dist.checkpoint.writer import CheckpointHeader, Save
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
-from txl_dist.runtime.world import wait_for_queues
+from txl_dist.runtime.world import do_on_rank_zero, wait_for_queues
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.scores import ScoreTable
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
-RETRY_SECONDS = 5.0
-"""Delay between two upload attempts at the end of a run, while the object storage fails."""
 CLOSE_TIMEOUT_SECONDS = 10.0
 """How long a save may take to complete after an error that ends the run."""
 
 log = logging.getLogger(__name__)
 
 
-def retention_of(config: TrainingConfig) -> Retention:
-    """Which checkpoints a run keeps by its settings."""
-    return Retention(keep=config.keep_checkpoints, keep_interval_steps=config.keep_interval_steps)
-
-
 def open_saver(
     rank: RankContext, beginning: Beginning, step: TrainStep, tracker: TrackingProcess | None
 ) -> "RunSaver":
     """The saver of a run. Collective. Records a new attempt at `training.checkpoint_url` too."""
-    config, checkpoints = rank.config, rank.directory.checkpoints
+    config, directory = rank.config.training, rank.directory.checkpoints
+    retention = Retention(
+        keep=config.keep_checkpoints, keep_interval_steps=config.keep_interval_steps
+    )
+    uploader = None
+    if config.checkpoint_url and rank.world.is_rank_zero:
+        copies = CheckpointCopies(RemotePath(config.checkpoint_url))
+        uploader = Uploader(copies, directory, retention)
+    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader else None)
     saver = RunSaver(
-        checkpoints,
+        Checkpoints(directory, uploader, retention=retention),
         header=rank.checkpoint_header,
         step=step,
         tracker=tracker,
-        uploader=_open_uploader(rank),
-        config=config.training,
+        config=config,
         scores=beginning.scores,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
         saved_step=beginning.kept_step or None,
     )
     return rank.stack.enter_context(closing(saver))
-
-
-def _open_uploader(rank: RankContext) -> CopyUploader | None:
-    """On rank 0, if checkpoints are copied. Collective."""
-    config, checkpoints = rank.config.training, rank.directory.checkpoints
-    uploader = None
-    if config.checkpoint_url and rank.world.is_rank_zero:
-        uploader = CopyUploader(
-            config.checkpoint_url,
-            checkpoints,
-            retention=retention_of(config),
-            attempt=checkpoints.attempt,
-        )
-    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader else None)
-    return uploader
 
 
 class RunSaver:
@@ -98,19 +85,18 @@ class RunSaver:
 
     def __init__(
         self,
-        checkpoints: CheckpointDirectory,
+        checkpoints: Checkpoints,
         *,
         header: CheckpointHeader,
         step: TrainStep,
         tracker: TrackingProcess | None,
-        uploader: CopyUploader | None,
         config: TrainingConfig,
         scores: ScoreTable | None,
         saved_file: Path | None,
         saved_step: int | None,
     ) -> None:
         self._checkpoints, self._header, self._config = checkpoints, header, config
-        self._uploader, self._scores = uploader, scores
+        self._uploader, self._scores = checkpoints.uploader, scores
         self._step, self._tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
         self._is_confirmed = False
@@ -134,7 +120,7 @@ class RunSaver:
     @property
     def has_failed(self) -> bool:
         """Whether `wait` would raise an error of this rank; for the flags of a step."""
-        is_fenced = self._uploader is not None and self._uploader.is_fenced
+        is_fenced = self._uploader is not None and self._uploader.fenced is not None
         return self._queue.error is not None or is_fenced
 
     def save(self, state: TrainState) -> None:
@@ -150,16 +136,16 @@ class RunSaver:
         if self._scores is not None:
             state = state.model_copy(update={"best": self._scores.best})
         save = Save(
-            directory=self._checkpoints,
             save_id=self._save_id,
             state=state.model_dump(mode="json"),
             rank=world.rank,
             num_ranks=world.num_ranks,
+            timeout_seconds=self._config.rank_timeout_seconds,
+            mlflow_run_id=self._tracker.run_id if self._tracker else None,
             require_useful=partial(self._require_useful, self._queue),
         )
         snapshot = Snapshot(self._step.engine.fragments(), self._step.memory_of_lanes())
-        mlflow_run_id = self._tracker.run_id if self._tracker else None
-        self._queue.submit(partial(self._write, save, snapshot, state, mlflow_run_id))
+        self._queue.submit(partial(self._write, save, snapshot))
         self.saved_step, self._is_confirmed = state.step, False
         self._saved_at = time.monotonic()
 
@@ -177,31 +163,30 @@ class RunSaver:
         changes = state.model_dump(mode="json", include={"divergence"})
 
         def rewrite() -> None:
-            best_step = None
-            if self._scores is not None:
+            assert self._scores is not None
+            with self._checkpoints.explained():
                 self._scores.rewind(state.step)
                 best_step = self._scores.best_step
-            self._checkpoints.rewind(state.step, best_step=best_step)
-            update_state(self._checkpoints, state.step, changes)
+                self._checkpoints.rewind(state.step, changes, best_step=best_step)
 
-        world = self._step.world
-        with explain_failed_save(self._checkpoints, rank=0):
-            world.run_on_rank_zero(rewrite)
-        self._upload()  # also removes the copies of the superseded checkpoints
+        self._step.world.run_on_rank_zero(rewrite)
         self.saved_step, self._is_confirmed = state.step, False
 
     def confirm(self) -> None:
         """Remove old checkpoints; call after an accepted step, and at the end of the run."""
         # Called after every step, but needed only once per checkpoint.
         if not self._is_confirmed:
-            self._submit_on_rank_zero(self._prune)
+            self._submit_on_rank_zero(self._checkpoints.prune)
         self._is_confirmed = True
 
     def wait(self) -> None:
         """Wait until everything is written. Collective.
 
-        Raises CheckpointError or DivergedError on every rank if the thread of any rank has failed.
+        Raises CheckpointError or DivergedError on every rank if the thread of any rank has failed,
+        and the FencedError of the uploads, if they had one.
         """
+        if self._uploader is not None:
+            self._queue.submit(self._uploader.require_newest_attempt)
         wait_for_queues(
             self._step.world,
             self._queue,
@@ -209,7 +194,6 @@ class RunSaver:
             limit_seconds=self._config.rank_timeout_seconds,
             on_error=self._give_up,
         )
-        self._require_newest_attempt_of_copies()
 
     def finish(self, *, require_copies: bool) -> None:
         """`wait`, then wait until the copies at the URL are complete. Collective.
@@ -221,50 +205,24 @@ class RunSaver:
         self.wait()
         if self._config.checkpoint_url is None:
             return
-        world, start = self._step.world, time.monotonic()
-        world.activity.name = "upload of checkpoints"
-        self._upload()
-        while True:
-            # In turns, so that no rank waits in a collective for longer than its limit.
-            is_idle, failure, seconds = world.broadcast(self._wait_for_upload(start))
-            self._require_newest_attempt_of_copies()
-            if is_idle and not failure:
-                return
-            is_late = seconds > self._config.checkpoint_upload_timeout_seconds
-            if is_late or (is_idle and not require_copies):
-                break
-            if is_idle:
-                time.sleep(RETRY_SECONDS)
-                self._upload()
+        uploader, limit_seconds = self._uploader, self._config.checkpoint_upload_timeout_seconds
+        self._step.world.activity.name = "upload of checkpoints"
+        failure = do_on_rank_zero(
+            self._step.world,
+            lambda: uploader.finish(limit_seconds, retry=require_copies) if uploader else None,
+            name="the upload of checkpoints",
+        )
+        if failure is None:
+            return
         message = (
             f"the checkpoints could not be copied to {shown(self._config.checkpoint_url)}: "
-            f"{failure or 'the uploads took too long'}. They are complete in "
-            f"{self._checkpoints.path}. The same command repeats the upload; or increase "
-            "training.checkpoint_upload_timeout_seconds="
-            f"{self._config.checkpoint_upload_timeout_seconds:g}"
+            f"{failure}. They are complete in {self._checkpoints.directory.path}. The same command "
+            "repeats the upload; or increase training.checkpoint_upload_timeout_seconds="
+            f"{limit_seconds:g}"
         )
         if require_copies:
             raise CheckpointError(message)
         log.warning("%s", message)
-
-    def _upload(self) -> None:
-        if self._uploader is not None:
-            self._uploader.update()
-
-    def _wait_for_upload(self, start: float) -> tuple[bool, str | None, float]:
-        """Whether rank 0 has uploaded everything, why not, and the seconds since `start`."""
-        if self._uploader is None:
-            return False, None, 0.0
-        is_idle = self._uploader.wait(RETRY_SECONDS)
-        return is_idle, self._uploader.failure if is_idle else None, time.monotonic() - start
-
-    def _require_newest_attempt_of_copies(self) -> None:
-        """Raise the FencedError of the uploads, if they had one, on every rank. Collective."""
-        if self._config.checkpoint_url is not None:
-            uploader = self._uploader
-            self._step.world.run_on_rank_zero(
-                lambda: uploader.require_newest_attempt() if uploader else None
-            )
 
     def settle(self) -> None:
         """`wait` before a rollback, which a save that has found NaN or Inf must not prevent.
@@ -300,7 +258,7 @@ class RunSaver:
             log.warning("the checkpoint of step %s could not be completed", self.saved_step)
         elif self._queue.error is not None:
             log.info("%s", self._queue.error)
-            self._checkpoints.remove_staging(self._save_id)
+            self._checkpoints.directory.remove_staging(self._save_id)
 
     def _submit_on_rank_zero(self, work: Callable[[], None]) -> None:
         if self._step.world.is_rank_zero:
@@ -311,7 +269,7 @@ class RunSaver:
         self._deadline = -math.inf
         self._queue.wait(CLOSE_TIMEOUT_SECONDS)
         # By every rank, after its own thread has ended: the last one finds all files.
-        self._checkpoints.remove_staging(self._save_id)
+        self._checkpoints.directory.remove_staging(self._save_id)
 
     # --- in the background thread ---------------------------------------------------------------
 
@@ -321,31 +279,16 @@ class RunSaver:
         if queue is not self._queue or time.monotonic() > self._deadline:
             raise TxlError("save cancelled: another rank failed to write its part")
 
-    def _write(
-        self, save: Save, snapshot: Snapshot, state: TrainState, mlflow_run_id: str | None
-    ) -> None:
-        save.write_part(snapshot)
-        if save.rank != 0:
-            return
-        path = save.publish(
-            self._header,
-            mlflow_run_id=mlflow_run_id,
-            timeout_seconds=self._config.rank_timeout_seconds,
-        )
-        with explain_failed_save(self._checkpoints, rank=0):
-            # After the rename: Ray restarts with `resume: auto` once this file exists.
-            if self._saved_file:
-                self._saved_file.touch()
-            log.info("checkpoint at step %d | %s", state.step, path)
-        self._upload()
+    def _write(self, save: Save, snapshot: Snapshot) -> None:
+        path = self._checkpoints.save(save, snapshot, self._header)
+        if path is not None:
+            with self._checkpoints.explained():
+                # After the rename: Ray restarts with `resume: auto` once this file exists.
+                if self._saved_file:
+                    self._saved_file.touch()
+                log.info("checkpoint at step %d | %s", save.step, path)
 
     def _mark_best(self) -> None:
         assert self._scores is not None
-        with explain_failed_save(self._checkpoints, rank=0):
+        with self._checkpoints.explained():
             self._scores.mark_best()
-
-    def _prune(self) -> None:
-        with explain_failed_save(self._checkpoints, rank=0):
-            # `txl eval --watch` may have moved BEST.
-            best_step = self._checkpoints.pointer("BEST")
-            self._checkpoints.prune(retention_of(self._config), best_step=best_step)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
+from txl_dist.checkpoint.checkpoints import Checkpoints
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.snapshot import Fragment, Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save
@@ -59,19 +60,25 @@ def save(
     if start:
         directory.open()
     state = TrainState(step=step, position=4 * step, best=best)
-    one_rank = Save(
-        directory=directory,
+    return save_on_one_rank(directory, state, snapshot(step, change=change))
+
+
+def save_on_one_rank(directory: CheckpointDirectory, state: TrainState, tensors: Snapshot) -> Path:
+    """Save as a run of one rank does."""
+    save = Save(
         save_id=uuid.uuid4().hex,
         state=state.model_dump(mode="json"),
         rank=0,
         num_ranks=1,
+        timeout_seconds=60,
     )
     try:
-        one_rank.write_part(snapshot(step, change=change))
-        return one_rank.publish(HEADER, mlflow_run_id=None, timeout_seconds=60)
+        path = Checkpoints(directory).save(save, tensors, HEADER)
     except TxlError:
-        directory.remove_staging(one_rank.save_id)
+        directory.remove_staging(save.save_id)
         raise
+    assert path is not None
+    return path
 
 
 def snapshot(step: int, *, change: Callable[[str, torch.Tensor], None] = leave) -> Snapshot:

@@ -16,14 +16,12 @@ from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
-from tests.txl_dist.checkpoint.test_attempts import attempt
-from txl_dist.checkpoint.attempts import Attempt, newest_number
-from txl_dist.checkpoint.copies import CheckpointCopies, CopyUploader, step_of
+from txl_dist.checkpoint.copies import CheckpointCopies, Uploader, step_of
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.writer import update_state
-from txl_dist.errors import CheckpointError, ConfigError, FencedError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.resume import Resume
@@ -43,18 +41,12 @@ def uploader_of(
     run: Path,
     *,
     retention: Retention = Retention(keep=2),  # noqa: B008 - frozen
-    attempt: Attempt | None = None,
-) -> CopyUploader:
-    return CopyUploader(
-        REMOTE.url.url,
-        CheckpointDirectory(run),
-        retention=retention,
-        attempt=attempt,
-    )
+) -> Uploader:
+    return Uploader(REMOTE, CheckpointDirectory(run), retention)
 
 
 @pytest.fixture
-def uploader(tmp_path: Path, bucket: Any) -> Iterator[CopyUploader]:  # noqa: F811
+def uploader(tmp_path: Path, bucket: Any) -> Iterator[Uploader]:  # noqa: F811
     """Of one rank; the run has checkpoints of steps 1 and 2."""
     for step in (1, 2):
         save(tmp_path / "run", step=step)
@@ -63,7 +55,7 @@ def uploader(tmp_path: Path, bucket: Any) -> Iterator[CopyUploader]:  # noqa: F8
     uploader.close()
 
 
-def updated(uploader: CopyUploader) -> list[int]:
+def updated(uploader: Uploader) -> list[int]:
     """Steps of the complete copies after an update."""
     uploader.update()
     assert uploader.wait(60)
@@ -78,7 +70,7 @@ def download_to(directory: CheckpointDirectory) -> None:
     resume.download_newest(REMOTE)
 
 
-def test_copies_follow_the_local_checkpoints(uploader: CopyUploader, tmp_path: Path) -> None:
+def test_copies_follow_the_local_checkpoints(uploader: Uploader, tmp_path: Path) -> None:
     local = CheckpointDirectory(tmp_path / "run")
     assert updated(uploader) == [1, 2]
     for step in (3, 4):
@@ -98,7 +90,7 @@ def test_copies_follow_the_local_checkpoints(uploader: CopyUploader, tmp_path: P
 
 
 def test_a_run_that_moved_to_an_empty_disk_keeps_its_older_copies(
-    uploader: CopyUploader, tmp_path: Path
+    uploader: Uploader, tmp_path: Path
 ) -> None:
     for step in (3, 4, 5):
         save(tmp_path / "run", step=step)
@@ -114,7 +106,7 @@ def test_a_run_that_moved_to_an_empty_disk_keeps_its_older_copies(
 
 
 def test_the_manifest_comes_after_all_files_and_the_end_of_a_run_is_no_failure(
-    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    uploader: Uploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     write, has_begun, may_end = RemotePath.write_from, threading.Event(), threading.Event()
@@ -137,7 +129,7 @@ def test_the_manifest_comes_after_all_files_and_the_end_of_a_run_is_no_failure(
 
 
 def test_a_slow_update_removes_nothing_of_a_checkpoint_saved_meanwhile(
-    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uploader: Uploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a rollback its step may be lower than those that the update has seen."""
     local = CheckpointDirectory(tmp_path / "run")
@@ -158,7 +150,7 @@ def test_a_slow_update_removes_nothing_of_a_checkpoint_saved_meanwhile(
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
 def test_a_damaged_copy_is_refused_by_name_and_leaves_nothing(
-    uploader: CopyUploader, tmp_path: Path, file: str
+    uploader: Uploader, tmp_path: Path, file: str
 ) -> None:
     updated(uploader)
     name = REMOTE.complete()[-1]
@@ -170,7 +162,7 @@ def test_a_damaged_copy_is_refused_by_name_and_leaves_nothing(
     assert list(other.path.iterdir()) == []
 
 
-def test_the_checkpoints_of_another_run_are_never_removed(uploader: CopyUploader) -> None:
+def test_the_checkpoints_of_another_run_are_never_removed(uploader: Uploader) -> None:
     updated(uploader)
     names = REMOTE.names()
     set_run_id(names[-1], "abc")
@@ -185,13 +177,12 @@ def test_the_checkpoints_of_another_run_are_never_removed(uploader: CopyUploader
 
 
 def set_run_id(name: str, run_id: str) -> None:
-    _, manifest = REMOTE.newest_manifest([name])
-    owned = manifest.model_copy(update={"run_id": run_id})
+    owned = REMOTE.newest_manifest([name]).model_copy(update={"run_id": run_id})
     (REMOTE.at(name) / "manifest.json").write_bytes(owned.to_json())
 
 
 def test_a_url_of_another_run_changes_nothing_in_the_run_directory(
-    uploader: CopyUploader, tmp_path: Path
+    uploader: Uploader, tmp_path: Path
 ) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
     updated(uploader)
@@ -210,7 +201,7 @@ def test_a_url_of_another_run_changes_nothing_in_the_run_directory(
 @pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("change", ["damage", "remove"])
 def test_a_copy_with_a_bad_file_is_left_for_an_older_one(
-    uploader: CopyUploader,
+    uploader: Uploader,
     tmp_path: Path,
     file: str,
     change: str,
@@ -248,44 +239,8 @@ def spoil(path: RemotePath, change: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_continued_elsewhere_changes_no_copy(
-    tmp_path: Path,
-    bucket: Any,  # noqa: F811
-) -> None:
-    """Two directories on two hosts, with copies at one URL."""
-    runs = [tmp_path / name for name in ("first", "second")]
-    save(runs[0], step=1)
-    older = uploader_of(runs[0], attempt=attempt(runs[0], 1))
-    older.open()
-    assert updated(older) == [1]
-    download_to(CheckpointDirectory(runs[1]))
-    newer = uploader_of(runs[1], attempt=attempt(runs[1], 2))
-    newer.open()
-    save(runs[1], step=2)
-    assert updated(newer) == [1, 2]
-    before = {path: bucket.cat(path) for path in bucket.find("bucket/run")}
-
-    for step in (2, 3):
-        save(runs[0], step=step)
-    CheckpointDirectory(runs[0]).prune(Retention(keep=1), best_step=None)
-    assert updated(older) == [1, 2]
-    assert older.is_fenced
-    with pytest.raises(FencedError, match=r"attempt 2 \(host .* took over this run"):
-        older.require_newest_attempt()
-    bucket.invalidate_cache()
-    after = {path: bucket.cat(path) for path in bucket.find("bucket/run")}
-    complete = {path: data for path, data in after.items() if "step-00000003." not in path}
-    assert complete == before
-    with pytest.raises(FencedError):
-        uploader_of(runs[0], attempt=attempt(runs[0], 1)).open()
-    assert newest_number(REMOTE.attempts) == 2
-    older.close()
-    newer.close()
-
-
-@pytest.mark.slow
 def test_a_start_removes_the_copies_that_the_run_has_abandoned(
-    uploader: CopyUploader, tmp_path: Path
+    uploader: Uploader, tmp_path: Path
 ) -> None:
     assert updated(uploader) == [1, 2]
     CheckpointDirectory(tmp_path / "run").rewind(1)
@@ -295,7 +250,7 @@ def test_a_start_removes_the_copies_that_the_run_has_abandoned(
 
 @pytest.mark.slow
 def test_an_update_after_a_rollback_removes_the_abandoned_copies(
-    uploader: CopyUploader,
+    uploader: Uploader,
     tmp_path: Path,
     bucket: Any,  # noqa: F811
 ) -> None:
@@ -307,7 +262,7 @@ def test_an_update_after_a_rollback_removes_the_abandoned_copies(
 
 @pytest.mark.slow
 def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_update(
-    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    uploader: Uploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
 
@@ -328,7 +283,7 @@ def test_no_secret_of_a_url_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_complete_copy_always_has_the_metrics_up_to_its_step(
-    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uploader: Uploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = tmp_path / "run" / "metrics.jsonl"
     seen = {}
@@ -349,7 +304,7 @@ def test_a_complete_copy_always_has_the_metrics_up_to_its_step(
 
 
 def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
-    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uploader: Uploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
     updated(uploader)
@@ -367,7 +322,7 @@ def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
 
 
 def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
-    uploader: CopyUploader, tmp_path: Path
+    uploader: Uploader, tmp_path: Path
 ) -> None:
     for step in (3, 4):
         save(tmp_path / "run", step=step)
@@ -392,7 +347,7 @@ def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
 
 
 def test_updates_that_wait_for_a_slow_store_become_one(
-    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch
+    uploader: Uploader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, may_end, num_updates = threading.Event(), threading.Event(), []
 
@@ -411,7 +366,7 @@ def test_updates_that_wait_for_a_slow_store_become_one(
     assert len(num_updates) == 2, "the one in progress, and one for all later ones"
 
 
-def copies_of_two_saves(uploader: CopyUploader, run: Path) -> str:
+def copies_of_two_saves(uploader: Uploader, run: Path) -> str:
     """Two copies of step 2, as a kill leaves them after step 2 was trained again; LATEST names the
     second, which is listed first. Returns the id of its save."""
     updated(uploader)
@@ -428,7 +383,7 @@ def copies_of_two_saves(uploader: CopyUploader, run: Path) -> str:
 
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["new disk", "damaged"])
 def test_of_two_copies_of_a_step_the_one_that_latest_names_is_taken(
-    uploader: CopyUploader, tmp_path: Path, is_damaged: bool
+    uploader: Uploader, tmp_path: Path, is_damaged: bool
 ) -> None:
     newer = copies_of_two_saves(uploader, tmp_path / "run")
     local = CheckpointDirectory(tmp_path / ("run" if is_damaged else "new"))
@@ -444,7 +399,7 @@ def test_of_two_copies_of_a_step_the_one_that_latest_names_is_taken(
 
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["newer", "damaged"])
 def test_the_copy_of_a_superseded_checkpoint_is_not_taken(
-    uploader: CopyUploader, tmp_path: Path, is_damaged: bool
+    uploader: Uploader, tmp_path: Path, is_damaged: bool
 ) -> None:
     """A kill after a rollback leaves it at the URL."""
     updated(uploader)

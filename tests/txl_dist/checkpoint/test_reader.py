@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.txl_dist.checkpoint.saving import CONFIG, HEADER, NUM_LANES, memory, model, save, whole
+from tests.txl_dist.checkpoint.saving import (
+    CONFIG,
+    NUM_LANES,
+    memory,
+    model,
+    save,
+    save_on_one_rank,
+    whole,
+)
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import (
@@ -17,10 +25,10 @@ from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
 from txl_dist.checkpoint.snapshot import AVERAGE, Fragment, Snapshot
-from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.training.state import TrainState
 
 
 def test_weights_states_memory_and_progress_are_loaded_as_saved(tmp_path: Path) -> None:
@@ -89,9 +97,8 @@ def test_the_files_of_the_weights_that_are_loaded_are_verified(
     fragments = [whole(name, p.detach()) for name, p in model(3).named_parameters()]
     for fragment in fragments:
         fragment.states[AVERAGE] = fragment.master / 2
-    one = Save(directory=directory, save_id="c" * 8, state={"step": 3}, rank=0, num_ranks=1)
-    one.write_part(Snapshot(fragments, [(lane, memory(3, lane)) for lane in range(NUM_LANES)]))
-    path = one.publish(HEADER, mlflow_run_id=None, timeout_seconds=60)
+    tensors = Snapshot(fragments, [(lane, memory(3, lane)) for lane in range(NUM_LANES)])
+    path = save_on_one_rank(directory, TrainState(step=3), tensors)
 
     factor = 2 if weights == "averaged" else 1
     loaded, _, _ = load_model(path, weights=weights)

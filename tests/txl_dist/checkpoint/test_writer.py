@@ -22,10 +22,12 @@ from tests.txl_dist.checkpoint.saving import (
     memory,
     model,
     save,
+    save_on_one_rank,
     snapshot,
     whole,
 )
 from txl_dist.checkpoint import writer
+from txl_dist.checkpoint.checkpoints import Checkpoints
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import part_name
 from txl_dist.checkpoint.reader import (
@@ -34,6 +36,7 @@ from txl_dist.checkpoint.reader import (
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import Save, update_state
 from txl_dist.errors import CheckpointError, DivergedError, LostRankError
+from txl_dist.training.state import TrainState
 
 
 @pytest.mark.fault
@@ -147,35 +150,37 @@ def test_a_save_into_a_run_that_was_removed_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def one_of_two(run: Path, rank: int, save_id: str) -> Save:
+def checkpoints_of(run: Path) -> Checkpoints:
+    return Checkpoints(CheckpointDirectory(run))
+
+
+def one_of_two(rank: int, save_id: str, timeout_seconds: float = 60) -> Save:
     return Save(
-        directory=CheckpointDirectory(run),
         save_id=save_id,
         state={"step": 2},
         rank=rank,
         num_ranks=2,
+        timeout_seconds=timeout_seconds,
     )
 
 
 def test_a_missing_rank_is_named_and_its_files_of_another_save_do_not_count(tmp_path: Path) -> None:
     save(tmp_path, step=1)
     tensors = snapshot(2)
-    stale, first = one_of_two(tmp_path, 1, "a" * 8), one_of_two(tmp_path, 0, "b" * 8)
-    stale.write_part(tensors)
-    first.write_part(tensors)
+    checkpoints_of(tmp_path).save(one_of_two(1, "a" * 8), tensors, HEADER)
     with pytest.raises(CheckpointError, match=r"files of rank 1 are missing after .*=0\.1"):
-        first.publish(HEADER, mlflow_run_id=None, timeout_seconds=0.1)
+        checkpoints_of(tmp_path).save(one_of_two(0, "b" * 8, 0.1), tensors, HEADER)
     assert CheckpointDirectory(tmp_path).steps() == [1]
 
 
 def test_a_list_of_the_files_of_another_rank_is_refused(tmp_path: Path) -> None:
     CheckpointDirectory(tmp_path).open()
-    first = one_of_two(tmp_path, 0, "b" * 8)
-    first.write_part(snapshot(2))
-    staging = first.directory.staging(first.save_id)
+    checkpoints, first = checkpoints_of(tmp_path), one_of_two(0, "b" * 8)
+    checkpoints.write_part(first, snapshot(2))
+    staging = checkpoints.directory.staging(first.save_id)
     shutil.copy(staging / part_name(0), staging / part_name(1))
     with pytest.raises(CheckpointError, match="lists files of rank 0, expected rank 1"):
-        first.publish(HEADER, mlflow_run_id=None, timeout_seconds=5)
+        checkpoints.publish(first, HEADER)
 
 
 def test_a_slow_rank_is_waited_for_as_long_as_its_files_grow(
@@ -183,10 +188,9 @@ def test_a_slow_rank_is_waited_for_as_long_as_its_files_grow(
 ) -> None:
     save(tmp_path, step=1)
     monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.05)
-    tensors = snapshot(2)
-    first, slow = one_of_two(tmp_path, 0, "b" * 8), one_of_two(tmp_path, 1, "b" * 8)
-    first.write_part(tensors)
-    growing = first.directory.staging(first.save_id) / "weights-rank-00001.safetensors"
+    checkpoints, first = checkpoints_of(tmp_path), one_of_two(0, "b" * 8, 0.5)
+    checkpoints.write_part(first, snapshot(2))
+    growing = checkpoints.directory.staging(first.save_id) / "weights-rank-00001.safetensors"
 
     def grow() -> None:
         for _ in range(12):
@@ -197,10 +201,10 @@ def test_a_slow_rank_is_waited_for_as_long_as_its_files_grow(
     started, thread = time.monotonic(), threading.Thread(target=grow)
     thread.start()
     with pytest.raises(LostRankError, match=r"files of rank 1 have not grown for .*=0\.5"):
-        first.publish(HEADER, mlflow_run_id=None, timeout_seconds=0.5)
+        checkpoints.publish(first, HEADER)
     thread.join()
     assert time.monotonic() - started > 1.2 + 0.5
-    assert slow.directory.steps() == [1]
+    assert checkpoints.directory.steps() == [1]
 
 
 def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(
@@ -208,20 +212,22 @@ def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(
 ) -> None:
     """Even if the other rank is not scheduled between the rename of its part and its next call."""
     CheckpointDirectory(tmp_path).open()
-    first, second = (one_of_two(tmp_path, rank, "d" * 8) for rank in (0, 1))
+    checkpoints = checkpoints_of(tmp_path)
+    first, second = (one_of_two(rank, "d" * 8) for rank in (0, 1))
     fragments = [whole(name, p.detach()) for name, p in model(2).named_parameters()]
-    first.write_part(Snapshot(fragments, [(lane, memory(2, lane)) for lane in (0, 2)]))
+    first_part = Snapshot(fragments, [(lane, memory(2, lane)) for lane in (0, 2)])
+    checkpoints.write_part(first, first_part)
     replace = Path.replace
     published = []
 
     def replace_and_publish(path: Path, target: Path) -> Path:
         moved = replace(path, target)
         if target.name.startswith("part-rank-00001"):
-            published.append(first.publish(HEADER, mlflow_run_id=None, timeout_seconds=60))
+            published.append(checkpoints.publish(first, HEADER))
         return moved
 
     monkeypatch.setattr(Path, "replace", replace_and_publish)
-    second.write_part(Snapshot([], [(1, memory(2, 1))]))
+    checkpoints.write_part(second, Snapshot([], [(1, memory(2, 1))]))
     assert published == [CheckpointDirectory(tmp_path).at(2)]
     assert verify_checkpoint(published[0]).rank_of_lane == (0, 1, 0)
 
@@ -238,9 +244,7 @@ def test_a_snapshot_does_not_change_with_its_originals(tmp_path: Path) -> None:
             tensor.zero_()
     directory = CheckpointDirectory(tmp_path)
     directory.open()
-    one = Save(directory=directory, save_id="c" * 8, state={"step": 3}, rank=0, num_ranks=1)
-    one.write_part(copy)
-    path = one.publish(HEADER, mlflow_run_id=None, timeout_seconds=60)
+    path = save_on_one_rank(directory, TrainState(step=3), copy)
     other = save(tmp_path / "other", step=3)
     for name, entry in verify_checkpoint(path).files.items():
         assert verify_checkpoint(other).files[name] == entry

@@ -1,12 +1,13 @@
 """Checkpoints are copied to an object store in the background, and a run resumes from the copies.
 
-The store is moto's S3 on 127.0.0.1.
+A store that is away stops nothing, and gets everything later. The store is moto's S3 on 127.0.0.1.
 """
 
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,14 @@ from tests.support.cloud_runs import SETTINGS, URL, aws, die_after, in_cloud, re
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_job, train
 from tests.txl_dist.training.test_saving import train_changed
+from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.copies import copy_name
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.errors import DataError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
-from txl_dist.training.resume import newest_before
-from txl_dist.training.start_state import resume_at
+from txl_dist.training.setup import build_trainer
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -60,52 +60,6 @@ def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
     assert latest.startswith("checkpoints/step-00000020.")
     copied = bucket.cat("bucket/runs/one/metrics.jsonl").decode().splitlines()
     assert [json.loads(line)["step"] for line in copied] == list(range(1, 21))
-
-
-def roll_back_and_die(trainer: Trainer, step: int) -> None:
-    """Return to an older checkpoint after a step, while the store is away; then end the run."""
-
-    def failing() -> Any:
-        while trainer.state.step < step:
-            yield next(segments)
-        trainer.saver.finish(require_copies=True)
-        RemotePath.remove = refuse  # type: ignore[method-assign]
-        rank = trainer.recovery.rank
-        point = newest_before(step, rank.directory.checkpoints, rank.world)
-        assert point is not None
-        trainer.saver.rewind(resume_at(point, rank, trainer.step))
-        raise DataError("the machine is gone")
-
-    def refuse(_: RemotePath) -> None:
-        raise ConnectionError("503 Slow Down")
-
-    segments = trainer.segments
-    trainer.segments = failing()
-
-
-def train_and_roll_back(world: World, job: TrainJob, step: int) -> int:
-    remove = RemotePath.remove
-    try:
-        return train_changed(world, job, roll_back_and_die, step)[0]
-    finally:
-        RemotePath.remove = remove  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_after_a_rollback_does_not_download_what_it_has_abandoned(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],  # noqa: F811
-    bucket: Any,  # noqa: F811
-) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS)
-    assert ranks(1).run(in_cloud, aws, train_and_roll_back, job, 10) == [3]
-    assert remote_steps(bucket) == [5, 10]
-    assert ranks(1).run(in_cloud, aws, train, job) == [0]
-    assert "resuming at step 5" in (tmp_path / "logs" / "rank-0.log").read_text()
-    # The upload may have read an older one at the last removal; a later run removes it.
-    assert remote_steps(bucket)[-2:] == [15, 20]
 
 
 def continue_elsewhere(trainer: Trainer, step: int, command: list[str]) -> None:
@@ -195,34 +149,6 @@ def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
     assert bucket.find("bucket/runs/one/checkpoints") == copies
 
 
-def test_a_damaged_checkpoint_is_replaced_by_its_copy(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],  # noqa: F811
-    bucket: Any,  # noqa: F811
-) -> None:
-    """In a directory that was copied from the store with other tools, once names are corrected."""
-    straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(1).run(train, tiny_job(dataset, straight, NO_EVALUATION)) == [0]
-    job = tiny_job(dataset, run, *SETTINGS)
-    assert ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)[0][0] == 3
-    shutil.rmtree(run)
-    bucket.get("bucket/runs/one", str(run), recursive=True)
-    local = tiny_job(dataset, run, NO_EVALUATION, *SETTINGS[2:])
-    assert ranks(1).run(train, local) == [4]
-    assert "rename them from step-N.ID to step-N" in refusal(run)
-    for path in list((run / "checkpoints").iterdir()):
-        path.rename(path.with_suffix(""))
-    assert ranks(1).run(train_changed, local, die_after, 12)[0][0] == 3
-
-    spoil(run / "checkpoints" / "step-00000010" / "weights-rank-00000.safetensors")
-    assert ranks(1).run(in_cloud, aws, train, job) == [0]
-    assert "It was replaced by its copy" in (run / "logs" / "rank-0.log").read_text()
-    assert "resuming at step 10" in (run / "logs" / "rank-0.log").read_text()
-    assert losses(run) == losses(straight)
-
-
 def test_a_job_that_does_not_fit_the_copies_gets_none_of_their_files(
     ranks: RankGroups,
     dataset: Path,
@@ -242,7 +168,126 @@ def test_a_job_that_does_not_fit_the_copies_gets_none_of_their_files(
     assert remote_steps(bucket) == [5]
 
 
-def spoil(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(bytes(content))
+# --- a store that is away ------------------------------------------------------------------------
+
+
+def train_with_refused_uploads(
+    world: World, job: TrainJob, until_step: int | None
+) -> tuple[int, str, bool]:
+    """Answer all uploads with an error, until a step if one is given; whether that happened."""
+    upload, refused = RemotePath.write_from, []
+
+    def refuse_uploads(trainer: Trainer) -> None:
+        def refuse(target: RemotePath, source: Path) -> None:
+            if until_step is None or trainer.state.step < until_step:
+                refused.append(target)
+                raise ConnectionError("503 Slow Down")
+            upload(target, source)
+
+        RemotePath.write_from = refuse  # type: ignore[method-assign]
+
+    try:
+        return *train_changed(world, job, refuse_uploads), bool(refused)
+    finally:
+        RemotePath.write_from = upload  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_later(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],  # noqa: F811
+    bucket: Any,  # noqa: F811
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_with_refused_uploads, job, 20)
+    assert ends == [(0, "", True)]
+    assert remote_steps(bucket) == [15, 20]
+
+
+def train_with_store_away(
+    world: World, job: TrainJob, first_step: int, last_step: int
+) -> tuple[int, int]:
+    """Fail every request between two steps; 0 is the start. How the run ends, how many failed."""
+    request, failed, trainers = RemotePath._request, [], []
+
+    def request_or_fail(path: RemotePath, function: Callable[[Any], Any]) -> Any:
+        step = trainers[-1].state.step if trainers else 0
+        if first_step <= step < last_step:
+            failed.append(path)
+            raise ConnectionError("503 Slow Down")
+        return request(path, function)
+
+    def build(*args: Any, **options: Any) -> Trainer:
+        trainers.append(build_trainer(*args, **options))
+        return trainers[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemotePath, "_request", request_or_fail)
+        patch.setattr("txl_dist.training.rank.build_trainer", build)
+        return train(world, job), len(failed)
+
+
+def test_a_restart_by_its_launch_needs_no_store(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],  # noqa: F811
+    bucket: Any,  # noqa: F811
+) -> None:
+    """Another launch may lack newer checkpoints, so it does."""
+    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION)
+    assert ranks(1).run(train, straight) == [0]
+    job = tiny_job(dataset, tmp_path / "run", *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)
+    assert [code for code, _ in ends] == [3]
+    other = job.model_copy(update={"launch_id": "another"})
+    ((code, _),) = ranks(1).run(in_cloud, aws, train_with_store_away, other, 0, 17)
+    assert code == 4
+    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 17)
+    assert (code, num_failed > 0) == (0, True)
+    assert losses(job.run_path) == losses(straight.run_path)
+    assert remote_steps(bucket) == [15, 20]
+    assert len(bucket.ls("bucket/runs/one/attempts")) == 2, "recorded later"
+
+
+@pytest.mark.slow
+def test_a_restart_without_the_store_stops_if_the_run_has_gone_on_elsewhere(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],  # noqa: F811
+    bucket: Any,  # noqa: F811
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)
+    assert [code for code, _ in ends] == [3]
+    other = AttemptRecord.of_this_process(number=2, launch_id="other")
+    bucket.pipe(f"bucket/runs/one/attempts/{other.file_name}", other.model_dump_json().encode())
+    copies = bucket.find("bucket/runs/one/checkpoints")
+    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 14)
+    assert (code, num_failed > 0) == (4, True)
+    assert "attempt 2 (host" in (tmp_path / "logs/rank-0.log").read_text()
+    bucket.invalidate_cache()
+    assert bucket.find("bucket/runs/one/checkpoints") == copies
+
+
+@pytest.mark.slow
+def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],  # noqa: F811
+) -> None:
+    hasty = (*SETTINGS, "training.checkpoint_upload_timeout_seconds=3")
+    ends = ranks(2).run(
+        in_cloud, aws, train_with_refused_uploads, tiny_job(dataset, tmp_path, *hasty), None
+    )
+    for code, message, _ in ends:
+        assert code == 4
+        assert f"could not be copied to {URL}: ConnectionError: 503" in message
+        assert "The same command repeats the upload" in message
+    assert CheckpointDirectory(tmp_path).steps() == [15, 20]
+    job = tiny_job(dataset, tmp_path, *SETTINGS)
+    assert ranks(2).run(in_cloud, aws, train, job) == [0, 0], "the same command uploads"

@@ -1,6 +1,6 @@
 """RunSaver alone: two ranks as threads of one process, without an engine or steps.
 
-`test_background_saves.py` has the same with real ranks and steps.
+`test_saving.py` has real ranks and steps.
 """
 
 import errno
@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.txl_dist.checkpoint.saving import HEADER, NUM_LANES, memory, model, whole
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.checkpoints import Checkpoints
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import Save
@@ -67,15 +68,14 @@ def on_two_ranks(run: Path, work: Callable[[RunSaver], Any], **settings: Any) ->
             engine=SimpleNamespace(fragments=lambda: fragments[rank::2]),
             memory_of_lanes=lambda: [(n, memory(1, n)) for n in range(rank, NUM_LANES, 2)],
         )
-        checkpoints = CheckpointDirectory(run)
+        directory = CheckpointDirectory(run)
         saver = RunSaver(
-            checkpoints,
+            Checkpoints(directory, retention=Retention(keep=1)),
             header=HEADER,
             step=step,
             tracker=None,
-            uploader=None,
             config=TrainingConfig(**{"num_steps": 20, "rank_timeout_seconds": 60, **settings}),
-            scores=ScoreTable(checkpoints, is_due=bool) if rank == 0 else None,
+            scores=ScoreTable(directory, is_due=bool) if rank == 0 else None,
             saved_file=run / "saved",
             saved_step=None,
         )
@@ -109,7 +109,7 @@ def test_saves_scores_and_removals_happen_in_the_order_of_the_calls(tmp_path: Pa
             saver.confirm()
         saver.finish(require_copies=True)
 
-    assert on_two_ranks(tmp_path, work, keep_checkpoints=1) == [None, None]
+    assert on_two_ranks(tmp_path, work) == [None, None]
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [2, 3]
     expected = [state(2, best=score(1, 1.0)), state(3, best=score(2, 0.5))]
@@ -131,7 +131,7 @@ def test_an_error_of_one_rank_is_raised_on_both_and_leaves_no_files(
         saver.wait()
         rank = saver._step.world.rank
         if rank == failing_rank:
-            saver._checkpoints.begin = full  # type: ignore[method-assign]
+            saver._checkpoints.directory.begin = full  # type: ignore[method-assign]
         saver.save(state(2))
         if rank == failing_rank:
             saver._queue.wait(60)
@@ -201,7 +201,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
         returned_early = not saver._queue.wait(0)
         threading.Timer(0.2, gate.set).start()
         saver.save(state(2))
-        return returned_early, saver._checkpoints.steps()[:1]
+        return returned_early, saver._checkpoints.directory.steps()[:1]
 
     assert on_two_ranks(tmp_path, work) == [(True, [1])] * 2
 
@@ -214,10 +214,10 @@ def test_a_write_that_hangs_is_announced_and_ends_all_ranks(
     monkeypatch.setattr(world_module, "NOTICE_SECONDS", 0.2)
     hangs, write = threading.Event(), Save.write_part
 
-    def write_or_hang(save: Save, snapshot: Snapshot) -> None:
+    def write_or_hang(save: Save, staging: Path, snapshot: Snapshot) -> None:
         if save.rank == 0:
             hangs.wait(60)
-        write(save, snapshot)
+        write(save, staging, snapshot)
 
     monkeypatch.setattr(Save, "write_part", write_or_hang)
 

@@ -1,6 +1,12 @@
-"""A run saves before it evaluates, only finite numbers, and only into its own directory."""
+"""A run saves before it evaluates, in the background, only finite numbers, into its own directory.
 
+`test_run_saver.py` has the saver alone.
+"""
+
+import errno
+import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,9 +15,19 @@ from typing import Any
 import pytest
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, ZERO, metrics, refusal, tiny_job, train
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    ZERO,
+    losses,
+    metrics,
+    refusal,
+    tiny_job,
+    train,
+)
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.context import open_inputs
@@ -142,6 +158,92 @@ def test_a_pending_evaluation_is_dropped_by_a_run_that_does_not_evaluate(
     assert ends[0][0] == 75
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, *SETTINGS, NO_EVALUATION)) == [0]
     assert not any("valid/loss" in line for line in metrics(tmp_path))
+
+
+# --- saves in the background ---------------------------------------------------------------------
+
+SAVES = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
+
+
+def train_with_slow_disk(world: World, job: TrainJob, rank: int) -> tuple[int, str]:
+    """A save of `rank` takes until 3 more steps have been trained, except at the end."""
+    write_part = Save.write_part
+    trainers: list[Trainer] = []
+
+    def write_late(save: Save, staging: Path, snapshot: Snapshot) -> None:
+        deadline = time.monotonic() + 60
+        while save.rank == rank and trainers[0].state.step < min(20, save.step + 3):
+            assert time.monotonic() < deadline, "the loop waits for the save"
+            time.sleep(0.001)
+        write_part(save, staging, snapshot)
+
+    Save.write_part = write_late  # type: ignore[method-assign]
+    try:
+        return train_changed(world, job, trainers.append)
+    finally:
+        Save.write_part = write_part  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stage", ["1", pytest.param("3-all-spread", marks=pytest.mark.slow)])
+def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its_step(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+) -> None:
+    straight = tiny_job(dataset, tmp_path / "straight", *SAVES, *ZERO[stage])
+    assert ranks(2).run(train, straight) == [0, 0]
+    slow = tiny_job(dataset, tmp_path / "slow", *SAVES, *ZERO[stage])
+    assert ranks(2).run(train_with_slow_disk, slow, 1) == [(0, "")] * 2
+    assert losses(slow.run_path) == losses(straight.run_path)
+    for step in (5, 10, 15, 20):
+        expected, actual = (
+            verify_checkpoint(CheckpointDirectory(job.run_path).at(step)).files
+            for job in (straight, slow)
+        )
+        assert actual == expected, "the same bytes"
+
+
+def fail_on_rank(trainer: Trainer, rank: int, step: int) -> None:
+    """The disk of one rank is full at the save of a step."""
+    saver: Any = trainer.saver
+    write = saver._write
+
+    def failing(save: Save, snapshot: Any) -> None:
+        if save.rank == rank and save.step == step:
+
+            def full(_: Path) -> Any:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            saver._checkpoints.directory.begin = full
+        write(save, snapshot)
+
+    saver._write = failing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "step"), [(0, 10), (1, 20)])
+def test_a_full_disk_of_one_rank_ends_all_ranks_at_the_same_step(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, rank: int, step: int
+) -> None:
+    ends = ranks(2).run(
+        train_changed, tiny_job(dataset, tmp_path, *SAVES), fail_on_rank, rank, step
+    )
+    for code, message in ends:
+        assert code == 4
+        assert f"rank {rank}: OSError: [Errno 28] No space left on device" in message
+        assert f"resumes from the newest checkpoint, that of step {step - 5}" in message
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.steps() == list(range(5, step, 5))
+    assert not list(directory.path.glob(".*"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_saved_when_minutes_have_passed_on_rank_0(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    settings = (*SAVES, "training.checkpoint_interval_steps=99", "training.num_steps=6")
+    minutes = "training.checkpoint_interval_minutes=1e-6"
+    job = tiny_job(dataset, tmp_path, *settings, minutes)
+    assert ranks(2).run(train_changed, job, unchanged) == [(0, "")] * 2
+    assert CheckpointDirectory(tmp_path).steps() == [1, 2, 3, 4, 5, 6]
 
 
 # --- numbers that are not finite ----------------------------------------------------------------

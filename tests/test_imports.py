@@ -93,7 +93,7 @@ def test_few_modules_are_at_the_top_of_txl_dist() -> None:
     [
         ("deepspeed", 2),
         ("matplotlib", 1),
-        ("mlflow", 2),
+        ("mlflow", 1),
         ("webdataset", 2),
         ("zstandard", 2),
         ("backports", 1),

@@ -254,7 +254,7 @@ def _score(
         write_evaluation,
     )
     from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
-    from txl_dist.tracking.checkpoints import log_evaluations
+    from txl_dist.tracking.process import log_evaluations
 
     planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
     with staged_output(out, RESULT_NAME) as staged:

@@ -4,9 +4,9 @@
     process.py    -> starts sender.py, a process; sends it the status at the end
     sender.py     -> which points the server lacks (journal.py); sends each once, through
                      tracker.py: the interface `Tracker` (start, recorded, log, end)
-                     mlflow_tracker.py: MLflow; mlflow_models.py: its datasets and models
-    txl eval      -> RUN/evaluations/: a score, which becomes a run below its training run
-    checkpoints.py   reads those, and the checkpoints that exist, which become models of the run
+                     mlflow_tracker.py: MLflow
+    txl eval      -> RUN/evaluations/: a score, which evaluations.py makes a run below its
+                     training run
 
 `import txl_dist.tracking` imports no module.
 """

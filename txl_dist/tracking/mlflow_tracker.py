@@ -1,4 +1,4 @@
-"""MlflowTracker: runs in MLflow. Only this module and `mlflow_models.py` import mlflow.
+"""MlflowTracker: runs in MLflow. Only this module imports mlflow.
 
 A parameter of MLflow cannot change: a value that differs after a resume becomes a tag
 `txl.changed.*`. MLflow cannot delete points: the run with superseded steps ends, and becomes a
@@ -7,12 +7,15 @@ child of the run that supersedes it (decision 52).
 
 import contextlib
 import getpass
+import json
 import logging
 import math
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 # Before the import, because mlflow reads these variables only once. Its own retries are off: a
 # refused connection would block a call for 246 s, and a retry after a lost response records a point
@@ -22,26 +25,18 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
 
-from mlflow.entities import Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sqlalchemy.engine import make_url
 
 from txl_dist.config.redaction import redact
-from txl_dist.tracking.mlflow_models import (
-    clean_key,
-    find_model,
-    metrics_of,
-    record_inputs,
-    record_models,
-)
 from txl_dist.tracking.tracker import (
     Point,
     Recorded,
     RefusedError,
     RunGoneError,
     TrackedDataset,
-    TrackedModel,
     TrackedRun,
     UnavailableError,
     sqlite_uri,
@@ -50,6 +45,10 @@ from txl_dist.tracking.tracker import (
 # The limits of MLflow's REST API for one request and one parameter.
 MAX_ITEMS = 100
 MAX_PARAM_LENGTH = 6000
+MAX_KEY_LENGTH = 250
+MAX_DIGEST_LENGTH = 36
+"""Of a dataset. The whole digest is in its profile."""
+_ILLEGAL_IN_KEY = re.compile(r"[^\w.\- :/]")
 
 _STATUSES = {
     "running": "RUNNING",
@@ -60,7 +59,11 @@ _STATUSES = {
     "failed": "FAILED",
 }
 """Our status of a run (tag `txl.status`) -> MLflow's, which has no word for a preemption."""
-_REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
+_REFUSED = {
+    "INVALID_PARAMETER_VALUE",
+    "BAD_REQUEST",
+    "MALFORMED_REQUEST",
+}
 _GONE = {"RESOURCE_DOES_NOT_EXIST"}
 
 log = logging.getLogger(__name__)
@@ -86,23 +89,6 @@ def _translated() -> Iterator[None]:
         raise UnavailableError(text if code else f"{type(error).__name__}: {text}") from None
 
 
-@contextlib.contextmanager
-def _optional(name: str) -> Iterator[None]:
-    """Raises RefusedError if the server does not know a request of MLflow 3, so that an older one
-    gets everything else. A missing model does not mean that the run is gone."""
-    try:
-        with _translated():
-            try:
-                yield
-            except MlflowException as error:
-                if error.error_code == "ENDPOINT_NOT_FOUND":
-                    problem = f"the server has no {name}; it is older than MLflow 3"
-                    raise RefusedError(problem) from None
-                raise
-    except RunGoneError as error:
-        raise UnavailableError(str(error)) from None
-
-
 @_translated()
 def require_server(uri: str) -> None:
     """Raises UnavailableError if no MLflow server answers at `uri` with our credentials."""
@@ -124,15 +110,12 @@ class MlflowTracker:
         self._to_describe: list[Callable[[], None]] = []
         self._files: Mapping[str, Path] = {}
         self._not_finite: set[str] = set()
-        self._scores: tuple[str, TrackedDataset | None] | tuple[()] = ()
-        """Of a run that evaluates a model: the id of the model, and the dataset."""
 
     def start(self, run: TrackedRun) -> str:
         if self._key != run.key:
             self._run_id = self._find_or_create(run)
             self._to_describe = self._description(run, self._run_id)
             self._key, self._files, self._not_finite = run.key, run.files, set()
-            self._scores = ()
         while self._to_describe:  # one call at a time: a failure repeats only that one
             try:
                 with _translated():
@@ -140,8 +123,6 @@ class MlflowTracker:
             except RefusedError as error:
                 log.warning("tags, parameters or inputs not recorded: %s", error)
             del self._to_describe[0]
-        if run.models is not None:
-            self._record_models(self._run_id, run.models)
         return self._run_id
 
     @_translated()
@@ -152,13 +133,16 @@ class MlflowTracker:
     def log(self, run_id: str, points: Sequence[Point]) -> None:
         # MLflow would store infinity as 1.8e308: the first such step of a metric becomes a tag.
         tags: dict[str, str] = {}
+        metrics = []
         for point in points:
-            if not math.isfinite(point.value) and point.metric not in self._not_finite:
+            if math.isfinite(point.value):
+                key = clean_key(point.metric)
+                metrics.append(Metric(key, point.value, point.milliseconds, point.step))
+            elif point.metric not in self._not_finite:
                 tags.setdefault(point.metric, f"first at step {point.step}")
-        link = self._scores if run_id == self._run_id else ()
         try:
             with _translated():
-                self._client.log_batch(run_id, metrics=metrics_of(points, *link))
+                self._client.log_batch(run_id, metrics=metrics)
         except RefusedError as error:
             # MLflow reports a deleted run in a batch as an invalid parameter.
             if not self._is_active(run_id):
@@ -215,7 +199,7 @@ class MlflowTracker:
             lambda: self._set_tags(run_id, {"txl.status": "running", **run.tags}),
             lambda: self._log_params(run_id, run.params),
             lambda: self._adopt(run, run_id),
-            lambda: self._log_inputs(run, run_id),
+            lambda: self._log_inputs(run_id, run.datasets),
         ]
 
     def _adopt(self, run: TrackedRun, run_id: str) -> None:
@@ -226,23 +210,20 @@ class MlflowTracker:
             self._set_status(superseded, "interrupted")
             with _translated():
                 self._client.update_run(superseded, name=f"{run.name} (superseded)")
-            self._record_models(superseded, ())  # its checkpoints are models of this run
 
-    def _log_inputs(self, run: TrackedRun, run_id: str) -> None:
-        model_id = None
-        with _optional("datasets or models"):
-            if run.evaluates is not None and run.parent is not None:
-                model_id = find_model(self._client, run.parent, run.evaluates)
-            record_inputs(self._client, run_id, run.datasets, model_id)
-        if model_id is not None:
-            self._scores = model_id, next(iter(run.datasets), None)
-
-    def _record_models(self, run_id: str, models: Sequence[TrackedModel]) -> None:
+    @_translated()
+    def _log_inputs(self, run_id: str, datasets: Sequence[TrackedDataset]) -> None:
+        """Record what a run reads. MLflow ignores inputs that the run has."""
+        inputs = [
+            DatasetInput(_dataset(each), [InputTag("mlflow.data.context", each.context)])
+            for each in datasets
+        ]
         try:
-            with _optional("models"):
-                record_models(self._client, run_id, models)
-        except RefusedError as error:
-            log.warning("models not recorded: %s", error)
+            self._client.log_inputs(run_id, inputs)
+        except MlflowException as error:
+            if error.error_code == "ENDPOINT_NOT_FOUND":
+                raise RefusedError("the server is too old for datasets") from None
+            raise
 
     def _is_active(self, run_id: str) -> bool:
         """False for a run that was deleted, also if it can still be restored."""
@@ -292,6 +273,31 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
+
+
+def clean_key(key: str) -> str:
+    """`key` with the characters that MLflow allows, and without `.` and `..` as path components."""
+    parts = [part for part in _ILLEGAL_IN_KEY.sub("_", key).split("/") if part.strip(".")]
+    return "/".join(parts)[:MAX_KEY_LENGTH].rstrip("/") or "_"
+
+
+def _dataset(dataset: TrackedDataset) -> Dataset:
+    scheme = urlsplit(dataset.source).scheme
+    kind = {"": "local", "https": "http"}.get(scheme, scheme)
+    profile, schema = {**dataset.profile, "sha256": dataset.digest}, None
+    if dtype := profile.get("dtype"):
+        tensor = {"name": "token_ids", "type": "tensor"}
+        tensor |= {"tensor-spec": {"dtype": dtype, "shape": [-1]}}  # type: ignore[dict-item]
+        features = {"features": json.dumps([tensor]), "targets": None}
+        schema = json.dumps({"mlflow_tensorspec": features})
+    return Dataset(
+        name=dataset.name,
+        digest=dataset.digest[:MAX_DIGEST_LENGTH],
+        source_type=kind,
+        source=json.dumps({"url" if kind == "http" else "uri": dataset.source}),
+        schema=schema,
+        profile=json.dumps(profile),
+    )
 
 
 def _split_long(params: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ sends them. Once the ranks have ended, the launcher waits for the sender (`wait_
 container the sender ends with the launcher. No rank, restart or stop request waits for it. A sender
 that died during the run is replaced at its end, and the new one delivers the rest.
 
-Scores of `txl eval` are in `checkpoints.py`.
+`log_evaluations` starts the sender for scores of `txl eval`, which `evaluations.py` reads.
 """
 
 import contextlib
@@ -19,8 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Self
 
 from data_pipeline.system.files import is_locked
 from data_pipeline.system.signals import StopSignals
+from txl_dist.checkpoint.directory import run_of
 from txl_dist.config.redaction import redact
 from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.tracker import (
@@ -48,14 +48,15 @@ if TYPE_CHECKING:
 
 SENDER = "txl_dist.tracking.sender"
 FLUSH_SECONDS = 30.0
-"""How long a sender may run after the end of training to deliver the rest, at least; with `--sync`,
-from the end of the import of mlflow."""
+"""How long a sender may run after the end of training to deliver the rest, at least."""
 CLOSE_SECONDS = 1.5
 """How long rank 0 waits at its end for the sender, which then continues without it. A server that
 has everything but the last lines takes less; a database that does not exist yet takes more."""
 START_SECONDS = 2.0
 """How long the launcher waits for a sender that has not begun."""
 WAIT_POLL_SECONDS = 0.1
+EVALUATION_SECONDS, RESULT_SECONDS = 30.0, 2.0
+"""How long `log_evaluations` waits for one result, and for each further result of a table."""
 
 log = logging.getLogger("txl_dist.tracking")
 
@@ -110,7 +111,6 @@ class TrackingProcess:
         run_dir: Path,
         config: "RunConfig",
         *,
-        data_manifest: Path | None = None,
         tags: Mapping[str, str] | None = None,
         datasets: Sequence[TrackedDataset] = (),
     ) -> Self:
@@ -122,7 +122,7 @@ class TrackingProcess:
         try:
             if config.tracking.enabled:
                 flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
-                request = _request(run_dir, config, data_manifest, tags or {}, datasets)
+                request = _request(run_dir, config, tags or {}, datasets)
                 return cls(run_dir, partial(_start_sender, run_dir, request, flush_seconds))
         except Exception as error:
             log.warning("tracking is off: %s: %s", type(error).__name__, error)
@@ -182,7 +182,7 @@ def _start_sender(
     # the sender has imported its libraries. Not on a disk: it contains secrets.
     memory = os.memfd_create("tracking-request")
     with os.fdopen(memory, "wb") as request_file, log_path.open("ab") as log_file:
-        request_file.write(request.to_json().encode())
+        request_file.write(request.model_dump_json().encode())
         request_file.flush()
         command = [sys.executable, "-m", SENDER, str(run_dir), "--request", f"/dev/fd/{memory}"]
         return subprocess.Popen(
@@ -236,6 +236,32 @@ def wait_for_delivery(
         print_line(f"tracking: MLflow has everything: {page_command(run_dir, config.tracking.uri)}")
 
 
+def log_evaluations(checkpoints: Iterable[Path]) -> None:
+    """Record the results of `txl eval` that the runs of these checkpoints keep.
+
+    The sender of a run that trains does it for that run. Never raises, and waits
+    EVALUATION_SECONDS for one result. What the server does not have then is a warning: the next
+    start of the run delivers it, or `txl track sync`.
+    """
+    from txl_dist.tracking.evaluations import unsent_evaluations
+
+    unsent: dict[Path, int] = {}
+    for run in filter(None, (run_of(checkpoint.resolve()) for checkpoint in checkpoints)):
+        state = TrackingState.load(run / STATE)
+        paths = unsent_evaluations(run, state) if state else []
+        if paths and not is_locked(run / LOCK):
+            unsent[run] = len(paths)
+    if not unsent:
+        return
+    seconds = EVALUATION_SECONDS + RESULT_SECONDS * (sum(unsent.values()) - 1)
+    if reason := run_module(SENDER, *map(str, unsent), "--evaluations", timeout_seconds=seconds):
+        log.warning(
+            "the evaluation was not recorded in MLflow yet: %s. To send it later: %s",
+            reason,
+            " and ".join(map(sync_command, unsent)),
+        )
+
+
 def page_command(run_dir: Path, uri: str | None) -> str:
     """What opens the page of a tracking server: a command for an SQLite file, or an address."""
     server = server_of(uri, run_dir)
@@ -256,7 +282,6 @@ def _is_sending(run_dir: Path, waited_seconds: float) -> bool:
 def _request(
     run_dir: Path,
     config: "RunConfig",
-    data_manifest: Path | None,
     tags: Mapping[str, str],
     datasets: Sequence[TrackedDataset],
 ) -> TrackingRequest:
@@ -271,8 +296,7 @@ def _request(
             "txl.run_directory": str(run_dir),
             **{f"txl.{name}": value for name, value in tags.items()},
         },
-        data_manifest=str(data_manifest.resolve()) if data_manifest else None,
-        datasets=[asdict(dataset) for dataset in datasets],
+        datasets=tuple(datasets),
     )
 
 

@@ -11,7 +11,7 @@ exits. A server that fails is one line of RUN/logs/tracking.log and of the log o
 only the others, with the timestamps of the journal. If a call failed, the server may still have
 executed it, so the points of its metrics are queried again. After delivery, the run on the server
 equals the journal. If it has steps that a resume has superseded, a new run gets the whole journal.
-`checkpoints.py` reads its models, and the scores of `txl eval`, from the run directory.
+`evaluations.py` reads the scores of `txl eval` from the run directory.
 
 Why a process and not a thread: docs/decisions/0014-tracking-in-its-own-process.md.
 """
@@ -20,35 +20,26 @@ import argparse
 import contextlib
 import itertools
 import logging
-import math
 import os
 import select
 import shlex
 import socket
-import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
-from txl_dist.tracking.checkpoints import (
-    CheckpointModels,
-    deliver_evaluations,
-    send_evaluations,
-    unsent_evaluations,
-)
+from txl_dist.tracking.evaluations import send_evaluations, unsent_evaluations
 from txl_dist.tracking.journal import (
     JOURNAL,
     JournalTail,
     first_step_not_in_journal,
     journal_metrics,
 )
-from txl_dist.tracking.process import FLUSH_SECONDS
 from txl_dist.tracking.tracker import (
     LOCK,
     MAX_POINTS,
@@ -58,8 +49,6 @@ from txl_dist.tracking.tracker import (
     Recorded,
     RefusedError,
     RunGoneError,
-    TrackedDataset,
-    TrackedModel,
     TrackedRun,
     Tracker,
     TrackingRequest,
@@ -98,19 +87,10 @@ class Sender:
         self._is_compared = False
         """The run is known to have no point that the journal does not have."""
         self._has_ended = False
-        self._last_step: dict[str, int] = {}
-        """Per metric, the last step that was sent or that the server had."""
-        self._datasets = [TrackedDataset(**each) for each in request.datasets]
-        self._scored_on = next((each for each in self._datasets if each.scores), None)
-        self._scores: dict[int, tuple[Point, ...]] = {}
-        """The points of the journal that are scores, by step."""
-        self._checkpoints = CheckpointModels(run_dir)
-        self._models: tuple[TrackedModel, ...] | None = None
-        """The models that the server has."""
 
     def pump(self) -> None:
         """Send everything that is in the run directory now, the metrics first."""
-        self._try(self._pump_all)
+        self._try(self._pump)
 
     def set_end_status(self, status: str) -> None:
         """Store how the run ended, also for a later `--sync` if the server is unreachable now."""
@@ -133,23 +113,19 @@ class Sender:
         except (RefusedError, RunGoneError) as error:
             raise UnavailableError(str(error)) from error
 
-    def _pump_all(self) -> None:
-        self._pump()
-        self._record_models()
-        self._send_evaluations()
-
     def _pump(self) -> None:
-        tracker = self._connect()
         while True:
+            tracker = self._connect()  # a resume may have replaced the journal in the meantime
             if not self._unsent:
                 self._unsent += itertools.chain.from_iterable(map(points_of, self._tail.lines()))
-                self._collect_scores(self._unsent)
             if not self._unsent:
-                return
-            while self._unsent:
-                self._send(tracker, self._unsent[:MAX_POINTS])
-                del self._unsent[:MAX_POINTS]
-            tracker = self._connect()  # a resume may have replaced the journal in the meantime
+                break
+            self._send(tracker, self._unsent[:MAX_POINTS])
+            del self._unsent[:MAX_POINTS]
+        if unsent_evaluations(self.run_dir, self._state):
+            # Not the tracker of this run, which knows what of it is still to be described.
+            tracker = open_tracker(self._request.server, self.run_dir)
+            self._state = send_evaluations(tracker, self.run_dir, self._state)
 
     def _end_and_verify(self) -> None:
         # Verify, because a server behind a proxy can confirm a call that it never executed.
@@ -157,30 +133,7 @@ class Sender:
             self._connect().end(self._run_id, self._state.status)
             self._read_again()
             self._has_ended = True
-        self._pump_all()
-
-    def _collect_scores(self, points: Sequence[Point]) -> None:
-        if self._scored_on is not None:
-            for point in points:
-                is_score = point.metric.startswith(self._scored_on.scores)
-                if is_score and math.isfinite(point.value):
-                    self._scores[point.step] = (*self._scores.get(point.step, ()), point)
-
-    def _record_models(self) -> None:
-        try:
-            models = self._checkpoints.read(self._scores, self._scored_on)
-        except OSError as error:  # as if nothing had changed: a network file system may fail
-            log.warning("checkpoints not read: %s", error)
-            return
-        if models != self._models:
-            self._connect().start(replace(self._tracked_run(), models=models))
-            self._models = models
-
-    def _send_evaluations(self) -> None:
-        if unsent_evaluations(self.run_dir, self._state):
-            # Not the tracker of this run, which knows what of it is still to be described.
-            tracker = open_tracker(self._request.server, self.run_dir)
-            self._state = send_evaluations(tracker, self.run_dir, self._state)
+        self._pump()
 
     def _connect(self) -> Tracker:
         """The tracker, once its run is known to have no point that the journal does not have."""
@@ -211,9 +164,6 @@ class Sender:
         return self._tracker
 
     def _tracked_run(self) -> TrackedRun:
-        files = {"config.yaml": self.run_dir / "config.yaml"}
-        if self._request.data_manifest:
-            files["data-manifest.json"] = Path(self._request.data_manifest)
         directory = self.run_dir.resolve()
         return TrackedRun(
             key=self._state.key,
@@ -223,10 +173,10 @@ class Sender:
             f"`txl report {shlex.quote(str(directory))}`",
             params=self._request.params,
             tags=self._request.tags,
-            files=files,
+            files={"config.yaml": self.run_dir / "config.yaml"},
             previous=self._state.run_id or self._state.previous,
             supersedes=self._state.supersedes,
-            datasets=self._datasets,
+            datasets=self._request.datasets,
         )
 
     @property
@@ -236,25 +186,17 @@ class Sender:
 
     def _update(self, **changes: Any) -> None:
         """Change fields of the state and write it, before an action that must not be repeated."""
-        self._state = replace(self._state, **changes)
-        self._state.try_save(self.run_dir)
+        self._state = self._state.changed(self.run_dir, **changes)
 
     def _read_again(self) -> None:
         """Query the server again, and read the journal from the beginning."""
         self._recorded, self._is_compared = {}, False
         self._unsent.clear()
-        self._last_step.clear()
-        self._scores.clear()
-        self._models = None
         self._tail.rewind()
 
     def _send(self, tracker: Tracker, points: list[Point]) -> None:
-        last_step = dict(self._last_step)  # replaced only after the call has succeeded
         new = []
         for point in points:
-            if point.step <= last_step.get(point.metric, -1):
-                continue
-            last_step[point.metric] = point.step
             if point.metric not in self._recorded:
                 self._recorded[point.metric] = tracker.recorded(self._run_id, point.metric)
             if (point.step, point.milliseconds) not in self._recorded[point.metric]:
@@ -262,7 +204,6 @@ class Sender:
         if new:
             self._log(tracker, new)
             self._update(sent_step=new[-1].step)
-        self._last_step = last_step
 
     def _log(self, tracker: Tracker, points: list[Point]) -> None:
         """One call. A batch is rejected as a whole, so halve it down to the rejected points."""
@@ -295,9 +236,10 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
             directory=directory,
             previous=state.run_id if state else None,
             # The server has those of the original, below its run.
-            evaluations=state.evaluations if state and state.server == server else [],
+            evaluations=state.evaluations if state and state.server == server else (),
         )
-    return replace(state, directory=directory, delivered=False, status="running")
+    changes = {"directory": directory, "delivered": False, "status": "running"}
+    return state.model_copy(update=changes)
 
 
 class TrainingEnd:
@@ -378,26 +320,26 @@ def _warn_training(run_dir: Path, reason: str) -> None:
         rank_log.write(f"{time.strftime('%H:%M:%S')} tracking: {line}\n")
 
 
-def wait_for_previous_sender(run_dir: Path, training: TrainingEnd) -> bool:
+def take_lock(run_dir: Path, training: TrainingEnd | None = None) -> bool:
     """Take the run's lock, which the sender of a killed training process holds until its deadline.
 
-    False if it is not free by the deadline of this one. The lock ends with this process.
+    False if it is not free by the deadline of `training`. The lock ends with this process.
     """
     descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    while time.monotonic() < training.deadline:
+    while training is None or time.monotonic() < training.deadline:
         if wait_for_lock(descriptor, timeout_seconds=POLL_SECONDS):
             return True
     return False
 
 
-def git_commit() -> str | None:
-    """The commit of this code if it runs from a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()
+def deliver_evaluations(run_dir: Path) -> None:
+    """Record the results of `txl eval` of a run that does not train. Raises UnavailableError.
+
+    The caller limits the time of this process.
+    """
+    take_lock(run_dir)
+    if (state := TrackingState.load(run_dir / STATE)) is not None:
+        send_evaluations(open_tracker(state.server, run_dir), run_dir, state)
 
 
 def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) -> str:
@@ -416,10 +358,8 @@ def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) 
     if request is None:
         return f"{run_dir} has no tracking request; was this run started with tracking?"
     if not sync:
-        if commit := git_commit():
-            request.tags.setdefault("mlflow.source.git.commit", commit)
         request.without_secrets().save(run_dir / REQUEST)
-    if not wait_for_previous_sender(run_dir, training):
+    if not take_lock(run_dir, training):
         return f"another process still sends this run (it holds {LOCK})"
     return deliver(Sender(run_dir, request), training)
 
@@ -431,11 +371,12 @@ def main() -> int:
     parser.add_argument("--evaluations", action="store_true", help="send only scores of txl eval")
     parser.add_argument("--request", type=Path, help="default: that of the last start of the run")
     parser.add_argument("--sync", action="store_true", help="deliver the rest of an ended run")
-    parser.add_argument("--flush-seconds", type=float, default=FLUSH_SECONDS)
+    parser.add_argument("--flush-seconds", type=float, default=30.0, help="time after the end")
     options = parser.parse_args()
     if options.evaluations:
-        # The last line of an error's traceback is what log_evaluations reports.
-        deliver_evaluations(options.run_dir)
+        for run_dir in options.run_dir:
+            # The last line of an error's traceback is what log_evaluations reports.
+            deliver_evaluations(run_dir)
         return 0
     (run_dir,) = options.run_dir
     # `txl track sync` shows the last line.

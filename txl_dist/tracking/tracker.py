@@ -11,7 +11,6 @@ Only the sender writes the files `TrackingRequest` (what to record, without secr
 `TrackingState` (which run of the server belongs to the run directory).
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -20,6 +19,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict
 
 from data_pipeline.system.files import write_file
 from txl_dist.config.redaction import HIDDEN, redact
@@ -107,26 +108,6 @@ class TrackedDataset:
     """`training` or `evaluation`."""
     profile: Mapping[str, Any] = field(default_factory=dict)
     """Sizes, such as `tokens` and `documents`, and the `dtype` of the token ids."""
-    scores: str = ""
-    """What the names of the metrics begin with that the training run computes on it, `valid/`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackedModel:
-    """A checkpoint that exists, as a model of its training run."""
-
-    key: str
-    """Identifies the checkpoint in its run: the id of its save."""
-    name: str
-    step: int
-    params: Mapping[str, str]
-    """Never change."""
-    tags: Mapping[str, str]
-    """May change, such as which model is the best."""
-    scores: tuple[Point, ...] = ()
-    """Points of the training run that were computed with these weights ..."""
-    scored_on: TrackedDataset | None = None
-    """... on this dataset."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,11 +133,6 @@ class TrackedRun:
     supersedes: str | None = None
     """Id of a run with superseded steps; it ends, and is shown below this one."""
     datasets: Sequence[TrackedDataset] = ()
-    models: Sequence[TrackedModel] | None = None
-    """All models that the run has now: the server removes others. None: leave them as they are."""
-    evaluates: str | None = None
-    """`TrackedModel.key` of the model of `parent` that all points of this run are scores of, on
-    the first of `datasets`."""
 
 
 class Tracker(Protocol):
@@ -169,8 +145,7 @@ class Tracker(Protocol):
     def start(self, run: TrackedRun) -> str:
         """Find the run with this key or create it, describe it, and mark it as running.
 
-        Returns its id on the server. Called again with other `models` when checkpoints were written
-        or removed; then only the models are recorded.
+        Returns its id on the server.
         """
         ...
 
@@ -202,58 +177,40 @@ def open_tracker(uri: str | None, run_dir: Path) -> Tracker:
     return MlflowTracker(server)
 
 
-class _JsonFile:
-    """A dataclass in one JSON file."""
+class _JsonFile(BaseModel):
+    """The content of a JSON file. Fields of other versions are ignored."""
+
+    model_config = ConfigDict(frozen=True)
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
         """The content of the file; None if it does not exist or is damaged."""
         try:
-            return cls.from_json(path.read_bytes())
-        except OSError:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError):
             return None
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> Self | None:
-        """None if the text is not that of such a file. Fields of other versions are ignored."""
-        try:
-            values = json.loads(text)
-            names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-            return cls(**{name: values[name] for name in names & values.keys()})
-        # Not JSON or too deep; no object; without a required field.
-        except (ValueError, AttributeError, TypeError, RecursionError):
-            return None
-
-    def to_json(self) -> str:
-        """JSON on one line."""
-        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
 
     def save(self, path: Path) -> None:
         """Replace the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, self.to_json().encode() + b"\n")
+        write_file(path, self.model_dump_json().encode() + b"\n")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrackingRequest(_JsonFile):
     """What to record about a run, except its metrics."""
 
     server: str | None
     """URI; None: the SQLite file mlflow.db in the parent of the run directory."""
     experiment: str
-    params: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
-    data_manifest: str | None = None
-    """Path of a file to record."""
-    datasets: list[dict[str, Any]] = field(default_factory=list)
-    """Fields of the `TrackedDataset`s of the run."""
+    params: dict[str, str] = {}
+    tags: dict[str, str] = {}
+    datasets: tuple[TrackedDataset, ...] = ()
 
     def without_secrets(self) -> "TrackingRequest":
         """A copy without the credentials in the server URI."""
-        return dataclasses.replace(self, server=self.server and redact(self.server))
+        return self.model_copy(update={"server": self.server and redact(self.server)})
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrackingState(_JsonFile):
     """Which run of a server belongs to a run directory."""
 
@@ -275,17 +232,21 @@ class TrackingState(_JsonFile):
     """The last step sent. For display only; the sender queries the server."""
     delivered: bool = False
     """Whether the run ended and the server has every point of the journal."""
-    evaluations: list[str] = field(default_factory=list)
+    evaluations: tuple[str, ...] = ()
     """Names of the results of `txl eval` that the server has."""
 
-    def try_save(self, run_dir: Path) -> None:
-        """Write the file of a run. A failure is a warning: the run can still be found by its key,
-        for example after a full disk.
+    def changed(self, run_dir: Path, **changes: Any) -> "TrackingState":
+        """A copy with other values, written to the file of the run.
+
+        A failure is a warning: the run can still be found by its key, for example after a full
+        disk.
         """
+        state = self.model_copy(update=changes)
         try:
-            self.save(run_dir / STATE)
+            state.save(run_dir / STATE)
         except OSError as error:
             log.warning("%s not written: %s", STATE, error)
+        return state
 
 
 def directory_identity(run_dir: Path) -> str:

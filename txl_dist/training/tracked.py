@@ -1,16 +1,11 @@
 """What a run tells the tracking process at its start: its datasets, and facts for tags."""
 
-from dataclasses import replace
-from pathlib import Path
-
-from data_pipeline.system.files import write_file
 from data_pipeline.system.sources import shown
 from txl_dist.config.run_config import RunConfig
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackedDataset, dataset_name
 from txl_dist.training.context import RankContext
 from txl_dist.training.data import Corpus, TrainingData
-from txl_dist.training.run_directory import RunDirectory
 
 
 def start_tracker(rank: RankContext) -> TrackingProcess | None:
@@ -22,33 +17,20 @@ def start_tracker(rank: RankContext) -> TrackingProcess | None:
     tags = {"num_ranks": str(rank.world.num_ranks)}
     if len(corpora) > 1:
         tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
-    manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
     tracker = TrackingProcess.start(
         rank.directory.path,
         rank.config,
-        data_manifest=manifest,
         tags=tags,
         datasets=tracked_datasets(rank.data, rank.config),
     )
     return rank.stack.enter_context(tracker)
 
 
-def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
-    """A file with the dataset's manifest; for a dataset at a URL, a copy."""
-    # The tracking process uploads a file, so it needs a local one.
-    if isinstance(corpus.directory, Path):
-        return corpus.directory / "manifest.json"
-    copy = directory.path / "data-manifest.json"
-    write_file(copy, corpus.manifest.to_bytes())
-    return copy
-
-
 def tracked_datasets(data: TrainingData, config: RunConfig) -> list[TrackedDataset]:
     """The splits that a run trains on and scores, as a tracker records them."""
     datasets = [_tracked(corpus, config.data.train_split, "training") for corpus in data.corpora]
     if (evaluated := data.evaluation) is not None:
-        scored = _tracked(evaluated.corpus, evaluated.name, "evaluation")
-        datasets.append(replace(scored, scores=f"{evaluated.label}/"))
+        datasets.append(_tracked(evaluated.corpus, evaluated.name, "evaluation"))
     return datasets
 
 

@@ -1,17 +1,22 @@
-"""MLflow: after a rollback its run equals metrics.jsonl, point by point; names that it accepts."""
+"""MLflow: after a rollback its run equals metrics.jsonl, point by point; its datasets and names."""
 
+import json
 import random
+import re
 import sqlite3
 import subprocess
 from pathlib import Path
 
+import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 
+from tests.support.commands import txl
+from tests.support.training_runs import TINY
 from txl_dist.doctor.checks import check_tracking
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
-from txl_dist.tracking.mlflow_models import clean_key
-from txl_dist.tracking.tracker import UnavailableError
+from txl_dist.tracking.mlflow_tracker import clean_key
+from txl_dist.tracking.tracker import TrackedDataset, UnavailableError
 
 from .conftest import (
     START,
@@ -243,3 +248,81 @@ def test_metric_names_become_legal_and_contain_no_relative_paths() -> None:
     assert clean_key("/a//b/./c?") == "a/b/c_"
     assert clean_key("..") == "_"
     assert len(clean_key("k" * 999)) == 250
+
+
+DIGEST = "0123456789abcdef" * 4
+DATASETS = (
+    TrackedDataset(
+        name="books/train",
+        digest=DIGEST,
+        source="/data/books",
+        context="training",
+        profile={"tokens": 900, "documents": 9, "dtype": "uint16"},
+    ),
+    TrackedDataset(
+        name="books/valid",
+        digest=DIGEST,
+        source="/data/books",
+        context="evaluation",
+        profile={"tokens": 100},
+    ),
+)
+HOW_TO = Path(__file__).parents[3] / "docs" / "how_to" / "track_with_mlflow.md"
+
+
+def test_the_data_of_a_run_are_inputs_with_their_context_and_sizes(run_dir: Path) -> None:
+    for _ in range(2):  # a resume records nothing twice
+        sender_for(run_dir, datasets=DATASETS).pump()
+    client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    inputs = client.get_run(run_id_of(run_dir)).inputs.dataset_inputs
+    found = {
+        (i.dataset.name, i.dataset.digest, i.tags[0].value): json.loads(i.dataset.profile or "")
+        for i in inputs
+    }
+    assert len(inputs) == 2
+    training = found["books/train", DIGEST[:36], "training"]
+    assert training == {"tokens": 900, "documents": 9, "dtype": "uint16", "sha256": DIGEST}
+    assert found["books/valid", DIGEST[:36], "evaluation"]["tokens"] == 100
+    first = next(i.dataset for i in inputs if i.dataset.name == "books/train")
+    assert mlflow.data.get_source(first).uri == "/data/books"
+
+
+def test_a_server_without_datasets_gets_everything_else(
+    run_dir: Path, server: MlflowServer
+) -> None:
+    """An old server answers 404, for ever."""
+    server.open()
+    server.fault = lambda path, body: "404" if "log-inputs" in path else ""
+    write_steps(run_dir, range(1, 6))
+    sender_for(run_dir, server.uri, datasets=DATASETS, experiment="old").pump()
+    assert recorded_steps(server.database, run_id_of(run_dir)) == [1, 2, 3, 4, 5]
+
+
+def test_the_how_to_finds_the_best_checkpoint(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step, loss in ((5, 2.0), (10, 1.5), (15, 1.7)):
+        write_steps(run_dir, range(step, step + 1), **{"valid/loss": loss})
+    tags = {"txl.run_directory": str(run_dir)}
+    sender_for(run_dir, experiment="books", tags=tags).pump()
+    (code,) = re.findall(r"```python\n(.*?)```", HOW_TO.read_text(), re.DOTALL)
+    monkeypatch.chdir(run_dir.parent)
+    (run_dir.parent / "runs").mkdir()
+    (run_dir.parent / "runs/mlflow.db").symlink_to(run_dir.parent / "mlflow.db")
+    values: dict[str, object] = {}
+    exec(compile(code, HOW_TO, "exec"), values)
+    assert (values["loss"], values["step"], values["run"]) == (1.5, 10, str(run_dir))
+
+
+@pytest.mark.slow
+def test_a_real_run_has_its_data(dataset: Path, run_dir: Path) -> None:
+    run = run_dir.with_name("real")
+    done = txl(
+        *("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes"),
+        "tracking={enabled: true, experiment: real, end_timeout_seconds: 200}",
+        timeout_seconds=400,
+    )
+    assert done.returncode == 0, done.stderr
+    client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    contexts = client.get_run(run_id_of(run)).inputs.dataset_inputs
+    assert sorted(i.tags[0].value for i in contexts) == ["evaluation", "training"]

@@ -45,15 +45,11 @@ def _client(run_dir: Path) -> MlflowClient:
     return MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
 
 
-def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_is_recorded_with_its_settings_config_and_end(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text("tracking:\n  uri: http://me:CANARY@host\n")
-    manifest = tmp_path / "manifest.json"
-    manifest.write_text("{}")
     write_steps(run_dir, range(1, 2501))
     long = "x" * 7000
-    sender = sender_for(
-        run_dir, params={"a.b": "1", "long": long}, tags={"t": "v"}, data_manifest=str(manifest)
-    )
+    sender = sender_for(run_dir, params={"a.b": "1", "long": long}, tags={"t": "v"})
     sender.pump()
     sender.set_end_status("finished")
     sender.finish()
@@ -70,10 +66,7 @@ def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_pa
     database = run_dir.parent / "mlflow.db"
     assert recorded_steps(database, run.info.run_id) == list(range(1, 2501))
     artifacts = run_dir.parent / "mlartifacts"
-    assert {path.name for path in artifacts.rglob("*") if path.is_file()} == {
-        "config.yaml",
-        "data-manifest.json",
-    }
+    assert [path.name for path in artifacts.rglob("*") if path.is_file()] == ["config.yaml"]
     stored = b"".join(path.read_bytes() for path in [database, *artifacts.rglob("*.yaml")])
     assert b"CANARY" not in stored
 

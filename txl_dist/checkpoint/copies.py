@@ -278,7 +278,7 @@ class Uploader:
                 pass
             self.require_newest_attempt()
             if not is_idle:
-                return "the uploads took too long"
+                return self.failure or "the uploads took too long"
             if self.failure is None or not retry or time.monotonic() > deadline:
                 return self.failure
             time.sleep(RETRY_SECONDS)

@@ -199,7 +199,7 @@ def _read_group(batch: DocumentBatch, first: int, stop: int, staging: Path) -> l
         source = batch.source_of(start, staging)
         file, places = source.file, batch.location[start:end, :2].tolist()
         with source.explain_errors(), open_descriptor(file.path) as descriptor:
-            stored = [os.pread(descriptor, size, file.base + offset) for offset, size in places]
+            stored = [os.pread(descriptor, size, offset) for offset, size in places]
             if file.holds_plain_texts:
                 run = [raw.decode("utf-8") for raw in stored]
             else:

@@ -26,6 +26,7 @@ from data_pipeline.errors import DataError, counted
 from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
 from data_pipeline.readers import InputFile
 from data_pipeline.readers.names import list_names
+from data_pipeline.readers.unpack import UNPACKED
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -57,7 +58,7 @@ def find_existing(
     `tokenizer` is None if it is trained. Raises DataError if the directory holds
     anything else, except the list of rejects of a failed run.
     """
-    paths = sorted(path for path in out.iterdir() if path.name != STAGING)
+    paths = sorted(path for path in out.iterdir() if path.name not in (STAGING, UNPACKED))
     if out / MANIFEST_NAME not in paths:
         others = [path.name for path in paths if not _is_reject_list(path)]
         if others:
@@ -222,8 +223,9 @@ def fingerprint_of(
     """The fingerprint as JSON. `tokenizer` is None if it is trained."""
     digest = hashlib.sha256()
     for file in files:
-        local = local_path(file.path)
-        path = file.path if local is None else os.path.abspath(local)  # noqa: PTH100
+        address = file.archive or file.path
+        local = local_path(address)
+        path = address if local is None else os.path.abspath(local)  # noqa: PTH100
         split = [file.split] * bool(file.split)
         digest.update(
             json.dumps([path, file.name, file.kind, file.size, file.mark, *split]).encode()

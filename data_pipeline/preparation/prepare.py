@@ -38,6 +38,7 @@ from data_pipeline.preparation.work_units import (
 )
 from data_pipeline.readers import InputFile, find_files
 from data_pipeline.readers.names import count_by_split, list_names
+from data_pipeline.readers.unpack import UNPACKED, removed_afterwards
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -119,24 +120,28 @@ def prepare_dataset(
     """
     started = time.monotonic()
     workers = workers or InProcess()
-    inputs_found = find_files(
-        [str(path) for path in inputs],
-        format=settings.format,
-        exclude=out,
-        ids=settings.id_rules,
-        text_key=settings.text_key,
-        is_wikitext=settings.recipe in ("wt103", "wt2"),
-    )
-    for line in inputs_found.notes:
-        note(line)
-    read_as = inputs_found.read_as
-    note(f"reading {list_read_as(read_as)}")
-    files = choose_given_splits(inputs_found, settings, note)
-    if warning := _warn_of_empty_files(files):
-        note(warning)
-    tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     runner = None
-    with StagedDirectory(out, last=MANIFEST_NAME) as staged:
+    with (
+        # Bad input does not cost the finished work of an earlier run.
+        StagedDirectory(out, last=MANIFEST_NAME, keeps_unused=True) as staged,
+        removed_afterwards(out / UNPACKED),
+    ):
+        inputs_found = find_files(
+            [str(path) for path in inputs],
+            format=settings.format,
+            out=out,
+            ids=settings.id_rules,
+            text_key=settings.text_key,
+            is_wikitext=settings.recipe in ("wt103", "wt2"),
+        )
+        for line in inputs_found.notes:
+            note(line)
+        read_as = inputs_found.read_as
+        note(f"reading {list_read_as(read_as)}")
+        files = choose_given_splits(inputs_found, settings, note)
+        if warning := _warn_of_empty_files(files):
+            note(warning)
+        tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
         manifest = find_existing(out, settings, tokenizer)
         if manifest:
             summary = _summarize_input(files, settings, workers, progress)

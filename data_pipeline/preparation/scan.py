@@ -115,17 +115,13 @@ class ScanResult:
 def plan_scan(files: list[InputFile], text_key: str) -> list[ScanUnit]:
     """Divide the input into units of about UNIT_BYTES: ranges of large files, groups of small."""
     groups: list[list[FileRange]] = []
-    room, last_path = 0, ""
+    room = 0
     for number, file in enumerate(files):
-        # The members of an archive that is read forwards are one unit: it is read once.
-        path = file.path if file.is_sequential else ""
-        is_new, last_path = path != last_path, path
         for start, stop in scan_ranges(file, UNIT_BYTES):
             size = stop - start
-            is_full = not groups or size > room or len(groups[-1]) == MAX_RANGES_PER_UNIT
-            if is_new or (is_full and not path):
+            if not groups or size > room or len(groups[-1]) == MAX_RANGES_PER_UNIT:
                 groups.append([])
-                room, is_new = UNIT_BYTES, False
+                room = UNIT_BYTES
             groups[-1].append(FileRange(number, file, start, stop))
             room -= size
     return [ScanUnit(number, tuple(ranges), text_key) for number, ranges in enumerate(groups)]
@@ -143,22 +139,20 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     then refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
     for more than MAX_REJECTS rejects: such an input has another format.
     """
-    parts: dict[int, _ScannedRange] = {}
+    parts: list[_ScannedRange] = []
     has_keys = any(each.file.has_keys for each in unit.ranges)
     num_rejects = 0
-    # The members of an archive that is read forwards are read in the order in which they lie.
-    order = sorted(range(len(unit.ranges)), key=lambda index: unit.ranges[index].file.read_order)
-    for index in order:
-        parts[index] = _scan_range(
+    for index in range(len(unit.ranges)):
+        part = _scan_range(
             unit, index, spill, has_keys=has_keys, max_rejects=MAX_REJECTS - num_rejects
         )
-        num_rejects += len(parts[index].rejects)
-    in_order = [parts[index] for index in range(len(parts))]
+        parts.append(part)
+        num_rejects += len(part.rejects)
     return ScanResult(
-        records=np.frombuffer(b"".join(part.rows for part in in_order), RECORD),
-        range_lines=np.array([part.lines for part in in_order], dtype=np.int64),
-        rejects=tuple(itertools.chain.from_iterable(part.rejects for part in in_order)),
-        keys=tuple(itertools.chain.from_iterable(part.keys for part in in_order)),
+        records=np.frombuffer(b"".join(part.rows for part in parts), RECORD),
+        range_lines=np.array([part.lines for part in parts], dtype=np.int64),
+        rejects=tuple(itertools.chain.from_iterable(part.rejects for part in parts)),
+        keys=tuple(itertools.chain.from_iterable(part.keys for part in parts)),
     )
 
 

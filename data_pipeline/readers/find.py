@@ -2,7 +2,7 @@
 
 Braces in an address are expanded first; then *, ? and [] match files. `names.py` does both, leaves
 out what describes a corpus and makes the names distinct, `kinds.py` decides the kind of each
-file, `archive_files.py` lists the files of archives.
+file, `unpack.py` unpacks archives.
 """
 
 import os
@@ -14,22 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.archive_files import (
-    ArchiveLayout,
-    archive_kind,
-    files_of_archive,
-    layout_of,
-    select_files,
-    split_archive,
-)
-from data_pipeline.readers.archives import ANY_ARCHIVE, ARCHIVES, close_archive
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
 from data_pipeline.readers.ids import IdRules
 from data_pipeline.readers.kinds import (
     holds_json_lines,
     kind_of,
     require_json_lines,
-    suffix_of,
     with_ids,
     without_indexes,
 )
@@ -46,6 +36,15 @@ from data_pipeline.readers.names import (
     with_joined_shards,
     with_splits_of_names,
 )
+from data_pipeline.readers.suffixes import ANY_ARCHIVE, ARCHIVES, NOT_TEXT, suffix_of
+from data_pipeline.readers.unpack import (
+    UNPACKED,
+    ArchiveLayout,
+    is_archive,
+    layout_of_tar,
+    split_archive,
+    unpack,
+)
 from data_pipeline.system.sources import (
     file_system,
     local_path,
@@ -54,14 +53,6 @@ from data_pipeline.system.sources import (
     scheme_of,
     shown,
 )
-
-_NOT_TEXT = {
-    *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".ico", ".tif", ".tiff"),
-    *(".mp3", ".ogg", ".wav", ".flac", ".mp4", ".mkv", ".avi", ".webm", ".mov"),
-    *(".ttf", ".otf", ".woff", ".woff2", ".pyc", ".so", ".o", ".a", ".exe", ".dll"),
-}
-"""Suffixes of binary files: ignored in folders, as archives, and counted. All other files must be
-UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +88,13 @@ class _Search:
     """The arguments of `find_files`, and the files that it ignores."""
 
     format: Format
-    exclude: Path
+    out: Path
     ids: IdRules | None
     text_key: str
     is_wikitext: bool
     ignored: Counter[str] = field(default_factory=Counter)
-    archives: dict[str, list[InputFile]] = field(default_factory=dict)
-    """The files of every archive, by its path."""
+    unpacked: dict[str, Path] = field(default_factory=dict)
+    """The folder to which every archive was unpacked, by its path."""
     layouts: dict[str, ArchiveLayout] = field(default_factory=dict)
     """How every archive is read, by its path."""
 
@@ -112,7 +103,7 @@ def find_files(
     inputs: list[str],
     *,
     format: Format,
-    exclude: Path,
+    out: Path,
     ids: IdRules | None = None,
     text_key: str = "text",
     is_wikitext: bool = False,
@@ -121,21 +112,20 @@ def find_files(
 
     An input is an address, or NAME=ADDRESS with the split of its files. Otherwise the files have
     the splits that their names give (`names.py`). An archive that is given by name or pattern is
-    read as the folder that unpacking would give (`archive_files.py`), and ARCHIVE/ADDRESS selects
-    files in it.
+    unpacked in `out` / UNPACKED, where the files must stay until they are read, and
+    ARCHIVE/ADDRESS selects files in it.
 
     The name of a file is relative to its input. If files of several inputs then have the same name,
     all names are relative to the deepest folder that contains all files. `ids` is given if and only
     if the format is "ids".
 
     Folders are walked recursively, through links but never twice into the same folder, and not into
-    `exclude` (the output). Patterns select from the same files; `**` matches folders of any depth.
-    Braces are expanded first, as by a shell, also in URLs.
+    `out`, the directory of the dataset. Patterns select from the same files; `**` matches folders
+    of any depth. Braces are expanded first, as by a shell, also in URLs.
     Raises DataError for a missing input, an input without text, JSON that is not JSON lines, and
     two files with the same name; ConfigError for a URL of an unsupported scheme.
     """
-    close_archive()  # of an earlier search, perhaps in a state of failure
-    search = _Search(format, exclude, ids, text_key, is_wikitext)
+    search = _Search(format, out, ids, text_key, is_wikitext)
     named = [parse_input(each) for each in inputs]
     require_all_named([split for split, _ in named], inputs)
     pairs = [(split, each) for split, address in named for each in expand_braces(address)]
@@ -162,15 +152,14 @@ def _files_of(address: str, search: _Search) -> list[InputFile]:
     if search.format == "ids" and address.endswith(".idx"):  # read together with the .bin file
         address = address.removesuffix(".idx") + ".bin"
     archive, inner = split_archive(address)
-    files, is_file = _list_files(archive, search.exclude)
+    files, is_file = _list_files(archive, search.out)
     if search.format == "ids":
         files = without_indexes(files)
     in_folder = not is_file and not is_pattern(address)
     if is_file:
         _reject_archive(files[0], search.format)
     else:
-        files = only_data_files(files, search.ignored)
-        files = [file for file in files if not _is_ignored(file, search, in_folder=in_folder)]
+        files = _data_files(files, search, in_folder=in_folder)
     if not files:
         place = "matches this" if is_pattern(address) else "in this folder"
         tar = " --format tar reads .tar files in folders." * any(
@@ -183,10 +172,8 @@ def _files_of(address: str, search: _Search) -> list[InputFile]:
         )
     read: list[InputFile] = []
     for file in files:
-        if inner and search.format != "tar":  # an address inside an archive means a folder
-            search.layouts[file.path] = ArchiveLayout(is_samples=False, reason="")
-        if _is_folder(file, search, in_folder=in_folder):
-            read += select_files(_files_in_archive(file, search), inner, address)
+        if not in_folder and is_archive(file.name) and not _holds_samples(file, search, inner):
+            read += _files_in_archive(file, inner, search)
         elif inner:
             raise ConfigError(
                 f"{shown(address)}: --format tar reads all samples of an archive. Give "
@@ -197,41 +184,59 @@ def _files_of(address: str, search: _Search) -> list[InputFile]:
     return read
 
 
-def _is_folder(file: InputFile, search: _Search, *, in_folder: bool) -> bool:
-    """Whether a file is an archive that is read as a folder."""
-    if in_folder or not archive_kind(file.name):
-        return False
+def _data_files(files: list[InputFile], search: _Search, *, in_folder: bool) -> list[InputFile]:
+    """The files of a folder or pattern without those that are ignored, which it counts."""
+    files = only_data_files(files, search.ignored)
+    return [file for file in files if not _is_ignored(file, search, in_folder=in_folder)]
+
+
+def _holds_samples(file: InputFile, search: _Search, inner: str) -> bool:
+    """Whether an archive is read as a WebDataset, not as a folder."""
     if file.path not in search.layouts:
-        is_ids = search.format == "ids"
-        search.layouts[file.path] = layout_of(file, search.format, search.text_key, is_ids=is_ids)
-    return not search.layouts[file.path].is_samples
+        if search.format not in ("auto", "ids") or suffix_of(file.name).name == ".zip" or inner:
+            # An address inside an archive means a folder.
+            layout = ArchiveLayout(is_samples=search.format == "tar", reason="")
+        else:
+            layout = layout_of_tar(file, search.text_key, is_ids=search.ids is not None)
+        search.layouts[file.path] = layout
+    return search.layouts[file.path].is_samples
 
 
-def _files_in_archive(file: InputFile, search: _Search) -> list[InputFile]:
-    """The files of an archive that is read as a folder, each with its kind."""
-    if file.path in search.archives:
-        return search.archives[file.path]
-
-    def choose(member: InputFile) -> InputFile | None:
-        if search.ids and member.name.endswith(".idx"):
-            raise DataError(
-                f"{shown(member.place)}: pairs of a .bin and an .idx file are not read from "
-                "archives. Unpack it and give the folder."
-            )
-        if _is_ignored(member, search, in_folder=True):
-            return None
-        return _with_kind(member, search, in_folder=True)
-
-    files = only_data_files(files_of_archive(file, choose), search.ignored)
+def _files_in_archive(archive: InputFile, inner: str, search: _Search) -> list[InputFile]:
+    """The files of an archive, or those at an address inside it, each with its kind."""
+    unpack_in = (search.out / UNPACKED).absolute()  # workers may have another current folder
+    if archive.path not in search.unpacked:
+        folder = unpack_in / str(len(search.unpacked))
+        search.unpacked[archive.path] = unpack(archive, folder)
+    root = search.unpacked[archive.path]
+    names = _walk(root, search.out)
+    if is_pattern(inner):
+        top, pattern = split_pattern(inner)
+        prefix = "" if top == "." else f"{top}/"
+        chosen = [n for n in names if n.startswith(prefix) and pattern.fullmatch(n[len(prefix) :])]
+    elif inner in names:
+        prefix, chosen = inner[: inner.rfind("/") + 1], [inner]
+    else:
+        prefix = inner and f"{inner}/"
+        chosen = [name for name in names if name.startswith(prefix)]
+    if inner and not chosen:
+        address, listed = f"{archive.path}/{inner}", ", ".join(map(printable, names[:5]))
+        raise DataError(f"{shown(address)}: no such file in the archive. It has: {listed}")
+    files = []
+    for name in chosen:
+        file = _local_file(root / prefix, name[len(prefix) :])
+        member = os.path.relpath(file.path, unpack_in).partition("/")[2]
+        files.append(replace(file, mark=archive.mark, archive=archive.path, member=member))
+    if search.format == "ids":
+        files = without_indexes(files)
+    files = _data_files(files, search, in_folder=True)
     if not files:
         raise DataError(
-            f"{shown(file.path)}: no text in this archive{_list_ignored(search.ignored)}. Give an "
-            "archive with text or .jsonl files."
+            f"{shown(archive.path)}: no text in this archive{_list_ignored(search.ignored)}. Give "
+            "an archive with text or .jsonl files."
         )
-    if len(files) == 1:  # as a file that is given by name
-        files = [_with_kind(files[0], search, in_folder=False)]
-    search.archives[file.path] = files
-    return files
+    # The only file of an archive is read as one that is given by name.
+    return [_with_kind(file, search, in_folder=len(names) > 1) for file in files]
 
 
 def _notes_of(search: _Search) -> tuple[str, ...]:
@@ -359,7 +364,7 @@ def _is_ignored(file: InputFile, search: _Search, *, in_folder: bool) -> bool:
         return False
     if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
         return False
-    binary = _NOT_TEXT | ANY_ARCHIVE
+    binary = NOT_TEXT | ANY_ARCHIVE
     if format not in ("auto", "parquet"):
         binary = binary | set(FORMATS["parquet"].suffixes)
     skip = suffix.name not in wanted if wanted else suffix.name in binary

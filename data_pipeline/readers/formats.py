@@ -16,7 +16,6 @@ from itertools import islice
 from typing import BinaryIO
 
 from data_pipeline.errors import UnfinishedError
-from data_pipeline.readers.archives import ArchiveMember, open_archive
 from data_pipeline.readers.columns import read_arrow, read_csv, read_parquet
 from data_pipeline.readers.ids import IdRules, read_id_json
 from data_pipeline.readers.lines import (
@@ -46,7 +45,6 @@ from data_pipeline.system.files import open_descriptor
 from data_pipeline.system.sources import (
     Compression,
     SourceError,
-    decompressed,
     is_transient,
     open_source,
     reject_reason,
@@ -166,19 +164,15 @@ class InputFile:
     next_paths: tuple[str, ...] = ()
     """wikitext_rows: files in which the content of this one continues; `size` and `mark` include
     theirs."""
-    member: ArchiveMember | None = None
-    """Set for a member of the archive at `path`; `size` is then of the stored bytes."""
+    archive: str = ""
+    """The address of the archive from which `path` was unpacked; `mark` is then that of it."""
+    member: str = ""
+    """The path in this archive."""
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
-        """The decompressed stream of the file or member, as `open_source`."""
-        if not self.member:
-            with open_source(self.path, self.compression) as stream:
-                yield stream
-            return
-        archive = open_archive(self.path, self.mark, self.member.archive, self.member.packed)
-        content = archive.open(self.member)
-        with content, decompressed(content, self.compression) as stream:
+        """The decompressed stream of the file, as `open_source`."""
+        with open_source(self.path, self.compression) as stream:
             yield stream
 
     def first_bytes(self, size: int) -> bytes:
@@ -209,41 +203,20 @@ class InputFile:
 
     @property
     def place(self) -> str:
-        """The address of the content: `path`, followed by the name of the member."""
-        return f"{self.path}/{self.member.name}" if self.member else self.path
+        """The address for the user: `path`, or that of the member of an archive."""
+        return f"{self.archive}/{self.member}" if self.archive else self.path
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a local file that is not compressed, and no member of an archive."""
-        return not self.member and self._is_range
-
-    @property
-    def _is_range(self) -> bool:
-        """Whether the content is a byte range of a local file."""
-        in_place = not self.member or self.member.is_range
-        return in_place and not self.compression and not scheme_of(self.path)
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether it is a member of an archive that can only be read forwards."""
-        return self.member is not None and self.member.is_sequential
-
-    @property
-    def read_order(self) -> int:
-        """Orders the files of a scan unit; equal for files that can be read in any order."""
-        return self.member.offset if self.member and self.member.is_sequential else 0
-
-    @property
-    def base(self) -> int:
-        """Where the content begins in the file at `path`, if its records can be read again."""
-        return self.member.offset if self.member and self.member.is_range else 0
+        """Whether it is a local file that is not compressed."""
+        return not self.compression and not scheme_of(self.path)
 
     @property
     def rereadable(self) -> bool:
         """Whether the text of a record can be read again from its offset and size."""
         lacks_dtype = self.ids is not None and self.holds_arrays and not self.ids.dtype
         can_read_again = self.format.read_again is not None and not lacks_dtype
-        return self._is_range and can_read_again
+        return self.is_plain and can_read_again
 
     @property
     def holds_plain_texts(self) -> bool:
@@ -315,15 +288,12 @@ class RecordReader:
                 f"{shown(self.file.place)}: {broken.reason}. Finished work is kept; run the same "
                 "command again when the disk or network works."
             ) from cause
-        place = f"in {shown(self.file.path)}: " if self.file.member else ""
-        reason = place + broken.reason
-        return Reject(self.file.name, broken.line, broken.byte, reason, loses_rest=True)
+        return Reject(self.file.name, broken.line, broken.byte, broken.reason, loses_rest=True)
 
 
 def _reject_shrunk_file(file: InputFile) -> None:
-    # Without this check, a file cut after it was listed would lose records silently. The streams
-    # of members check their sizes themselves.
-    if not scheme_of(file.path) and not file.member:
+    # Without this check, a file cut after it was listed would lose records silently.
+    if not scheme_of(file.path):
         paths = (file.path, *file.next_paths)
         size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - faster for many files
         if size < file.size:
@@ -352,7 +322,7 @@ def read_text_chunks(
     file has changed and has no such record.
     """
     with open(file.path, "rb") as stream:  # noqa: PTH123 - faster, and this runs per document
-        stream.seek(file.base + place[0])
+        stream.seek(place[0])
         if file.holds_arrays and file.ids:
             from data_pipeline.readers.id_arrays import read_id_chunks
 

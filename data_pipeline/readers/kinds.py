@@ -26,7 +26,7 @@ import posixpath
 import re
 from codecs import BOM_UTF8
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers.formats import (
@@ -39,14 +39,10 @@ from data_pipeline.readers.formats import (
 )
 from data_pipeline.readers.ids import IdRules, has_index, index_path
 from data_pipeline.readers.lines import HEAD_BYTES, is_binary
+from data_pipeline.readers.suffixes import Suffix, suffix_of
 from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
-from data_pipeline.system.sources import Compression, scheme_of, shown
+from data_pipeline.system.sources import scheme_of, shown
 
-_COMPRESSIONS: dict[str, Compression] = {
-    **{".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"},
-    **{".bz2": "bz2", ".bz": "bz2", ".xz": "xz"},
-}
-_PACKED_TARS = {".tgz": ".gz", ".tzst": ".zst", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz"}
 _MAX_LINE_BYTES = 2**16
 """Bytes of a line that are examined. Pretty-printed JSON has no longer lines."""
 _MAX_OBJECT_BYTES = 16 * 2**20
@@ -78,31 +74,6 @@ _LLMC_NUMBERS = (20240520, 20240522, 20240801)
 """First int32 of the files of llm.c and modded-nanogpt, whose headers have 1,024 bytes."""
 
 
-class Suffix(NamedTuple):
-    """The suffix of a file name in lower case, split at the compression."""
-
-    name: str
-    """The suffix without that of the compression."""
-    packed: str
-    """The suffix of the compression, or an empty string."""
-
-    def __str__(self) -> str:
-        return self.name + self.packed or "without suffix"
-
-    @property
-    def compression(self) -> Compression:
-        return _COMPRESSIONS.get(self.packed, "")
-
-
-def suffix_of(name: str) -> Suffix:
-    stem, last = posixpath.splitext(name.lower())
-    if last in _PACKED_TARS:
-        return Suffix(".tar", _PACKED_TARS[last])
-    if last in _COMPRESSIONS:
-        return Suffix(posixpath.splitext(stem)[1], last)
-    return Suffix(last, "")
-
-
 def kind_of(
     file: InputFile, format: Format, *, in_folder: bool, text_key: str, is_wikitext: bool
 ) -> Kind:
@@ -119,13 +90,7 @@ def kind_of(
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
             if may_have_lines and (is_wikitext or "wiki" in file.place.lower()):
-                has_rows = holds_wikitext_rows(file, text_key)
-                if has_rows and file.member:  # an article may continue in another member
-                    raise DataError(
-                        f"{shown(file.place)} has rows of WikiText, which are not read from "
-                        "archives. Unpack the archive and give the folder."
-                    )
-                return "wikitext_rows" if has_rows else kind
+                return "wikitext_rows" if holds_wikitext_rows(file, text_key) else kind
             return kind
     return _kind_of_content(file, suffix, text_key)
 
@@ -190,8 +155,7 @@ def _kind_of_ids(file: InputFile, suffix: Suffix) -> Kind:
 
 def require_json_lines(files: list[InputFile]) -> None:
     """Raise DataError for a .json file that is to be read as jsonl and has another layout."""
-    # Members in the order in which they lie: a compressed tar is read once.
-    for file in sorted(files, key=lambda each: each.member.offset if each.member else 0):
+    for file in files:
         if file.kind != "jsonl" or suffix_of(file.name).name != ".json":
             continue
         if layout := _other_layout(file):

@@ -44,7 +44,7 @@ from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.formats import InputFile
-from data_pipeline.readers.kinds import suffix_of
+from data_pipeline.readers.suffixes import suffix_of
 from data_pipeline.readers.wikitext import name_of_shards, next_shard
 from data_pipeline.system.sources import local_path, scheme_of, shown
 from data_pipeline.system.strict_json import parse_json
@@ -241,8 +241,8 @@ def unclear_files(files: Sequence[InputFile]) -> list[InputFile]:
 
 def _given_folder(file: InputFile) -> str:
     """The name of the folder in which the file's name begins."""
-    if file.member:  # the folder is the archive
-        return posixpath.basename(file.path).partition(".")[0]
+    if file.archive:  # the folder is the archive
+        return posixpath.basename(file.archive).partition(".")[0]
     return posixpath.basename(posixpath.dirname(file.path.removesuffix(file.name) + "x"))
 
 

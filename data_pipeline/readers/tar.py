@@ -28,7 +28,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.lines import text_of_line
@@ -73,13 +73,14 @@ class Member(NamedTuple):
 
 
 class TarReader:
-    """Iterates over the members, without directories. `content` reads the current member.
+    """Iterates over the members, without directories. `chunks` reads the current member.
 
-    Raises BrokenStreamError for an archive that cannot be read any further.
+    `stored_bytes` is the size of the archive in its file, 0 if it is unknown. Raises
+    BrokenStreamError for an archive that cannot be read any further.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source, self._stream = source, source.stream
+    def __init__(self, stream: BinaryIO, stored_bytes: int) -> None:
+        self._stream, self._stored_bytes = stream, stored_bytes
         self._position = 0
         self._unread = 0
         """Bytes of the current member and its padding that were not read."""
@@ -90,11 +91,14 @@ class TarReader:
     def __iter__(self) -> Iterator[Member]:
         return iter(self._next_member, None)
 
-    def content(self) -> bytes:
-        """The bytes of the current member. The caller has checked its size."""
-        raw = self._read(self._size)
-        self._unread -= self._size
-        return raw
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes of the current member."""
+        left = self._size
+        while left:
+            raw = self._read(min(left, CHUNK_BYTES))
+            left -= len(raw)
+            self._unread -= len(raw)
+            yield raw
 
     def _next_member(self) -> Member | None:
         """The next member that is not a directory; None at the end of the archive."""
@@ -178,8 +182,8 @@ class TarReader:
     def _require_plausible(self, num_bytes: int) -> None:
         """Raise BrokenStreamError if `num_bytes` is implausible for the size of the archive."""
         try:
-            if self._source.file.size:
-                require_plausible_ratio(num_bytes, self._source.file.size)
+            if self._stored_bytes:
+                require_plausible_ratio(num_bytes, self._stored_bytes)
         except SourceError as error:
             raise self._broken(error.reason) from error
 
@@ -219,7 +223,7 @@ class TarReader:
             unread -= len(self._read(min(unread, CHUNK_BYTES)))
 
     def _broken(self, reason: str) -> BrokenStreamError:
-        return BrokenStreamError(self._source.lines, self._position, reason)
+        return BrokenStreamError(0, self._position, reason)
 
 
 def path_problem(name: str) -> str:
@@ -244,7 +248,14 @@ class _Sample:
 
 
 def read_tar(source: Source) -> Iterator[Record | Reject]:
-    members, seen = TarReader(source), set[bytes]()
+    try:
+        yield from _read_samples(source)
+    except BrokenStreamError as error:
+        raise BrokenStreamError(source.lines, error.byte, error.reason) from error
+
+
+def _read_samples(source: Source) -> Iterator[Record | Reject]:
+    members, seen = TarReader(source.stream, source.file.size), set[bytes]()
     wanted = sample_extensions(source.text_key, is_ids=source.ids is not None)
     sample: _Sample | None = None
     for member in members:
@@ -303,7 +314,7 @@ def _add_member(
     if problem:
         sample.problem = sample.problem or f"member {printable(member.name)[:200]} {problem}"
     elif rank < sample.rank and not sample.problem:
-        sample.rank, sample.content = rank, members.content()
+        sample.rank, sample.content = rank, b"".join(members.chunks())
 
 
 def _documents(source: Source, sample: _Sample, wanted: list[str]) -> Iterator[Record | Reject]:

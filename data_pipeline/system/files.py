@@ -254,16 +254,19 @@ class StagedDirectory:
 
     Leaving removes the staging folder, and the directory if it was created here and is empty. The
     staging folder stays for the next process if `keep_staging` is true and the block was
-    interrupted: by any exception except ConfigError and DataError, or by UnfinishedError.
+    interrupted: by any exception except ConfigError and DataError, or by UnfinishedError. With
+    `keeps_unused`, that of an earlier process also stays if `stage` was not called.
+    `keep_staging` is true on entry if there is a staging folder already; set it after staging
     `keep_staging` is true on entry if there is a staging folder already; set it after staging
     files that can be reused.
     """
 
-    def __init__(self, directory: Path, *, last: str) -> None:
+    def __init__(self, directory: Path, *, last: str, keeps_unused: bool = False) -> None:
         self.directory = directory
         self.last = last
         self.path = directory / STAGING
         self.keep_staging = False
+        self._is_unused = keeps_unused
         self._descriptor = -1
         self._created = False
 
@@ -290,7 +293,7 @@ class StagedDirectory:
         try:
             # An OSError of a full or failing disk must not replace the exception being raised.
             with contextlib.suppress(OSError):
-                if not (self.keep_staging and interrupted):
+                if not (self._is_unused or (self.keep_staging and interrupted)):
                     self.discard()
                 if self._created:
                     self.directory.rmdir()  # fails if it is not empty
@@ -303,6 +306,7 @@ class StagedDirectory:
         Raises ConfigError for a directory that is not writable.
         """
         require_writable(self.directory)
+        self._is_unused = False
         if fresh:
             self.discard()
         self.path.mkdir(exist_ok=True)

@@ -69,7 +69,7 @@ def test_a_name_gives_a_split_or_none(name: str, split: str, tmp_path: Path) -> 
     path = tmp_path / "in" / name
     path.parent.mkdir(parents=True)
     path.write_text("text")
-    found = find_files([str(tmp_path / "in")], format="text", exclude=Path("/nowhere"))
+    found = find_files([str(tmp_path / "in")], format="text", out=Path("/nowhere"))
     assert [file.split for file in found.files] == [split]
 
 
@@ -105,7 +105,7 @@ def splits_of(folder: Path, names: Iterable[str], settings: PrepareSettings = TE
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
-    found = find_files([str(folder)], format="auto", exclude=Path("/nowhere"))
+    found = find_files([str(folder)], format="auto", out=Path("/nowhere"))
     chosen = choose_given_splits(found, settings, lambda line: None)
     split_of = {file.name: file.split for file in chosen}
     return [split_of[name] for name in names]
@@ -136,7 +136,7 @@ def test_files_of_an_archive_and_of_several_inputs_are_refused_alike(tmp_path: P
         (["c/train.txt", "c/heldback.txt"], f"{tmp_path}/c"),
     ):
         paths = [str(tmp_path / each) for each in inputs]
-        found = find_files(paths, format="auto", exclude=Path("/nowhere"))
+        found = find_files(paths, format="auto", out=tmp_path / "out")
         with pytest.raises(ConfigError, match=f"train={place}/train.txt valid={place}/heldback"):
             choose_given_splits(found, TEXT, lambda line: None)
 
@@ -166,7 +166,7 @@ def test_folders_of_source_code_are_splits_only_next_to_a_folder_train(tmp_path:
     for name in ("train/a.py", "test/b.py", "train/c_test.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("pass")
-    found = find_files([str(tmp_path)], format="auto", exclude=Path("/nowhere"))
+    found = find_files([str(tmp_path)], format="auto", out=Path("/nowhere"))
     assert {file.name: file.split for file in found.files} == {
         "train/a.py": "train",
         "train/c_test.py": "train",
@@ -197,7 +197,7 @@ def test_a_given_folder_counts_before_the_names_of_its_files(
         (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "d" / name).write_text(name)
     monkeypatch.chdir(tmp_path)
-    found = find_files(inputs, format="auto", exclude=Path("/nowhere"))
+    found = find_files(inputs, format="auto", out=Path("/nowhere"))
     assert [(Path(file.path).parent.name, file.split) for file in found.files] == [
         *[("train", "train")] * 2,
         *[("test", "test")] * 2,
@@ -209,7 +209,11 @@ def test_files_given_from_one_folder_are_split_by_their_own_names(tmp_path: Path
     paths = [tmp_path / "test" / f"{name}.txt" for name in ("train", "valid", "other")]
     for path in paths:
         path.write_text(path.name)
-    found = find_files([str(path) for path in paths], format="auto", exclude=Path("/nowhere"))
+    found = find_files(
+        [str(path) for path in paths],
+        format="auto",
+        out=Path("/nowhere"),
+    )
     assert [file.split for file in found.files] == ["train", "valid", "test"]
 
 

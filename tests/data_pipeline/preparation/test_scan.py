@@ -109,7 +109,7 @@ def test_the_bytes_of_one_long_document_are_counted_while_it_is_read(
     packed = {"txt": text, "gz": gzip.compress(text, 1), "zst": zstandard.compress(text)}
     path = tmp_path / name
     path.write_bytes(packed[name.rpartition(".")[2]])
-    files = find_files([str(path)], format="auto", exclude=tmp_path / "out").files
+    files = find_files([str(path)], format="auto", out=tmp_path / "out").files
     (unit,) = plan_scan(files, "text")
     reading = Recorder()
     with counting_bytes(reading), (tmp_path / "spill").open("wb") as spill:
@@ -122,7 +122,7 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
     number = 20_000
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"x\n" * number)
-    files = find_files([str(source)], format="auto", exclude=tmp_path / "out").files
+    files = find_files([str(source)], format="auto", out=tmp_path / "out").files
     units = plan_scan(files, "text")
     (scan_result,) = (scan(unit) for unit in units)
     with (tmp_path / "rejects").open("wb") as listed:
@@ -139,7 +139,7 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
 def test_the_index_takes_52_bytes_per_document(lines: Path, tmp_path: Path) -> None:
     from data_pipeline.preparation.scan import InputIndex, plan_scan, scan
 
-    files = find_files([str(lines)], format="auto", exclude=tmp_path / "out").files
+    files = find_files([str(lines)], format="auto", out=tmp_path / "out").files
     units = plan_scan(files, "text")
     corpus = InputIndex(files, units)
     corpus.fill(lambda number: scan(units[number]))

@@ -20,7 +20,13 @@ Records = list[Record | Reject]
 
 def one_file(path: Path | str, format: Format = "auto", ids: IdRules | None = None) -> InputFile:
     key = "ids" if ids else "text"
-    found = find_files([str(path)], format=format, exclude=Path("/nowhere"), ids=ids, text_key=key)
+    found = find_files(
+        [str(path)],
+        format=format,
+        out=Path("/nowhere"),
+        ids=ids,
+        text_key=key,
+    )
     (file,) = found.files
     return file
 

@@ -1,38 +1,47 @@
 """Archives: the same datasets as their unpacked folders; WebDatasets; damaged and hostile ones."""
 
 import bz2
+import errno
 import gzip
 import io
 import lzma
 import random
 import struct
 import tarfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.readers import Record, Reject, find_files
-from data_pipeline.readers.archives import ArchiveMember, _ForwardStream
+from data_pipeline.readers import InputFiles, Record, Reject, find_files
+from data_pipeline.readers.unpack import UNPACKED, removed_afterwards
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.system.files import STAGING
 from data_pipeline.system.workers import ProcessWorkers
+from tests.data_pipeline.preparation.preparing import StopsAfter
 from tests.data_pipeline.readers.reading import one_file, read
 from tests.support.corpus_layouts import LAYOUTS, Layout
 from tests.support.pack import SUFFIXES, pack
 
 BYTES = PrepareSettings()
-NEEDS_RANDOM_ACCESS = "Hugging Face, parquet"
 
 
 def content_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def find(archive: Path | str, folder: Path, format: str = "auto") -> InputFiles:
+    """List the files, unpacked in `folder`."""
+    with removed_afterwards(folder / UNPACKED):
+        pass
+    return find_files([str(archive)], format=format, out=folder)
 
 
 def prepared(source: Path | str, out: Path, settings: PrepareSettings = BYTES) -> dict[str, bytes]:
@@ -46,7 +55,7 @@ def test_an_archive_gives_the_dataset_of_its_unpacked_folder(
 ) -> None:
     layout.write(tmp_path / "in")
     unpacked = prepared(tmp_path / "in", tmp_path / "out", layout.settings)
-    suffixes = (".tar",) if layout.name == NEEDS_RANDOM_ACCESS else (".zip", ".tar", ".tar.gz")
+    suffixes = (".zip", ".tar", ".tar.gz")
     for number, suffix in enumerate(suffixes):
         archive = pack(tmp_path / "in", tmp_path / f"corpus{suffix}", top="corpus" * (number % 2))
         lines: list[str] = []
@@ -69,7 +78,7 @@ def test_every_kind_of_archive_is_read(tmp_path: Path, suffix: str) -> None:
         chosen = prepared(f"{archive}/{address}", tmp_path / f"3-{number}")
         assert chosen == prepared(tmp_path / "in" / address, tmp_path / f"4-{number}")
     with pytest.raises(DataError, match=r"no such file in the archive. It has: "):
-        find_files([f"{archive}/other"], format="auto", exclude=Path("/nowhere"))
+        find(f"{archive}/other", tmp_path)
 
 
 def test_the_only_file_of_an_archive_is_read_like_a_file(tmp_path: Path) -> None:
@@ -121,22 +130,22 @@ def test_a_tar_is_samples_or_a_folder_by_the_names_of_its_files(tmp_path: Path, 
     path = tmp_path / "in.tar"
     path.write_bytes((SAMPLES | FOLDERS)[name])
 
-    def find(format: str) -> tuple[set[str], str]:
-        found = find_files([str(path)], format=format, exclude=Path("/nowhere"))
+    def kinds_and_notes(format: str) -> tuple[set[str], str]:
+        found = find(path, tmp_path, format)
         return {*found.kinds}, "".join(found.notes)
 
-    kinds, note = find("auto")
+    kinds, note = kinds_and_notes("auto")
     assert (kinds == {"tar"}) == (name in SAMPLES)
     assert ("samples of a WebDataset: " in note) == (name in SAMPLES)
     assert ("the folder to which it unpacks" in note and "--format tar reads samples" in note) == (
         name in FOLDERS
     )
-    assert find("tar")[0] == {"tar"}
-    inside = find_files([f"{path}/**"], format="auto", exclude=Path("/nowhere"))
+    assert kinds_and_notes("tar")[0] == {"tar"}
+    inside = find(f"{path}/**", tmp_path, "auto")
     assert "tar" not in inside.kinds
     with pytest.raises(ConfigError, match="--format tar reads all samples"):
-        find_files([f"{path}/**"], format="tar", exclude=Path("/nowhere"))
-    assert find("text")[0] == {"text"}
+        find(f"{path}/**", tmp_path, "tar")
+    assert kinds_and_notes("text")[0] == {"text"}
 
 
 # --- compressed texts -----------------------------------------------------------------------------
@@ -184,7 +193,7 @@ def test_a_bomb_and_a_dictionary_of_any_size_are_refused(
     archive = pack(tmp_path / "in", tmp_path / "in.zip")
     monkeypatch.setattr("data_pipeline.system.sources.MAX_RATIO", 100)
     with pytest.raises(DataError, match=r"in\.zip: it expands to .* decompression bomb"):
-        find_files([str(archive)], format="auto", exclude=Path("/nowhere"))
+        find(archive, tmp_path)
 
 
 def test_compressed_texts_of_any_size_are_read_from_an_archive(
@@ -198,7 +207,7 @@ def test_compressed_texts_of_any_size_are_read_from_an_archive(
         (tmp_path / "in" / f"a.txt{suffix}").write_bytes(compress(text.encode()))
     for suffix in (".zip", ".tar", ".tar.gz"):
         archive = pack(tmp_path / "in", tmp_path / f"c{suffix}")
-        found = find_files([str(archive)], format="auto", exclude=Path("/nowhere"))
+        found = find(archive, tmp_path)
         texts = [each.text for file in found.files for each in read(file)]  # type: ignore[union-attr]
         assert texts == [text, text], suffix
 
@@ -235,12 +244,12 @@ def in_tar(name: str, **fields: object) -> bytes:
     return file.getvalue()
 
 
-def twice() -> bytes:
+def in_zips(*names: str) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as packed:
-        packed.writestr("a.txt", "one")
-        with pytest.warns(UserWarning, match="Duplicate"):
-            packed.writestr("a.txt", "two")
+    with zipfile.ZipFile(file, "w") as packed, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name that occurs twice
+        for name in names:
+            packed.writestr(name, name)
     return file.getvalue()
 
 
@@ -255,7 +264,9 @@ HOSTILE = {
     "encrypted.zip": (lambda: encrypted(in_zip("a.txt")), "member a.txt is encrypted"),
     "lzma.zip": (lambda: in_zip("a.txt", method=14), "with method 14; only deflate is read"),
     "nested.zip": (lambda: in_zip("a.tar.gz"), r"it holds the archive a\.tar\.gz"),
-    "twice.zip": (twice, "its member a.txt occurs twice"),
+    "twice.zip": (lambda: in_zips("a.txt", "a.txt"), "its member a.txt occurs twice"),
+    "file and folder.zip": (lambda: in_zips("a", "a/b"), "its member a/b occurs twice"),
+    "long.zip": (lambda: in_zip("a" * 256), "has a name that is too long"),
     "empty.zip": (lambda: b"", "damaged or truncated zip archive"),
     "no text.zip": (lambda: in_zip("a.jpg"), r"no text in this archive \(ignored: 1 \.jpg\)"),
     "parent.tar": (lambda: in_tar("../a.en.2"), r"'\.\./a\.en\.2' is a path that leaves"),
@@ -295,7 +306,7 @@ def test_an_archive_cut_or_damaged_anywhere_is_refused_or_read_completely(
     def documents() -> list[str] | None:
         """The texts of the archive; None if it is refused."""
         try:
-            files = find_files([str(archive)], format="auto", exclude=Path("/nowhere")).files
+            files = find(archive, tmp_path).files
             records = [record for file in files for record in read(file)]
         except (DataError, ConfigError):
             return None
@@ -323,69 +334,8 @@ def test_a_central_directory_that_lies_about_sizes_is_refused(tmp_path: Path) ->
     entry = content.index(b"PK\1\2")
     content[entry + 24 : entry + 28] = struct.pack("<I", 40)
     (tmp_path / "c.zip").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.txt:byte 0: in .*c\.zip: .*Bad CRC-32"):
+    with pytest.raises(DataError, match=r"c\.zip: .*Bad CRC-32 for file 'a\.txt'"):
         prepare_dataset([tmp_path / "c.zip"], tmp_path / "out", BYTES)
-
-
-# --- the cost of a compressed tar -----------------------------------------------------------------
-
-
-def test_a_compressed_tar_is_read_forwards_whatever_the_order_of_its_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "in").mkdir()
-    for number in range(60):  # the content decides that they are JSON lines
-        (tmp_path / "in" / f"{number:02}.en.x").write_text('{"text": "x"}\n{"text": "y"}\n')
-    archive = pack(tmp_path / "in", tmp_path / "c.tar.gz")
-    monkeypatch.setattr("data_pipeline.readers.archives._KEPT_BYTES", 2**12)
-    opened: list[str] = []
-
-    def counted(path: str, compression: str) -> object:
-        opened.append(path)
-        return open_source(path, compression)  # type: ignore[arg-type]
-
-    from data_pipeline.system.sources import open_source
-
-    monkeypatch.setattr("data_pipeline.readers.archives.open_source", counted)
-    report = prepare_dataset([archive], tmp_path / "out", BYTES)
-    assert report.read_as == {"jsonl": {".x": 60}}
-    assert len(opened) <= 4, "once for the layout, the list and the texts each"
-
-
-def test_a_forward_stream_reads_what_a_seekable_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.readers.archives._KEPT_BYTES", 100)
-    content = np.random.default_rng(0).bytes(5000)
-    expected, opened = io.BytesIO(content), [0]
-
-    def again() -> io.BytesIO:
-        opened[0] += 1
-        return io.BytesIO(content)
-
-    stream = _ForwardStream(io.BytesIO(content), again)
-    rng = random.Random(0)
-    for _ in range(300):
-        back = rng.randrange(90) if rng.random() < 0.9 else 3000
-        position = max(min(stream.seek(max(expected.tell() - back, 0)), 5000), 0)
-        expected.seek(position)
-        size = rng.randrange(200)
-        while size and (data := stream.read(size)):
-            assert data == expected.read(len(data))
-            size -= len(data)
-    assert 0 < opened[0] < 100
-
-
-def test_members_of_a_plain_tar_are_byte_ranges(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for name in "ab":
-        (tmp_path / "in" / f"{name}.en.lines").write_text(f"{name} 1\n{name} 2\n")
-    archive = pack(tmp_path / "in", tmp_path / "c.tar")
-    files = find_files([str(archive)], format="lines", exclude=Path("/nowhere")).files
-    assert all(file.rereadable for file in files)
-    assert [
-        [record.text for record in read(file, unit_bytes=3) if isinstance(record, Record)]
-        for file in files
-    ] == [["a 1", "a 2"], ["b 1", "b 2"]]
-    assert isinstance(files[0].member, ArchiveMember)
 
 
 def test_a_long_text_in_an_archive_is_never_held(
@@ -399,11 +349,46 @@ def test_a_long_text_in_an_archive_is_never_held(
     for name, size in (("a", 1), ("b", 1500), ("c", 2)):
         (tmp_path / "in" / name).write_text(f"é{name}" * size)
     archive = pack(tmp_path / "in", tmp_path / "c.zip")
-    files = find_files([str(archive)], format="auto", exclude=Path("/nowhere")).files
+    files = find(archive, tmp_path).files
     held = [record.text for file in files for record in read(file) if isinstance(record, Record)]
-    assert held == ["éa", "écéc"], "b is too long to be held"
+    assert held == ["éa", None, "écéc"], "b is too long to be held"
     assert prepared(archive, tmp_path / "1") == prepared(tmp_path / "in", tmp_path / "2")
     assert prepare_dataset([archive], tmp_path / "1", BYTES).already_complete
+
+
+# --- the folder in which an archive is unpacked ---------------------------------------------------
+
+
+def test_what_was_unpacked_is_removed_and_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(30):
+        (tmp_path / "in" / f"{number}.en").write_text(f"text {number}" * 50)
+    archive, out = pack(tmp_path / "in", tmp_path / "c.tar.gz"), tmp_path / "out"
+    settings = PrepareSettings(shard_bytes=2000)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset([archive], out, settings, workers=StopsAfter(5))
+    assert [path.name for path in out.iterdir()] == [STAGING]
+    (out / UNPACKED / "0").mkdir(parents=True)  # as a killed run leaves it
+    with pytest.raises(DataError, match="no such file or folder"):
+        prepare_dataset([tmp_path / "typo.tar.gz"], out, settings)
+    assert [path.name for path in out.iterdir()] == [STAGING], "bad input costs no finished work"
+    assert prepare_dataset([archive], out, settings).reused_units == 5
+    assert content_of(out) == prepared(tmp_path / "in", tmp_path / "2", settings)
+
+
+def test_a_full_disk_while_an_archive_is_unpacked_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.en").write_text("text")
+    archive = pack(tmp_path / "in", tmp_path / "c.zip")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(UnfinishedError, match=r"unpacking failed: No space left on device"):
+        find(archive, tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".zip", ".tar", ".tar.gz"])

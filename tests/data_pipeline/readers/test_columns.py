@@ -228,7 +228,7 @@ def saved_dataset(folder: Path, num_files: int = 2) -> Path:
 def test_a_saved_dataset_is_its_data_files(tmp_path: Path, format_: str) -> None:
     saved_dataset(tmp_path / "in" / "a")
     saved_dataset(tmp_path / "in" / "b", 1)
-    found = find_files([str(tmp_path / "in")], format=format_, exclude=Path("/nowhere"))
+    found = find_files([str(tmp_path / "in")], format=format_, out=Path("/nowhere"))
     assert [file.name for file in found.files] == [
         "a/data-00000-of-00002.arrow",
         "a/data-00001-of-00002.arrow",
@@ -252,14 +252,18 @@ def test_a_directory_with_a_wrong_list_of_files_is_refused(
 ) -> None:
     (saved_dataset(tmp_path / "in") / "state.json").write_text(state)
     with pytest.raises(DataError, match=reason):
-        find_files([str(tmp_path / "in")], format="auto", exclude=Path("/nowhere"))
+        find_files(
+            [str(tmp_path / "in")],
+            format="auto",
+            out=Path("/nowhere"),
+        )
 
 
 def test_the_splits_of_a_saved_dictionary_are_those_of_its_directories(tmp_path: Path) -> None:
     saved_dataset(tmp_path / "in" / "train")
     saved_dataset(tmp_path / "in" / "test")
     (tmp_path / "in" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    found = find_files([str(tmp_path / "in")], format="auto", exclude=Path("/nowhere"))
+    found = find_files([str(tmp_path / "in")], format="auto", out=Path("/nowhere"))
     assert {(file.name.split("/")[0], file.split) for file in found.files} == {
         ("train", "train"),
         ("test", "test"),
@@ -329,7 +333,7 @@ def test_csv_files_in_a_folder_are_text_unless_the_format_is_given(tmp_path: Pat
     (tmp_path / "a.csv").write_text("text\nx\n")
 
     def kinds(address: Path, format: str = "auto") -> dict[str, int]:
-        return dict(find_files([str(address)], format=format, exclude=Path("/nowhere")).kinds)
+        return dict(find_files([str(address)], format=format, out=Path("/nowhere")).kinds)
 
     assert kinds(tmp_path) == {"text": 1}
     assert kinds(tmp_path, "csv") == kinds(tmp_path / "*.csv") == kinds(tmp_path / "a.csv")

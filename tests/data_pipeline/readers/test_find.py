@@ -17,8 +17,8 @@ JSONL = b"".join(json.dumps({"text": line}).encode() + b"\n" for line in LINES)
 TITLE = b" \n = Title = \n"
 
 
-def names(*inputs: object, format: str = "auto", exclude: Path = Path("/nowhere")) -> list[str]:
-    input_files = find_files([str(address) for address in inputs], format=format, exclude=exclude)
+def names(*inputs: object, format: str = "auto", out: Path = Path("/nowhere")) -> list[str]:
+    input_files = find_files([str(address) for address in inputs], format=format, out=out)
     return [file.name for file in input_files.files]
 
 
@@ -113,7 +113,7 @@ def test_two_names_that_are_the_same_in_utf8_are_refused(tmp_path: Path) -> None
 
 
 def test_the_output_is_left_out_of_a_pattern_too(tree: Path) -> None:
-    assert names(tree / "**/*.jsonl", exclude=tree / "one") == ["a.jsonl"]
+    assert names(tree / "**/*.jsonl", out=tree / "one") == ["a.jsonl"]
 
 
 def test_auto_decides_by_suffix_below_compression_and_says_what_it_chose(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_auto_decides_by_suffix_below_compression_and_says_what_it_chose(tmp_pat
     for name, (_, content) in contents.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "l.tar.gz").write_bytes(b"")
-    input_files = find_files([str(tmp_path)], format="auto", exclude=Path("/nowhere"))
+    input_files = find_files([str(tmp_path)], format="auto", out=Path("/nowhere"))
     assert {file.name: file.kind for file in input_files.files} == {
         name: kind for name, (kind, _) in contents.items()
     }
@@ -211,7 +211,11 @@ def test_keys_patterns_and_failures_of_s3(bucket: Any) -> None:
         False,
     )
     assert texts(read(file)) == LINES
-    input_files = find_files(["s3://bucket/x/**/*.jsonl"], format="auto", exclude=Path("/nowhere"))
+    input_files = find_files(
+        ["s3://bucket/x/**/*.jsonl"],
+        format="auto",
+        out=Path("/nowhere"),
+    )
     assert [file.name for file in input_files.files] == ["a.jsonl", "y/b.jsonl"]
     with pytest.raises(DataError, match="s3://bucket/nothing: cannot be read: no such object"):
         one_file("s3://bucket/nothing")

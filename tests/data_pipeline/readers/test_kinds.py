@@ -28,7 +28,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 def found_in(folder: Path, format: str = "auto") -> InputFiles:
-    return find_files([str(folder)], format=format, exclude=Path("/nowhere"))
+    return find_files([str(folder)], format=format, out=Path("/nowhere"))
 
 
 @pytest.mark.parametrize("suffix", PACKED)
@@ -179,7 +179,7 @@ def test_the_text_key_decides_about_a_single_line(tmp_path: Path) -> None:
     path = tmp_path / "wiki_07"
     path.write_bytes(b'{"body": "the last article"}\n')
     for text_key, kind in (("text", "text"), ("body", "jsonl")):
-        found = find_files([str(path)], format="auto", exclude=tmp_path, text_key=text_key)
+        found = find_files([str(path)], format="auto", out=tmp_path, text_key=text_key)
         assert found.kinds == {kind: 1}
 
 

@@ -107,7 +107,7 @@ def test_the_cache_of_the_hub_is_read_once(tmp_path: Path) -> None:
     for name, blob in (("a.jsonl", "0a"), ("b.parquet", "0b")):
         (hub / "snapshots" / "12" / name).symlink_to(f"../../blobs/{blob}")
     for folder in (hub, hub.parent, hub.parent.parent):
-        found = find_files([str(folder)], format="auto", exclude=Path("/nowhere"))
+        found = find_files([str(folder)], format="auto", out=Path("/nowhere"))
         assert [file.name.rpartition("/")[2] for file in found.files] == ["a.jsonl", "b.parquet"]
         assert +found.ignored == {"blobs and refs": 3}
 

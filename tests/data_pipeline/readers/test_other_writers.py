@@ -79,7 +79,11 @@ def test_every_container_is_read_from_object_storage(bucket: Any, tmp_path: Path
         "d.csv": [text for text in VALUES if text],
     }  # fmt: skip
     for name, wanted in expected.items():
-        (file,) = find_files([f"s3://bucket/{name}"], format="auto", exclude=Path("/nowhere")).files
+        (file,) = find_files(
+            [f"s3://bucket/{name}"],
+            format="auto",
+            out=Path("/nowhere"),
+        ).files
         assert texts(read(file)) == wanted
     documents = [[1, 2], [3]]
     for suffix, write in WRITERS.items():
@@ -87,7 +91,10 @@ def test_every_container_is_read_from_object_storage(bucket: Any, tmp_path: Path
     for path in tmp_path.iterdir():
         bucket.pipe(f"bucket/ids/{path.name}", path.read_bytes())
     found = find_files(
-        ["s3://bucket/ids"], format="ids", exclude=Path("/nowhere"), ids=IDS.id_rules
+        ["s3://bucket/ids"],
+        format="ids",
+        out=Path("/nowhere"),
+        ids=IDS.id_rules,
     )
     assert len(found.files) == len(WRITERS), "one of them has an index"
     for file in found.files:

@@ -185,7 +185,12 @@ def test_a_file_that_holds_no_ids_is_refused_by_name_and_ignored_in_a_folder(
     with pytest.raises(ConfigError, match=r"a.txt: --format ids reads .jsonl, .ndjson, .json"):
         one_file(tmp_path / "a.txt", "ids", RULES)
     (tmp_path / "b.jsonl").write_text('{"ids": [1]}')
-    found = find_files([str(tmp_path)], format="ids", exclude=Path("/nowhere"), ids=RULES)
+    found = find_files(
+        [str(tmp_path)],
+        format="ids",
+        out=Path("/nowhere"),
+        ids=RULES,
+    )
     assert [file.name for file in found.files] == ["b.jsonl"]
     assert found.ignored[".txt"] == 1
 

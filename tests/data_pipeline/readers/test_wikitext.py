@@ -75,7 +75,7 @@ def found_in(folder: Path, *, is_wikitext: bool = True, text_key: str = "text") 
     found = find_files(
         [str(folder)],
         format="auto",
-        exclude=Path("/nowhere"),
+        out=Path("/nowhere"),
         is_wikitext=is_wikitext,
         text_key=text_key,
     )

@@ -17,7 +17,6 @@ from txl_dist.cli.options import (
     Overrides,
     print_result,
     require_local,
-    whole_numbers,
 )
 from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError
@@ -174,9 +173,7 @@ def estimate(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    gpus: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Numbers of GPUs, one column for each.")
-    ],
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, or of ranks on CPUs.")],
     peak_tflops: Annotated[
         float | None,
         typer.Option(
@@ -188,14 +185,6 @@ def estimate(
     utilisation: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the peak (MFU).")
     ] = 0.3,
-    lanes_per_gpu: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Let the batch grow with the GPUs.",
-            show_default="data.num_lanes for every number of GPUs",
-        ),
-    ] = None,
     device: Annotated[
         Literal["cuda", "cpu"], typer.Option(help="Device type of the ranks.")
     ] = "cuda",
@@ -206,32 +195,24 @@ def estimate(
     Prints GPU memory by rank and ZeRO stage, and legal world sizes. Reads the manifest of the
     dataset if it is there; else set model.vocab_size.
 
-    Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4,60
+    Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4
     """
-    numbers = sorted(set(whole_numbers("--gpus", gpus)))
     from dataclasses import asdict
 
     from txl_dist.config.config_file import load_run_config
-    from txl_dist.estimate.run_estimate import (
-        Assumptions,
-        DataFacts,
-        estimate_run,
-        lines_of,
-    )
+    from txl_dist.estimate import run_estimate
 
-    run = load_run_config(config, overrides or ())
-    assumptions = Assumptions(
+    run, num_steps = run_estimate.with_data(load_run_config(config, overrides or ()))
+    source = "measured on this CPU" if device == "cpu" and peak_tflops is None else "assumed"
+    assumptions = run_estimate.Assumptions(
         device=device,
-        peak_tflops=peak_tflops,
+        peak_tflops=peak_tflops or run_estimate.peak_tflops(run.precision, device),
         utilisation=utilisation,
-        lanes_per_gpu=lanes_per_gpu,
+        source=source,
     )
-    result = estimate_run(run, DataFacts.of(run), gpus=numbers, assumptions=assumptions)
-    if not as_json:
-        print("\n".join(lines_of(result, assumptions, precision=run.precision)))
-        return
-    assumed = {**asdict(assumptions), "peak_tflops": assumptions.peak(run.precision)}
-    print(json.dumps({**result.to_json(), "assumptions": assumed}))
+    result = run_estimate.estimate_run(run, gpus=gpus, num_steps=num_steps, assumptions=assumptions)
+    content = {**result.to_json(), "assumptions": asdict(assumptions)}
+    print_result(content, "\n".join(run_estimate.lines_of(result, assumptions)), as_json=as_json)
 
 
 # --- txl doctor -----------------------------------------------------------------------------------

@@ -176,17 +176,17 @@ class RankBytes:
 
     weights: int
     """Weights and their fp32 masters."""
+    gradients: int
     optimizer: int
     """Optimizer state."""
-    lanes: int
-    """The recurrent memory of this rank's lanes, before and after the step."""
-    host: int
-    """What is offloaded to host memory."""
-    gradients: int
     buffers: int
     """DeepSpeed's buckets, flat copies and gathered weights."""
+    lanes: int
+    """The recurrent memory of this rank's lanes, before and after the step."""
     activations: int
     """Activations of one micro-batch, and its gradients if they are kept."""
+    host: int
+    """What is offloaded to host memory."""
 
     @property
     def device(self) -> int:

@@ -4,7 +4,7 @@ import json
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,10 +20,6 @@ from txl_dist.cli.options import (
 )
 from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError
-
-if TYPE_CHECKING:
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import Finding
 
 app = typer.Typer(help="Write, show and check run configs.", no_args_is_help=True)
 
@@ -218,10 +214,8 @@ def estimate(
 # --- txl doctor -----------------------------------------------------------------------------------
 
 CheckName = StrEnum(
-    "CheckName",
-    ["versions", "devices", "storage", "dataset", "tracking", "exposure", "network"],
+    "CheckName", ["versions", "devices", "storage", "dataset", "tracking", "exposure"]
 )
-"""The checks; the last two compare the nodes of a cluster."""
 
 
 def doctor(
@@ -258,47 +252,37 @@ def doctor(
 ) -> None:
     """Check this machine or all nodes of a cluster before a run.
 
-    Versions, devices, storage, dataset, tracking, exposure and network are checked. Exit code 1 if
-    a problem was found. Nothing is changed.
+    Versions, devices, storage, dataset, tracking and exposure are checked, and on a cluster whether
+    its nodes are equal. Exit code 1 if a problem was found. Nothing is changed.
 
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
     """
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import num_problems, print_report, to_json
+    from txl_dist.doctor import checks, finding
+    from txl_dist.launch.launcher import find_launcher
 
-    run = run or ("runs" if on in (None, "processes") else None)
-    request = DoctorRequest(
-        run=None if run is None else _absolute(run),
-        data=None if data is None else _absolute(data),
+    is_local = on in (None, "processes")
+    run = run or ("runs" if is_local else None)
+    # Ray's workers have another working directory.
+    run, data = (
+        path and (path if is_url(path) else str(Path(path).expanduser().absolute()))
+        for path in (run, data)
+    )
+    request = checks.DoctorRequest(
+        run=run,
+        data=data,
         min_free_bytes=int(min_free_gib * 2**30),
         skip=frozenset(map(str, skip or ())),
     )
     with running(f"checking {on or 'this machine'}", quiet=as_json):
-        findings = _findings(request, on)
-    if as_json:
-        print(json.dumps(to_json(findings)))
-    else:
-        print_report(findings)
-    if num_problems(findings):
+        if on is None or is_local:
+            findings = checks.check_this_machine(request)
+        elif isinstance(launcher := find_launcher(on), checks.NodeChecker):
+            findings = launcher.check_nodes(request)
+        else:
+            raise ConfigError(
+                f"--on {on}: this launcher cannot check its nodes. Run txl doctor on each of them, "
+                "without --on"
+            )
+    print_result(finding.to_json(findings), finding.report(findings), as_json=as_json)
+    if finding.num_problems(findings):
         raise typer.Exit(1)
-
-
-def _absolute(path: str) -> str:
-    """Ray's workers have another working directory. URLs stay as they are."""
-
-    return path if is_url(path) else str(Path(path).expanduser().absolute())
-
-
-def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":
-    from txl_dist.doctor.checks import NodeChecker, check_this_machine
-    from txl_dist.launch.launcher import find_launcher
-
-    if on is None or on == "processes":
-        return check_this_machine(request)
-    launcher = find_launcher(on)
-    if not isinstance(launcher, NodeChecker):
-        raise ConfigError(
-            f"--on {on}: this launcher cannot check its nodes. Run txl doctor on each of them, "
-            "without --on"
-        )
-    return launcher.check_nodes(request)

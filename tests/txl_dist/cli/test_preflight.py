@@ -6,6 +6,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 from tests.support.commands import run_txl
 from txl_dist.cli.app import app
 from txl_dist.config.config_file import dump_run_config, load_run_config
-from txl_dist.doctor.finding import Finding, ok, print_report, problem
+from txl_dist.doctor.finding import ok, problem, report
 from txl_dist.errors import ConfigError
 from txl_dist.estimate import run_estimate
 
@@ -218,20 +219,11 @@ def test_an_unknown_check_and_a_url_as_run_directory_are_refused() -> None:
     assert run_txl("doctor", "--run", "s3://bucket/run")[0] == 2
 
 
-def test_nodes_with_the_same_finding_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def at(node: str, finding: Finding) -> Finding:
-        return Finding(
-            status=finding.status,
-            found=finding.found,
-            expected=finding.expected,
-            advice=finding.advice,
-            check="storage",
-            node=node,
-        )
-
+def test_nodes_with_the_same_finding_share_a_line() -> None:
     bad = problem("no mount", expected="a mount", advice="mount it")
-    print_report([at("n1", bad), *(at(f"n{number}", ok("fine")) for number in range(2, 9))])
-    fine, problems, total = capsys.readouterr().out.splitlines()
+    findings = [bad, *[ok("fine")] * 7]
+    nodes = [replace(each, check="storage", node=f"n{n}") for n, each in enumerate(findings, 1)]
+    fine, problems, total = report(nodes).splitlines()
     assert "n2, n3, n4, n5 and 3 more: fine" in fine
     assert problems.endswith("n1: no mount | expected: a mount | do: mount it")
     assert total == "1 problem found"

@@ -38,8 +38,7 @@ from cluster.nodes import (
 )
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
-from txl_dist.launch.launch_files import LaunchFiles
-from txl_dist.launch.launcher import (
+from txl_dist.launch.group import (
     Event,
     Line,
     NodeLost,
@@ -51,6 +50,7 @@ from txl_dist.launch.launcher import (
     Room,
     Waiting,
 )
+from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 
@@ -65,6 +65,7 @@ class RayRankGroup:
 
     def __init__(self, job: TrainJob, ranks: RankRange, thread: ConnectionThread) -> None:
         self.max_restarts = job.config.ray.max_restarts
+        self.growth_interval_seconds = job.config.ray.growth_interval_seconds
         self._config, self._ranks, self._thread = job.config, ranks, thread
         thread.work = self._serve
         self._directory = RunDirectory(job.run_path)

@@ -260,8 +260,7 @@ def doctor(
     from txl_dist.doctor import checks, finding
     from txl_dist.launch.launcher import find_launcher
 
-    is_local = on in (None, "processes")
-    run = run or ("runs" if is_local else None)
+    run = run or ("runs" if on in (None, "processes") else None)
     # Ray's workers have another working directory.
     run, data = (
         path and (path if is_url(path) else str(Path(path).expanduser().absolute()))
@@ -273,16 +272,14 @@ def doctor(
         min_free_bytes=int(min_free_gib * 2**30),
         skip=frozenset(map(str, skip or ())),
     )
+    launcher = find_launcher(on or "processes")
+    if not isinstance(launcher, checks.NodeChecker):
+        raise ConfigError(
+            f"--on {on}: this launcher cannot check its nodes. Run txl doctor on each of them, "
+            "without --on"
+        )
     with running(f"checking {on or 'this machine'}", quiet=as_json):
-        if on is None or is_local:
-            findings = checks.check_this_machine(request)
-        elif isinstance(launcher := find_launcher(on), checks.NodeChecker):
-            findings = launcher.check_nodes(request)
-        else:
-            raise ConfigError(
-                f"--on {on}: this launcher cannot check its nodes. Run txl doctor on each of them, "
-                "without --on"
-            )
+        findings = launcher.check_nodes(request)
     print_result(finding.to_json(findings), finding.report(findings), as_json=as_json)
     if finding.num_problems(findings):
         raise typer.Exit(1)

@@ -15,10 +15,8 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import DataError, LostRankError, PreemptedError, TxlError
 from txl_dist.launch import launch_files, restarts
 from txl_dist.launch import supervise as module
-from txl_dist.launch.launch_files import LaunchFiles
-from txl_dist.launch.launcher import (
+from txl_dist.launch.group import (
     Event,
-    Launcher,
     NodeLost,
     NotStarted,
     Preempted,
@@ -27,6 +25,8 @@ from txl_dist.launch.launcher import (
     RanksUp,
     Room,
 )
+from txl_dist.launch.launch_files import LaunchFiles
+from txl_dist.launch.launcher import Launcher
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 
@@ -37,11 +37,11 @@ Script = Iterator[list[Event]]
 class ScriptedGroup(Launcher):
     """Each start follows a function of the test; ranks run on nodes `a` and `b`, one each."""
 
-    max_restarts = 0
+    max_restarts, growth_interval_seconds = 0, 0.001
 
     def __init__(self, run: Path, *settings: str) -> None:
-        overrides = ["training.grace_seconds=0.3", "ray.growth_interval_seconds=0.001"]
-        config = load_run_config(TINY, [f"directory={run}", *overrides, *settings])
+        overrides = [f"directory={run}", "training.grace_seconds=0.3"]
+        config = load_run_config(TINY, [*overrides, *settings])
         self.job = TrainJob(config=config)
         self.directory = RunDirectory(run)
         self.files = LaunchFiles(run, self.job.launch_id)

@@ -143,28 +143,26 @@ MIN_SHM_BYTES = 2**30
 
 
 def check_devices() -> list[Finding]:
-    """GPUs if the driver lists some, else CPUs."""
-    gpus = list_gpus()
-    return check_gpus(gpus) if gpus else [check_cpus()]
+    """Check the GPUs that NVIDIA's driver lists, or report the CPUs.
 
-
-def list_gpus() -> list[str]:
-    """One line per GPU of this machine: name, driver, GPU memory. [] without NVIDIA's tools."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = "--query-gpu=name,driver_version,memory.total"
+    CPUs are those that this process may use (by taskset or Slurm), RAM is that of the machine.
+    """
+    query = ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         ended = subprocess.run(
-            [program, query, "--format=csv,noheader"],
+            ["nvidia-smi", *query],
             capture_output=True,
             text=True,
             timeout=_NVIDIA_SMI_SECONDS,
             check=True,
         )
+        if gpus := ended.stdout.strip().splitlines():
+            return check_gpus(gpus)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return ended.stdout.strip().splitlines()
+        pass  # no driver
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
+    ram = psutil.virtual_memory().total
+    return [ok(f"no GPU; {usable} of {total} CPUs, {_gib(ram)} host memory")]
 
 
 def check_gpus(listed: list[str]) -> list[Finding]:
@@ -213,13 +211,6 @@ def check_gpus(listed: list[str]) -> list[Finding]:
             )
         )
     return findings or [ok(f"{summary}, {torch.cuda.device_count()} visible")]
-
-
-def check_cpus() -> Finding:
-    """The CPUs that this process may use (by taskset or Slurm), and the RAM of the machine."""
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ok(f"no GPU; {usable} of {total} CPUs, {_gib(ram)} host memory")
 
 
 def check_dataset(data: str) -> Iterator[Finding]:

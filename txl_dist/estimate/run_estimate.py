@@ -189,7 +189,8 @@ def estimate_run(
 def _memory_of_a_lane(model: ModelConfig, dtype: Precision) -> tuple[int, int]:
     """Elements and bytes."""
     state = memory_kind(model).empty(1, dtype=TORCH_DTYPE[dtype], device="meta")
-    return sum(tensor.numel() for tensor in state.row(0).values()), state.bytes_per_lane
+    tensors = state.row(0).values()
+    return sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
 
 
 # --- the text -------------------------------------------------------------------------------------

@@ -148,7 +148,8 @@ class RayRankGroup:
         for location in self._locations:
             if location.node_id in state.deadlines:
                 seconds = state.deadlines[location.node_id]
-                events.append(Preempted(_describe_draining(location.address, seconds)))
+                when = "soon" if seconds is None else f"in {seconds:.0f} s"
+                events.append(Preempted(f"node {location.address} is preempted {when}"))
                 break
         return events
 
@@ -296,8 +297,3 @@ def _start_actors(group: Any, num_ranks: int, resource: Resource) -> list[Any]:
         ).remote()
         for bundle in range(num_ranks)
     ]
-
-
-def _describe_draining(address: str, seconds: float | None) -> str:
-    """`node 10.0.0.2 is preempted in 58 s`."""
-    return f"node {address} is preempted " + ("soon" if seconds is None else f"in {seconds:.0f} s")

@@ -100,11 +100,11 @@ def build(size: str, option: str, stage: int) -> Any:
 
 def estimate(config: Any, num_ranks: int) -> int:
     """Bytes of tensors on one rank."""
-    from txl_dist.estimate.run_estimate import Assumptions, DataFacts, estimate_run
+    from txl_dist.estimate.run_estimate import Assumptions, estimate_run
 
-    facts = DataFacts(vocab_size=config.model.vocab_size, num_steps=10)
-    run = estimate_run(config, facts, gpus=[num_ranks], assumptions=Assumptions(device="cpu"))
-    return run.scales[0].stages[config.deepspeed.zero_stage].total
+    machine = Assumptions(device="cpu", peak_tflops=1)
+    run = estimate_run(config, gpus=num_ranks, num_steps=10, assumptions=machine)
+    return run.stages[config.deepspeed.zero_stage].total
 
 
 def measure(num_ranks: int) -> list[int]:

@@ -21,17 +21,16 @@ dumps", FGCS 22(3), equations 20 (wall time) and 37 (interval).
 import argparse
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from collective_times import Links, StepTime, collectives_of_step, step_time
 
 from data_pipeline.system.strict import MAX_MANIFEST_BYTES
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.dry_run import dry_run, tail_rows
+from txl_dist.estimate.dry_run import dry_run
 from txl_dist.estimate.rank_bytes import FP32_BYTES, ModelNeeds, ZeroSettings
-from txl_dist.estimate.run_estimate import Assumptions, DataFacts
-from txl_dist.model.flops import training_flops
+from txl_dist.estimate.run_estimate import Assumptions, flops_per_token, peak_tflops, with_data
 from txl_dist.runtime.heartbeat import NUM_READERS
 from txl_dist.runtime.waiting import BEAT_SECONDS
 
@@ -264,26 +263,23 @@ class Scale:
 class ScaledRun:
     """Computes a `Scale` for any number of GPUs."""
 
-    def __init__(self, config: RunConfig, *, assumptions: Assumptions, links: Links) -> None:
-        facts = DataFacts.of(config)
-        model = replace(config.model, vocab_size=facts.vocab_size)
-        self.config = config.model_copy(update={"model": model})
-        self.assumptions, self.links = assumptions, links
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        lanes_per_gpu: int | None,
+        assumptions: Assumptions,
+        links: Links,
+    ) -> None:
+        self.config, _ = with_data(config)
+        self.lanes_per_gpu, self.links = lanes_per_gpu, links
         self.model = dry_run(self.config, micro_batch_rows=1, device="cuda")
-        tokens = config.data.rows * config.data.tgt_len
-        self.flops_per_token = (
-            training_flops(
-                model,
-                num_lanes=config.data.rows,
-                tgt_len=config.data.tgt_len,
-                tail_rows=tail_rows(model, num_tokens=tokens),
-            )
-            / tokens
-        )
+        self.flops_per_second = assumptions.peak_tflops * 1e12 * assumptions.utilisation
+        self.flops_per_token = flops_per_token(self.config)
 
     def num_rows(self, gpus: int) -> int:
         """Lanes of a step, on all GPUs: at least one for each."""
-        return max(gpus, (self.assumptions.lanes_per_gpu or 0) * gpus or self.config.data.rows)
+        return max(gpus, (self.lanes_per_gpu or 0) * gpus or self.config.data.rows)
 
     def checkpoint(self, gpus: int) -> CheckpointSize:
         shape = self.config.model
@@ -302,7 +298,7 @@ class ScaledRun:
         zero = ZeroSettings.of(config.deepspeed, num_ranks=gpus, on_gpu=True)
         return step_time(
             list(collectives_of_step(self.model, zero, num_micro_batches=micro_batches)),
-            compute_seconds=flops / self.assumptions.flops_per_second(config.precision),
+            compute_seconds=flops / self.flops_per_second,
             num_ranks=gpus,
             links=self.links,
         )
@@ -333,7 +329,7 @@ class ScaledRun:
 
     def limits(self) -> list[Limit]:
         return limits_of_run(
-            num_lanes=None if self.assumptions.lanes_per_gpu else self.config.data.rows,
+            num_lanes=None if self.lanes_per_gpu else self.config.data.rows,
             manifest_bytes=lambda gpus: self.checkpoint(gpus).manifest_bytes,
             save_share_of_interval=lambda gpus: (
                 self.scale(gpus).write_seconds / self.scale(gpus).interval_seconds
@@ -355,9 +351,12 @@ def main() -> None:
     parser.add_argument("--node-gbit", type=float, default=Links().node_gbit)
     parser.add_argument("--peak-tflops", type=float)
     words = parser.parse_args()
+    config = load_run_config(words.config, words.overrides)
+    peak = words.peak_tflops or peak_tflops(config.precision, "cuda")
     run = ScaledRun(
-        load_run_config(words.config, words.overrides),
-        assumptions=Assumptions(lanes_per_gpu=words.lanes_per_gpu, peak_tflops=words.peak_tflops),
+        config,
+        lanes_per_gpu=words.lanes_per_gpu,
+        assumptions=Assumptions(peak_tflops=peak),
         links=Links(node_gbit=words.node_gbit),
     )
     numbers = [int(word) for word in words.gpus.split(",")]

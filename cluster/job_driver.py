@@ -7,37 +7,37 @@ driver has ended), and prints the exit code, because Ray does not keep that of a
 Stop signals are ignored here: Ray sends them to every process of the job, the command included.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 from data_pipeline.system.signals import StopSignals, end_with_parent
-from txl_dist.cli.job_request import COMMANDS, EXIT_LINE
 from txl_dist.errors import ConfigError, print_error
+
+COMMANDS = ("train", "prepare", "eval")
+"""The txl commands that can be jobs."""
+EXIT_LINE = "txl job: exit code "
+"""The last line of a job's log, followed by the code."""
 
 
 def main() -> int:
-    """Run the command of this process's arguments; returns its exit code."""
+    """Run the command of this process's arguments; return its exit code."""
     if sys.argv[1] in COMMANDS:
         from txl_dist.__main__ import main as run_command
 
         end_with_parent(0)  # the driver holds the other end of standard input
         run_command()
         return 0
-    parser = argparse.ArgumentParser(prog="cluster.job_driver")
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("words", nargs="+", metavar="WORD")
-    options = parser.parse_args()
+    _, root, _, *words = sys.argv[1:]
     with StopSignals(on_repeat=lambda: None):
-        code = run_job(options.words, root=options.root)
+        code = run_job(words, root=Path(root))
     print(f"{EXIT_LINE}{code}", flush=True)
     return code
 
 
 def run_job(words: list[str], *, root: Path) -> int:
-    """Run `txl WORDS...` in `root`; returns its exit code, or 128 + the number of its signal."""
+    """Run `txl WORDS...` in `root`; return its exit code, or 128 + the number of its signal."""
     package = Path.cwd()
     try:
         os.chdir(root)

@@ -38,8 +38,7 @@ from cluster.nodes import (
 )
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
-from txl_dist.launch.launch_files import LaunchFiles
-from txl_dist.launch.launcher import (
+from txl_dist.launch.group import (
     Event,
     Line,
     NodeLost,
@@ -51,6 +50,7 @@ from txl_dist.launch.launcher import (
     Room,
     Waiting,
 )
+from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 
@@ -65,6 +65,7 @@ class RayRankGroup:
 
     def __init__(self, job: TrainJob, ranks: RankRange, thread: ConnectionThread) -> None:
         self.max_restarts = job.config.ray.max_restarts
+        self.growth_interval_seconds = job.config.ray.growth_interval_seconds
         self._config, self._ranks, self._thread = job.config, ranks, thread
         thread.work = self._serve
         self._directory = RunDirectory(job.run_path)
@@ -147,7 +148,8 @@ class RayRankGroup:
         for location in self._locations:
             if location.node_id in state.deadlines:
                 seconds = state.deadlines[location.node_id]
-                events.append(Preempted(_describe_draining(location.address, seconds)))
+                when = "soon" if seconds is None else f"in {seconds:.0f} s"
+                events.append(Preempted(f"node {location.address} is preempted {when}"))
                 break
         return events
 
@@ -295,8 +297,3 @@ def _start_actors(group: Any, num_ranks: int, resource: Resource) -> list[Any]:
         ).remote()
         for bundle in range(num_ranks)
     ]
-
-
-def _describe_draining(address: str, seconds: float | None) -> str:
-    """`node 10.0.0.2 is preempted in 58 s`."""
-    return f"node {address} is preempted " + ("soon" if seconds is None else f"in {seconds:.0f} s")

@@ -45,7 +45,7 @@ def verify(
     dataset: Dataset,
     *,
     workers: NumWorkers = 1,
-    on: On = "local",
+    on: On = "processes",
     as_json: AsJson = False,
 ) -> None:
     """Hash every file again; list damaged, missing and extra ones.

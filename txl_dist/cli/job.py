@@ -1,21 +1,19 @@
-"""`txl job`: run txl commands on a Ray cluster as Ray Jobs, and watch and stop them from here."""
+"""`txl job`: run txl commands on a Ray cluster as Ray Jobs, and watch and stop them from here.
+
+Ids, logs and JSON are on standard output, the rest on standard error. `cluster/jobs.py` has the
+client, which is found by name: this package must not import Ray.
+"""
 
 import json
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from pkgutil import resolve_name
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from data_pipeline.system.progress import clock
 from txl_dist.cli.options import AsJson, print_result
-from txl_dist.errors import ConfigError
-
-if TYPE_CHECKING:
-    from txl_dist.cli.job_request import Job, JobRequest
 
 INTERRUPTED_EXIT_CODE = 130
 """Ctrl-C while following a job, as in a shell: 128 + SIGINT. The job goes on."""
@@ -46,6 +44,7 @@ JobId = Annotated[
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def submit(
+    context: typer.Context,
     command: Annotated[
         list[str],
         typer.Argument(metavar="-- train|prepare|eval ARGS...", help="The txl command."),
@@ -62,14 +61,13 @@ def submit(
         ),
     ] = None,
     working_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="Its files (configs) are sent to the cluster.")
-    ] = Path(),
-    exclude: Annotated[
-        list[str] | None,
+        Path,
         typer.Option(
-            metavar="PATTERN", help="Leave out these files too; as in .gitignore, can be repeated."
+            metavar="DIR",
+            help="Its files (configs) are sent to the cluster, without those of .gitignore and "
+            ".rayignore.",
         ),
-    ] = None,
+    ] = Path(),
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,31 +95,27 @@ def submit(
 
     Example: txl job submit --follow -- train quickstart --ranks 8
     """
-    from txl_dist.cli.job_request import client_class, describe_package, plan_job, require_size
-
-    request = plan_job(
+    request = resolve_name("cluster.jobs:plan_job")(
         command,
+        program=context.find_root().command,
         root=root or str(Path.cwd()),
         working_dir=working_dir,
-        environment=_environment(env or []),
+        environment=env or (),
         python=python,
-        exclude=exclude or (),
     )
-    sizes = client_class().package(request)
-    _note(f"package: {describe_package(sizes)}")
-    require_size(sizes)
     if dry_run:
         plan = {"name": request.name, "entrypoint": request.entrypoint}
         content = {**plan, "environment": dict(request.environment)}
         print_result(content, f"{request.command}\n{request.entrypoint}", as_json=as_json)
         return
     client = _connect(address)
-    _note(f"upload to {client.url}, unless the files are there")
-    job_id = _submit(client, request, attach=follow)
+    job, was_running = client.submit(request, attach=follow)
+    if was_running:
+        _note(f"{job.id} is already running; following it")
     if follow:
-        _follow(client, job_id, as_json=as_json)
-    print_result(asdict(client.job(job_id)), job_id, as_json=as_json)
-    _note(_next_commands(client, job_id))
+        _follow(client, job.id, as_json=as_json)
+    print_result(asdict(job), job.id, as_json=as_json)
+    _note(_next_commands(client, job.id))
 
 
 @app.command()
@@ -131,7 +125,7 @@ def status(job: JobId, address: Address = None, as_json: AsJson = False) -> None
     Example: txl job status txl-train-quickstart-0123abcd
     """
     client = _connect(address)
-    found = client.job(_find(client, job).id)
+    found = client.find(job)
     if found.state == "failed" and not as_json:
         _note(found.message)
     print_result(asdict(found), _summary(found, client), as_json=as_json)
@@ -153,7 +147,7 @@ def logs(
     Example: txl job logs -f txl-train-quickstart-0123abcd
     """
     client = _connect(address)
-    found = _find(client, job)
+    found = client.find(job)
     if follow:
         _follow(client, found.id)
     print(client.logs(found.id), end="")
@@ -170,7 +164,7 @@ def stop(
     Example: txl job stop txl-train-quickstart-0123abcd --wait
     """
     client = _connect(address)
-    found = _find(client, job)
+    found = client.find(job)
     if not client.stop(found.id):
         print(f"already ended: {_summary(client.job(found.id), client)}")
         return
@@ -186,55 +180,24 @@ def list_(address: Address = None, as_json: AsJson = False) -> None:
     Example: txl job list --address http://127.0.0.1:8265
     """
     jobs = _connect(address).jobs()
-    if as_json:
-        print(json.dumps({"jobs": [asdict(job) for job in jobs]}))
-        return
     width = max((len(job.id) for job in jobs), default=0)
-    for job in jobs:
-        code = "" if job.exit_code is None else str(job.exit_code)
-        print(f"{job.id:{width}}  {job.state:7}  {code:>3}  {_duration(job):>9}  {job.command}")
-    if not jobs:
-        print("no txl jobs")
-
-
-# --- the client: cluster.jobs.RayJobs, which this package must not import -------------------------
+    lines = [
+        f"{job.id:{width}}  {job.state:7}  {'' if job.exit_code is None else job.exit_code:>3}  "
+        f"{job.duration:>9}  {job.command}"
+        for job in jobs
+    ]
+    content = {"jobs": [asdict(job) for job in jobs]}
+    print_result(content, "\n".join(lines) or "no txl jobs", as_json=as_json)
 
 
 def _connect(address: str | None) -> Any:
-    from txl_dist.cli.job_request import client_class
-
-    client = client_class()(None if address == "auto" else address)
+    client = resolve_name("cluster.jobs:RayJobs")(None if address == "auto" else address)
     if not client.needs_token:
         _note(
             f"warning: {client.url} accepts jobs without a token, from anyone who can reach it. "
             "Start Ray with RAY_AUTH_MODE=token (ray get-auth-token --generate); txl doctor checks"
         )
     return client
-
-
-def _submit(client: Any, request: "JobRequest", *, attach: bool) -> str:
-    """Start the next attempt, or attach to the one that is running; returns its id."""
-    from txl_dist.cli.job_request import JobExistsError, attempts_of, next_attempt_id
-
-    attempts = attempts_of(request.name, client.jobs())
-    running = [job for job in attempts if not job.is_ended]
-    if not running:
-        job_id = next_attempt_id(request.name, attempts)
-        try:
-            client.submit(request, job_id)
-            return job_id
-        except JobExistsError:  # another client submitted it first
-            running = [client.job(job_id)]
-    job = running[-1]
-    if attach and job.command == request.command:
-        _note(f"{job.id} is already running; following it")
-        return job.id
-    difference = "" if job.command == request.command else f" ({job.command})"
-    at = _address_option(client)
-    raise ConfigError(
-        f"this run is already running as job {job.id}{difference}. To watch it: txl job logs -f "
-        f"{job.id} {at}. To start it again: txl job stop --wait {job.id} {at}, then submit"
-    )
 
 
 def _follow(client: Any, job_id: str, *, as_json: bool = False) -> NoReturn:
@@ -252,56 +215,20 @@ def _follow(client: Any, job_id: str, *, as_json: bool = False) -> NoReturn:
     sys.exit(int(job.is_ended) if job.exit_code is None else job.exit_code)
 
 
-def _find(client: Any, name: str) -> "Job":
-    """The newest attempt of a run, or one attempt by its id."""
-    from txl_dist.cli.job_request import attempts_of
-
-    if attempts := attempts_of(name, client.jobs()):
-        return attempts[-1]
-    raise ConfigError(
-        f"{client.url} knows no job {name}: txl job list {_address_option(client)} shows those "
-        "that it knows. After a restart of the head its jobs are unknown; submit the same command: "
-        "a run resumes"
-    )
-
-
-def _environment(settings: Sequence[str]) -> dict[str, str]:
-    """Parse `NAME=VALUE` options."""
-    environment: dict[str, str] = {}
-    for setting in settings:
-        name, separator, value = setting.partition("=")
-        if not separator:
-            raise ConfigError(f"--env {name}: write NAME=VALUE")
-        environment[name] = value
-    return environment
-
-
-# --- output: ids, logs and JSON on standard output, the rest on standard error --------------------
-
-
-def _summary(job: "Job", client: Any) -> str:
+def _summary(job: Any, client: Any) -> str:
     advice = {
         "stopped": "; submit the same command to resume",
-        "failed": f"; output: txl job logs {job.id} {_address_option(client)}",
+        "failed": f"; output: txl job logs {job.id} --address {client.url}",
     }
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
-    return f"{job.id}: {job.state}{code}, {_duration(job)}{advice.get(job.state, '')}"
-
-
-def _duration(job: "Job") -> str:
-    now = time.time()
-    return clock((job.end_seconds or now) - (job.start_seconds or now))
+    return f"{job.id}: {job.state}{code}, {job.duration}{advice.get(job.state, '')}"
 
 
 def _next_commands(client: Any, job_id: str) -> str:
-    at = _address_option(client)
+    at = f"--address {client.url}"
     return f"Watch: txl job logs -f {job_id} {at}. Stop: txl job stop {job_id} {at}"
 
 
-def _address_option(client: Any) -> str:
-    return f"--address {client.url}"
-
-
 def _note(text: str) -> None:
-    """For people, on standard error: standard output has ids, logs of jobs, and JSON."""
+    """Print for people."""
     print(text, file=sys.stderr)

@@ -215,10 +215,11 @@ NumWorkers = Annotated[
 On = Annotated[
     str,
     typer.Option(
-        metavar="local|ray|ADDRESS",
-        help="Where workers run. local: processes of this machine. ray: a Ray started for this "
-        "command. An address: a running Ray cluster, whose nodes must all see the input and the "
-        "output directory.",
+        metavar="processes|ray|ADDRESS",
+        help="Where workers run. processes: on this machine. ray: a Ray started for this command. "
+        "An address: a running Ray cluster, whose nodes must all see the input and the output "
+        "directory.",
+        callback=lambda on: "processes" if on == "local" else on,  # `local` of older scripts
     ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Chunks or windows per batch.")]
@@ -241,23 +242,14 @@ def open_workers(on: str, num_workers: int, *, use_gpus: bool = False) -> "Itera
     `use_gpus`: with a GPU each, if there are any.
     """
     from data_pipeline.system.signals import sigterm_interrupts
-    from data_pipeline.system.workers import InProcess, ProcessWorkers
+    from txl_dist.launch.launcher import WorkerLauncher, find_launcher
 
-    if on != "local":
-        from txl_dist.launch.launcher import WorkerLauncher, find_launcher
-
-        launcher = find_launcher(on)
-        if not isinstance(launcher, WorkerLauncher):
-            raise ConfigError(f"--on {on}: this launcher only trains. Use --on local or ray")
-        # ray.init installs its own SIGTERM handler, so ours is installed after it.
-        workers = launcher.workers(num_workers, use_gpus=use_gpus)
-        with workers as pool, sigterm_interrupts():
-            yield pool
-    elif num_workers == 1:
-        yield InProcess()
-    else:
-        with ProcessWorkers(num_workers) as pool:
-            yield pool
+    launcher = find_launcher(on)
+    if not isinstance(launcher, WorkerLauncher):
+        raise ConfigError(f"--on {on}: this launcher only trains. Use --on processes or ray")
+    # ray.init installs its own SIGTERM handler, so ours is installed after it.
+    with launcher.workers(num_workers, use_gpus=use_gpus) as pool, sigterm_interrupts():
+        yield pool
 
 
 @contextmanager

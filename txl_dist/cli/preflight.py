@@ -4,7 +4,7 @@ import json
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,14 +17,9 @@ from txl_dist.cli.options import (
     Overrides,
     print_result,
     require_local,
-    whole_numbers,
 )
 from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError
-
-if TYPE_CHECKING:
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import Finding
 
 app = typer.Typer(help="Write, show and check run configs.", no_args_is_help=True)
 
@@ -174,9 +169,7 @@ def estimate(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    gpus: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Numbers of GPUs, one column for each.")
-    ],
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, or of ranks on CPUs.")],
     peak_tflops: Annotated[
         float | None,
         typer.Option(
@@ -188,14 +181,6 @@ def estimate(
     utilisation: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the peak (MFU).")
     ] = 0.3,
-    lanes_per_gpu: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Let the batch grow with the GPUs.",
-            show_default="data.num_lanes for every number of GPUs",
-        ),
-    ] = None,
     device: Annotated[
         Literal["cuda", "cpu"], typer.Option(help="Device type of the ranks.")
     ] = "cuda",
@@ -206,41 +191,31 @@ def estimate(
     Prints GPU memory by rank and ZeRO stage, and legal world sizes. Reads the manifest of the
     dataset if it is there; else set model.vocab_size.
 
-    Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4,60
+    Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4
     """
-    numbers = sorted(set(whole_numbers("--gpus", gpus)))
     from dataclasses import asdict
 
     from txl_dist.config.config_file import load_run_config
-    from txl_dist.estimate.run_estimate import (
-        Assumptions,
-        DataFacts,
-        estimate_run,
-        lines_of,
-    )
+    from txl_dist.estimate import run_estimate
 
-    run = load_run_config(config, overrides or ())
-    assumptions = Assumptions(
+    run, num_steps = run_estimate.with_data(load_run_config(config, overrides or ()))
+    source = "measured on this CPU" if device == "cpu" and peak_tflops is None else "assumed"
+    assumptions = run_estimate.Assumptions(
         device=device,
-        peak_tflops=peak_tflops,
+        peak_tflops=peak_tflops or run_estimate.peak_tflops(run.precision, device),
         utilisation=utilisation,
-        lanes_per_gpu=lanes_per_gpu,
+        source=source,
     )
-    result = estimate_run(run, DataFacts.of(run), gpus=numbers, assumptions=assumptions)
-    if not as_json:
-        print("\n".join(lines_of(result, assumptions, precision=run.precision)))
-        return
-    assumed = {**asdict(assumptions), "peak_tflops": assumptions.peak(run.precision)}
-    print(json.dumps({**result.to_json(), "assumptions": assumed}))
+    result = run_estimate.estimate_run(run, gpus=gpus, num_steps=num_steps, assumptions=assumptions)
+    content = {**result.to_json(), "assumptions": asdict(assumptions)}
+    print_result(content, "\n".join(run_estimate.lines_of(result, assumptions)), as_json=as_json)
 
 
 # --- txl doctor -----------------------------------------------------------------------------------
 
 CheckName = StrEnum(
-    "CheckName",
-    ["versions", "devices", "storage", "dataset", "tracking", "exposure", "network"],
+    "CheckName", ["versions", "devices", "storage", "dataset", "tracking", "exposure"]
 )
-"""The checks; the last two compare the nodes of a cluster."""
 
 
 def doctor(
@@ -277,47 +252,34 @@ def doctor(
 ) -> None:
     """Check this machine or all nodes of a cluster before a run.
 
-    Versions, devices, storage, dataset, tracking, exposure and network are checked. Exit code 1 if
-    a problem was found. Nothing is changed.
+    Versions, devices, storage, dataset, tracking and exposure are checked, and on a cluster whether
+    its nodes are equal. Exit code 1 if a problem was found. Nothing is changed.
 
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
     """
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import num_problems, print_report, to_json
+    from txl_dist.doctor import checks, finding
+    from txl_dist.launch.launcher import find_launcher
 
     run = run or ("runs" if on in (None, "processes") else None)
-    request = DoctorRequest(
-        run=None if run is None else _absolute(run),
-        data=None if data is None else _absolute(data),
+    # Ray's workers have another working directory.
+    run, data = (
+        path and (path if is_url(path) else str(Path(path).expanduser().absolute()))
+        for path in (run, data)
+    )
+    request = checks.DoctorRequest(
+        run=run,
+        data=data,
         min_free_bytes=int(min_free_gib * 2**30),
         skip=frozenset(map(str, skip or ())),
     )
-    with running(f"checking {on or 'this machine'}", quiet=as_json):
-        findings = _findings(request, on)
-    if as_json:
-        print(json.dumps(to_json(findings)))
-    else:
-        print_report(findings)
-    if num_problems(findings):
-        raise typer.Exit(1)
-
-
-def _absolute(path: str) -> str:
-    """Ray's workers have another working directory. URLs stay as they are."""
-
-    return path if is_url(path) else str(Path(path).expanduser().absolute())
-
-
-def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":
-    from txl_dist.doctor.checks import NodeChecker, check_this_machine
-    from txl_dist.launch.launcher import find_launcher
-
-    if on is None or on == "processes":
-        return check_this_machine(request)
-    launcher = find_launcher(on)
-    if not isinstance(launcher, NodeChecker):
+    launcher = find_launcher(on or "processes")
+    if not isinstance(launcher, checks.NodeChecker):
         raise ConfigError(
             f"--on {on}: this launcher cannot check its nodes. Run txl doctor on each of them, "
             "without --on"
         )
-    return launcher.check_nodes(request)
+    with running(f"checking {on or 'this machine'}", quiet=as_json):
+        findings = launcher.check_nodes(request)
+    print_result(finding.to_json(findings), finding.report(findings), as_json=as_json)
+    if finding.num_problems(findings):
+        raise typer.Exit(1)

@@ -171,7 +171,7 @@ def prepare(
     dedup: DedupOption = "none",
     shard_size: ShardSizeOption = 64,
     workers: NumWorkers = 1,
-    on: On = "local",
+    on: On = "processes",
     as_json: AsJson = False,
 ) -> None:
     """Turn input files into checksummed shards. The same input and options give the same bytes for
@@ -227,7 +227,7 @@ def prepare(
         work_progress(MIB, pool) as progress,
     ):
         report = prepare_dataset(
-            inputs if on == "local" else [_absolute(source) for source in inputs],
+            inputs if on == "processes" else [_absolute(source) for source in inputs],
             out,
             settings,
             tokenizer_file=names or tokenizer_file,

@@ -3,7 +3,7 @@
     DoctorRequest -> node_checks -> run_checks (threads, time limit) -> Findings
                      the same on every node of a cluster (cluster/doctor.py) -> comparisons
 
-finding.py      what one check found and what to do; runs checks; prints findings
-checks.py       what to check, and the checks of one node: versions, devices, run directory, dataset
-services.py     the MLflow server; Ray dashboards and heads without a token
+finding.py    what one check found and what to do; runs checks; prints findings
+checks.py     what to check, and the checks of one node: versions, devices, files, servers
+exposure.py   who can use Ray here: dashboards, tokens
 """

@@ -1,7 +1,4 @@
-"""The checks of one node: versions, devices, run directory, dataset; and what to check.
-
-On the machine of the command the expected versions are those of `constraints.txt`; on the nodes of
-a cluster they are those of the machine of the command.
+"""The checks of one node: versions, devices, run directory, dataset, tracking; and what to check.
 
 A run needs files that are synced, renamed and locked (checkpoints, LATEST). Some network file
 systems lack locks. The probe file is removed.
@@ -15,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -30,16 +27,10 @@ from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_files import check_sizes
 from data_pipeline.system.files import DISK_FULL, try_lock, write_file
 from data_pipeline.system.remote_path import dataset_path
+from data_pipeline.system.sources import shown
+from txl_dist.doctor.exposure import DASHBOARD_PORT, check_exposure
 from txl_dist.doctor.finding import Check, Finding, note, ok, problem, run_checks
-from txl_dist.doctor.services import (
-    DASHBOARD_PORT,
-    check_exposure,
-    check_tracking,
-    existing_parent,
-)
 from txl_dist.runtime.process import source_digest
-
-CONSTRAINTS = "constraints.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +45,6 @@ class DoctorRequest:
     """Free space that the run directory needs."""
     skip: frozenset[str] = field(default_factory=frozenset)
     """Names of checks to leave out."""
-    expected_versions: Mapping[str, str] = field(default_factory=dict)
-    """By name; {}: those of constraints.txt."""
-    versions_of: str = CONSTRAINTS
-    """Where `expected_versions` come from."""
     dashboard_ports: tuple[int, ...] = (DASHBOARD_PORT,)
     """Ports to check for open dashboards."""
 
@@ -67,14 +54,13 @@ class NodeChecker(Protocol):
     """A launcher that can check every machine on which it starts ranks."""
 
     def check_nodes(self, request: DoctorRequest) -> list[Finding]:
-        """All findings about these machines."""
+        """Return all findings about these machines."""
 
 
-def node_checks(request: DoctorRequest) -> dict[str, Check]:
-    """Name -> check, of the node that calls it."""
-    expected = request.expected_versions or pinned_versions()
+def check_this_machine(request: DoctorRequest, node: str | None = None) -> list[Finding]:
+    """Run all checks of one node, in this process. `node` None: the name of this host."""
     checks: dict[str, Check] = {
-        "versions": partial(check_versions, expected, source=request.versions_of),
+        "versions": check_versions,
         "devices": check_devices,
         "tracking": partial(check_tracking, os.environ.get("MLFLOW_TRACKING_URI")),
         "exposure": partial(check_exposure, request.dashboard_ports),
@@ -85,32 +71,34 @@ def node_checks(request: DoctorRequest) -> dict[str, Check]:
         )
     if request.data is not None:
         checks["dataset"] = partial(check_dataset, request.data)
-    return {name: check for name, check in checks.items() if name not in request.skip}
-
-
-def check_this_machine(request: DoctorRequest, node: str | None = None) -> list[Finding]:
-    """All checks of one node, in this process. `node` None: the name of this host."""
-    return run_checks(node_checks(request), node=node or socket.gethostname())
+    wanted = {name: check for name, check in checks.items() if name not in request.skip}
+    return run_checks(wanted, node=node or socket.gethostname())
 
 
 LIBRARIES = ("torch", "deepspeed", "ray", "mlflow", "webdataset", "numpy")
-CODE = "txl-dist"
 MISSING = "not installed"
 
 
 def installed_versions() -> dict[str, str]:
     """Name -> version, of Python, LIBRARIES and our code."""
+
+    def version_of(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return MISSING
+
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in LIBRARIES},
-        CODE: f"{_version(CODE)} (sources {source_digest()[:12]})",
+        **{name: version_of(name) for name in LIBRARIES},
+        "txl-dist": f"{version_of('txl-dist')} (sources {source_digest()[:12]})",
     }
 
 
-def pinned_versions(constraints: Path | None = None) -> dict[str, str]:
-    """Versions of LIBRARIES in `constraints.txt`, which a wheel has in the package; else {}."""
+def pinned_versions() -> dict[str, str]:
+    """Return the versions of LIBRARIES in `constraints.txt`, which a wheel has in the package."""
     package = Path(txl_dist.__file__).parent
-    places = [constraints] if constraints else [package / CONSTRAINTS, package.parent / CONSTRAINTS]
+    places = (directory / "constraints.txt" for directory in (package, package.parent))
     path = next(filter(Path.is_file, places), None)
     if path is None:
         return {}
@@ -118,45 +106,33 @@ def pinned_versions(constraints: Path | None = None) -> dict[str, str]:
     return {name: pins[name] for name in LIBRARIES if name in pins}
 
 
-def check_versions(expected: Mapping[str, str], *, source: str) -> list[Finding]:
-    """Compare with `expected`, which are the versions of `source`, e.g. "constraints.txt"."""
-    installed = installed_versions()
-    summary = ", ".join(f"{name} {found}" for name, found in installed.items())
-    missing = [name for name, found in installed.items() if found == MISSING]
-    different = [
-        name
-        for name, value in expected.items()
-        if name not in missing and _public(installed[name]) != _public(value)
-    ]
-    findings = [
-        problem(
-            f"{name} {installed[name]}",
-            expected=f"{name} {expected.get(name, 'installed')}" + f" ({source})" * bool(expected),
-            advice="install the same sources of txl-dist and its libraries on every node (make "
-            "setup, or pip install --constraint constraints.txt), and start its Ray again",
-        )
-        for name in (*missing, *different)
-    ]
-    if not expected:
-        findings.append(
-            note(
-                f"{summary}; not compared: the package has no constraints.txt",
-                advice="install the wheel, or a checkout by make setup, to compare versions",
+def check_versions() -> Iterator[Finding]:
+    """Compare what is installed with `constraints.txt`."""
+    installed, pins = installed_versions(), pinned_versions()
+    # Without the build: 2.13.0+cpu and 2.13.0+cu130 have the same sources.
+    public = {name: found.partition("+")[0] for name, found in installed.items()}
+    yield ok(
+        ", ".join(f"{name} {found}" for name, found in installed.items()),
+        same_on_all=[f"{name} {found}" for name, found in public.items()],
+    )
+    for name, found in installed.items():
+        if found == MISSING or public[name] != pins.get(name, public[name]).partition("+")[0]:
+            yield problem(
+                f"{name} {found}",
+                expected=f"{name} {pins.get(name, 'installed')} (constraints.txt)",
+                advice=SAME_SOURCES,
             )
+    if not pins:
+        yield note(
+            "versions are not compared: the package has no constraints.txt",
+            advice="install the wheel, or a checkout by make setup, to compare versions",
         )
-    return findings or [ok(summary)]
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return MISSING
-
-
-def _public(text: str) -> str:
-    """Without the build: 2.13.0+cpu and 2.13.0+cu130 have the same sources."""
-    return text.partition("+")[0]
+SAME_SOURCES = (
+    "install the same sources of txl-dist and its libraries on every node (make setup, or pip "
+    "install --constraint constraints.txt), and start its Ray again"
+)
 
 
 # --- devices --------------------------------------------------------------------------------------
@@ -167,28 +143,26 @@ MIN_SHM_BYTES = 2**30
 
 
 def check_devices() -> list[Finding]:
-    """GPUs if the driver lists some, else CPUs."""
-    gpus = list_gpus()
-    return check_gpus(gpus) if gpus else [check_cpus()]
+    """Check the GPUs that NVIDIA's driver lists, or report the CPUs.
 
-
-def list_gpus() -> list[str]:
-    """One line per GPU of this machine: name, driver, GPU memory. [] without NVIDIA's tools."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = "--query-gpu=name,driver_version,memory.total"
+    CPUs are those that this process may use (by taskset or Slurm), RAM is that of the machine.
+    """
+    query = ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         ended = subprocess.run(
-            [program, query, "--format=csv,noheader"],
+            ["nvidia-smi", *query],
             capture_output=True,
             text=True,
             timeout=_NVIDIA_SMI_SECONDS,
             check=True,
         )
+        if gpus := ended.stdout.strip().splitlines():
+            return check_gpus(gpus)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return ended.stdout.strip().splitlines()
+        pass  # no driver
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
+    ram = psutil.virtual_memory().total
+    return [ok(f"no GPU; {usable} of {total} CPUs, {_gib(ram)} host memory")]
 
 
 def check_gpus(listed: list[str]) -> list[Finding]:
@@ -239,14 +213,7 @@ def check_gpus(listed: list[str]) -> list[Finding]:
     return findings or [ok(f"{summary}, {torch.cuda.device_count()} visible")]
 
 
-def check_cpus() -> Finding:
-    """The CPUs that this process may use (by taskset or Slurm), and the RAM of the machine."""
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ok(f"no GPU; {usable} of {total} CPUs, {_gib(ram)} host memory")
-
-
-def check_dataset(data: str) -> list[Finding]:
+def check_dataset(data: str) -> Iterator[Finding]:
     """Load the manifest of a directory or URL, and compare the sizes of all files with it."""
     directory = dataset_path(data)
     try:
@@ -255,21 +222,42 @@ def check_dataset(data: str) -> list[Finding]:
             check_sizes(directory, split.shards)
     except TxlError as error:
         text, _, advice = str(error).partition(". ")
+        yield problem(
+            text,
+            expected="a complete dataset, at the same path on every node",
+            advice=advice or "check the path, and the mount on this node",
+        )
+        return
+    tokens = sum(split.tokens for split in manifest.splits.values())
+    yield ok(
+        f"{directory}: {tokens:,} tokens in {counted(len(manifest.shards), 'shard')}",
+        same_on_all=[f"{directory}: digest {manifest.digest[:12]}"],
+    )
+
+
+def check_tracking(uri: str | None) -> list[Finding]:
+    """Check that an MLflow server answers at `uri`, the value of MLFLOW_TRACKING_URI."""
+    if not uri:
+        return [ok("no server is set: runs are tracked in mlflow.db next to their directory")]
+    name = shown(uri)
+    if not uri.startswith(("http://", "https://")):  # mlflow opens databases for writing
+        return [note(f"{name}: not checked", advice="txl doctor checks servers (http, https)")]
+    from txl_dist.tracking.mlflow_tracker import require_server
+    from txl_dist.tracking.tracker import UnavailableError
+
+    try:
+        require_server(uri)
+    except UnavailableError as error:
         return [
             problem(
-                text,
-                expected="a complete dataset, at the same path on every node",
-                advice=advice or "check the path, and the mount on this node",
+                f"{name} does not work: {error}",
+                expected="the answers of an MLflow server",
+                advice="check its address, that it runs, and the firewall between; for 401 and 403 "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN), and its "
+                "option --allowed-hosts. Training goes on without it and sends the metrics later",
             )
         ]
-    tokens = sum(split.tokens for split in manifest.splits.values())
-    return [
-        ok(
-            f"{directory}: {tokens:,} tokens in {counted(len(manifest.shards), 'shard')}, digest "
-            f"{manifest.digest[:12]}",
-            dataset=manifest.digest,
-        )
-    ]
+    return [ok(f"{name}: an MLflow server")]
 
 
 # --- the run directory ----------------------------------------------------------------------------
@@ -278,11 +266,26 @@ PROBE_PREFIX = ".txl-doctor-"
 PROBE_BYTES = 2**20
 
 
+def existing_parent(path: Path) -> Path:
+    """Return `path`, or the nearest parent that exists."""
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
 def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
     """Write, sync, read, rename and lock a file in `run` (or where it will be created)."""
     directory = existing_parent(Path(run))
     name = f"{directory}" if directory == Path(run) else f"{directory} (for {run})"
-    findings = [*_use(directory, name), *_nfs(directory, name)]
+    findings = list(_use(directory, name))
+    kind, options = mount_of(directory)
+    # NFS clients remember for up to a minute that a file does not exist (nfs(5), lookupcache).
+    if kind.startswith("nfs") and not {"lookupcache=positive", "lookupcache=pos"} & options:
+        findings.append(
+            note(
+                f"{name}: NFS, mounted without lookupcache=positive",
+                expected="other hosts see stop requests and parts of checkpoints within seconds",
+                advice="mount with lookupcache=positive,acdirmin=1,acdirmax=5",
+            )
+        )
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < min_free_bytes:
         findings.append(
@@ -299,33 +302,24 @@ def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
 def _use(directory: Path, name: str) -> Iterator[Finding]:
     path = directory / f"{PROBE_PREFIX}{uuid.uuid4().hex}.tmp"
     data = os.urandom(PROBE_BYTES)
-    step = "write and sync a file in"
     try:
         write_file(path, b"older")
         write_file(path, data)  # a rename over an existing file, as LATEST is updated
-        step = "read a file back from"
         if path.read_bytes() != data:
             yield problem(
                 f"{name}: a file has other content than was written",
                 expected="the same content",
                 advice="do not use this file system; check its disk or server",
             )
-        step = "lock a file in"
         with path.open("rb+") as file:
             if not try_lock(file.fileno(), if_unsupported=False):
-                yield note(
-                    f"{name}: flock is not supported",
-                    expected="locks, which refuse a second run in the same directory",
-                    advice="mount with locks (NFS: without nolock; Lustre: flock), or make sure "
-                    "that no directory is used by two runs",
-                )
+                yield note(f"{name}: flock is not supported", expected=LOCKS, advice=MOUNT_LOCKS)
     except OSError as error:
-        full = error.errno in DISK_FULL
         yield problem(
-            f"{name}: cannot {step} it: {error.strerror or error}",
+            f"{name}: a file cannot be written, read back and locked: {error.strerror or error}",
             expected="a directory that every node can write",
             advice="free space or inodes, or choose another run directory"
-            if full
+            if error.errno in DISK_FULL
             else "check the mount, its permissions and the user of the Ray node",
         )
     finally:
@@ -333,28 +327,23 @@ def _use(directory: Path, name: str) -> Iterator[Finding]:
             path.unlink()
 
 
-def _nfs(directory: Path, name: str) -> Iterator[Finding]:
-    """NFS clients remember for up to a minute that a file does not exist (nfs(5), lookupcache)."""
-    kind, options = mount_of(directory)
-    if kind.startswith("nfs") and not {"lookupcache=positive", "lookupcache=pos"} & options:
-        yield note(
-            f"{name}: NFS, mounted without lookupcache=positive",
-            expected="other hosts see stop requests and parts of checkpoints within seconds",
-            advice="mount with lookupcache=positive,acdirmin=1,acdirmax=5",
-        )
+LOCKS = "locks that are valid on all nodes, which refuse a second run in the same directory"
+MOUNT_LOCKS = (
+    "mount with locks (NFS: without nolock or local_lock; Lustre: flock), or make sure that no "
+    "directory is used by two runs"
+)
 
 
 def mount_of(directory: Path) -> tuple[str, set[str]]:
-    """Type and options of the file system of a directory."""
+    """Return the type and the options of the file system of a directory."""
     resolved = directory.resolve()
-    mounts = [
-        mount
-        for mount in psutil.disk_partitions(all=True)
-        if resolved.is_relative_to(mount.mountpoint)
-    ]
-    # The last one, if several are mounted at one place.
-    mounts.sort(key=lambda mount: len(Path(mount.mountpoint).parts))
-    return mounts[-1].fstype, set(mounts[-1].opts.split(","))
+    mounts = psutil.disk_partitions(all=True)
+    mount = max(  # the last one, if several are mounted at one place
+        (len(Path(each.mountpoint).parts), number, each)
+        for number, each in enumerate(mounts)
+        if resolved.is_relative_to(each.mountpoint)
+    )[2]
+    return mount.fstype, set(mount.opts.split(","))
 
 
 def _gib(num_bytes: int) -> str:

@@ -8,10 +8,10 @@ after the limit and does not keep the process alive.
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from data_pipeline.errors import printable
+from data_pipeline.errors import counted, printable
 from txl_dist.config.redaction import redact
 
 Status = Literal["ok", "note", "problem"]
@@ -29,22 +29,22 @@ class Finding:
     """The next step; "" if nothing needs to be done."""
     check: str = ""
     node: str = ""
-    dataset: str = ""
-    """Digest of the dataset, which must be the same on all nodes."""
+    same_on_all: tuple[str, ...] = ()
+    """What must be equal on all nodes."""
 
 
-def ok(found: str, *, dataset: str = "") -> Finding:
-    """All is well."""
-    return Finding(status="ok", found=found, dataset=dataset)
+def ok(found: str, *, same_on_all: Sequence[str] = ()) -> Finding:
+    """Return a finding that needs nothing."""
+    return Finding(status="ok", found=found, same_on_all=tuple(same_on_all))
 
 
 def note(found: str, *, expected: str = "", advice: str) -> Finding:
-    """Something to know, which prevents no run."""
+    """Return a finding that prevents no run."""
     return Finding(status="note", found=found, expected=expected, advice=advice)
 
 
 def problem(found: str, *, expected: str, advice: str) -> Finding:
-    """Something to repair before a run."""
+    """Return a finding to repair before a run."""
     return Finding(status="problem", found=found, expected=expected, advice=advice)
 
 
@@ -56,7 +56,7 @@ LIMIT_SECONDS = 30.0
 def run_checks(
     checks: Mapping[str, Check], *, node: str, limit_seconds: float = LIMIT_SECONDS
 ) -> list[Finding]:
-    """The findings of all checks, in their order, after at most about `limit_seconds`."""
+    """Return the findings of all checks, in their order, after at most about `limit_seconds`."""
     results: dict[str, list[Finding]] = {}
 
     def run(name: str, check: Check) -> None:
@@ -85,7 +85,7 @@ def run_checks(
 
 
 def failed_check(error: Exception) -> Finding:
-    """The finding for a check that raised an unexpected error."""
+    """Return the finding for a check that raised an unexpected error."""
     text = str(error).strip().partition("\n")[0]
     return problem(
         f"the check failed: {type(error).__name__}: {text}"[:500],
@@ -95,7 +95,7 @@ def failed_check(error: Exception) -> Finding:
 
 
 def no_result(limit_seconds: float) -> Finding:
-    """The finding for a check that did not end in time."""
+    """Return the finding for a check that did not end in time."""
     return problem(
         f"no result after {limit_seconds:g} s",
         expected="a result in that time",
@@ -108,37 +108,30 @@ MAX_NODES = 4
 
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """One object: whether all is well, and all findings."""
-    fields = ("node", "check", "status", "found", "expected", "advice")
-    rows = [{name: getattr(finding, name) for name in fields} for finding in findings]
-    return {
-        "ok": not num_problems(findings),
-        "num_problems": num_problems(findings),
-        "findings": rows,
-    }
+    """Return one object: whether all is well, and all findings."""
+    rows = [asdict(finding) for finding in findings]
+    for row in rows:
+        del row["same_on_all"]
+    count = num_problems(findings)
+    return {"ok": not count, "num_problems": count, "findings": rows}
 
 
 def num_problems(findings: Sequence[Finding]) -> int:
     return sum(finding.status == "problem" for finding in findings)
 
 
-def print_report(findings: Sequence[Finding]) -> None:
-    """Print findings, those that several nodes share once, problems last."""
+def report(findings: Sequence[Finding]) -> str:
+    """Return one line per finding, those that several nodes share once, problems last."""
     grouped: dict[Finding, list[str]] = {}
     order = ("ok", "note", "problem")
     for finding in sorted(findings, key=lambda finding: order.index(finding.status)):
-        shared = replace(finding, node="", dataset="")
-        grouped.setdefault(shared, []).append(finding.node)
+        grouped.setdefault(replace(finding, node="", same_on_all=()), []).append(finding.node)
+    lines = []
     for finding, nodes in grouped.items():
-        print(_line(finding, nodes))
+        listed = ", ".join(nodes[:MAX_NODES])
+        listed += f" and {len(nodes) - MAX_NODES} more" * (len(nodes) > MAX_NODES)
+        line = f"{finding.status:<8} {finding.check:<9} {listed}: {finding.found}"
+        line += f" | expected: {finding.expected}" if finding.expected else ""
+        lines.append(line + (f" | do: {finding.advice}" if finding.advice else ""))
     count = num_problems(findings)
-    print("no problems found" if not count else f"{count} problem{'s' * (count > 1)} found")
-
-
-def _line(finding: Finding, nodes: Sequence[str]) -> str:
-    listed = ", ".join(nodes[:MAX_NODES])
-    listed += f" and {len(nodes) - MAX_NODES} more" * (len(nodes) > MAX_NODES)
-    parts = [f"{finding.status:<8} {finding.check:<9} {listed}: {finding.found}"]
-    parts += [f"expected: {finding.expected}"] if finding.expected else []
-    parts += [f"do: {finding.advice}"] if finding.advice else []
-    return " | ".join(parts)
+    return "\n".join([*lines, f"{counted(count, 'problem') if count else 'no problems'} found"])

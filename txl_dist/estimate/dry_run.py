@@ -122,62 +122,72 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
     model_config = _as_on_device(config.model, device)
     shape_BT, dtype = (rows, config.data.tgt_len), TORCH_DTYPE[config.precision]
     segments = config.training.backprop_segments
-    with _ClusterRows(model_config, rows * config.segment_len, segments) as live:
+    with _MicroBatchBytes(model_config, rows * config.segment_len, segments) as live:
         model = TransformerXL(
             model_config, recompute_layers=config.training.activation_checkpointing
         )
         memory = model.empty_memory(rows, dtype=TORCH_DTYPE[config.training.memory_dtype])
         token_BT = torch.zeros(shape_BT, dtype=torch.int64)
         age_BT = torch.zeros(shape_BT, dtype=torch.int32)
-        bucket_size = _bucket_size(config, device)
-        phases = _PeaksByPhase(model, live, bucket_size=bucket_size)
+        # Stages 1 to 3 are also estimated for a run at stage 0.
+        zero = ZeroSettings.of(
+            config.deepspeed,
+            num_ranks=1,
+            on_gpu=device == "cuda",
+            stage=max(1, config.deepspeed.zero_stage),
+        )
+        live.follow(model, bucket_size=zero.reduce_bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             nats_BT, next_memory = model(token_BT, token_BT, age_BT, memory, _Masks(), segments)
         # Outside: the weights that autocast has cast are released before backward.
-        phases.note_end_of_forward()
+        live.peaks.after_forward = live.live_bytes - live.start_bytes
         nats_BT.sum().backward()
         del next_memory
+    groups = parameter_groups(model, config.optimizer)
+    states = dict(states_by_name(model, groups))
     return ModelNeeds(
-        parameters=tuple(_parameters(model, config)),
-        groups=tuple(
-            tuple(parameter.numel() for parameter in group["params"])
-            for group in parameter_groups(model, config.optimizer)
+        parameters=tuple(
+            Parameter(name=name, num_elements=parameter.numel(), num_states=len(states[name]))
+            for name, parameter in model.named_parameters()
         ),
+        groups=tuple(tuple(parameter.numel() for parameter in each["params"]) for each in groups),
         needs_whole_matrices=OPTIMIZERS[config.optimizer.name].needs_whole_matrices,
         has_foreach_updates=OPTIMIZERS[config.optimizer.name].updates_together,
-        activations=phases.peaks,
+        activations=live.peaks,
     )
 
 
-def _bucket_size(config: RunConfig, device: Device) -> int:
-    """Bucket size of stages 1 to 3, which are also estimated for a run at stage 0."""
-    stage = max(1, config.deepspeed.zero_stage)
-    zero = ZeroSettings.of(config.deepspeed, num_ranks=1, on_gpu=device == "cuda", stage=stage)
-    return zero.reduce_bucket_size
+class _MicroBatchBytes(LiveBytes):
+    """Follows the bytes of a model through forward and backward.
 
+    `nonzero`, whose result has no shape without data, returns the expected number of rows.
+    """
 
-def _parameters(model: TransformerXL, config: RunConfig) -> Iterator[Parameter]:
-    states = dict(states_by_name(model, parameter_groups(model, config.optimizer)))
-    for name, parameter in model.named_parameters():
-        yield Parameter(name=name, num_elements=parameter.numel(), num_states=len(states[name]))
-
-
-class _PeaksByPhase:
-    """Follows the live bytes from now on, through forward and backward of `model`."""
-
-    def __init__(self, model: TransformerXL, live: LiveBytes, *, bucket_size: int) -> None:
+    def __init__(self, config: ModelConfig, num_tokens: int, num_segments: int) -> None:
+        super().__init__()
+        tails = tail_rows(config, num_tokens=num_tokens)
+        # The order of the calls: the tables of the embedding, then the tails of the softmax. For
+        # GPUs, tables do not select rows.
+        selects = config.div_val > 1 and not devices.host_waits_for(torch.device("cpu"))
+        tables = [num_tokens - sum(tails), *tails] if selects else []
+        self._rows = iter([*tables, *tails] * num_segments)
         self.peaks = ActivationPeaks()
-        self._live, self._start_bytes, self._gradient_bytes = live, live.live_bytes, 0
-        self._num_complete, self._bucket_size = 0, bucket_size
-        live.on_change = self._update
+        self.start_bytes, self._gradient_bytes, self._num_complete = 0, 0, 0
+
+    def follow(self, model: TransformerXL, *, bucket_size: int) -> None:
+        """Update `peaks` from now on."""
+        self.start_bytes, self._bucket_size = self.live_bytes, bucket_size
+        self.on_change = self._update
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._gradient_is_complete)
 
-    def note_end_of_forward(self) -> None:
-        self.peaks.after_forward = self._live.live_bytes - self._start_bytes
+    def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if operation is torch.ops.aten.nonzero.default:
+            return torch.empty(next(self._rows), 1, dtype=torch.int64)
+        return super().compute(operation, args, kwargs)
 
     def _update(self) -> None:
-        live_bytes, peaks = self._live.live_bytes - self._start_bytes, self.peaks
+        live_bytes, peaks = self.live_bytes - self.start_bytes, self.peaks
         if self._gradient_bytes == 0:
             peaks.before_gradients = max(peaks.before_gradients, live_bytes)
             return
@@ -211,24 +221,6 @@ class _Masks:
     def keep_bits(self, x: Tensor, **place: Any) -> KeepBits:
         num_words = math.ceil(x.shape[-1] / 16)
         return KeepBits(torch.empty(*x.shape[:-1], num_words, dtype=torch.int16), factor=1.0)
-
-
-class _ClusterRows(LiveBytes):
-    """Gives `nonzero`, whose result has no shape without data, the expected number of rows."""
-
-    def __init__(self, config: ModelConfig, num_tokens: int, num_segments: int) -> None:
-        super().__init__()
-        tails = tail_rows(config, num_tokens=num_tokens)
-        # The order of the calls: the tables of the embedding, then the tails of the softmax. For
-        # GPUs, tables do not select rows.
-        selects = config.div_val > 1 and not devices.host_waits_for(torch.device("cpu"))
-        tables = [num_tokens - sum(tails), *tails] if selects else []
-        self._rows = iter([*tables, *tails] * num_segments)
-
-    def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if operation is torch.ops.aten.nonzero.default:
-            return torch.empty(next(self._rows), 1, dtype=torch.int64)
-        return super().compute(operation, args, kwargs)
 
 
 # --- differences between devices ----------------------------------------------------------------

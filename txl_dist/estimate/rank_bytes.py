@@ -144,11 +144,6 @@ class ModelNeeds:
         """O."""
         return sum(each.num_elements * each.num_states for each in self.parameters)
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest parameter."""
-        return max(parameter.num_elements for parameter in self.parameters)
-
     def num_partly_owned(self, num_ranks: int) -> int:
         """Most elements in parameters of which one rank owns a part, at stages 1 and 2.
 
@@ -164,11 +159,6 @@ class ModelNeeds:
                 start = stop
         return max(itertools.accumulate(changes))
 
-    def num_below(self, threshold: int) -> int:
-        """Elements in parameters of at most `threshold` elements."""
-        sizes = (parameter.num_elements for parameter in self.parameters)
-        return sum(size for size in sizes if size <= threshold)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
@@ -176,17 +166,17 @@ class RankBytes:
 
     weights: int
     """Weights and their fp32 masters."""
+    gradients: int
     optimizer: int
     """Optimizer state."""
-    lanes: int
-    """The recurrent memory of this rank's lanes, before and after the step."""
-    host: int
-    """What is offloaded to host memory."""
-    gradients: int
     buffers: int
     """DeepSpeed's buckets, flat copies and gathered weights."""
+    lanes: int
+    """The recurrent memory of this rank's lanes, before and after the step."""
     activations: int
     """Activations of one micro-batch, and its gradients if they are kept."""
+    host: int
+    """What is offloaded to host memory."""
 
     @property
     def device(self) -> int:
@@ -208,7 +198,7 @@ class PhaseBytes(NamedTuple):
     activations: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class RankPeak:
     """Computes the bytes of one rank."""
 
@@ -222,6 +212,25 @@ class RankPeak:
     """Steps in which every lane is read once; a step replaces the memory of its lanes."""
     copies_to_reduce: bool = False
     """Whether a reduce-scatter copies its input, as torch's for gloo does."""
+
+    def __post_init__(self) -> None:
+        zero, num_parameters = self.zero, self.model.num_parameters
+        sizes = {each.name: each.num_elements for each in self.model.parameters}
+        self._whole = FP32_BYTES * num_parameters  # 4 P
+        self._part = self._whole // self.num_ranks
+        self._largest = FP32_BYTES * max(sizes.values())
+        # Of the parameters of which this rank owns a part, at stages 1 and 2.
+        self._partly_owned = FP32_BYTES * self.model.num_partly_owned(self.num_ranks)
+        # The buffers for reduction.
+        num_buffers = 2 if zero.overlap_comm and zero.stage < 3 else 1
+        self._bucket = num_buffers * FP32_BYTES * zero.reduce_bucket_size
+        self._fits_bucket = num_parameters <= zero.reduce_bucket_size
+        # Of the gradients in the bucket; a single rank reduces without a copy.
+        self._flat_copy = FP32_BYTES * min(num_parameters, zero.reduce_bucket_size)
+        # A gradient of a layer that is larger than the bucket is kept until that is reduced.
+        layers = [size for name, size in sizes.items() if not name.startswith("table.")]
+        outside = max(layers, default=0)
+        self._outside_bucket = FP32_BYTES * outside * (outside > zero.reduce_bucket_size)
 
     def peak(self) -> RankBytes:
         """The phase of a step that needs most device memory."""
@@ -242,8 +251,8 @@ class RankPeak:
             host += masters + optimizer + 2 * part
             masters, optimizer = 0, 0
         if is_offloaded and self.zero.stage < 3:  # one gradient on its way, on both sides
-            host += FP32_BYTES * self.model.largest
-            phase = phase._replace(buffers=phase.buffers + FP32_BYTES * self.model.largest)
+            host += self._largest
+            phase = phase._replace(buffers=phase.buffers + self._largest)
         if self.zero.offload == "parameters":
             host, weights = host + weights, 0
         # The new memory of the lanes is complete before the old one is given up. The activations
@@ -297,10 +306,10 @@ class RankPeak:
         if not self._fits_bucket:
             reduced = self._partly_owned + self._outside_bucket
             yield PhaseBytes(earlier + reduced, self._bucket, peaks.after_first_bucket)
-        yield PhaseBytes(earlier, self._bucket + max(self._flat_copy, self._partly_owned))
+        flat_copy = self._flat_copy if self.num_ranks > 1 else 0
+        yield PhaseBytes(earlier, self._bucket + max(flat_copy, self._partly_owned))
         if not self._fits_bucket:  # a full bucket is reduced before the next gradient enters it
-            waiting = FP32_BYTES * self.model.largest
-            yield PhaseBytes(earlier, self._bucket + self._flat_copy + waiting)
+            yield PhaseBytes(earlier, self._bucket + flat_copy + self._largest)
         yield from self._partitioned_update()
 
     def _partitioned_update(self) -> Iterator[PhaseBytes]:
@@ -311,7 +320,11 @@ class RankPeak:
     def _stage_3(self) -> Iterator[PhaseBytes]:
         peaks, is_sharded = self.model.activations, self.num_ranks > 1
         gradients = self._part if self.zero.offload == "none" else 0
-        small = self.model.num_below(self.zero.param_persistence_threshold)
+        small = sum(
+            each.num_elements
+            for each in self.model.parameters
+            if each.num_elements <= self.zero.param_persistence_threshold
+        )
         large = self.model.num_parameters - small
         # What is gathered, and the flat output of the all-gather that fetches ahead.
         gathered = min(large, self.zero.max_live_parameters)
@@ -321,50 +334,9 @@ class RankPeak:
         activations = max(peaks.before_gradients, peaks.without_gradients)
         yield PhaseBytes(gradients, bucket + weights, activations)
         yield PhaseBytes(gradients, bucket + weights + ahead, peaks.after_forward)
-        flat_copy = FP32_BYTES * min(self.model.num_parameters, self.zero.reduce_bucket_size)
-        reduced = flat_copy * (1 + self.copies_to_reduce)
+        reduced = self._flat_copy * (1 + self.copies_to_reduce)
         yield PhaseBytes(gradients, bucket + reduced)
         if not self._fits_bucket:  # a bucket is reduced before the next gradient enters it
-            largest = FP32_BYTES * self.model.largest * is_sharded
+            largest = self._largest * is_sharded
             yield PhaseBytes(gradients, bucket + reduced + largest, peaks.after_first_bucket)
         yield PhaseBytes(2 * gradients, bucket)
-
-    # --- parts of phases ------------------------------------------------------------------------
-
-    @property
-    def _whole(self) -> int:
-        """4 P."""
-        return FP32_BYTES * self.model.num_parameters
-
-    @property
-    def _part(self) -> int:
-        """4 P / N."""
-        return self._whole // self.num_ranks
-
-    @property
-    def _partly_owned(self) -> int:
-        """Bytes of the parameters of which this rank owns a part, at stages 1 and 2."""
-        return FP32_BYTES * self.model.num_partly_owned(self.num_ranks)
-
-    @property
-    def _outside_bucket(self) -> int:
-        """Bytes of a gradient larger than the bucket, kept until the bucket is reduced."""
-        layers = (each for each in self.model.parameters if not each.name.startswith("table."))
-        largest = max((each.num_elements for each in layers), default=0)
-        return FP32_BYTES * largest if largest > self.zero.reduce_bucket_size else 0
-
-    @property
-    def _bucket(self) -> int:
-        """The buffer for reduction."""
-        num_buffers = 2 if self.zero.overlap_comm and self.zero.stage < 3 else 1
-        return num_buffers * FP32_BYTES * self.zero.reduce_bucket_size
-
-    @property
-    def _fits_bucket(self) -> bool:
-        return self.model.num_parameters <= self.zero.reduce_bucket_size
-
-    @property
-    def _flat_copy(self) -> int:
-        """Flat copy of the gradients in the bucket; a single rank reduces without one."""
-        size = min(self.model.num_parameters, self.zero.reduce_bucket_size)
-        return FP32_BYTES * size if self.num_ranks > 1 else 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from data_pipeline.errors import counted
 from data_pipeline.system.files import try_lock, wait_for_lock, write_file
 from txl_dist.errors import TxlError, error_from_json, error_to_json
-from txl_dist.launch.launcher import OnLine
+from txl_dist.launch.group import OnLine
 from txl_dist.training.run_log import FIRST_BATCH, is_stop, step_of
 
 STATUS_SECONDS = 4.0

@@ -11,14 +11,20 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, TxlError, error_from_json
-from txl_dist.launch.launcher import Event, Launcher, Line, RankEnded, RankRange, RanksUp
+from txl_dist.launch.group import Event, Line, RankEnded, RankRange, RanksUp
+from txl_dist.launch.launcher import Launcher
 from txl_dist.runtime.process import num_gpus, without_torchrun
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from txl_dist.doctor.checks import DoctorRequest
+    from txl_dist.doctor.finding import Finding
 
 
 class ProcessLauncher(Launcher):
@@ -58,11 +64,17 @@ class ProcessLauncher(Launcher):
             )
         return ProcessWorkers(num_workers)
 
+    def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
+        """Check this machine."""
+        from txl_dist.doctor.checks import check_this_machine
+
+        return check_this_machine(request)
+
 
 class ProcessGroup:
     """The processes of the ranks."""
 
-    max_restarts = 0
+    max_restarts, growth_interval_seconds = 0, 0.0
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []

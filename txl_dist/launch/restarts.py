@@ -16,7 +16,7 @@ from data_pipeline.errors import counted, printable
 from data_pipeline.system.signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
-from txl_dist.launch.launcher import RankEnded, RankRange
+from txl_dist.launch.group import RankEnded, RankRange
 from txl_dist.training.run_directory import RunDirectory
 
 LAST_BYTES = 8192
@@ -190,7 +190,7 @@ class RestartBudget:
             return failure.error
         return TxlError(
             f"the ranks failed again after {counted(self.max_restarts, 'restart')} without a new "
-            "checkpoint (--max-restarts, or ray.max_restarts with Ray); the last failure: "
+            "checkpoint (--max-restarts); the last failure: "
             f"{failure.event}. Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
         )
 

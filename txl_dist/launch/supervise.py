@@ -16,17 +16,16 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 
 import math
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
-from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput
-from txl_dist.launch.launcher import (
+from txl_dist.launch.group import (
     Event,
-    Launcher,
     Line,
     NodeLost,
     NotStarted,
@@ -39,6 +38,7 @@ from txl_dist.launch.launcher import (
     Room,
     Waiting,
 )
+from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput
 from txl_dist.launch.restarts import (
     ElasticPlan,
     RestartBudget,
@@ -70,7 +70,7 @@ NODE_LOSS_SECONDS = 6.0
 
 
 def supervise(
-    launcher: Launcher,
+    open_group: Callable[[TrainJob, RankRange], AbstractContextManager[RankGroup]],
     job: TrainJob,
     *,
     ranks: RankRange,
@@ -96,10 +96,9 @@ def supervise(
         log = stack.enter_context(LogFollower(directory.log(0), output.print_log_line))
         signals = stack.enter_context(StopSignals())
         stack.callback(wait_for_delivery, directory.path, job.config, signals, output.print)
-        group = stack.enter_context(launcher.rank_group(job, ranks))
+        group = stack.enter_context(open_group(job, ranks))
         budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
-        interval_seconds = job.config.ray.growth_interval_seconds
-        plan = ElasticPlan(ranks, growth_interval_seconds=interval_seconds)
+        plan = ElasticPlan(ranks, growth_interval_seconds=group.growth_interval_seconds)
         _Supervisor(job, directory, files, group, plan, budget, signals, output, log).run()
 
 

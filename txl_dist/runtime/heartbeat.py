@@ -13,7 +13,8 @@ lives, and by their own monotonic clock; clocks of different hosts are never com
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -75,69 +76,64 @@ class Heartbeat(StrictModel):
         return self.activity if self.activity == self.span else f"{self.activity}, {self.span}"
 
 
-class HeartbeatFiles:
-    """The files of one run, as used by one rank. An OSError never reaches the caller."""
+class HeartbeatFile:
+    """The heartbeat of one rank, as it writes it. An OSError never reaches the caller."""
 
     def __init__(self, run: Path, *, rank: int) -> None:
-        self._directory = run / ".heartbeats"
-        self._own = self._path(rank)
-        with contextlib.suppress(OSError):
-            self._directory.mkdir(parents=True, exist_ok=True)
+        self._path = _path(run, rank)
 
     def write(self, beat: Heartbeat) -> None:
         """Replace this rank's heartbeat."""
         # On a full disk the others see a rank without a heartbeat.
         with contextlib.suppress(OSError):
-            self._directory.mkdir(exist_ok=True)  # somebody may have cleaned up
-            overwrite_page(self._own, beat.model_dump_json())
-
-    def read(self, rank: int) -> Heartbeat | None:
-        """The heartbeat of a rank; None if there is none."""
-        try:
-            return Heartbeat.model_validate_json(self._path(rank).read_bytes())
-        except (OSError, ValidationError):
-            return None
+            self._path.parent.mkdir(exist_ok=True)  # somebody may have cleaned up
+            overwrite_page(self._path, beat.model_dump_json())
 
     def remove(self) -> None:
         """Remove this rank's heartbeat, because it ends."""
         with contextlib.suppress(OSError):
-            self._own.unlink()
+            self._path.unlink()
 
-    def remove_all(self) -> None:
-        """Remove those of earlier processes, before ranks are started."""
-        for path in self._directory.glob("rank-*.json"):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
 
-    def _path(self, rank: int) -> Path:
-        return self._directory / f"rank-{rank}.json"
+def _path(run: Path, rank: int) -> Path:
+    return run / ".heartbeats" / f"rank-{rank}.json"
+
+
+def _read(path: Path) -> Heartbeat | None:
+    """Return a heartbeat; None if there is none, or it is being written."""
+    try:
+        return Heartbeat.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def read_heartbeats(run: Path) -> dict[int, Heartbeat]:
-    """The heartbeats of a run by rank, for a reader that is no part of it and changes nothing."""
-    beats = {}
-    for path in sorted((run / ".heartbeats").glob("rank-*.json")):
-        with contextlib.suppress(OSError, ValidationError):  # being written, or removed
-            beat = Heartbeat.model_validate_json(path.read_bytes())
-            beats[beat.rank] = beat
-    return beats
+    """Return the heartbeats of a run by rank."""
+    beats = map(_read, sorted(run.glob(".heartbeats/rank-*.json")))
+    return {beat.rank: beat for beat in beats if beat is not None}
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What is known about another rank."""
+
+    beat: Heartbeat
+    changed_at: float
+    """When this heartbeat was first read."""
+    first: tuple[int, int]
+    """The identity when it was first read: that heartbeat may be of a killed process."""
 
 
 class Peers:
     """The heartbeats of the other ranks, as one rank reads them."""
 
-    def __init__(
-        self, files: HeartbeatFiles, *, rank: int, num_ranks: int, beat_seconds: float
-    ) -> None:
-        self._files, self._beat_seconds = files, beat_seconds
+    def __init__(self, run: Path, *, rank: int, num_ranks: int, beat_seconds: float) -> None:
+        self._run, self._beat_seconds = run, beat_seconds
         readable = range(num_ranks if rank < NUM_READERS else NUM_READERS)
         self._others = [other for other in readable if other != rank]
         self._reader_activity, self._read_at = "", 0.0
-        self._beats: dict[int, Heartbeat] = {}
-        self._changed_at: dict[int, float] = {}
+        self._peers: dict[int, _Peer] = {}
         self._missing: list[int] = []
-        self._first: dict[int, tuple[int, int]] = {}
-        """Identities when they were first read: that heartbeat may be of a killed process."""
         self.longest_wait_seconds = 0.0
         """How long the rank that has waited longest has been in its collective, of the ranks that
         the last `read` has read and that live; 0: none waits."""
@@ -147,54 +143,57 @@ class Peers:
         now, self._missing, self.longest_wait_seconds = time.monotonic(), [], 0.0
         self._read_at, self._reader_activity = now, activity
         for rank in self._others if is_waiting else self._others[:NUM_READERS]:
-            known = self._beats.get(rank)
-            beat = self._files.read(rank) or known  # unreadable while it is being written
-            if beat is None:
+            peer, beat = self._peers.get(rank), _read(_path(self._run, rank))
+            if peer is None and beat is None:
                 self._missing.append(rank)
                 continue
-            if known is None or known.identity != beat.identity:
-                self._changed_at[rank] = now
-            self._beats[rank] = beat
-            lives = beat.identity != self._first.setdefault(rank, beat.identity)
-            if lives and beat.collective:
-                self.longest_wait_seconds = max(self.longest_wait_seconds, beat.seconds)
+            if peer is None:
+                assert beat is not None
+                peer = self._peers[rank] = _Peer(beat, now, beat.identity)
+            elif beat is not None:  # else it is being written
+                if beat.identity != peer.beat.identity:
+                    peer.changed_at = now
+                peer.beat = beat
+            if peer.beat.identity != peer.first and peer.beat.collective:
+                self.longest_wait_seconds = max(self.longest_wait_seconds, peer.beat.seconds)
 
     def describe(self, activity: str) -> str:
-        """The ranks that are not in a collective, and what they do.
+        """Name the ranks that are not in a collective, and what they do.
 
         Ranks without a changed heartbeat come first. Empty if nothing was read in this activity.
         """
         if activity != self._reader_activity:
             return ""
-        silent = {rank: self._read_at - self._changed_at[rank] for rank in self._beats}
-        limit_seconds = SILENT_BEATS * self._beat_seconds
+        beats = [peer.beat for peer in self._peers.values()]
+        silent = [(peer.beat, self._read_at - peer.changed_at) for peer in self._peers.values()]
         lines = [f"rank {rank} has no heartbeat" for rank in self._missing]
         lines += [
-            f"{beat.process} has not responded for {silent[rank]:.0f} s (last in {beat.place})"
-            for rank, beat in self._beats.items()
-            if silent[rank] > limit_seconds
+            f"{beat.process} has not responded for {seconds:.0f} s (last in {beat.place})"
+            for beat, seconds in silent
+            if seconds > SILENT_BEATS * self._beat_seconds
         ]
         if not lines:  # ranks that work are a consequence of a rank that does not respond
-            lines = [_describe_work(b) for b in self._beats.values() if b.collective is None]
-        if not lines and self._beats:
-            waits = (f"rank {b.rank} in {b.collective} ({b.place})" for b in self._beats.values())
+            lines = [
+                f"{beat.process} has been in {beat.place} for {beat.seconds:.0f} s"
+                + (f": {beat.stack[0]}" if beat.stack else "")
+                for beat in beats
+                if beat.collective is None
+            ]
+        if not lines and beats:
+            waits = _join(
+                [f"rank {beat.rank} in {beat.collective} ({beat.place})" for beat in beats]
+            )
             return (
-                f"all ranks that were read also wait: {_join(waits)}. The network between them "
-                "may be cut, or another rank hangs"
+                f"all ranks that were read also wait: {waits}. The network between them may be "
+                "cut, or another rank hangs"
             )
         return _join(lines)
 
 
-def _describe_work(beat: Heartbeat) -> str:
-    call = f": {beat.stack[0]}" if beat.stack else ""
-    return f"{beat.process} has been in {beat.place} for {beat.seconds:.0f} s{call}"
-
-
-def _join(lines: Iterable[str]) -> str:
-    named = list(lines)
-    others = len(named) - MAX_NAMED
+def _join(lines: Sequence[str]) -> str:
+    others = len(lines) - MAX_NAMED
     more = f"; and {counted(others, 'more rank')}" if others > 0 else ""
-    return "; ".join(named[:MAX_NAMED]) + more
+    return "; ".join(lines[:MAX_NAMED]) + more
 
 
 class HangWatch:
@@ -204,8 +203,7 @@ class HangWatch:
     """
 
     def __init__(self, run: Path, *, num_ranks: int, poll_seconds: float = POLL_SECONDS) -> None:
-        self._files = HeartbeatFiles(run, rank=0)
-        self._num_ranks, self._poll_seconds = num_ranks, poll_seconds
+        self._run, self._num_ranks, self._poll_seconds = run, num_ranks, poll_seconds
         self._beats: dict[int, Heartbeat] = {}
         self.silent_seconds = 0.0
         """Since the last change of any heartbeat, or since the start of the ranks."""
@@ -213,7 +211,8 @@ class HangWatch:
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
     def __enter__(self) -> Self:
-        self._files.remove_all()
+        for rank in read_heartbeats(self._run):  # of earlier processes
+            HeartbeatFile(self._run, rank=rank).remove()
         self._thread.start()
         return self
 
@@ -243,7 +242,7 @@ class HangWatch:
             # blamed on the ranks.
             self.silent_seconds += self._poll_seconds
             for rank in range(self._num_ranks):
-                beat, known = self._files.read(rank), self._beats.get(rank)
+                beat, known = _read(_path(self._run, rank)), self._beats.get(rank)
                 if beat is not None and (known is None or known.identity != beat.identity):
                     self.silent_seconds = 0.0
                     self._beats[rank] = beat

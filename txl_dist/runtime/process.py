@@ -100,7 +100,8 @@ def source_digest() -> str:
     """
     digest = hashlib.sha256()
     for package in PACKAGES:
-        for root in _roots(package):
+        spec = find_spec(package)
+        for root in map(Path, (spec and spec.submodule_search_locations) or ()):
             for path in sorted(root.rglob("*.py")):
                 content = path.read_bytes()
                 name = f"{package}/{path.relative_to(root).as_posix()}"
@@ -114,10 +115,3 @@ def code_description() -> str:
     """`txl-dist 0.1.0 (sources 0123456789ab; torch 2.13.0, ...)`, as checkpoints record it."""
     libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return f"txl-dist {version('txl-dist')} (sources {source_digest()[:12]}; {libraries})"
-
-
-def _roots(package: str) -> list[Path]:
-    spec = find_spec(package)
-    if spec is None or spec.submodule_search_locations is None:
-        return []
-    return [Path(location) for location in spec.submodule_search_locations]

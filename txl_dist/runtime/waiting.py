@@ -37,7 +37,7 @@ from typing import Self
 
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.activity import Activity, Span
-from txl_dist.runtime.heartbeat import BEAT_SECONDS, Heartbeat, HeartbeatFiles, Peers
+from txl_dist.runtime.heartbeat import BEAT_SECONDS, Heartbeat, HeartbeatFile, Peers
 from txl_dist.runtime.process import PACKAGES
 
 NOTICE_SECONDS = 10.0
@@ -95,16 +95,6 @@ def innermost_calls(frames: StackFrames) -> tuple[str, ...]:
     return tuple(calls[:NUM_CALLS])
 
 
-def label_of(activity: str) -> str:
-    """`step 12` -> `step-12`, for file names. Without how much of it is done, after a comma."""
-    return re.sub(r"[^a-z0-9]+", "-", activity.partition(",")[0].lower()).strip("-")[:80]
-
-
-def stack_file(run: Path, label: str, rank: int) -> Path:
-    """The file for the stacks of a rank, in the directory of the logs."""
-    return run / "logs" / f"stacks-{label}-rank-{rank}.txt"
-
-
 def collective_name(frames: Iterable[tuple[str, int, str]], *, on_gpu: bool = False) -> str | None:
     """The collective in which a stack of (file, line, function), outermost first, waits.
 
@@ -156,14 +146,12 @@ class CollectiveWatch:
         self._notice_seconds = min(notice_seconds, STACKS_SHARE * limit_seconds)
         # Several intervals have to pass before a rank counts as silent.
         self._beat_seconds = min(BEAT_SECONDS, self._notice_seconds / 2, limit_seconds / 8)
-        self._files = HeartbeatFiles(run, rank=rank)
-        self._files.remove()  # of a killed process; before other ranks can wait for this one
-        self._peers = Peers(
-            self._files, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds
-        )
-        self._host, self._pid, self._num_beats = socket.gethostname(), os.getpid(), 0
-        self._written: set[str] = set()
-        """Labels of the stacks that were written."""
+        self._file = HeartbeatFile(run, rank=rank)
+        self._file.remove()  # of a killed process; before other ranks can wait for this one
+        self._peers = Peers(run, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds)
+        self._num_beats = 0
+        self._written: set[Path] = set()
+        """Files of stacks."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collective-watch", daemon=True)
 
@@ -175,7 +163,7 @@ class CollectiveWatch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._files.remove()
+        self._file.remove()
 
     def describe_others(self) -> str:
         """What the other ranks do, if this rank waits for them; empty if that is not known."""
@@ -211,7 +199,17 @@ class CollectiveWatch:
                 waited_seconds = max(waited_seconds, self._peers.longest_wait_seconds)
             if name and now >= next_notice:
                 next_notice = now + self._notice_seconds
-                self._log_wait(name, seconds=now - since)
+                others = self.describe_others()
+                log.warning(
+                    "%s | rank %d has waited %.0f s for the other ranks in %s; the limit is "
+                    "training.rank_timeout_seconds=%g%s",
+                    self._activity.name,
+                    self._rank,
+                    now - since,
+                    name,
+                    self._limit_seconds,
+                    f"; {others}" if others else "",
+                )
             if waited_seconds >= STACKS_SHARE * self._limit_seconds:
                 self._write_stacks(name)
 
@@ -219,8 +217,8 @@ class CollectiveWatch:
         self._num_beats += 1
         beat = Heartbeat(
             rank=self._rank,
-            host=self._host,
-            pid=self._pid,
+            host=socket.gethostname(),
+            pid=os.getpid(),
             number=self._num_beats,
             time=time.time(),
             activity=self._activity.name[:MAX_CHARS],
@@ -229,33 +227,22 @@ class CollectiveWatch:
             seconds=seconds,
             stack=innermost_calls(frames),
         )
-        self._files.write(beat)
-
-    def _log_wait(self, name: str, *, seconds: float) -> None:
-        others = self.describe_others()
-        log.warning(
-            "%s | rank %d has waited %.0f s for the other ranks in %s; the limit is "
-            "training.rank_timeout_seconds=%g%s",
-            self._activity.name,
-            self._rank,
-            seconds,
-            name,
-            self._limit_seconds,
-            f"; {others}" if others else "",
-        )
+        self._file.write(beat)
 
     def _write_stacks(self, name: str | None) -> None:
-        label = label_of(self._activity.name)
-        if label in self._written:
+        # `step 12` -> `step-12`, without how much of it is done, after a comma.
+        label = re.sub(r"[^a-z0-9]+", "-", self._activity.name.partition(",")[0].lower())[:80]
+        path = self._run / "logs" / f"stacks-{label.strip('-')}-rank-{self._rank}.txt"
+        if path in self._written:
             return
-        self._written.add(label)
+        self._written.add(path)
         others = self.describe_others() if name else ""
         title = (
-            f"rank {self._rank}, host {self._host}, pid {self._pid}: {self._activity.name}, "
+            f"rank {self._rank}, host {socket.gethostname()}, pid {os.getpid()}: "
+            f"{self._activity.name}, "
             f"{self._activity.span}, {f'waits in {name}' if name else 'not in a collective'}"
             f"{f'. Other ranks: {others}' if others else ''}"
         )
-        path = stack_file(self._run, label, self._rank)
         log.warning("the stacks of this rank are in %s", path)
         with contextlib.suppress(OSError), path.open("ab") as file:
             file.write(f"{title}\n\n".encode())

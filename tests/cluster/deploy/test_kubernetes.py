@@ -5,8 +5,6 @@ No test applies them to a Kubernetes cluster. Their fields are checked against
 """
 
 import copy
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,16 +94,6 @@ def test_the_queued_job_is_what_kuberay_and_kueue_accept(path: Path) -> None:
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
     assert manifest["spec"]["suspend"]
     assert manifest["spec"]["shutdownAfterJobFinishes"]
-
-
-@pytest.mark.cluster
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kubectl_applies_the_patch_of_kueue() -> None:
-    command = ["kubectl", "patch", "--local", "-f", RAY_JOBS[0], "--type", "json"]
-    result = subprocess.run(
-        [*command, "--patch-file", KUEUE, "-o", "yaml"], check=True, capture_output=True, text=True
-    )
-    assert yaml.safe_load(result.stdout) == queued(load(RAY_JOBS[0]))
 
 
 def test_the_schema_refuses_misspelt_fields_and_forbidden_combinations() -> None:

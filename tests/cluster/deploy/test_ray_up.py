@@ -41,37 +41,17 @@ def test_ray_accepts_the_file(cloud: str) -> None:
 
 
 @clouds
-def test_every_node_requires_the_token(cloud: str) -> None:
+def test_ray_requires_the_token_and_only_the_workers_take_ranks(cloud: str) -> None:
     config = load(cloud)
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
-    for command in start_commands(config):
-        assert command.startswith("RAY_AUTH_MODE=token "), command
-
-
-@clouds
-def test_the_dashboard_is_on_loopback(cloud: str) -> None:
-    [head] = [command for command in start_commands(load(cloud)) if "--head" in command]
+    commands = start_commands(config)
+    assert all(command.startswith("RAY_AUTH_MODE=token ") for command in commands)
+    [head] = [command for command in commands if "--head" in command]
     assert "--dashboard-host=127.0.0.1" in head
-    assert "0.0.0.0" not in (DEPLOY / f"{cloud}.yaml").read_text()
-
-
-def test_no_group_of_ray_admits_ssh_from_everywhere() -> None:
-    """Ray makes a group that does so unless every kind of node names its own."""
-    config = load("aws")
-    assert "security_group" not in config["provider"]
-    for kind in config["available_node_types"].values():
-        assert kind["node_config"]["SecurityGroupIds"]
-
-
-@clouds
-def test_the_head_is_on_demand_and_takes_no_ranks(cloud: str) -> None:
-    config = load(cloud)
-    head = config["available_node_types"][config["head_node_type"]]
-    assert head["resources"] == {"CPU": 0}
-    assert head["max_workers"] == 0
-    assert not {"InstanceMarketOptions", "scheduling"} & head["node_config"].keys()
-    [start] = [command for command in start_commands(config) if "--head" in command]
-    assert "--num-cpus=0" in start
+    assert "--num-cpus=0" in head
+    # Otherwise Ray makes a security group that admits SSH from everywhere.
+    kinds = config["available_node_types"].values()
+    assert cloud != "aws" or all(kind["node_config"]["SecurityGroupIds"] for kind in kinds)
 
 
 @clouds
@@ -89,19 +69,3 @@ def test_workers_are_spot_instances_that_announce_their_end(cloud: str) -> None:
     grace = {"aws": load_run_config(config_path).training.grace_seconds, "gcp": 20.0}
     assert grace[cloud] + END_SECONDS <= deadline
     assert f"grace_seconds={grace['gcp']:g}" in (DEPLOY / "gcp.yaml").read_text()
-
-
-@clouds
-def test_the_nodes_wait_for_nobody_and_end_when_idle(cloud: str) -> None:
-    config = load(cloud)
-    workers = config["available_node_types"]["gpu_worker"]
-    assert workers["min_workers"] <= workers["max_workers"] <= config["max_workers"]
-    assert config["idle_timeout_minutes"] > 0
-
-
-@clouds
-def test_a_node_without_the_shared_file_system_does_not_start(cloud: str) -> None:
-    commands = load(cloud)["initialization_commands"]
-    mount = next(index for index, command in enumerate(commands) if "sudo mount" in command)
-    assert "mountpoint -q /mnt/txl" in commands[mount + 1]
-    assert "--volume=/mnt/txl:/mnt/txl" in load(cloud)["docker"]["run_options"]

@@ -75,10 +75,6 @@ def submit(environment: dict[str, str], *words: object) -> subprocess.Popen[str]
     )
 
 
-def test_the_script_is_valid_bash() -> None:
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
-
-
 @pytest.mark.parametrize("script", ["slurm.sh", "slurm_ray.sh"])
 @pytest.mark.parametrize("place", ["work/.venv/bin", "bin"])
 def test_the_python_is_that_of_the_directory_or_of_the_activated_environment(

@@ -19,7 +19,7 @@ from txl_dist.analysis import run_status
 from txl_dist.analysis.run_status import find_runs, read_status, status_lines
 from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.heartbeat import Heartbeat, HeartbeatFiles
+from txl_dist.runtime.heartbeat import Heartbeat, HeartbeatFile
 from txl_dist.tracking.tracker import STATE, TrackingState
 from txl_dist.training.goodput import GoodputFile
 
@@ -105,7 +105,7 @@ def test_the_step_is_the_last_one_trained_and_the_only_one(run: Path, stop: str 
     )
     (run / "goodput.json").write_text(goodput.model_dump_json())
     write_log(run, UP, STEP, stop or "")
-    HeartbeatFiles(run, rank=0).write(beat(1, host=socket.gethostname()))
+    HeartbeatFile(run, rank=0).write(beat(1, host=socket.gethostname()))
     with held(run) if stop is None else nullcontext():
         (status,) = read_status([run])
     text = "\n".join(status_lines(status))
@@ -138,7 +138,7 @@ def test_a_locked_run_is_running_once_it_has_stepped(run: Path) -> None:
     assert read_status([run])[0].state == "starting"
     assert read_status([run])[0].doing == "the model is built"
     write_log(run, UP, STEP)
-    HeartbeatFiles(run, rank=0).write(beat(1, host="elsewhere"))
+    HeartbeatFile(run, rank=0).write(beat(1, host="elsewhere"))
     (status,) = read_status([run])
     assert (status.state, status.doing, status.host) == ("running", "forward", "elsewhere")
     assert next(status_lines(status)).endswith(
@@ -152,7 +152,7 @@ def test_a_run_of_another_host_lives_if_a_heartbeat_changes(
     """No lock of another host is seen, and no clock is compared."""
     monkeypatch.setattr(run_status, "POLL_SECONDS", 0.01)
     write_log(run, UP, STEP)
-    files, watched = HeartbeatFiles(run, rank=0), []
+    files, watched = HeartbeatFile(run, rank=0), []
     files.write(beat(1, host="elsewhere"))
     timer = threading.Timer(0.1, files.write, [beat(2, host="elsewhere")])
     timer.start()
@@ -171,7 +171,7 @@ def test_a_dead_process_of_this_host_is_not_waited_for(
     ended.wait()
     monkeypatch.setattr(run_status.socket, "gethostname", lambda: "here")
     dead = beat(1, host="here").model_copy(update={"pid": ended.pid})
-    HeartbeatFiles(run, rank=0).write(dead)
+    HeartbeatFile(run, rank=0).write(dead)
     watched: list[Path] = []
     assert read_status([run], wait=watched.extend)[0].state == "lost"
     assert watched == []

@@ -31,14 +31,13 @@ def test_a_header_has_the_numbers_of_the_estimate(path: Path) -> None:
     words = [*command[1].split(), "training.compile=false", "--json"]
     words[1] = str(path)
     estimate, twin = (json.loads(txl(*words, *more).stdout) for more in ((), ("model.mem_len=0",)))
-    (scale,) = estimate["scales"]
-    memory = scale["stages"]["1"]["memory"]
+    memory = estimate["stages"]["1"]
     saved = 1 - twin["flops_per_token"] / estimate["flops_per_token"]
     for text in (
         f"{estimate['num_parameters']:,} parameters",
         f"{estimate['flops_per_token']:.2e} FLOPs per token, forward and backward",
         f"{_size(memory['device'])} at ZeRO stage 1, {_size(memory['lanes'])} of it for",
-        f"a checkpoint has {_size(scale['checkpoint_bytes'])}",
+        f"a checkpoint has {_size(estimate['checkpoint_bytes'])}",
         f"{twin['flops_per_token']:.2e} FLOPs per token, {saved:.0%} fewer",
     ):
         assert text in header

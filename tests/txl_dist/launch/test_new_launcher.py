@@ -21,7 +21,8 @@ from tests.support.commands import run_txl
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job
 from txl_dist.errors import PreemptedError
 from txl_dist.launch import launcher as module
-from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp, find_launcher
+from txl_dist.launch.group import Event, RankEnded, RankRange, RanksUp
+from txl_dist.launch.launcher import Launcher, find_launcher
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 
@@ -59,7 +60,7 @@ class ShellLauncher(Launcher):
 class ShellGroup:
     """The scripts of the ranks."""
 
-    max_restarts = 1
+    max_restarts, growth_interval_seconds = 1, 0.0
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.shells = folder, dict[int, "subprocess.Popen[bytes]"]()

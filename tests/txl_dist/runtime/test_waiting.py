@@ -26,7 +26,6 @@ from txl_dist.runtime.waiting import (
     collective_name,
     frames_of,
     lost_rank_error,
-    stack_file,
 )
 from txl_dist.runtime.world import World
 
@@ -50,7 +49,7 @@ def wait_for_a_late_rank(world: World, run: Path) -> list[str]:
     Returns the lines that this rank logged.
     """
     (run / "logs").mkdir(exist_ok=True)
-    stacks = [stack_file(run, "step-7", rank) for rank in (0, 1)]
+    stacks = [run / "logs" / f"stacks-step-7-rank-{rank}.txt" for rank in (0, 1)]
     handler = Lines()
     logger = logging.getLogger("txl_dist.training")
     logger.addHandler(handler)
@@ -83,7 +82,7 @@ def test_a_long_wait_is_logged_with_its_collective_and_the_late_rank(
     assert line.startswith("the stacks of this rank are in ")
     # Before the limit, both ranks have written the stacks of all their threads.
     for rank, state in enumerate(("waits in all_gather_object", "not in a collective")):
-        text = stack_file(tmp_path, "step-7", rank).read_text()
+        text = (tmp_path / "logs" / f"stacks-step-7-rank-{rank}.txt").read_text()
         assert text.startswith(f"rank {rank}, host ")
         assert state in text
         assert "in wait_for_a_late_rank" in text

@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
-from txl_dist.doctor.services import (
-    check_exposure,
-    check_token_file,
-    check_tracking,
-    judge_exposure,
-)
+from txl_dist.doctor import exposure
+from txl_dist.doctor.checks import check_tracking
+from txl_dist.doctor.exposure import check_exposure
 
 Answer = Callable[[str, str | None], tuple[int, str]]
 """(path, Authorization header) -> (status, body)"""
@@ -100,12 +98,24 @@ def test_a_dashboard_that_answers_without_a_token_is_a_problem(status: int, expe
 
 @pytest.mark.fault_row(43)
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.0.0.5"])
-def test_a_dashboard_that_listens_on_other_interfaces_is_a_problem(address: str) -> None:
-    (finding,) = judge_exposure(8265, {address: "protected"})
+def test_a_dashboard_that_listens_on_other_interfaces_is_a_problem(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen_on(*addresses: str) -> None:
+        listening = [
+            SimpleNamespace(status="LISTEN", laddr=SimpleNamespace(ip=each, port=8265))
+            for each in addresses
+        ]
+        monkeypatch.setattr(exposure.psutil, "net_connections", lambda kind: listening)
+
+    monkeypatch.setattr(exposure, "_answer_without_token", lambda address, port: "protected")
+    listen_on(address)
+    (finding,) = check_exposure()
     assert finding.status == "problem"
     assert f"listen on {address}" in finding.found
     assert "--dashboard-host=127.0.0.1" in finding.advice
-    assert judge_exposure(8265, {"127.0.0.1": "protected", "::1": "protected"}) == []
+    listen_on("127.0.0.1", "::1")
+    assert [finding.status for finding in check_exposure()] == ["ok"]
 
 
 def test_another_program_on_the_port_is_a_note_and_no_program_is_fine() -> None:
@@ -116,20 +126,19 @@ def test_another_program_on_the_port_is_a_note_and_no_program_is_fine() -> None:
     assert "nothing listens" in finding.found
 
 
-def test_a_token_that_others_can_read_is_a_problem(tmp_path: Path) -> None:
+def test_a_token_that_others_can_read_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    monkeypatch.setenv("HOME", str(tmp_path))
     token = tmp_path / ".ray" / "auth_token"
-    environment = {"HOME": str(tmp_path)}
-    assert check_token_file(environment) == []
     token.parent.mkdir()
-    token.touch(mode=0o600)
-    assert [finding.status for finding in check_token_file(environment)] == ["ok"]
-    for mode in (0o644, 0o660, 0o601):
+    for mode in (0o600, 0o644, 0o660, 0o601):
+        token.touch()
         token.chmod(mode)
-        (finding,) = check_token_file(environment)
-        assert finding.status == "problem"
-        assert f"chmod 600 {token}" in finding.advice
-    elsewhere = {**environment, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")}
-    assert check_token_file(elsewhere) == []
+        findings = [each for each in check_exposure(()) if each.status == "problem"]
+        assert len(findings) == (mode != 0o600)
+        assert all(f"chmod 600 {token}" in finding.advice for finding in findings)
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
-from txl_dist.errors import ConfigError, TxlError, error_from_json
+from txl_dist.errors import ConfigError, error_from_json
 from txl_dist.launch.launcher import Event, Launcher, Line, RankEnded, RankRange, RanksUp
 from txl_dist.runtime.process import num_gpus, without_torchrun
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+
+MAX_REASON = 300
+"""Characters of an error that is no TxlError; the log of the rank has the rest."""
 
 
 class ProcessLauncher(Launcher):
@@ -107,7 +110,7 @@ class ProcessGroup:
             process = self._processes[rank]
             if (code := process.poll()) is not None:
                 self._running.remove(rank)
-                self._events.append(RankEnded(rank, code, _error_of(process)))
+                self._events.append(_end_of(rank, code, process))
         events, self._events = self._events, []
         return events
 
@@ -130,11 +133,13 @@ class ProcessGroup:
         self._processes, self._running = [], set()
 
 
-def _error_of(process: subprocess.Popen[bytes]) -> TxlError | None:
-    """The error that a rank wrote to its standard output before it ended."""
+def _end_of(rank: int, code: int, process: subprocess.Popen[bytes]) -> RankEnded:
+    """With the error that the rank wrote to its standard output before it ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
-    return error_from_json(line) if line else None
+    if line.startswith(b"{"):
+        return RankEnded(rank, code, error_from_json(line))
+    return RankEnded(rank, code, reason=line.decode(errors="replace").strip()[:MAX_REASON])
 
 
 def _free_port() -> int:

@@ -26,5 +26,4 @@ start_state.py    loads that checkpoint; the state to begin with; counts the tok
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and who may write them: lock and attempts
 tracked.py        what the tracking process is told at the start of a run
-run_log.py        passes the log of rank 0 on to the launcher; reads it afterwards
 """

@@ -10,8 +10,8 @@ segment_source.py  the segments that a rank reads
 data.py           the corpora of a run, opened and checked before any rank is started
 loop.py           the order of events
 observer.py       what may watch a run, by event
-observers.py      the list: report.py (metrics, step lines), goodput.py, speed.py, diagnostics.py,
-                  system_metrics.py (hosts and GPUs)
+observers.py      the list: report.py (metrics, step lines), goodput.py (events), speed.py,
+                  diagnostics.py, system_metrics.py (hosts and GPUs)
 step.py           one step, in micro-batches
 divergence.py     decides whether a step has diverged, before it updates the weights
 recovery.py       what follows: stop, skip or rollback, and a file about each event

@@ -57,8 +57,8 @@ class Process:
         self.activity.reset()
         clocks.wait(START_UP_SECONDS)
         log, seconds = EventLog(run / EVENTS, lambda: 1), sum(self.activity.seconds().values())
-        about = {"num_steps": num_steps, "reached_step": reached_step, "process_seconds": seconds}
-        log.write(**start(step, **about))
+        facts = {"reached_step": reached_step, "process_seconds": seconds}
+        log.write(**start(step, num_steps=num_steps, **facts))
         self.goodput = RunEvents(log, self.activity)
         self.goodput.start(TrainState(step=step))
 

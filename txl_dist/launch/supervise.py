@@ -16,12 +16,13 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
+from txl_dist.checkpoint.attempts import FOLDER, newest_number, newest_of_launch
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.events import EventLog
@@ -96,15 +97,35 @@ def supervise(
         stack.enter_context(files.held())
         output = LaunchOutput(on_line)
         log = stack.enter_context(FileFollower(directory.log(0), output.print))
-        stack.enter_context(FileFollower(directory.event_log.path, output.take_event))
+        events = EventLog(directory.event_log.path, _attempt_of(job, directory))
+        stack.enter_context(FileFollower(events.path, output.take_event))
         signals = stack.enter_context(StopSignals())
         stack.callback(wait_for_delivery, directory.path, job.config, signals, output.print)
         group = stack.enter_context(launcher.rank_group(job, ranks))
         budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
         interval_seconds = job.config.ray.growth_interval_seconds
         plan = ElasticPlan(ranks, growth_interval_seconds=interval_seconds)
-        with _recorded_end(directory.event_log):
-            _Supervisor(job, directory, files, group, plan, budget, signals, output, log).run()
+        with _recorded_end(events):
+            _Supervisor(
+                job, directory, files, group, plan, budget, signals, output, log, events
+            ).run()
+
+
+def _attempt_of(job: TrainJob, directory: RunDirectory) -> Callable[[], int]:
+    """The number of the newest attempt of this launch. Once another launch has taken over, it stays
+    as it was, so that readers skip what this one writes.
+    """
+    folder = directory.path / FOLDER
+    known = newest_number(folder)
+
+    def number() -> int:
+        nonlocal known
+        with suppress(OSError):
+            newest = newest_of_launch(folder, job.launch_id)
+            known = newest.number if newest else known
+        return known
+
+    return number
 
 
 @contextmanager
@@ -129,6 +150,7 @@ class _Supervisor:
     signals: StopSignals
     output: LaunchOutput
     log: FileFollower
+    events: EventLog
 
     def __post_init__(self) -> None:
         self._room: int | None = None
@@ -217,7 +239,7 @@ class _Supervisor:
     def _run_ranks(self, num_ranks: int) -> RunFailure | None:
         """Start all ranks and wait until they have ended; returns why they failed."""
         self.output.begin_ranks()
-        self.directory.event_log.write("ranks_started", f"starting {counted(num_ranks, 'rank')}")
+        self.events.write("ranks_started", f"starting {counted(num_ranks, 'rank')}")
         with ExitStack() as stack:
             self.group.start(self.job, num_ranks)
             while self._places is None and len(self._ends) < num_ranks:
@@ -267,8 +289,9 @@ class _Supervisor:
             case RankEnded(rank):
                 place, hung = (self._places or {}).get(rank, ""), rank in self._killed
                 event = replace(event, hung=hung, place=place)
-                if event.is_killed and not any(end.is_killed for end in self._ends.values()):
-                    self.directory.event_log.write("rank_lost", event.death, rank=rank)
+                is_lost = event.is_killed and not is_stop_code(event.code)
+                if is_lost and not any(end.is_killed for end in self._ends.values()):
+                    self.events.write("rank_lost", event.death, rank=rank)
                 self._ends.setdefault(rank, event)
             case NodeLost(node):
                 self._lost_nodes.add(node)
@@ -375,7 +398,7 @@ class _Supervisor:
 
     def _print_restart(self, reason: str) -> None:
         self.output.print(reason)
-        self.directory.event_log.write("restart", reason)
+        self.events.write("restart", reason)
 
     def _find_lost_nodes(self) -> bool:
         """The loss of a node explains the failure of its ranks, which then does not count. Returns

@@ -31,8 +31,7 @@ from figures import peak_mib
 from matplotlib.figure import Figure
 
 from txl_dist.bench import time_rounds
-from txl_dist.evaluation.job import evaluation_job
-from txl_dist.evaluation.result import plan_evaluation
+from txl_dist.evaluation.job import evaluation_job, plan_evaluation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import forward_flops, inference_flops
 from txl_dist.model.transformer_xl import TransformerXL

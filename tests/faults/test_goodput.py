@@ -1,6 +1,5 @@
 """The goodput of a run survives a SIGKILL: every second, restart and lost step is counted."""
 
-import json
 import re
 import signal
 import time
@@ -10,6 +9,8 @@ import pytest
 
 from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, TINY, metrics
+from txl_dist.events import of_kind, read_events
+from txl_dist.training.goodput import WallTime
 
 pytestmark = pytest.mark.fault
 
@@ -30,23 +31,21 @@ def test_a_killed_and_resumed_run_counts_all_of_its_time(dataset: Path, tmp_path
     process.communicate(timeout=60)
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
     last = metrics(tmp_path)[-1]["step"]
-    stored = json.loads((tmp_path / "goodput.json").read_text())
     time.sleep(2)
 
     finished = txl(*words)
     seconds_at_least = time.monotonic() - began
     assert finished.returncode == 0, finished.stderr + finished.stdout
     resumed_at = int(re.findall(r"resuming at step (\d+)", finished.stdout)[0])
-    # goodput.json is written every two seconds, metrics.jsonl every 20 steps.
-    lost = max(last, stored["step"]) - resumed_at
+    lost = last - resumed_at
     assert f"summary | 1 restart, {lost} steps lost | goodput " in finished.stdout
     assert {line["restarts"] for line in metrics(tmp_path)} == {0, 1}
     assert metrics(tmp_path)[-1]["lost_steps"] == lost
-    goodput = json.loads((tmp_path / "goodput.json").read_text())
-    assert goodput["is_complete"]
-    assert goodput["step"] == 300
-    assert goodput["seconds"]["down"] > 2
-    assert goodput["seconds"]["steps"] > 0
+    events = read_events(tmp_path)
+    assert [event.step for event in of_kind(events, "finished")] == [300]
+    seconds = WallTime.of(events).seconds
+    assert seconds["down"] > 2
+    assert seconds["steps"] > 0
     # Only the start of the command itself, before the first rank, is not counted.
-    total_seconds = sum(goodput["seconds"].values())
+    total_seconds = sum(seconds.values())
     assert seconds_at_least - 15 < total_seconds < seconds_at_least + 60

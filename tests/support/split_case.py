@@ -13,8 +13,7 @@ from data_pipeline.streams.segments import Reset
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import TextSource, random_corpus
 from txl_dist.evaluation import scoring
-from txl_dist.evaluation.job import EvaluationSettings
-from txl_dist.evaluation.result import plan_evaluation
+from txl_dist.evaluation.job import EvaluationSettings, plan_evaluation
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
 from txl_dist.model.transformer_xl import TransformerXL
 

@@ -22,36 +22,22 @@ _STYLE = """
 * { box-sizing: border-box }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
   max-width: 76rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere }
-h1 { font-size: 1.6rem; margin: .5rem 0 } h1 small { color: var(--soft); font-weight: normal }
-h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; border-bottom: 1px solid var(--line) }
-p { margin: .5rem 0; max-width: 46rem } .soft { color: var(--soft); font-size: .9rem }
-.note { color: var(--note) }
-.box { overflow-x: auto; margin: .5rem 0; background:  /* a shadow where the box scrolls further */
-  linear-gradient(to right, var(--page) 40%, transparent) left / 2rem 100% no-repeat local,
-  linear-gradient(to left, var(--page) 40%, transparent) right / 2rem 100% no-repeat local,
-  linear-gradient(to right, var(--line), transparent) left / .7rem 100% no-repeat scroll,
-  linear-gradient(to left, var(--line), transparent) right / .7rem 100% no-repeat scroll }
-.box:focus-visible, summary:focus-visible { outline: 2px solid currentColor; outline-offset: 2px }
-table { border-collapse: collapse; font-size: .95rem; overflow-wrap: normal }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; border-bottom: 1px solid var(--line) }
+.soft { color: var(--soft); font-size: .9rem } .note { color: var(--note) }
+.box { overflow-x: auto }
+table { border-collapse: collapse; font-size: .95rem }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--line) }
-@media (min-width: 40rem) { tbody td:first-child { white-space: nowrap } }
-thead th { border-bottom: 2px solid var(--line); white-space: nowrap }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-.facts th { font-weight: normal; color: var(--soft); min-width: 7rem }
-.facts tbody td { overflow-wrap: anywhere; white-space: normal }
-pre { overflow: auto; max-height: 32rem; background: var(--box); padding: .7rem; margin: .5rem 0;
-  font-size: .8rem; line-height: 1.4; border-radius: 4px }
-pre.text { white-space: pre-wrap; overflow-wrap: anywhere }
-.charts { display: grid; gap: 1.2rem 1.5rem; margin: .5rem 0;
+pre { overflow: auto; max-height: 32rem; background: var(--box); padding: .7rem; font-size: .8rem }
+pre.text { white-space: pre-wrap }
+.charts { display: grid; gap: 1.2rem 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)) }
 figure { margin: 0; max-width: 34rem } figure img { width: 100%; height: auto; display: block }
-figcaption { font-weight: 600; font-size: .95rem }
-summary { cursor: pointer }
 """
 
 
-def html_page(title: str, subtitle: str, sections: Iterable[str]) -> str:
+def html_page(title: str, sections: Iterable[str]) -> str:
     """The whole page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -59,8 +45,7 @@ def html_page(title: str, subtitle: str, sections: Iterable[str]) -> str:
         # An icon of the page itself: browsers would ask a server for one.
         '<link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
-        f"<h1>{escape(title)} <small>{escape(subtitle)}</small></h1>\n{''.join(sections)}"
-        "</body></html>\n"
+        f"<h1>{escape(title)}</h1>\n{''.join(sections)}</body></html>\n"
     )
 
 
@@ -72,17 +57,7 @@ def section(title: str, *content: str) -> str:
 
 def paragraph(text: str, kind: str = "") -> str:
     """`kind`: `soft` for explanations, `note` for what is wrong."""
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
-
-
-def facts(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and values, whose text may be long; rows without a value are left out."""
-    lines = [
-        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
-        for name, value in rows
-        if value
-    ]
-    return _box(f'<table class="facts">{"".join(lines)}</table>') if lines else ""
+    return f'<p class="{kind}">{escape(text)}</p>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -90,18 +65,20 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = [list(row) for row in rows]
     if not body:
         return ""
-    is_number = [all(_is_number(row[column]) for row in body) for column in range(len(header))]
-    kinds = [' class="number"' if number else "" for number in is_number]
-    head = "".join(
-        f'<th scope="col"{kind}>{escape(cell)}</th>'
-        for cell, kind in zip(header, kinds, strict=True)
-    )
-    lines = [
-        "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
-        for row in body
+    is_number = [
+        all(row[column].lstrip("+- ")[:1].isdigit() or row[column] in ("", "-") for row in body)
+        for column in range(len(header))
     ]
-    content = "".join(f"<tr>{line}</tr>" for line in lines)
-    return _box(f"<table><thead><tr>{head}</tr></thead><tbody>{content}</tbody></table>")
+    kinds = [' class="number"' if number else "" for number in is_number]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        parts = (f"<{tag}{kind}>{escape(c)}</{tag}>" for c, kind in zip(cells, kinds, strict=True))
+        return f"<tr>{''.join(parts)}</tr>"
+
+    content = "".join(line("td", row) for row in body)
+    head = line("th", header)
+    # With tabindex, keys can scroll it.
+    return f'<div class="box" tabindex="0"><table>{head}{content}</table></div>'
 
 
 def charts(drawn: Iterable[Chart]) -> str:
@@ -123,12 +100,3 @@ def preformatted(text: str, kind: str = "") -> str:
 def details(summary: str, content: str) -> str:
     """Content that opens with a click."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>" if content else ""
-
-
-def _box(content: str) -> str:
-    # With tabindex, keys can scroll it.
-    return f'<div class="box" tabindex="0">{content}</div>'
-
-
-def _is_number(cell: str) -> bool:
-    return cell in ("", "-") or cell.lstrip("+-≥ ")[:1].isdigit()

@@ -1,46 +1,38 @@
-"""RunRecord: everything that a run directory says about a run, for `txl report`.
+"""RunRecord: what a run directory says about a run, for `txl report`.
 
-metrics.jsonl     -> metrics, by name: (step, value) of every line that has it
-logs/rank-0.log   -> starts, events, errors (run_log.py)
-goodput.json      -> seconds by cause
-checkpoints/      -> the newest manifest: parameters, data, versions
-config.yaml       -> settings
-evaluations/, ... -> results of other commands (run_results.py)
+    metrics.jsonl   metrics, by name: (step, value) of every line that has it
+    events.jsonl    starts, divergences, how it ended, seconds by cause (txl_dist/events.py)
+    config.yaml     settings
+    evaluations/    results of `txl eval` (evaluation/result.py)
 
 Reads only, and imports no torch. What is damaged or missing becomes a note.
 """
 
+import json
 import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from data_pipeline.errors import DataError
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.shard_reader import open_split
-from txl_dist.analysis.run_results import Results, read_results
-from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
+from pydantic import ValidationError
+
+from data_pipeline.system.strict import first_problem
 from txl_dist.config.config_file import flatten_settings
-from txl_dist.config.data_config import dataset_paths
 from txl_dist.config.yaml_file import YamlTextError, read_yaml
-from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.errors import ConfigError
+from txl_dist.evaluation.result import Result
+from txl_dist.evaluation.scores import kept_results
+from txl_dist.events import EVENTS, AttemptStart, Event, Kind, read_events
 from txl_dist.tracking.journal import JOURNAL, SUPERSEDED, read_metrics
 from txl_dist.tracking.tracker import as_text
-from txl_dist.training.goodput import GoodputFile, read_goodput
-from txl_dist.training.run_log import RunLog, read_log
+from txl_dist.training.goodput import WallTime
 
 Series: TypeAlias = Sequence[tuple[int, float]]
 """(step, value), in the order of the steps."""
-Settings: TypeAlias = Mapping[str, Any]
-"""By dotted name."""
-
-SAMPLE_TOKENS = 400
-"""Tokens of the held-out text that a report shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,33 +44,36 @@ class RunRecord:
     metrics: dict[str, Series]
     superseded: Series
     """The training loss of steps that a resume or a rollback has superseded."""
-    loss_by_tokens: Series
-    """The training loss by the number of targets trained on."""
+    tokens: dict[int, int]
+    """Targets trained on, by step."""
     last: dict[str, float]
     """The newest value of every metric, and `step`, `tokens` and `time`."""
     first_time: float
-    log: RunLog
-    goodput: GoodputFile | None
-    checkpoints: list[tuple[int, str]]
-    """(step, which of LATEST and BEST point to it)."""
-    manifest: CheckpointManifest | None
-    """Of the newest checkpoint that can be read."""
-    settings: Settings
+    events: list[Event]
+    settings: Mapping[str, Any]
+    """By dotted name."""
     config: str
     """The text of config.yaml, which has no secrets."""
-    data: list[tuple[str, str]]
-    """What is known of each dataset: (name, description)."""
-    sample: str
-    """The beginning of the held-out text; empty if it cannot be read."""
-    results: Results
-    generated: tuple[str, str] | None = None
-    """A prompt and how the newest checkpoint continues it."""
+    results: list[Result]
     notes: list[str] = field(default_factory=list)
     """What could not be read, and why."""
 
     def series(self, name: str) -> Series:
         """The values of a metric; empty if the run does not have it."""
         return self.metrics.get(name, ())
+
+    def steps_of(self, kind: Kind) -> list[int]:
+        """The steps of the events of one kind."""
+        return [event.step or 0 for event in self.events if event.kind == kind]
+
+    @property
+    def attempt(self) -> AttemptStart | None:
+        """The newest one."""
+        return next((event.start for event in reversed(self.events) if event.start), None)
+
+    @property
+    def wall_time(self) -> WallTime:
+        return WallTime.of(self.events)
 
     @property
     def evaluated(self) -> str | None:
@@ -91,110 +86,63 @@ class RunRecord:
         points = [p for p in self.series(self.evaluated or "") if math.isfinite(p[1])]
         return min(points, key=lambda point: point[1], default=None)
 
-    @property
-    def num_parameters(self) -> int | None:
-        if self.manifest is None:
-            return self.log.parameters
-        return sum(math.prod(entry.shape) for entry in self.manifest.parameters.values())
 
-
-def read_run(run: Path, *, results: Sequence[Path] = ()) -> RunRecord:
-    """Read a run directory, and results about it in other directories.
-
-    Raises ConfigError if it has no metrics.
-    """
+def read_run(run: Path) -> RunRecord:
+    """Read a run directory. Raises ConfigError if it has no metrics."""
     journal = run / JOURNAL
     if not journal.is_file():
         raise ConfigError(
             f"{run} has no {JOURNAL}: it is not a run directory, or no step was trained yet. Give "
             "the `directory` of a config that `txl train` has run"
         )
-    lines = _read_journal(journal)
-    if not lines.last:
-        raise ConfigError(f"{journal} has no complete line; run the report again after a step")
     notes: list[str] = []
-    log, goodput = _read_log(run, notes), _read_goodput(run / "goodput.json", notes)
-    manifest, (config, settings) = _read_manifest(run, notes), _read_config(run, notes)
-    data, sample = _read_data(settings, manifest, lines.metrics, notes)
-    path = run / SUPERSEDED
-    superseded = _read_journal(path).metrics if path.is_file() else {}
-    found = read_results([run, *results])
+    metrics, last = _series(journal)
+    if not last:
+        raise ConfigError(f"{journal} has no complete line; run the report again after a step")
+    superseded = _series(run / SUPERSEDED)[0] if (run / SUPERSEDED).is_file() else {}
+    times = metrics.pop("time", [(0, 0.0)])
+    config, settings = _read_config(run, notes)
     return RunRecord(
         path=run,
         name=run.resolve().name,
-        metrics=lines.metrics,
+        tokens={step: int(tokens) for step, tokens in metrics.pop("tokens", ())},
+        metrics={**metrics},
         superseded=superseded.get("loss", ()),
-        loss_by_tokens=lines.loss_by_tokens,
-        last=lines.last,
-        first_time=lines.first_time,
-        log=log,
-        goodput=goodput,
-        checkpoints=_checkpoints(run),
-        manifest=manifest,
+        last=last,
+        first_time=times[0][1],
+        events=_read_events(run, notes),
         settings=settings,
         config=config,
-        data=data,
-        sample=sample,
-        results=found,
-        notes=[*notes, *found.notes],
+        results=_read_results(run, notes),
+        notes=notes,
     )
 
 
-class _Journal(NamedTuple):
-    """What the lines of a journal say; the fields of `RunRecord` with these names."""
-
-    metrics: dict[str, Series]
-    loss_by_tokens: Series
-    last: dict[str, float]
-    first_time: float
-
-
-def _read_journal(path: Path) -> _Journal:
+def _series(path: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, float]]:
+    """All values of each metric, and the newest one."""
     metrics: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    loss_by_tokens: list[tuple[int, float]] = []
     last: dict[str, float] = {}
-    first_time = 0.0
     for line in read_metrics(path):
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
-        first_time = first_time or numbers.get("time", 0.0)
         last |= numbers
-        if "tokens" in numbers and "loss" in numbers:
-            loss_by_tokens.append((int(numbers["tokens"]), numbers["loss"]))
+        step = numbers.pop("step")
         for name, value in numbers.items():
-            if name not in ("step", "tokens", "time"):
-                metrics[name].append((line["step"], value))
-    return _Journal({**metrics}, loss_by_tokens, last, first_time)
+            metrics[name].append((int(step), value))
+    return metrics, last
 
 
-def _read_log(run: Path, notes: list[str]) -> RunLog:
+def _read_events(run: Path, notes: list[str]) -> list[Event]:
+    events: list[Event] = []
     try:
-        return read_log(run)
+        events = read_events(run)
     except OSError as error:
-        notes.append(f"logs/rank-0.log cannot be read: {error.strerror}")
-        return RunLog()
+        notes.append(f"{EVENTS} cannot be read: {error.strerror}")
+    if not events:
+        notes.append(f"{EVENTS} has no events: starts and goodput are not known; see {run}/logs")
+    return events
 
 
-def _read_goodput(path: Path, notes: list[str]) -> GoodputFile | None:
-    goodput = read_goodput(path)
-    if goodput is None:
-        problem = "damaged" if path.exists() else "missing"
-        notes.append(f"{path.name} is {problem}: goodput and restarts are not known")
-    return goodput
-
-
-def _read_manifest(run: Path, notes: list[str]) -> CheckpointManifest | None:
-    directory = CheckpointDirectory(run)
-    for step in reversed(directory.steps()):
-        try:
-            return load_checkpoint_manifest(directory.at(step))
-        except CheckpointError as error:
-            # A run that trains removes old checkpoints.
-            if directory.at(step).exists():
-                notes.append(str(error))
-    return None
-
-
-def _read_config(run: Path, notes: list[str]) -> tuple[str, Settings]:
+def _read_config(run: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
     # Not validated: a run of another version may have other settings.
     with suppress(OSError, UnicodeDecodeError):
         text = (run / "config.yaml").read_text(encoding="utf-8")
@@ -208,86 +156,26 @@ def _read_config(run: Path, notes: list[str]) -> tuple[str, Settings]:
     return "", {}
 
 
-def _checkpoints(run: Path) -> list[tuple[int, str]]:
-    directory = CheckpointDirectory(run)
-    names = directory.pointers_by_step()
-    return [(step, ", ".join(names.get(step, ()))) for step in directory.steps()]
-
-
-# --- the data of a run ----------------------------------------------------------------------------
-
-
-def _read_data(
-    settings: Settings,
-    manifest: CheckpointManifest | None,
-    metrics: Mapping[str, Series],
-    notes: list[str],
-) -> tuple[list[tuple[str, str]], str]:
-    """A description of each dataset, and the beginning of the held-out text."""
-    recorded = _recorded_corpora(manifest)
-    paths = dataset_paths(settings)
-    described, sample = [], ""
-    split = _held_out_split(settings, metrics)
-    for name, path in paths.items():
-        entry = recorded.get(name) or (next(iter(recorded.values()), {}) if not name else {})
-        parts = [f"{entry['tokens']:,} training tokens"] if "tokens" in entry else []
-        parts += [f"digest {entry['digest'][:12]}"] if "digest" in entry else []
-        # At a URL, reading would use the network.
-        if "://" not in path and Path(path).is_dir():
-            try:
-                digest, parts_now, text = _open_data(Path(path), split)
-                sample = sample or text
-                if digest[:12] != entry.get("digest", digest)[:12]:
-                    notes.append(f"{path} is another dataset now: its digest is {digest[:12]}")
-                else:
-                    parts = parts_now
-            except (TxlError, DataError, OSError) as error:
-                notes.append(f"{path} cannot be read: {error}")
-        described.append((path, ", ".join(parts) or "not found from here"))
-    return described, sample
-
-
-def _recorded_corpora(manifest: CheckpointManifest | None) -> dict[str, Mapping[str, Any]]:
-    """What a checkpoint says about its corpora, by name (`CorpusEntry`)."""
-    with suppress(KeyError, IndexError, TypeError):  # of another version
-        corpora = manifest.state["phases"][-1]["corpora"] if manifest else []
-        return {each["name"]: each for each in corpora}
-    return {}
-
-
-def _held_out_split(settings: Settings, metrics: Mapping[str, Series]) -> str:
-    label = next((name for name in metrics if name.endswith("/loss")), "")
-    return label.removesuffix("/loss").rpartition("/")[2] or str(
-        settings.get("evaluation.split") or "valid"
-    )
-
-
-def _open_data(path: Path, split: str) -> tuple[str, list[str], str]:
-    """Digest, description and the beginning of a split."""
-    manifest = load_manifest(path)
-    parts = [
-        *(f"{entry.tokens:,} {name} tokens" for name, entry in manifest.train_first()),
-        f"tokenizer {manifest.settings.tokenizer}",
-        f"digest {manifest.digest[:12]}",
-    ]
-    if split not in manifest.splits:
-        return manifest.digest, parts, ""
-    source = open_split(path, split, manifest=manifest, cache_frames=1)
-    ids = source.read(0, 0, min(SAMPLE_TOKENS, int(source.block_tokens[0])))
-    text = open_tokenizer(path, manifest).decode_bytes(ids).decode("utf-8", errors="ignore")
-    return manifest.digest, parts, text
+def _read_results(run: Path, notes: list[str]) -> list[Result]:
+    """What `txl eval` has kept, each evaluation once, one with details first."""
+    results = []
+    for path in kept_results(run):
+        try:
+            results.append(Result.model_validate(json.loads(path.read_bytes())))
+        except (OSError, ValueError, RecursionError) as error:
+            problem = first_problem(error) if isinstance(error, ValidationError) else error
+            notes.append(f"{path} is not shown: {problem}")
+    results.sort(key=lambda each: (each.name, each.split, each.mem_len, not each.details))
+    by_key: dict[tuple[Any, ...], Result] = {}
+    for each in results:
+        by_key.setdefault(each.key, each)
+    return list(by_key.values())
 
 
 def with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Runs whose directories have the same name are named by their paths, as far as they differ."""
-    count = Counter(run.name for run in runs)
-    alike = [run.path.resolve() for run in runs if count[run.name] > 1]
-    if len(set(alike)) < 2:
-        return list(runs)
-    common = Path(os.path.commonpath(alike))
-    names = [str(run.path.resolve().relative_to(common)) for run in runs if count[run.name] > 1]
-    renamed = iter(names)
-    return [replace(run, name=next(renamed)) if count[run.name] > 1 else run for run in runs]
+    """The names of several runs: their paths below the directory that they have in common."""
+    common = os.path.commonpath([run.path.resolve().parent for run in runs])
+    return [replace(run, name=os.path.relpath(run.path.resolve(), common)) for run in runs]
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:

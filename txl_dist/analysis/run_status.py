@@ -3,7 +3,7 @@
     .launch-ID.launcher, lock    locked: a launcher or rank 0 lives on this host, or the storage
                                  has locks for all hosts
     .heartbeats/rank-N.json      changes every few seconds as long as a rank lives, on any host
-    logs/, goodput.json          how the last start ended
+    events.jsonl                 how the last start ended (txl_dist/events.py)
 
 Clocks of hosts are not compared (decision 20): where no lock is seen, heartbeats are read again
 until one has changed, at most SILENT_SECONDS.
@@ -12,25 +12,24 @@ until one has changed, at most SILENT_SECONDS.
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from data_pipeline.errors import counted
 from data_pipeline.system.files import is_locked
 from data_pipeline.system.progress import clock
 from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.config.yaml_file import YamlTextError, read_yaml
 from txl_dist.errors import ConfigError
+from txl_dist.events import ENDS, EVENTS, Event, last_start, of_kind, read_events
 from txl_dist.runtime.heartbeat import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
 from txl_dist.tracking.journal import JOURNAL, READ_BYTES, parse_line
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.tracker import STATE, TrackingState
-from txl_dist.training.goodput import read_goodput
-from txl_dist.training.run_log import RunLog, last_error, read_log
+from txl_dist.training.goodput import WallTime
 
 SILENT_SECONDS = BEAT_SECONDS * SILENT_BEATS
 POLL_SECONDS = 0.5
@@ -39,8 +38,6 @@ State = Literal["running", "starting", "ended", "stopped", "failed", "lost", "un
 """`starting`: no step since the newest start. `ended`: all steps are done. `stopped`: on request.
 `failed`: with an error. `lost`: without a last word, as after SIGKILL or the loss of a machine.
 `unreadable`: the files of the run cannot be read here."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,13 +80,13 @@ class RunStatus:
 
 def find_runs(folder: Path) -> list[Path]:
     """The run directories below a folder, at most two levels deep, the newest last."""
-    found = {path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{JOURNAL}")}
-    found |= {path.parent.parent for path in folder.glob("*/logs/rank-0.log")}
+    names = (f"{depth}/{name}" for depth in ("*", "*/*") for name in (JOURNAL, EVENTS))
+    found = {path.parent for name in names for path in folder.glob(name)}
     return sorted(found, key=lambda run: (_changed_at(run), run))
 
 
 def _changed_at(run: Path) -> float:
-    for name in (JOURNAL, "logs/rank-0.log"):
+    for name in (JOURNAL, EVENTS):
         with suppress(OSError):
             return (run / name).stat().st_mtime
     return 0.0
@@ -103,33 +100,35 @@ def read_status(
     `wait(runs)` is called before the heartbeats of runs that no lock shows are watched, which takes
     up to SILENT_SECONDS.
     """
-    unreadable: dict[Path, OSError] = {}
-
-    def read_each(read: Callable[[Path], T]) -> dict[Path, T]:
-        """`read` of all runs that could be read until now."""
-        results = {}
-        for run in (run for run in runs if run not in unreadable):
-            try:
-                results[run] = read(run)
-            except OSError as error:
-                unreadable[run] = error
-        return results
-
-    read_each(_require_run)
-    are_alive, beats = read_each(_is_held), read_each(read_heartbeats)
+    statuses: dict[Path, RunStatus] = {}
+    beats: dict[Path, dict[int, Heartbeat]] = {}
+    are_alive: dict[Path, bool] = {}
+    for run in runs:
+        with _noting_unreadable(run, statuses):
+            _require_run(run)
+            are_alive[run] = _is_held(run)
+            beats[run] = read_heartbeats(run)
     unknown = [run for run in beats if not are_alive[run] and _may_live(beats[run])]
     if unknown:
         wait(unknown)
         are_alive |= _watch(unknown, beats)
-    statuses = read_each(lambda run: _status(run, beats[run], is_alive=are_alive[run]))
-    for run, error in unreadable.items():
-        reason = f"{error.filename or run} cannot be read: {error.strerror or error}"
-        statuses[run] = RunStatus(run=str(run), state="unreadable", doing=reason)
+    for run, found in beats.items():
+        with _noting_unreadable(run, statuses):
+            statuses[run] = _status(run, found, is_alive=are_alive[run])
     return [statuses[run] for run in runs]
 
 
+@contextmanager
+def _noting_unreadable(run: Path, statuses: dict[Path, RunStatus]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename or run} cannot be read: {error.strerror or error}"
+        statuses[run] = RunStatus(run=str(run), state="unreadable", doing=reason)
+
+
 def _require_run(run: Path) -> None:
-    if not any((run / name).exists() for name in ("config.yaml", JOURNAL, "logs")):
+    if not any((run / name).exists() for name in ("config.yaml", JOURNAL, EVENTS, "logs")):
         raise ConfigError(
             f"{run} is not a run directory. Give the `directory` of a config that `txl train` "
             "has run, or nothing for those below runs/"
@@ -168,62 +167,71 @@ def _watch(runs: Sequence[Path], beats: dict[Path, dict[int, Heartbeat]]) -> dic
 
 
 def _status(run: Path, beats: dict[int, Heartbeat], *, is_alive: bool) -> RunStatus:
-    log = read_log(run)
-    last, goodput = _last_values(run / JOURNAL), read_goodput(run / "goodput.json")
+    all_events = read_events(run)
+    events, values = last_start(all_events), last_values(run / JOURNAL)
+    starts = [event.start for event in all_events if event.start]
+    num_steps = starts[-1].num_steps if starts else None
     # Step lines may be many steps apart, and a stop writes none.
-    steps = [int(last["step"])] if "step" in last else []
-    steps += [goodput.step] if goodput else []
-    attempt = newest_record(run / FOLDER)
-    state = _state(log, is_alive=is_alive)
-    checkpoints = CheckpointDirectory(run)
-    newest = checkpoints.newest_step()
+    steps = [int(values["step"])] if "step" in values else []
+    steps += [event.step for event in of_kind(events, "save", *ENDS) if event.step is not None]
+    checkpoints, attempt = CheckpointDirectory(run), newest_record(run / FOLDER)
+    newest, rank_zero = checkpoints.newest_step(), beats.get(0)
+    state = _state({event.kind for event in events}, is_alive=is_alive)
+    # An error because another rank was lost is the answer only if no rank has another one.
+    errors = [*of_kind(events, "error"), *of_kind(events, "rank_lost")]
     is_bad = state in ("failed", "lost")
-    error = last_error(run) if is_bad else None
-    rank_zero = beats.get(0)
+    error = errors[0] if errors and is_bad else None
+    log = run / "logs" / f"rank-{error.rank if error and error.rank else 0}.log"
     return RunStatus(
         run=str(run),
         state=state,
-        doing=_doing(state, log, rank_zero),
+        doing=_doing(state, events, rank_zero),
         step=max(steps, default=None),
-        num_steps=_num_steps(run),
-        loss=last.get("loss"),
-        tokens_per_second=last.get("tokens_per_second"),
-        seconds_left=log.seconds_left if state == "running" else None,
-        restarts=goodput.restarts if goodput else None,
+        num_steps=num_steps,
+        loss=values.get("loss"),
+        tokens_per_second=values.get("tokens_per_second"),
+        seconds_left=values.get("seconds_left") if state == "running" else None,
+        restarts=WallTime.of(all_events).restarts if all_events else None,
         checkpoint=None if newest is None else str(checkpoints.at(newest)),
         checkpoint_seconds=None if newest is None else _age_seconds(checkpoints.at(newest)),
         host=rank_zero.host if rank_zero else attempt.host if attempt else None,
         attempt=attempt.number if attempt else None,
-        error=error[0] if error else None,
-        log=str(error[1] if error else run / "logs" / "rank-0.log") if is_bad else None,
+        error=error.text if error else None,
+        log=str(log) if is_bad else None,
         **_mlflow(run),
     )
 
 
-def _state(log: RunLog, *, is_alive: bool) -> State:
-    if log.last_word.startswith("finished"):  # its launcher may deliver the last metrics
-        return "ended"
+def _state(kinds: Collection[str], *, is_alive: bool) -> State:
+    """`kinds`: of the events since the newest start."""
+    if "finished" in kinds:
+        return "ended"  # its launcher may deliver the last metrics
     if is_alive:
-        return "running" if log.has_stepped and not log.last_word else "starting"
-    if log.last_word.startswith("stopped on request"):
+        # A run of an earlier version has no events.
+        has_stepped = "first_line" in kinds or not kinds
+        return "running" if has_stepped and not {*ENDS} & {*kinds} else "starting"
+    if "stopped" in kinds:
         return "stopped"
-    return "failed" if log.last_word else "lost"
+    return "failed" if {"failed", "error"} & {*kinds} else "lost"
 
 
-def _doing(state: State, log: RunLog, rank_zero: Heartbeat | None) -> str:
+def _doing(state: State, events: Sequence[Event], rank_zero: Heartbeat | None) -> str:
     if state == "running" and rank_zero is not None:
         waits = f", waits for other ranks in {rank_zero.collective}" if rank_zero.collective else ""
         # Without the number of the step that it has begun: `RunStatus.step` is the last one.
         is_step = rank_zero.activity.startswith("step ")
         return f"{rank_zero.span if is_step else rank_zero.place}{waits}"
+    if not events:
+        return f"no {EVENTS}: the run has not begun, or an older version wrote it; see its logs"
     if state in ("running", "starting"):
-        # Without the time of day.
-        return log.events[-1].partition(" ")[2] if log.events else "no rank has begun"
-    return log.last_word or ("no last word in the log" if log.starts else "no rank has begun")
+        return events[-1].text
+    # That of the launcher, which knows all ranks, is the last one.
+    words = of_kind(events, *ENDS, "error", "rank_lost")
+    return words[-1].text if words else f"no last word after: {events[-1].text}"
 
 
-def _last_values(journal: Path) -> dict[str, float]:
-    """The newest value of every metric, from the end of the journal."""
+def last_values(journal: Path) -> dict[str, float]:
+    """The newest value of every metric, from the end of metrics.jsonl."""
     last: dict[str, float] = {}
     with suppress(OSError), journal.open("rb") as file:
         file.seek(max(0, journal.stat().st_size - READ_BYTES))
@@ -231,15 +239,6 @@ def _last_values(journal: Path) -> dict[str, float]:
             values = (line or {}).items()
             last |= {name: value for name, value in values if isinstance(value, int | float)}
     return last
-
-
-def _num_steps(run: Path) -> int | None:
-    with suppress(OSError, UnicodeDecodeError, YamlTextError, TypeError, KeyError):
-        steps = read_yaml((run / "config.yaml").read_text(encoding="utf-8")).value["training"][
-            "num_steps"
-        ]
-        return steps if isinstance(steps, int) else None
-    return None
 
 
 def _age_seconds(checkpoint: Path) -> float | None:
@@ -286,16 +285,31 @@ def status_lines(status: RunStatus) -> Iterator[str]:
 
 
 def _progress(status: RunStatus) -> Iterator[str]:
-    if status.step is not None:
-        of = f" of {status.num_steps:,}" if status.num_steps else ""
-        share = f" ({status.step / status.num_steps:.0%})" if status.num_steps else ""
-        yield f"step {status.step:,}{of}{share}"
-    if status.loss is not None:
-        yield f"loss {status.loss:.4f}"
-    if status.tokens_per_second is not None and status.state == "running":
-        yield f"{status.tokens_per_second:,.0f} tokens/s"
-    if status.seconds_left is not None:
-        yield f"{duration(status.seconds_left)} left"
+    values = {
+        "step": status.step,
+        "loss": status.loss,
+        "tokens_per_second": status.tokens_per_second if status.state == "running" else None,
+        "seconds_left": status.seconds_left,
+    }
+    known = {name: value for name, value in values.items() if value is not None}
+    yield from progress_text(known, status.num_steps)
+
+
+def progress_text(values: Mapping[str, float], num_steps: int | None) -> Iterator[str]:
+    """`step 14 of 50 (28%)`, `loss 3.7095`, `3,579 tokens/s`, `0:00:21 left`, as far as known.
+
+    `values`: metrics of the newest step line.
+    """
+    if "step" in values:
+        step = values["step"]
+        of = f" of {num_steps:,} ({step / num_steps:.0%})" if num_steps else ""
+        yield f"step {step:,.0f}{of}"
+    if "loss" in values:
+        yield f"loss {values['loss']:.4f}"
+    if "tokens_per_second" in values:
+        yield f"{values['tokens_per_second']:,.0f} tokens/s"
+    if "seconds_left" in values:
+        yield f"{duration(values['seconds_left'])} left"
 
 
 def duration(seconds: float) -> str:

@@ -3,7 +3,7 @@
     URL/checkpoints/step-NNNNNNNN.ID/   the files of one save; complete if manifest.json is there
     URL/LATEST                          for people and scripts
     URL/attempts/                       the attempts of the run; see `attempts.py`
-    URL/metrics.jsonl, tracking.json, goodput.json
+    URL/metrics.jsonl, tracking.json, events.jsonl
                                         of the run directory, at least up to the newest checkpoint
 
 The name of a copy contains the id of the save: an upload that was interrupted can never be
@@ -44,12 +44,13 @@ from txl_dist.checkpoint.manifest import (
     newest_manifest,
 )
 from txl_dist.errors import CheckpointError, ConfigError, FencedError, StoreError
+from txl_dist.events import EVENTS
 from txl_dist.runtime.fault_injection import fault_point
 
 TRACKING_STATE = "tracking.json"  # of txl_dist/tracking, which imports this package
-RUN_FILES = ("metrics.jsonl", TRACKING_STATE, "goodput.json")
-"""Files of the run directory that are copied: the metrics, which MLflow run has them, and how the
-time was spent."""
+RUN_FILES = ("metrics.jsonl", TRACKING_STATE, EVENTS)
+"""Files of the run directory that are copied: the metrics, which MLflow run has them, and the
+events."""
 RETRY_SECONDS = 5.0
 """Delay between two upload attempts at the end of a run, while the object storage fails."""
 CLOSE_SECONDS = 0.5

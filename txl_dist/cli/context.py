@@ -212,7 +212,7 @@ def attention(
 
 def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDistance":
     from txl_dist.analysis.attention import attention_by_distance
-    from txl_dist.evaluation.result import plan_evaluation
+    from txl_dist.evaluation.job import plan_evaluation
 
     chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
     with work_progress(WorkUnit("chunks")) as show:

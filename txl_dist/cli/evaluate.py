@@ -34,7 +34,7 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.batches import PlannedJob
-    from txl_dist.evaluation.result import EvaluationResult
+    from txl_dist.evaluation.result import EvaluationResult, Result
 
 
 def evaluate(
@@ -184,7 +184,7 @@ def evaluate(
     if not checkpoints or data is None:
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
     with running("loading torch"):
-        from txl_dist.cli.evaluation_output import print_scores
+        from txl_dist.cli.evaluation_output import print_results
         from txl_dist.evaluation.distributed import default_scores_directory, plan_job
         from txl_dist.evaluation.job import combinations, evaluation_job
 
@@ -223,13 +223,13 @@ def evaluate(
             [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
             for checkpoint in checkpoints
         ]
-    objects, content = _score(
+    results, content = _score(
         sweeps, [*swept], on=on, workers=workers, per_document=per_document, out=out
     )
     if as_json:
         print(json.dumps(content, allow_nan=False))
     else:
-        print_scores(objects, [*swept])
+        print_results(results, [*swept])
 
 
 def _score(
@@ -240,16 +240,16 @@ def _score(
     workers: int,
     per_document: Path | None,
     out: Path | None,
-) -> tuple[list[dict[str, Any]], Any]:
-    """Score, record and write. Returns one object per score, and what --json prints.
+) -> "tuple[list[Result], Any]":
+    """Score, record and write. Returns one result per score, and what --json prints.
 
     `sweeps`: by checkpoint, setting and split. `swept`: names of the settings of --sweep.
     """
     from txl_dist.cli.evaluation_output import (
         RESULT_NAME,
-        score_objects,
+        record_results,
+        record_sweep,
         sweep_content,
-        sweep_objects,
         with_differences,
         write_evaluation,
     )
@@ -265,26 +265,26 @@ def _score(
         ):
             if swept:
                 models = [
-                    sweep_objects(
+                    record_sweep(
                         sweep, evaluate_sweep(sweep, pool, progress=progress, note=_note), workers
                     )
                     for sweep in sweeps
                 ]
-                objects = [each for model in models for each in model]
+                results = [each for model in models for each in model]
                 contents = [sweep_content(model, swept) for model in models]
             else:
                 scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
-                objects = with_differences(score_objects(planned, scored, workers), scored)
-                contents = objects
+                results = with_differences(record_results(planned, scored, workers), scored)
+                contents = [each.to_json() for each in results]
                 _write_documents(per_document, planned, scored)
         with running("recording the scores in MLflow"):
             log_evaluations(each.job.checkpoint for each in planned)
         # What --json prints: one object, or a list of them; in a sweep one per model.
         content = contents[0] if len(contents) == 1 else contents
         if staged:
-            names = write_evaluation(staged, content, objects)
+            names = write_evaluation(staged, content, results)
             _note(f"wrote {', '.join(names)} to {out}")
-    return objects, content
+    return results, content
 
 
 def _watch(run: Path, split: str, on: str, workers: int) -> None:

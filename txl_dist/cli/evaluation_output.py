@@ -1,8 +1,8 @@
 """What `txl eval` prints and writes: one score, a table of scores, or a sweep.
 
-The files of --out DIR are made from the objects that --json prints:
+Everything is printed and written from `Result`s (evaluation/result.py). The files of --out DIR:
 
-result.json                 that object, or the list of them
+result.json                 what --json prints: an object, or a list of them
 by_document_position.png    with --details: a plot of each table; also by_segment_position and
                             by_token_frequency
 
@@ -30,6 +30,7 @@ from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
 from txl_dist.evaluation.breakdown import DOCUMENT, TABLES, LossTable, paired_difference
+from txl_dist.evaluation.result import Result, table_columns
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
@@ -41,11 +42,8 @@ RESULT_NAME = "result.json"
 
 log = logging.getLogger(__name__)
 
-Scored = Mapping[str, Any]
-"""The JSON object of one result."""
 
-
-def write_evaluation(staged: StagedDirectory, content: Any, scored: Sequence[Scored]) -> list[str]:
+def write_evaluation(staged: StagedDirectory, content: Any, results: Sequence[Result]) -> list[str]:
     """Write the files; returns their names. `content`: of result.json.
 
     Files of an earlier evaluation in the same directory are replaced or removed.
@@ -55,8 +53,9 @@ def write_evaluation(staged: StagedDirectory, content: Any, scored: Sequence[Sco
 
     with explain_disk_errors("writing the files of an evaluation", staged.directory):
         staging = staged.stage()
-        for name in TABLES if any("details" in each for each in scored) else ():
-            write_png(plot_table(name, scored), staging / f"by_{name}.png")
+        objects = [each.to_json() for each in results]
+        for name in TABLES if any(each.details for each in results) else ():
+            write_png(plot_table(name, objects), staging / f"by_{name}.png")
         write_synced(
             staging / RESULT_NAME, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
         )
@@ -140,172 +139,156 @@ def _sums_of_documents(planned: "PlannedJob") -> Iterator[tuple[int, float, int,
         yield from documents.rows()
 
 
-# --- the JSON objects of scores, from which everything is printed and written ---------------------
+# --- the results, from which everything is printed and written ------------------------------------
 
 
-def score_objects(
-    planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]", num_workers: int
-) -> list[dict[str, Any]]:
-    """The object of each score, which is also kept next to its sums (RUN/evaluations).
-
-    There it has the id of the save that was scored, by which MLflow finds the model.
-    """
-    objects = [
-        {
-            **result.to_json(),
-            "checkpoint": str(each.given.checkpoint),
-            "data": str(each.given.data),
-            "weights": each.given.weights,
-            "workers": num_workers,
-        }
-        for each, result in zip(planned, results, strict=True)
+def record_results(
+    planned: "Sequence[PlannedJob]", scored: "Sequence[EvaluationResult]", num_workers: int
+) -> list[Result]:
+    """The result of each score, which is also kept next to its sums (RUN/evaluations)."""
+    results = [
+        score.record(
+            checkpoint=each.given.checkpoint, data=each.given.data, num_workers=num_workers
+        )
+        for each, score in zip(planned, scored, strict=True)
     ]
-    for each, content in zip(planned, objects, strict=True):
+    for each, result in zip(planned, results, strict=True):
         save_id = None
         with suppress(CheckpointError):  # an exported model, or its run has removed it since
             save_id = load_checkpoint_manifest(each.job.checkpoint).save_id
-        each.finished.write_result({**content, "save_id": save_id})
-    return objects
+        each.finished.write_result(result.model_copy(update={"save_id": save_id}))
+    return results
 
 
 def with_differences(
-    objects: Sequence[Scored], results: "Sequence[EvaluationResult]"
-) -> list[dict[str, Any]]:
-    """The objects, and with details the difference of each to the first model on its split."""
+    results: Sequence[Result], scored: "Sequence[EvaluationResult]"
+) -> list[Result]:
+    """The results, and with details the difference of each to the first model on its split."""
     first: dict[str, tuple[str, LossTable]] = {}
     compared = []
-    for each, result in zip(objects, results, strict=True):
-        content = dict(each)
-        if details := content.get("details"):
-            assert result.breakdown is not None
-            documents = result.breakdown[DOCUMENT]
-            name, base = first.setdefault(each["split"], (each["checkpoint"], documents))
+    for result, score in zip(results, scored, strict=True):
+        compared.append(result)
+        if result.details:
+            assert score.breakdown is not None
+            documents = score.breakdown[DOCUMENT]
+            name, base = first.setdefault(result.split, (result.checkpoint, documents))
             if base is not documents:
-                difference, ends = paired_difference(documents, base)
-                to_first = {"to": name, "nats_per_token": difference, "interval": ends}
-                content["details"] = {**details, "difference": to_first}
-        compared.append(content)
+                nats_per_token, ends = paired_difference(documents, base)
+                difference = {"to": name, "nats_per_token": nats_per_token, "interval": ends}
+                details = {**result.details, "difference": difference}
+                compared[-1] = result.model_copy(update={"details": details})
     return compared
 
 
-def sweep_objects(sweep: "Sweep", result: "SweepResult", num_workers: int) -> list[dict[str, Any]]:
+def record_sweep(sweep: "Sweep", result: "SweepResult", num_workers: int) -> list[Result]:
     """Of one model: all settings on the first split, then the best one on the other splits."""
     best = result.best
-    candidates = score_objects([jobs[0] for jobs in sweep], result.candidates, num_workers)
-    reported = score_objects(sweep[best][1:], result.reported, num_workers)
+    candidates = record_results([jobs[0] for jobs in sweep], result.candidates, num_workers)
+    reported = record_results(sweep[best][1:], result.reported, num_workers)
     return [
-        *({**each, "selected": number == best} for number, each in enumerate(candidates)),
-        *({**each, "selected": True} for each in reported),
+        *(
+            each.model_copy(update={"selected": number == best})
+            for number, each in enumerate(candidates)
+        ),
+        *(each.model_copy(update={"selected": True}) for each in reported),
     ]
 
 
-def sweep_content(objects: Sequence[Scored], swept: Sequence[str]) -> dict[str, Any]:
-    """The object of one model in a sweep."""
-    split = objects[0]["split"]
-    candidates = [each for each in objects if each["split"] == split]
-    (best,) = (each for each in candidates if each["selected"])
+def sweep_content(results: Sequence[Result], swept: Sequence[str]) -> dict[str, Any]:
+    """The JSON object of one model in a sweep."""
+    split = results[0].split
+    candidates = [each for each in results if each.split == split]
+    (best,) = (each for each in candidates if each.selected)
     return {
-        "checkpoint": best["checkpoint"],
+        "checkpoint": best.checkpoint,
         "swept": list(swept),
         "selected_on": split,
-        "selected": {name: best[name] for name in swept},
-        "candidates": candidates,
-        "reported": [each for each in objects if each["split"] != split],
+        "selected": {name: getattr(best, name) for name in swept},
+        "candidates": [each.to_json() for each in candidates],
+        "reported": [each.to_json() for each in results if each.split != split],
     }
 
 
-def print_scores(scored: Sequence[Scored], swept: Sequence[str] = ()) -> None:
-    """For people: one score in full, several as a table with a line of protocol each."""
-    if len(scored) == 1:
-        print_score(scored[0])
+def print_results(results: Sequence[Result], swept: Sequence[str] = ()) -> None:
+    """For people: one result in full, several as a table with a line of protocol each."""
+    if len(results) == 1:
+        _print_result(results[0])
     else:
-        print_table(scored, swept)
+        _print_table(results, swept)
 
 
-def print_table(scored: Sequence[Scored], swept: Sequence[str]) -> None:
-    width = max(len(name) for name in ("checkpoint", *(each["checkpoint"] for each in scored)))
-    splits = max(len(name) for name in ("split", *(each["split"] for each in scored)))
-    settings = "".join(f"  {name:>9}" for name in swept)
+def _print_table(results: Sequence[Result], swept: Sequence[str]) -> None:
+    names = table_columns(results)
+    header = ["checkpoint", "split", *swept, "targets", *(SCORES[n].label for n in names)]
+    rows = [
+        [
+            each.checkpoint,
+            each.split,
+            *("none" if (v := getattr(each, name)) is None else str(v) for name in swept),
+            f"{each.tokens_scored:,}",
+            *(SCORES[name].text(each.scores.get(name)) for name in names),
+        ]
+        for each in results
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    contexts = [
+        f"{each.context_overhead:.1%}{'  selected' * bool(each.selected)}" for each in results
+    ]
+    for row, context in zip([header, *rows], ["context", *contexts], strict=True):
+        cells = [
+            f"{cell:{'<' if number < 2 else '>'}{width}}"
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join([*cells, context]))
     print(
-        f"{'checkpoint':{width}}  {'split':{splits}}{settings}  {'targets':>12}  "
-        f"{'nats/token':>10}  {'perplexity':>11}  {'bits/byte':>9}  context"
-    )
-    for each in scored:
-        values = ("none" if each[name] is None else each[name] for name in swept)
-        settings = "".join(f"  {value:>9}" for value in values)
-        print(
-            f"{each['checkpoint']:{width}}  {each['split']:{splits}}{settings}  "
-            f"{each['tokens_scored']:>12,}  {each['nats_per_token']:>10.4f}  "
-            f"{_show(each['perplexity']):>11}  {_show(each['bits_per_byte']):>9}  "
-            f"{each['context_overhead']:.1%}{'  selected' if each.get('selected') else ''}"
-        )
-    print(
-        f"data {scored[0]['data']}; context: additional tokens read, because chunks are "
+        f"data {results[0].data}; context: additional tokens read, because chunks are "
         "scored independently"
     )
     if swept:
-        first = scored[0]["split"]
-        print(f"selected: the lowest loss on split {first}, for each checkpoint")
-    for each in scored:
-        _print_difference(each)
-    for each in scored:
-        if each.get("selected") is not False:
-            print(f"protocol: {each['checkpoint']}: {each['protocol']}")
+        print(f"selected: the lowest loss on split {results[0].split}, for each checkpoint")
+    for each in results:
+        details = each.details or {}
+        if difference := details.get("difference"):
+            ends = difference["interval"]
+            interval = f"{ends[0]:+.4f} to {ends[1]:+.4f}" if ends else "none, too few documents"
+            print(
+                f"difference on {each.split}: {each.checkpoint} less {difference['to']}: "
+                f"{difference['nats_per_token']:+.4f} nats per token; 95 % interval {interval}, "
+                f"paired by {details['num_documents']:,} documents"
+            )
+    for each in results:
+        if each.selected is not False:
+            print(f"protocol: {each.checkpoint}: {each.protocol}")
 
 
-def _print_difference(scored: Scored) -> None:
-    details = scored.get("details") or {}
-    if (difference := details.get("difference")) is None:
-        return
-    ends = difference["interval"]
-    interval = f"{ends[0]:+.4f} to {ends[1]:+.4f}" if ends else "none, too few documents"
-    print(
-        f"difference on {scored['split']}: {scored['checkpoint']} less {difference['to']}: "
-        f"{difference['nats_per_token']:+.4f} nats per token; 95 % interval {interval}, paired by "
-        f"{details['num_documents']:,} documents"
-    )
-
-
-def print_score(scored: Scored) -> None:
-    print(f"{scored['checkpoint']} on {scored['data']}, split {scored['split']} ({scored['mode']})")
-    if scored["weights"] == "averaged":
+def _print_result(result: Result) -> None:
+    print(f"{result.checkpoint} on {result.data}, split {result.split} ({result.mode})")
+    if result.weights == "averaged":
         print("  weights          averaged over steps; those of the last one: --weights last")
-    print(f"  targets scored   {scored['tokens_scored']:,}")
-    print(f"  nats             {scored['nats']:.4f}  ({scored['nats_per_token']:.4f} per token)")
-    for name, score in SCORES.items():
-        if scored[name] is not None and name != "nats_per_token":
-            print(f"  {score.label:15}  {_show(scored[name])}")
-    if scored["bits_per_byte"] is None:
-        print(f"  bytes            not known: {scored['not_counted']}")
-    if details := scored.get("details"):
-        _print_interval(details)
+    print(f"  targets scored   {result.tokens_scored:,}")
+    print(f"  nats             {result.nats:.4f}  ({result.nats_per_token:.4f} per token)")
+    for name, value in result.known_scores.items():
+        if name != "nats_per_token":
+            print(f"  {SCORES[name].label:15}  {SCORES[name].text(value)}")
+    if result.scores["bits_per_byte"] is None:
+        print(f"  bytes            not known: {result.not_counted}")
+    if result.details:
+        print(f"  95 % interval    {_interval(result.details)}")
     print(
-        f"  {counted(scored['num_chunks'], 'chunk')}, {scored['context_overhead']:.1%} more tokens "
+        f"  {counted(result.num_chunks, 'chunk')}, {result.context_overhead:.1%} more tokens "
         "read as context"
     )
-    if scored["context_tokens"] is None:
+    if result.context_tokens is None:
         print(
-            f"  memory={scored['memory']} reaches back without limit, so documents are not cut "
-            f"into chunks: more than {scored['num_chunks']:,} workers would wait"
+            f"  memory={result.memory} reaches back without limit, so documents are not cut "
+            f"into chunks: more than {result.num_chunks:,} workers would wait"
         )
-    print(f"  protocol: {scored['protocol']}")
+    print(f"  protocol: {result.protocol}")
 
 
-def _show(value: float | None) -> str:
-    """Four decimals; a word perplexity of an untrained model has more than 15 digits."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if value < 1e6 else f"{value:.4g}"
-
-
-def _print_interval(details: Mapping[str, Any]) -> None:
-    if (interval := details["interval"]) is None:
-        print(
-            f"  95 % interval    none: of {counted(details['num_documents'], 'document')}; "
-            f"resampling needs at least {MIN_DOCUMENTS}"
-        )
-    elif (ends := interval["nats_per_token"]) is not None:
-        print(
-            f"  95 % interval    {ends[0]:.4f} to {ends[1]:.4f} nats per token, from "
-            f"{details['num_documents']:,} documents"
-        )
+def _interval(details: Mapping[str, Any]) -> str:
+    if details["interval"] is None:
+        documents = counted(details["num_documents"], "document")
+        return f"none: of {documents}; resampling needs at least {MIN_DOCUMENTS}"
+    low, high = details["interval"]["nats_per_token"]
+    return f"{low:.4f} to {high:.4f} nats per token, from {details['num_documents']:,} documents"

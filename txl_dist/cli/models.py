@@ -176,23 +176,24 @@ def _model_card(
     scores: Sequence[Path],
 ) -> str:
     """With the results in the files `scores`, or else all that the run keeps of these weights."""
-    from txl_dist.analysis.model_card import card, read_facts
-    from txl_dist.analysis.run_results import read_result, results_of_model
+    from txl_dist.analysis.model_card import CardFacts, card
     from txl_dist.checkpoint.directory import run_of
     from txl_dist.convert.stored_model import find_model
+    from txl_dist.evaluation.result import read_result, results_of_model
 
     stored, run = find_model(checkpoint), run_of(checkpoint)
     results = [read_result(path, stored.digest) for path in scores]
     if run is not None and not results:
         results = results_of_model(run, stored.digest)
-    facts = read_facts(
-        checkpoint,
-        manifest,
+    facts = CardFacts(
         name=(run or checkpoint).resolve().name,
+        checkpoint=checkpoint,
+        manifest=manifest,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         tokenizer=tokenizer,
         weights=stored.weights,
-        results=results,
+        # A split may have been scored twice, alone and with others.
+        results=list({result.key: result for result in results}.values()),
     )
     return card(facts)
 

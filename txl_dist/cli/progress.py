@@ -1,27 +1,24 @@
 """Progress of long commands on standard error: rich on a terminal, plain lines elsewhere.
 
-    run_progress     training: the log lines of rank 0, on standard output
+    run_progress     training: the lines of rank 0's log, on standard output
     work_progress    work in bytes, tokens or other units: amount, rate, time left
     running          work without steps: a spinner, or its name
 
 rich is imported only where a display is drawn: `txl --help` imports this module.
 """
 
-import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from data_pipeline.errors import counted
-from data_pipeline.system.progress import clock, counted_bytes
+from data_pipeline.system.progress import counted_bytes
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from data_pipeline.system.workers import Workers
 
 Show: TypeAlias = Callable[[str, int, int], None]
@@ -35,11 +32,11 @@ BAR_COLUMNS = 20
 
 
 @contextmanager
-def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+def run_progress(run: Path, num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield `on_line(line)`, to be called with every line of a run's log.
 
-    On a terminal step lines are shown in place, with a bar, the time left and the restarts; before
-    the first step of a start, its stage. Other lines scroll above as usual.
+    The lines are printed. On a terminal a row below them has a bar, the step, the loss, the speed
+    and the time left, as metrics.jsonl says.
     """
     if quiet:
         yield lambda line: None
@@ -48,82 +45,23 @@ def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], Non
         yield lambda line: print(line, flush=True)
         return
     from rich.console import Console
-    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    console, run = Console(), RunDisplay(num_steps)
+    from txl_dist.analysis.run_status import last_values, progress_text
+    from txl_dist.tracking.journal import JOURNAL
 
-    def on_line(line: str) -> None:
-        if not run.take(line):
+    columns = BarColumn(BAR_COLUMNS), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=(console := Console())) as display:
+        row = display.add_task("starting", total=num_steps)
+
+        def on_line(line: str) -> None:
             # The terminal breaks long lines: a line that is copied stays one.
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if values := last_values(run / JOURNAL):
+                text = ", ".join(progress_text(values, num_steps))
+                display.update(row, completed=values.get("step", 0), description=text)
 
-    with Live(get_renderable=run.rows, console=console, refresh_per_second=4):
         yield on_line
-
-
-class RunDisplay:
-    """What two rows of a terminal say about a run, from the lines of its log."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._step, self._step_line = 0, ""
-        self._stage, self._begin = "starting", time.monotonic()
-        """Before the first step of a start: its last line, and when it began."""
-        self._end = math.inf
-        """When the run ends according to the last step line, on the monotonic clock."""
-        self._num_starts = 0
-
-    def take(self, line: str) -> bool:
-        """Read a line; whether it says how far the run is, which the rows show."""
-        from txl_dist.training.run_log import EVALUATION, RANK_IS_UP, RESTART, step_of, time_left
-
-        if EVALUATION in line:
-            self._step_line = line
-            return True
-        if (step := step_of(line)) is None:
-            self._num_starts += RANK_IS_UP in line
-            if RANK_IS_UP in line or RESTART in line:
-                self._step_line, self._begin = "", time.monotonic()
-            self._stage = line
-            return False
-        values = line.split(" | ")[1:]
-        self._step, self._step_line = step, " | ".join(v for v in values if v[:4] != "eta ")
-        seconds = time_left(line)
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
-        return True
-
-    def rows(self) -> "RenderableType":
-        """Two rows, each cut to the width of the terminal."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        bar = ProgressBar(
-            self._num_steps,
-            self._step,
-            width=BAR_COLUMNS,
-            complete_style="green",
-            finished_style="green",
-        )
-        row = Table.grid(padding=(0, 1))
-        row.add_column(width=BAR_COLUMNS)
-        row.add_column(no_wrap=True, overflow="crop")
-        row.add_row(bar, self.summary())
-        second = self._step_line or f"{self._stage} ({clock(time.monotonic() - self._begin)})"
-        return Group(row, Text(second, no_wrap=True, overflow="ellipsis"))
-
-    def summary(self) -> str:
-        """`50% | step 100 of 200 | 0:01:40 left | 1 restart`."""
-        parts = [f"{self._step / max(1, self._num_steps):.0%}"]
-        parts.append(f"step {self._step:,} of {self._num_steps:,}")
-        if not self._step_line:
-            parts.append("starting")
-        elif math.isfinite(self._end):
-            parts.append(f"{clock(max(0.0, self._end - time.monotonic()))} left")
-        if (restarts := self._num_starts - 1) > 0:
-            parts.append(counted(restarts, "restart"))
-        return " | ".join(parts)
 
 
 @contextmanager

@@ -253,7 +253,7 @@ class Plan:
         """What --shrink and the user change in the settings of the row."""
         if not self.is_shrunk:
             return self.own_overrides
-        shrunk = SHRUNK
+        shrunk: tuple[str, ...] = SHRUNK
         if "model.mem_len=0" not in self.experiment.settings:  # a row without memory stays one
             shrunk = (*shrunk, "model.mem_len=32")
         if self.vocab_size is not None:

@@ -3,9 +3,8 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,15 +13,9 @@ from txl_dist.cli.options import AsJson, Run, path_argument, print_result
 from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError, TxlError
 
-if TYPE_CHECKING:
-    from txl_dist.analysis.run_record import RunRecord
-
 track_app = typer.Typer(help="Tracking of runs in MLflow.", no_args_is_help=True)
 
 COMPARISON = "comparison.html"
-PROMPT_CHARACTERS = 80
-"""Of the held-out text, for `txl report --generate`."""
-
 MLFLOW_SECONDS = 120.0
 """For the import of mlflow, and one file."""
 
@@ -44,24 +37,6 @@ def report(
             parser=path_argument,
         ),
     ] = None,
-    results: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="Show also the results in this directory, which txl eval, recl or attention has "
-            "written with --out. Those in RUN are shown anyway. Can be repeated.",
-            parser=path_argument,
-        ),
-    ] = None,
-    generate: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="TOKENS",
-            help="Also let the newest checkpoint of each run continue the beginning of the "
-            "held-out text, which loads the model.",
-        ),
-    ] = 0,
     to_mlflow: Annotated[
         bool,
         typer.Option(
@@ -72,19 +47,17 @@ def report(
 ) -> None:
     """Write one HTML page about a run, or about several.
 
-    It has curves, scores, wall time, events, and what the memory is worth. Of several runs: curves
-    over each other, settings that differ, scores and goodput side by side. The page needs no other
-    file and no network. The runs may be in progress.
+    It has curves, scores, wall time and events. Of several runs: curves over each other, settings
+    that differ, scores and goodput side by side. The page needs no other file and no network. The
+    runs may be in progress.
 
     Example: txl report runs/quickstart
     """
     from txl_dist.analysis.run_record import read_run
 
-    records = [read_run(run, results=results or []) for run in runs]
+    records = [read_run(run) for run in runs]
     from txl_dist.analysis.run_report import run_page  # imports matplotlib
 
-    if generate:
-        records = [_with_generated_text(record, generate) for record in records]
     path = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / COMPARISON)
     page = run_page(records)
     try:
@@ -99,27 +72,6 @@ def report(
     content = {**newest[0], "report": str(path), "runs": newest}
     hint = "" if to_mlflow else " (--to-mlflow also keeps it with the run in MLflow)"
     print_result(content, f"wrote {path}; open it in a browser{hint}", as_json=as_json)
-
-
-def _with_generated_text(record: "RunRecord", max_tokens: int) -> "RunRecord":
-    with running(f"loading the newest checkpoint of {record.path}"):
-        from txl_dist.convert.stored_model import find_model
-        from txl_dist.generation.generate import generate_texts
-        from txl_dist.generation.text import Sampling, TextLimits
-
-        stored = find_model(record.path)
-        model, tokenizer = stored.load_with_tokenizer()
-    options: dict[str, Any] = {
-        "sampling": Sampling(),
-        "limits": TextLimits(max_tokens=max_tokens),
-        "seed": 0,
-    }
-    try:
-        prompt = record.sample[:PROMPT_CHARACTERS] or "\n"
-        (text,) = generate_texts(model, tokenizer, [prompt], tgt_len=stored.tgt_len, **options)
-    except ValueError as error:  # a vocabulary without these symbols
-        raise ConfigError(f"--generate: {record.path}: {error}") from None
-    return replace(record, generated=(prompt, text.text))
 
 
 def _keep_in_mlflow(run: Path, page: Path) -> None:
@@ -161,7 +113,7 @@ def status(
     """Say what runs are doing.
 
     Prints step, loss, speed, time left, newest checkpoint, last error and MLflow's page. A run is
-    running, starting, ended, stopped (on request), failed, lost (no last word in its log), or
+    running, starting, ended, stopped (on request), failed, lost (without a last word), or
     unreadable. Reads files only, also those of a run on another host that shares the storage: then
     it takes up to 15 seconds to see whether the ranks live.
 

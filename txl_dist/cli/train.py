@@ -120,7 +120,7 @@ def train(
             print(f"WARNING: {warning}")
         return
     RunDirectory(job.run_path).create()
-    with run_progress(num_steps, quiet=quiet) as on_line:
+    with run_progress(job.run_path, num_steps, quiet=quiet) as on_line:
         launcher.train(
             job,
             num_ranks=rank_range.maximum,

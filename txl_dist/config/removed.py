@@ -49,6 +49,9 @@ COMMANDS: dict[str, str] = {
     "bench gpu": "run benchmarks/gpu.py of a checkout",
     "bench model": "run benchmarks/model_speed.py of a checkout",
     "data export": "write the documents as JSON lines with examples/export_documents.py",
+    "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",
+    "report --results": "score the checkpoint in its run directory, whose results are shown; the "
+    "tables and figures of txl recl and txl attention are in their --out",
     "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
 }
 """What to use instead, by the words of the command after `txl`."""

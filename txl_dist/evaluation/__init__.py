@@ -4,7 +4,7 @@ job.py:         what is evaluated: model, split and settings; `evaluation_job` b
 scoring.py:     split -> chunks with context -> the LossSums of each, several chunks per batch
 batches.py:     batches of chunks, how a worker scores one, and the file of finished ones
 distributed.py: all batches on any workers, for several models and splits; sweeps
-result.py:      the sums of all chunks, the line to quote, the words of the text
-scores.py:      the sums, also those of a training step, and the scores computed from them
+result.py:      the schema of a result, the line to quote, the words of the text
+scores.py:      the sums, also those of a training step; every score with its label and format
 breakdown.py:   loss by position, token and document (--details); bootstrap.py: intervals
 """

@@ -42,13 +42,8 @@ from txl_dist.evaluation.breakdown import (
     log_bucket,
     total_breakdown,
 )
-from txl_dist.evaluation.job import EvaluationJob
-from txl_dist.evaluation.result import (
-    EvaluationResult,
-    ScoredText,
-    Subject,
-    context_tokens,
-)
+from txl_dist.evaluation.job import EvaluationJob, context_tokens
+from txl_dist.evaluation.result import EvaluationResult, Result, ScoredText, Subject
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
 from txl_dist.model.config import ModelConfig
@@ -112,14 +107,16 @@ class FinishedScores:
             )
             self.path = None
 
-    def write_result(self, result: Mapping[str, Any]) -> None:
+    def write_result(self, result: Result) -> None:
         """Keep the result of all batches next to their sums. A failure is only a warning."""
         if self.path is None:
             return
         path = self.path.with_suffix(".json")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
+            write_file(
+                path, json.dumps(result.to_json(), indent=1, allow_nan=False).encode() + b"\n"
+            )
         except OSError as error:
             log.warning("%s cannot be written (%s)", path, error.strerror)
 

@@ -32,13 +32,8 @@ from txl_dist.evaluation.batches import (
     scoring_tasks,
 )
 from txl_dist.evaluation.breakdown import counted_split
-from txl_dist.evaluation.job import EvaluationJob
-from txl_dist.evaluation.result import (
-    EvaluationResult,
-    Subject,
-    plan_evaluation,
-    scored_text,
-)
+from txl_dist.evaluation.job import EvaluationJob, plan_evaluation
+from txl_dist.evaluation.result import EvaluationResult, Subject, scored_text
 from txl_dist.evaluation.scores import FOLDER
 from txl_dist.runtime.process import code_description
 

@@ -13,14 +13,15 @@ from typing import get_args
 import torch
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.shards.shard_reader import TokenSource, open_split
+from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.segments import Reset
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
-from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.evaluation.scoring import Mode, Scorer
+from txl_dist.errors import CheckpointError, ConfigError, DataError
+from txl_dist.evaluation.scoring import EvaluationChunk, Mode, Scorer, plan_chunks
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
@@ -223,3 +224,41 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:
 def combinations(values: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     """Every combination of the values, the last option varying fastest."""
     return [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+
+
+def plan_evaluation(
+    source: TokenSource, settings: EvaluationSettings, model: ModelConfig
+) -> list[EvaluationChunk]:
+    """The chunks of a split for this model. Raises DataError if the split has no target."""
+    num_tokens = int(source.block_tokens.sum())
+    num_targets = min(num_tokens, settings.max_tokens or num_tokens) - 1
+    if num_targets < 1:
+        raise DataError(
+            f"split {settings.split} holds {num_tokens} tokens; scoring needs at least 2. Prepare "
+            f"more text, or give it a larger share: txl prepare ... --split {settings.split}=0.1"
+        )
+
+    # Reads the age of one token per chunk: those of a whole split might not fit in RAM.
+    def document_start(position: int) -> int:
+        _, age = read_range(source, position, position + 1)
+        return position - int(age[0])
+
+    context = context_tokens(settings, model)
+    knows_start = context is not None or memory_kind(model).documents_are_independent
+    return plan_chunks(
+        num_targets=num_targets,
+        tgt_len=settings.tgt_len,
+        context_tokens=context,
+        document_start=document_start if settings.reset == "document" and knows_start else None,
+    )
+
+
+def context_tokens(settings: EvaluationSettings, model: ModelConfig) -> int | None:
+    """The tokens that are read before a chunk; None: there is no limit within a document.
+
+    Mode `fast` has the context of a model of one layer, and is not exact.
+    """
+    model = replace(model, mem_len=settings.mem_len, same_length=settings.same_length)
+    if settings.mode == "fast":
+        model = replace(model, n_layer=1, mem_shares=())
+    return memory_kind(model).receptive_tokens(settings.tgt_len)

@@ -1,4 +1,9 @@
-"""The result of an evaluation: sums of all chunks, the scored text, and the protocol line.
+"""The result of an evaluation: its schema, and the protocol line.
+
+    sums of all chunks -> EvaluationResult -> Result -> JSON -> tables, MLflow, report, model card
+
+`Result` is what `txl eval --json` prints and keeps in RUN/evaluations. Everything that shows or
+reads a result uses it, with the labels and formats of `SCORES` (scores.py).
 
 The protocol line has everything that a reader must know to compare a score:
 
@@ -11,23 +16,178 @@ each split. The first token of a split has no loss, so its text is subtracted; i
 is an end-of-document token, which has no text.
 """
 
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from data_pipeline.shards.manifest import ShardManifest, TextCounts, count_text, open_tokenizer
-from data_pipeline.shards.shard_reader import SplitReader, TokenSource
-from data_pipeline.streams.cursor import read_range
+from data_pipeline.shards.shard_reader import SplitReader
+from data_pipeline.system.strict import first_problem
 from data_pipeline.tokenizers.byte_char_word import WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
-from txl_dist.errors import DataError
+from txl_dist.checkpoint.directory import model_name
+from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.breakdown import Breakdown, details_to_json, in_range
-from txl_dist.evaluation.job import EvaluationSettings
-from txl_dist.evaluation.scores import LossSums, finish
-from txl_dist.evaluation.scoring import EvaluationChunk, plan_chunks
-from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import memory_kind
+from txl_dist.evaluation.scores import SCORES, LossSums, finish, kept_results
+
+if TYPE_CHECKING:
+    from txl_dist.evaluation.job import EvaluationSettings
 
 SHOWN_DIGITS = 12
+Number: TypeAlias = Annotated[float, Field(strict=True)]
+"""Not a bool and not text."""
+
+
+class Result(BaseModel):
+    """One score of `txl eval`. In JSON the scores are keys like all others, and what has no value
+    here is left out. Unknown keys, of other versions, are ignored.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    checkpoint: str
+    split: str
+    nats: Number = 0.0
+    """The sum over all targets."""
+    tokens_scored: int
+    bytes_scored: int | None = None
+    scores: dict[str, Number | None]
+    """All of `SCORES`; None for one whose sum is not known, or too large for a float."""
+    words_scored: int | None = None
+    line_ends_scored: int | None = None
+    characters_scored: int | None = None
+    not_counted: str | None = None
+    """Why there are no such counts."""
+    mode: str
+    tgt_len: int
+    mem_len: int
+    clamp_len: int | None = None
+    same_length: bool = False
+    reset: str = ""
+    precision: str = ""
+    max_tokens: int | None = None
+    memory: str = "recurrent"
+    context_tokens: int | None = 0
+    num_chunks: int = 1
+    context_overhead: Number = 0.0
+    data_sha256: str
+    model_sha256: str
+    protocol: str
+    details: Mapping[str, Any] | None = None
+    """What `txl eval --details` adds (`details_to_json`)."""
+    data: str = ""
+    weights: str = ""
+    workers: int = 1
+    selected: bool | None = None
+    """Of a sweep: whether its settings are the best ones."""
+    save_id: str | None = None
+    """In RUN/evaluations: the save that was scored, by which MLflow finds the model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_scores(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {"scores": {name: content[name] for name in SCORES if name in content}, **content}
+
+    @model_validator(mode="after")
+    def _require_loss(self) -> Self:
+        if self.scores.get("nats_per_token") is None:
+            raise ValueError("nats_per_token: a number is required")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _spread_scores(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        for name, value in handler(self).items():
+            content |= value if name == "scores" else {name: value}
+        return content
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `txl eval --json` prints."""
+        return self.model_dump(exclude_unset=True)
+
+    @property
+    def name(self) -> str:
+        """`RUN/step-NNNNNNNN`, or the name of the exported model."""
+        return model_name(Path(self.checkpoint))
+
+    @property
+    def nats_per_token(self) -> float:
+        value = self.scores["nats_per_token"]
+        assert value is not None, "checked by _require_loss"
+        return value
+
+    @property
+    def known_scores(self) -> dict[str, float]:
+        """The scores that have a value."""
+        return {name: value for name, value in self.scores.items() if value is not None}
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Everything that the score depends on, except the length of the memory."""
+        return (
+            self.model_sha256, self.data_sha256, self.split, self.mode, self.tgt_len,
+            self.clamp_len, self.same_length, self.weights, self.precision, self.tokens_scored,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for results of the same evaluation."""
+        return (*self.settings, self.mem_len)
+
+
+def table_columns(results: Iterable[Result]) -> list[str]:
+    """Names of the scores that a table of these results shows."""
+    known = {name for each in results for name in each.known_scores}
+    return [name for name, score in SCORES.items() if score.in_tables and name in known]
+
+
+def read_result(path: Path, model_digest: str) -> Result:
+    """The result of `txl eval --json` in a file.
+
+    Raises CheckpointError for another file, and for the result of another model.
+    """
+    try:
+        result = Result.model_validate(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise CheckpointError(
+            f"{path} is not a result of txl eval ({problem}). Write one: txl eval "
+            "CHECKPOINT DATA --json > FILE"
+        ) from None
+    if result.model_sha256 != model_digest:
+        raise CheckpointError(
+            f"{path} is the score of another model (sha256 {result.model_sha256[:12]}) than the "
+            f"one that is exported (sha256 {model_digest[:12]}). Score this one: txl eval "
+            "CHECKPOINT DATA --json > FILE"
+        )
+    return result
+
+
+def results_of_model(run: Path, model_digest: str) -> list[Result]:
+    """What `txl eval` has kept in a run about these weights, sorted by name.
+
+    A broken file, or one of another model, is not of interest here.
+    """
+    results = []
+    for path in kept_results(run):
+        with suppress(CheckpointError):
+            results.append(read_result(path, model_digest))
+    return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +275,7 @@ class EvaluationResult:
     """A score and the settings that reproduce it."""
 
     sums: LossSums
-    settings: EvaluationSettings
+    settings: "EvaluationSettings"
     num_chunks: int
     overhead: float
     """Context tokens as a fraction of the scored tokens."""
@@ -186,20 +346,18 @@ class EvaluationResult:
         """All registered scores (scores.py); None for those whose sums are not known."""
         return finish(self.named_sums)
 
-    def to_json(self) -> dict[str, Any]:
-        """The object that `txl eval --json` prints; a number too large for a float is null."""
-        named, details = self.named_sums, {}
-        if self.breakdown is not None and self.counted_split is not None:
-            details["details"] = details_to_json(self.breakdown, self.counted_split)
-        return {
+    def record(self, *, checkpoint: object, data: object, num_workers: int) -> Result:
+        """What is printed and kept of it. `checkpoint` and `data`: as they were given."""
+        named, counts = self.named_sums, self.text.counts
+        content: dict[str, Any] = {
             "nats": named["nats"],
             "tokens_scored": named["tokens"],
             "bytes_scored": named.get("bytes"),
-            **{name: in_range(value) for name, value in finish(named).items()},
+            "scores": {name: in_range(value) for name, value in finish(named).items()},
             **(
                 {"not_counted": self.text.reason}
-                if self.text.counts is None
-                else {f"{name}_scored": count for name, count in self.text.counts}
+                if counts is None
+                else {f"{name}_scored": count for name, count in counts}
             ),
             **asdict(self.settings),
             "memory": self.memory,
@@ -209,43 +367,11 @@ class EvaluationResult:
             "data_sha256": self.data.digest,
             "model_sha256": self.model.digest,
             "protocol": self.protocol,
-            **details,
+            "checkpoint": str(checkpoint),
+            "data": str(data),
+            "weights": self.weights,
+            "workers": num_workers,
         }
-
-
-def plan_evaluation(
-    source: TokenSource, settings: EvaluationSettings, model: ModelConfig
-) -> list[EvaluationChunk]:
-    """The chunks of a split for this model. Raises DataError if the split has no target."""
-    num_tokens = int(source.block_tokens.sum())
-    num_targets = min(num_tokens, settings.max_tokens or num_tokens) - 1
-    if num_targets < 1:
-        raise DataError(
-            f"split {settings.split} holds {num_tokens} tokens; scoring needs at least 2. Prepare "
-            f"more text, or give it a larger share: txl prepare ... --split {settings.split}=0.1"
-        )
-
-    # Reads the age of one token per chunk: those of a whole split might not fit in RAM.
-    def document_start(position: int) -> int:
-        _, age = read_range(source, position, position + 1)
-        return position - int(age[0])
-
-    context = context_tokens(settings, model)
-    knows_start = context is not None or memory_kind(model).documents_are_independent
-    return plan_chunks(
-        num_targets=num_targets,
-        tgt_len=settings.tgt_len,
-        context_tokens=context,
-        document_start=document_start if settings.reset == "document" and knows_start else None,
-    )
-
-
-def context_tokens(settings: EvaluationSettings, model: ModelConfig) -> int | None:
-    """The tokens that are read before a chunk; None: there is no limit within a document.
-
-    Mode `fast` has the context of a model of one layer, and is not exact.
-    """
-    model = replace(model, mem_len=settings.mem_len, same_length=settings.same_length)
-    if settings.mode == "fast":
-        model = replace(model, n_layer=1, mem_shares=())
-    return memory_kind(model).receptive_tokens(settings.tgt_len)
+        if self.breakdown is not None and self.counted_split is not None:
+            content["details"] = details_to_json(self.breakdown, self.counted_split)
+        return Result.model_validate(content)

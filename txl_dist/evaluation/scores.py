@@ -9,8 +9,9 @@ A score is a function of named sums, registered with those that it divides by:
     def bits_per_byte(sums: NamedSums) -> float:
         return sums["nats"] / (sums["bytes"] * math.log(2))
 
-Everything that shows scores of a split shows all that are registered: `txl eval` with its JSON,
-files, intervals and MLflow runs, and the metrics of training. So a new score is one function.
+Everything that shows scores of a split shows all that are registered, with the label and the format
+given here: `txl eval` with its JSON, files, intervals and MLflow runs, the metrics and lines of
+training, `txl report` and model cards. So a new score is one function.
 """
 
 import math
@@ -42,6 +43,17 @@ class ScoreDefinition:
     needs: str
     """The sum without which there is no score."""
     label: str
+    """For people, with its unit."""
+    in_tables: bool
+    """Whether tables of several results have a column of it."""
+    in_lines: str
+    """Its format in the lines of a run's log, such as `ppl {:.2f}`; empty: not there."""
+
+    def text(self, value: float | None) -> str:
+        """Four decimals; a word perplexity of an untrained model has more than 15 digits."""
+        if value is None:
+            return "-"
+        return f"{value:.4f}" if value < 1e6 else f"{value:.4g}"
 
 
 SCORES: dict[str, ScoreDefinition] = {}
@@ -54,15 +66,38 @@ def kept_results(run: Path) -> list[Path]:
     return sorted(path for path in paths if not path.name.startswith("step-"))
 
 
-def score(*, needs: str, label: str = "") -> Callable[[Finisher], Finisher]:
-    """Register a function as a score with its name. `label`: for people; default: the name."""
+def score(
+    *, needs: str, label: str = "", in_tables: bool = True, in_lines: str = ""
+) -> Callable[[Finisher], Finisher]:
+    """Register a function as a score with its name, from which its label follows by default."""
 
     def register(finish: Finisher) -> Finisher:
         name = finish.__name__
-        SCORES[name] = ScoreDefinition(finish, needs, label or name.replace("_", " "))
+        label_or_name = label or name.replace("_", " ")
+        SCORES[name] = ScoreDefinition(finish, needs, label_or_name, in_tables, in_lines)
         return finish
 
     return register
+
+
+def metric_name(score_name: str) -> str:
+    """The name of a score in metrics.jsonl, where the mean loss is `loss`."""
+    return "loss" if score_name == "nats_per_token" else score_name
+
+
+def label_of(metric: str) -> str:
+    """The label of a metric of this name, such as `loss` or `tokens_scored`."""
+    by_metric = {metric_name(name): score.label for name, score in SCORES.items()}
+    return by_metric.get(metric, metric.replace("_", " "))
+
+
+def in_lines(metrics: Mapping[str, float]) -> list[str]:
+    """What the lines of a run's log show of metrics: `loss 3.4120`, `ppl 30.30`, `bpb 1.310`."""
+    return [
+        score.in_lines.format(metrics[metric_name(name)])
+        for name, score in SCORES.items()
+        if score.in_lines and metric_name(name) in metrics
+    ]
 
 
 def finish(sums: NamedSums) -> dict[str, float | None]:
@@ -73,30 +108,30 @@ def finish(sums: NamedSums) -> dict[str, float | None]:
     }
 
 
-@score(needs="tokens")
+@score(needs="tokens", in_lines="loss {:.4f}")
 def nats_per_token(sums: NamedSums) -> float:
     """The mean loss."""
     return sums["nats"] / sums["tokens"]
 
 
-@score(needs="tokens")
+@score(needs="tokens", in_lines="ppl {:.2f}")
 def perplexity(sums: NamedSums) -> float:
     """exp(nats per token)."""
     return _exp(nats_per_token(sums))
 
 
-@score(needs="tokens")
+@score(needs="tokens", in_tables=False)
 def bits_per_token(sums: NamedSums) -> float:
     return nats_per_token(sums) / math.log(2)
 
 
-@score(needs="bytes")
+@score(needs="bytes", in_lines="bpb {:.3f}")
 def bits_per_byte(sums: NamedSums) -> float:
     """Comparable across tokenizers. End-of-document tokens add nats and no bytes."""
     return sums["nats"] / (sums["bytes"] * math.log(2))
 
 
-@score(needs="characters", label="bits per char")
+@score(needs="characters", label="bits per char", in_tables=False)
 def bits_per_character(sums: NamedSums) -> float:
     """Comparable across tokenizers."""
     return sums["nats"] / sums["characters"] / math.log(2)
@@ -149,7 +184,7 @@ class LossSums:
     def metrics(self) -> dict[str, float]:
         """The scores that are known, with the names of a run's metrics: `loss` is the mean."""
         known = {name: value for name, value in finish(self.named).items() if value is not None}
-        return {"loss" if name == "nats_per_token" else name: known[name] for name in known}
+        return {metric_name(name): value for name, value in known.items()}
 
     @property
     def nats_per_token(self) -> float:

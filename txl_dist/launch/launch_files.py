@@ -7,16 +7,17 @@ launcher or one rank, and a rank that died cannot report anything.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
-from data_pipeline.errors import counted
 from data_pipeline.system.files import try_lock, wait_for_lock, write_file
 from txl_dist.errors import TxlError, error_from_json, error_to_json
+from txl_dist.events import parse_event
 from txl_dist.launch.group import OnLine
-from txl_dist.training.run_log import FIRST_BATCH, is_stop, step_of
 
+FOLLOW_SECONDS = 0.2
 STATUS_SECONDS = 4.0
 """Before the first batch, a status line is printed after this time without output."""
 TRAINING_SECONDS = 30.0
@@ -73,6 +74,44 @@ class LaunchFiles:
         return error_from_json(path.read_bytes()) if path.exists() else None
 
 
+class FileFollower:
+    """Calls `on_line` with every line appended to `path` while the context is open."""
+
+    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
+        self._path, self._on_line = path, on_line
+        self._position = path.stat().st_size if path.exists() else 0
+        self._incomplete = b""
+        self._read_lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.flush()
+
+    def flush(self) -> None:
+        """Pass on the lines that were written since the last poll."""
+        with self._read_lock:
+            if not self._path.exists():
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                appended = file.read()
+            self._position += len(appended)
+            *lines, self._incomplete = (self._incomplete + appended).split(b"\n")
+            for line in lines:
+                self._on_line(line.decode(errors="replace"))
+
+    def _follow(self) -> None:
+        while not self._stop.wait(FOLLOW_SECONDS):
+            self.flush()
+
+
 class LaunchOutput:
     """The lines of a launch, its own and those of rank 0's log, through `on_line`.
 
@@ -92,11 +131,9 @@ class LaunchOutput:
         self._on_line, self._lock = on_line, threading.Lock()
         self._began = self._last_print = time.monotonic()
         self.has_stepped = False
-        """Whether the running ranks have printed a step."""
+        """Whether the running ranks have written a step line."""
         self._is_training = False
         """Whether the first step of the running ranks has begun."""
-        self._last_step = 0
-        """The last step that was printed since the launch began."""
         self.waits_for = "the ranks to start"
         """What a start waits for until its ranks are up."""
 
@@ -132,18 +169,11 @@ class LaunchOutput:
             except OSError:  # the terminal or the reader of a pipe is gone; training goes on
                 self._on_line = lambda line: None
 
-    def print_log_line(self, line: str) -> None:
-        """A line of rank 0's log."""
-        if (step := step_of(line)) is not None:
-            self.has_stepped, self._last_step = True, step
-        self._is_training |= line.endswith(f" {FIRST_BATCH}")
-        if not is_stop(line):  # printed once, at the end of the launch
-            self.print(line)
-
-    def describe_loss(self, newest_step: int | None) -> str:
-        """How many steps a resume from the newest checkpoint has to repeat, in words."""
-        num_lost = max(0, self._last_step - (newest_step or 0))
-        if num_lost == 0:
-            return "no step is lost"
-        # Steps between two lines of the log are not printed.
-        return f"at least {counted(num_lost, 'step')} {'is' if num_lost == 1 else 'are'} lost"
+    def take_event(self, line: str) -> None:
+        """A line of events.jsonl: how far the running ranks are."""
+        if (event := parse_event(line)) is None:
+            return
+        if event.kind == "start":
+            self.has_stepped = self._is_training = False
+        self._is_training |= event.kind == "first_batch"
+        self.has_stepped |= event.kind == "first_line"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
-from txl_dist.errors import ConfigError, TxlError, error_from_json
+from txl_dist.errors import ConfigError, error_from_json
 from txl_dist.launch.group import Event, Line, RankEnded, RankRange, RanksUp
 from txl_dist.launch.launcher import Launcher
 from txl_dist.runtime.process import num_gpus, without_torchrun
@@ -25,6 +25,9 @@ from txl_dist.training.run_directory import RunDirectory
 if TYPE_CHECKING:
     from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import Finding
+
+MAX_REASON = 300
+"""Characters of an error that is no TxlError; the log of the rank has the rest."""
 
 
 class ProcessLauncher(Launcher):
@@ -119,7 +122,7 @@ class ProcessGroup:
             process = self._processes[rank]
             if (code := process.poll()) is not None:
                 self._running.remove(rank)
-                self._events.append(RankEnded(rank, code, _error_of(process)))
+                self._events.append(_end_of(rank, code, process))
         events, self._events = self._events, []
         return events
 
@@ -142,11 +145,13 @@ class ProcessGroup:
         self._processes, self._running = [], set()
 
 
-def _error_of(process: subprocess.Popen[bytes]) -> TxlError | None:
-    """The error that a rank wrote to its standard output before it ended."""
+def _end_of(rank: int, code: int, process: subprocess.Popen[bytes]) -> RankEnded:
+    """With the error that the rank wrote to its standard output before it ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
-    return error_from_json(line) if line else None
+    if line.startswith(b"{"):
+        return RankEnded(rank, code, error_from_json(line))
+    return RankEnded(rank, code, reason=line.decode(errors="replace").strip()[:MAX_REASON])
 
 
 def _free_port() -> int:

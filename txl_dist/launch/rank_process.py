@@ -3,8 +3,8 @@
 `python -m txl_dist.launch.rank_process` reads a TrainJob from standard input, and RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment. An error is returned to the launcher
 as one JSON line on standard output, which contains nothing else. (A file could not be written on a
-full disk.) The exit code is that of the error. The process also ends when standard input is closed,
-which means that the launcher has died.
+full disk.) An error that is no TxlError is a line of text. The exit code is that of the error. The
+process also ends when standard input is closed, which means that the launcher has died.
 
 `torchrun -m txl_dist train CONFIG` calls `train_under_torchrun`.
 """
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NoReturn
 
+from data_pipeline.errors import printable
 from data_pipeline.system.signals import StopSignals, exit_without_teardown
 from txl_dist.errors import ConfigError, PreemptedError, TxlError, error_to_json, print_error
 from txl_dist.runtime.stop import exit_before_first_step
@@ -42,8 +43,10 @@ def main() -> int:
         except TxlError as error:
             report(error)
             return error.exit_code
-        except Exception:
+        except Exception as error:
             log.exception("this rank failed")  # on standard error: the log file may not be open yet
+            reason = printable(f"{type(error).__name__}: {error}")[:MAX_MESSAGE_LENGTH]
+            os.write(error_output, f"{reason}\n".encode())
             return 1
         return 0
 

@@ -6,7 +6,6 @@
 Decisions only; `supervise.py` acts on them, for every launcher.
 """
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +18,8 @@ from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
 from txl_dist.launch.group import RankEnded, RankRange
 from txl_dist.training.run_directory import RunDirectory
 
-LAST_BYTES = 8192
-"""Bytes at the end of a log that are searched for the error that ended its process."""
-_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
-"""How the last line of a traceback begins; other lines may follow."""
-MAX_CHARS = 300
-"""Longest excerpt of that error."""
+MAX_BYTES = 400
+"""Of the last line of the log of a rank that ended without saying why."""
 MAX_DELAY_SECONDS = 60.0
 """Longest wait between a failure and the restart."""
 MAX_NODE_LOSSES = 10
@@ -85,7 +80,7 @@ def failure_of(
     unexplained = [end for end in failed if end.error is None and not end.hung]
     if unexplained:
         end = unexplained[0]
-        reason = f" ({end.reason})" if end.reason else _reason_in(directory.log(end.rank))
+        reason = f" ({end.reason})" if end.reason else _last_line(directory.log(end.rank))
         event = f"rank {end.rank}{end.place} ended with code {end.code}{reason}"
     elif hung:
         event = _killed(hung, "hung and ")
@@ -116,17 +111,14 @@ def _stop_of(
     return PreemptedError(f"stopped on request{how}. {advice}")
 
 
-def _reason_in(log: Path) -> str:
-    """The last error in a log, such as `ImportError: ...`, or else its last line."""
+def _last_line(log: Path) -> str:
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LAST_BYTES))
-            text = file.read().decode(errors="replace")
+            file.seek(max(0, log.stat().st_size - MAX_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
     except OSError:
         return ""
-    lines = text.rpartition(" is up\n")[2].split("\n")  # of the last start
-    lines = list(filter(_ERROR.match, lines)) or list(filter(str.strip, lines))
-    return f" (its log: {printable(lines[-1].strip()[:MAX_CHARS])})" if lines else ""
+    return f" (the end of its log: {printable(lines[-1])})" if lines else ""
 
 
 def _killed(ranks: Sequence[int], how: str = "") -> str:

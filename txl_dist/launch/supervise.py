@@ -16,14 +16,16 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
+from txl_dist.checkpoint.attempts import FOLDER, newest_number, newest_record
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
+from txl_dist.events import EventLog
 from txl_dist.launch.group import (
     Event,
     Line,
@@ -38,7 +40,7 @@ from txl_dist.launch.group import (
     Room,
     Waiting,
 )
-from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput
+from txl_dist.launch.launch_files import FileFollower, LaunchFiles, LaunchOutput
 from txl_dist.launch.restarts import (
     ElasticPlan,
     RestartBudget,
@@ -48,10 +50,10 @@ from txl_dist.launch.restarts import (
 )
 from txl_dist.runtime.heartbeat import HangWatch
 from txl_dist.runtime.stop import STOPPING
+from txl_dist.tracking.journal import last_trained_step
 from txl_dist.tracking.process import wait_for_delivery
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
-from txl_dist.training.run_log import LogFollower
 
 POLL_SECONDS = 0.1
 AFTER_FAILURE_SECONDS = 10.0
@@ -93,13 +95,46 @@ def supervise(
     with ExitStack() as stack:
         stack.enter_context(files.held())
         output = LaunchOutput(on_line)
-        log = stack.enter_context(LogFollower(directory.log(0), output.print_log_line))
+        log = stack.enter_context(FileFollower(directory.log(0), output.print))
+        events = EventLog(directory.event_log.path, _attempt_of(job, directory))
+        stack.enter_context(FileFollower(events.path, output.take_event))
         signals = stack.enter_context(StopSignals())
         stack.callback(wait_for_delivery, directory.path, job.config, signals, output.print)
         group = stack.enter_context(open_group(job, ranks))
         budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
         plan = ElasticPlan(ranks, growth_interval_seconds=group.growth_interval_seconds)
-        _Supervisor(job, directory, files, group, plan, budget, signals, output, log).run()
+        with _recorded_end(events):
+            _Supervisor(
+                job, directory, files, group, plan, budget, signals, output, log, events
+            ).run()
+
+
+def _attempt_of(job: TrainJob, directory: RunDirectory) -> Callable[[], int]:
+    """The number of the newest attempt of this launch. Once another launch has taken over, it stays
+    as it was, so that readers skip what this one writes.
+    """
+    folder = directory.path / FOLDER
+    known = newest_number(folder)
+
+    def number() -> int:
+        nonlocal known
+        with suppress(OSError):
+            newest = newest_record(folder, launch_id=job.launch_id)
+            known = newest.number if newest else known
+        return known
+
+    return number
+
+
+@contextmanager
+def _recorded_end(events: EventLog) -> Iterator[None]:
+    """Write how the launch ends. (That the run is finished is an event of rank 0.)"""
+    try:
+        yield
+    except TxlError as error:
+        is_stop = isinstance(error, PreemptedError)
+        events.write("stopped" if is_stop else "failed", f"{type(error).__name__}: {error}")
+        raise
 
 
 @dataclass
@@ -112,7 +147,8 @@ class _Supervisor:
     budget: RestartBudget
     signals: StopSignals
     output: LaunchOutput
-    log: LogFollower
+    log: FileFollower
+    events: EventLog
 
     def __post_init__(self) -> None:
         self._room: int | None = None
@@ -191,7 +227,7 @@ class _Supervisor:
     def _describe_resume(self) -> str:
         """`step 120; no step is lost`."""
         newest_step = self.directory.checkpoints.newest_step()
-        loss = self.output.describe_loss(newest_step)
+        loss = _describe_loss(last_trained_step(self.directory.metrics) - (newest_step or 0))
         if self.job.resume not in ("auto", "never"):
             return f"{self.job.resume}, or the newest checkpoint since; {loss}"
         return f"{'the beginning' if newest_step is None else f'step {newest_step}'}; {loss}"
@@ -201,6 +237,7 @@ class _Supervisor:
     def _run_ranks(self, num_ranks: int) -> RunFailure | None:
         """Start all ranks and wait until they have ended; returns why they failed."""
         self.output.begin_ranks()
+        self.events.write("ranks_started", f"starting {counted(num_ranks, 'rank')}")
         with ExitStack() as stack:
             self.group.start(self.job, num_ranks)
             while self._places is None and len(self._ends) < num_ranks:
@@ -249,7 +286,11 @@ class _Supervisor:
                 self._have_trained = True
             case RankEnded(rank):
                 place, hung = (self._places or {}).get(rank, ""), rank in self._killed
-                self._ends.setdefault(rank, replace(event, hung=hung, place=place))
+                event = replace(event, hung=hung, place=place)
+                is_lost = event.is_killed and not is_stop_code(event.code)
+                if is_lost and not any(end.is_killed for end in self._ends.values()):
+                    self.events.write("rank_lost", event.death, rank=rank)
+                self._ends.setdefault(rank, event)
             case NodeLost(node):
                 self._lost_nodes.add(node)
                 if self._find_lost_nodes():
@@ -285,7 +326,7 @@ class _Supervisor:
         growth = self.plan.growth(self._room) if self.output.has_stepped else None
         self._change = self._preempted or growth or ""
         if self._change:
-            self.output.print(f"{self._change}: the ranks save, and start again")
+            self._print_restart(f"{self._change}: the ranks save, and start again")
             self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
@@ -351,7 +392,11 @@ class _Supervisor:
             "new checkpoint resets the count"
             f"{', and a lost node is not counted' if self._suspect_nodes else ''})"
         )
-        self.output.print(f"{failure.event}; {restart}, from {self._describe_resume()}")
+        self._print_restart(f"{failure.event}; {restart}, from {self._describe_resume()}")
+
+    def _print_restart(self, reason: str) -> None:
+        self.output.print(reason)
+        self.events.write("restart", reason)
 
     def _find_lost_nodes(self) -> bool:
         """The loss of a node explains the failure of its ranks, which then does not count. Returns
@@ -361,6 +406,13 @@ class _Supervisor:
             return False
         self._suspect_nodes = frozenset()
         return True
+
+
+def _describe_loss(num_steps: int) -> str:
+    """How many steps a resume has to repeat, in words. Steps between two lines are not known."""
+    if num_steps <= 0:
+        return "no step is lost"
+    return f"at least {counted(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} lost"
 
 
 def _is_planned(failure: RunFailure) -> bool:

@@ -57,7 +57,7 @@ def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> T
         raise UnavailableError("its training run is not there yet")
     for path in unsent_evaluations(run_dir, state):
         try:
-            _record(tracker, path, state)
+            _record(tracker, path, state, state.run_id)
         except OSError as error:  # a network file system that fails now
             raise UnavailableError(str(error)) from None
         except (RefusedError, *_EDITED) as error:
@@ -66,8 +66,8 @@ def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> T
     return state
 
 
-def _record(tracker: Tracker, path: Path, state: TrackingState) -> None:
-    """Record one result as a run below the training run of `state`. May be repeated."""
+def _record(tracker: Tracker, path: Path, state: TrackingState, training_run: str) -> None:
+    """Record one result as a run below the training run. May be repeated."""
     result = json.loads(path.read_bytes())
     checkpoint, split = Path(result["checkpoint"]).name, str(result["split"])
     match = _STEP_NAME.fullmatch(checkpoint)
@@ -86,10 +86,10 @@ def _record(tracker: Tracker, path: Path, state: TrackingState) -> None:
         params={key: as_text(value) for key, value in settings.items()},
         tags={
             "txl.kind": "evaluation",
-            "txl.training_run": state.run_id,
+            "txl.training_run": training_run,
             "txl.protocol": protocol,
         },
-        parent=state.run_id,
+        parent=training_run,
         datasets=[
             TrackedDataset(
                 name=dataset_name(data, split),

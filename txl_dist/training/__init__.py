@@ -10,7 +10,8 @@ segment_source.py  the segments that a rank reads
 data.py           the corpora of a run, opened and checked before any rank is started
 loop.py           the order of events
 observer.py       what may watch a run, by event
-observers.py      the list: report.py (metrics, step lines), goodput.py, speed.py, diagnostics.py
+observers.py      the list: report.py (metrics, step lines), goodput.py (events), speed.py,
+                  diagnostics.py
 step.py           one step, in micro-batches
 divergence.py     decides whether a step has diverged, before it updates the weights
 recovery.py       what follows: stop, skip or rollback, and a file about each event
@@ -25,5 +26,4 @@ start_state.py    loads that checkpoint; the state to begin with; counts the tok
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and who may write them: lock and attempts
 tracked.py        what the tracking process is told at the start of a run
-run_log.py        passes the log of rank 0 on to the launcher; reads it afterwards
 """

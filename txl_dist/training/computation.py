@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from txl_dist.errors import ConfigError
-from txl_dist.evaluation.job import EvaluationSettings
-from txl_dist.evaluation.result import plan_evaluation, scored_text
+from txl_dist.evaluation.job import EvaluationSettings, plan_evaluation
+from txl_dist.evaluation.result import scored_text
 from txl_dist.evaluation.scoring import Scorer, evaluate_on_ranks
 from txl_dist.model.devices import attention_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
@@ -17,7 +17,6 @@ from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.context import RankContext
 from txl_dist.training.engine import Engine, create_engine
-from txl_dist.training.run_log import EVALUATION
 from txl_dist.training.scores import Evaluate, StepScore
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
@@ -118,7 +117,7 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
     )
 
     def evaluate(state: TrainState, *, stop: object) -> StepScore | None:
-        world.activity.name = f"{EVALUATION} {settings.split}"
+        world.activity.name = f"evaluation of split {settings.split}"
         with engine.averaged_weights(), engine.whole_model() as whole_model:
             whole_scorer = replace(scorer, model=whole_model)
             sums = evaluate_on_ranks(whole_scorer, chunks, world=world, stop=stop)

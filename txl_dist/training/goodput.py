@@ -9,36 +9,28 @@ Productive are the seconds of the steps that are part of the final trajectory. T
     down         between the end of a process and the start of the next one
     other        the rest of the loop, such as logging
 
-RUN/goodput.json has the sums of all processes until the last update, which is at most
-UPDATE_SECONDS before the end of a killed process; the time after it counts as down. Only `down` is
-the difference of two wall clocks; a negative one counts as 0. The times are those of rank 0: when
-any rank waits, rank 0 waits too.
+`WallTime` adds them up from the events of a run (txl_dist/events.py), which have the sums of a
+process at each of its checkpoints, rollbacks, and at its end. What follows the last one of a killed
+process is lost until its launcher or another rank has noticed, and then down. Only that is the
+difference of two wall clocks; a negative one counts as 0. The times are those of rank 0: when any
+rank waits, rank 0 waits too.
 """
 
-import contextlib
 import logging
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from pydantic import Field, ValidationError
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 from data_pipeline.errors import counted
-from data_pipeline.system.files import overwrite_page, remove_leftovers, write_file
 from data_pipeline.system.progress import clock
-from data_pipeline.system.strict import StrictModel
+from txl_dist.events import AttemptStart, Event, EventLog, Kind, read_events
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.state import TrainState
 
 if TYPE_CHECKING:
-    from txl_dist.training.step import StepResult
+    from txl_dist.training.scores import StepScore
 
-UPDATE_SECONDS = 2.0
-MAX_CHECKPOINTS = 20
-"""Checkpoints whose productive seconds are stored."""
 STEPS = "steps"
 LOST, DOWN = "lost steps", "down"
 LOSSES = (
@@ -49,179 +41,103 @@ LOSSES = (
 log = logging.getLogger(__name__)
 
 
-class GoodputFile(StrictModel):
-    """RUN/goodput.json."""
+class WallTime:
+    """The seconds of a run by cause, until the last event that has sums."""
 
-    updated: float
-    """Wall clock of the last update."""
-    step: int
-    """Last step that was trained."""
-    restarts: int = Field(ge=0)
-    """Starts of the run after a failure: not the first, and not those after a stop request."""
-    lost_steps: int = Field(ge=0)
-    is_complete: bool
-    """Whether the last process trained to the end. The time until the run is extended does not
-    count as down."""
-    is_stopped: bool = False
-    """The last process ended by a stop request, so the next start is no restart."""
-    seconds: dict[str, float]
-    """By cause: `steps` are productive."""
-    productive: dict[int, float]
-    """Productive seconds up to a checkpoint, by step."""
+    def __init__(self) -> None:
+        self.restarts = 0
+        """Starts after a failure: not the first, and not those after a stop request or the end."""
+        self.lost_steps = 0
+        self.productive: dict[int, float] = {}
+        """Productive seconds up to a checkpoint, by step."""
+        self._earlier: defaultdict[str, float] = defaultdict(float)
+        """Of earlier processes, and corrections of this one for lost steps."""
+        self._process: Mapping[str, float] = {}
+        """Of the newest process, at its last event with sums."""
+        self._known_at: float | None = None
+        """Wall clock of that event; None: there was no attempt."""
+        self._noticed_at = 0.0
+        """Wall clock of the newest event at which the process lived, or its end was noticed."""
+        self._step = 0
+        self._has_begun = self._has_ended = self._is_stopped = self._is_complete = False
+        """Of the newest attempt: whether a step has begun, whether it has given its last sums,
+        whether it was stopped on request, and whether no step is left."""
 
-    @property
-    def goodput(self) -> float:
-        """Productive seconds / wall seconds."""
-        return goodput_of(self.seconds)
-
-
-class Goodput(Observer):
-    """The seconds of a run by cause, on rank 0. `activity` measures this process.
-
-    Adds metrics to each line, and logs a summary at the end.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        activity: Activity,
-        *,
-        step: int,
-        kept_step: int | None = None,
-        reached_step: int = 0,
-        is_finished: bool = False,
-        may_write: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Begin at `step`: steps of earlier processes after `kept_step` are lost (None: `step`).
-
-        `reached_step`: the last step that they are known to have trained. It may be later than
-        their last update. `is_finished`: the run has no steps left. `may_write`: False once another
-        process writes the file.
-        """
-        self._path, self._activity, self._may_write = path, activity, may_write
-        self._updated_at = 0.0
-        self._step, self._is_complete, self._is_stopped = step, False, False
-        self._restarts = self._lost_steps = 0
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of earlier processes, corrected for lost steps of this process."""
-        self._productive: dict[int, float] = {step: 0.0}
-        with contextlib.suppress(OSError):
-            remove_leftovers(path)
-        if earlier := read_goodput(path):
-            kept_step = step if kept_step is None else kept_step
-            self._continue(earlier, kept_step, reached_step)
-            self._step = step
-        self._is_complete &= is_finished
-        if not self._is_complete:
-            self._write(sync=True)  # counts this start, even if it does not reach a step
-
-    def _continue(self, earlier: GoodputFile, step: int, reached_step: int) -> None:
-        self._seconds.update(earlier.seconds)
-        self._productive = dict(sorted(earlier.productive.items()))
-        # Steps after the last update: their time counts as down.
-        steps_after_update = max(0, reached_step - max(earlier.step, step))
-        self._lost_steps = earlier.lost_steps + steps_after_update
-        self._restarts = earlier.restarts
-        self._step, self._is_complete = earlier.step, earlier.is_complete
-        if not earlier.is_complete:
-            self._restarts += not earlier.is_stopped
-            # From the last update to the start of `activity`.
-            process_seconds = sum(self._activity.seconds().values())
-            self._seconds[DOWN] += max(0.0, time.time() - process_seconds - earlier.updated)
-        self._rewind(step)
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Self:
+        """The sums of all events of a run."""
+        time = cls()
+        for event in events:
+            time.take(event)
+        return time
 
     @property
-    def seconds(self) -> defaultdict[str, float]:
-        """Seconds by cause since the first start; their sum is the wall time."""
-        seconds = self._seconds.copy()
-        for span, spent in self._activity.seconds().items():
-            seconds[STEPS if span in STEP_SPANS else span.value] += spent
-        unfinished = self._activity.unfinished_seconds
-        seconds[STEPS] -= unfinished
-        seconds[LOST if self._activity.num_steps else Span.START_UP.value] += unfinished
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by cause since the first start; 0 for a cause that it does not have."""
+        return self.with_process(self._process)
+
+    @property
+    def goodput(self) -> float | None:
+        """Productive seconds / wall seconds; None if nothing is known."""
+        seconds = self.seconds
+        return goodput_of(seconds) if sum(seconds.values()) > 0 else None
+
+    def with_process(self, process: Mapping[str, float]) -> Mapping[str, float]:
+        """The same with newer sums of the newest process."""
+        seconds = self._earlier.copy()
+        for cause, spent in process.items():
+            seconds[cause] += spent
         return seconds
 
-    def line(self, state: TrainState, values: Values) -> None:
-        values |= {
-            "goodput": goodput_of(self.seconds),
-            "restarts": self._restarts,
-            "lost_steps": self._lost_steps,
-        }
-
-    def step(self, state: TrainState, result: "StepResult") -> None:
-        self._step, self._is_complete = state.step, False
-        if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
-            self._write(sync=False)
-
-    def save(self, state: TrainState) -> None:
-        self._step = state.step
-        self._productive[state.step] = self.seconds[STEPS]
-        first, *later = self._productive.items()
-        self._productive = dict([first, *later[1 - MAX_CHECKPOINTS :]])
-        self._write(sync=True)
-
-    def rollback(self, state: TrainState, reached_step: int) -> None:
-        self._step = reached_step
-        self._rewind(state.step)
-
-    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
-        self._is_stopped = is_stopped
-        has_trained = self._activity.num_steps > 0
-        seconds = self.seconds
-        # A run that was finished already stays as it is; one may end after a last evaluation.
-        if has_trained or (is_complete and not self._is_complete):
-            self._step, self._is_complete = state.step, is_complete
-            self._write(sync=True, seconds=seconds)
-        if has_trained:
-            log.info("%s", self._summary(seconds))
-
-    def _rewind(self, step: int) -> None:
-        """The run goes back to `step`: the time of the steps after it was lost."""
-        if step < self._step:
-            seconds = self.seconds[STEPS] - self._productive_until(step)
-            self._seconds[STEPS] -= seconds
-            self._seconds[LOST] += seconds
-            self._lost_steps += self._step - step
-            self._productive = {s: p for s, p in self._productive.items() if s <= step}
-        self._step = step
-
-    def _summary(self, seconds: dict[str, float]) -> str:
-        wall_seconds = max(1e-9, sum(seconds.values()))
-        shares = {cause: seconds.get(cause, 0.0) / wall_seconds for cause in LOSSES}
-        return " | ".join(
-            (
-                f"summary | {counted(self._restarts, 'restart')}, "
-                f"{counted(self._lost_steps, 'step')} lost",
-                f"goodput {goodput_of(seconds):.1%} of {clock(wall_seconds)}",
-                *(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 5e-4),
-            )
-        )
-
-    def _productive_until(self, step: int) -> float:
-        """Productive seconds up to a checkpoint before the current step."""
-        # If it is not stored any more: by the mean time of a step.
-        return self._productive.get(step, self.seconds[STEPS] * step / self._step)
-
-    def _write(self, *, sync: bool, seconds: dict[str, float] | None = None) -> None:
-        self._updated_at = time.monotonic()
-        if not self._may_write():
-            return
-        content = GoodputFile(
-            updated=time.time(),
-            step=self._step,
-            restarts=self._restarts,
-            lost_steps=self._lost_steps,
-            is_complete=self._is_complete,
-            is_stopped=self._is_stopped,
-            seconds=dict(seconds or self.seconds),
-            productive=self._productive,
-        )
-        with contextlib.suppress(OSError):  # a full disk; training continues without this file
-            text = content.model_dump_json(indent=1)
-            if sync:
-                write_file(self._path, text.encode())
+    def take(self, event: Event) -> None:
+        """Continue with the next event of the run."""
+        if event.kind not in ("ranks_started", "start"):
+            self._noticed_at = event.time
+        if event.start is not None:
+            self._begin(event, event.start)
+        self._has_begun |= event.kind == "first_batch"
+        # A run that was finished already stays as it is.
+        if event.seconds is not None and (self._has_begun or not self._is_complete):
+            self._process, self._known_at = event.seconds, event.time
+            if event.kind == "rollback":
+                self._step = event.reached_step
+                self._rewind(event.step or 0, event.reached_step)
+            elif event.kind == "save":
+                self.productive[event.step or 0] = self.seconds[STEPS]
             else:
-                overwrite_page(self._path, text)
+                self._is_complete, self._has_ended = event.kind == "finished", True
+            self._step = event.step or 0
+        self._is_stopped |= event.kind == "stopped"
+
+    def _begin(self, event: Event, start: AttemptStart) -> None:
+        began, step = event.time - start.process_seconds, event.step or 0
+        if self._known_at is not None and not self._is_complete:
+            self.restarts += not self._is_stopped
+            ended_at = self._known_at
+            if not self._has_ended:
+                ended_at = max(ended_at, min(self._noticed_at, began))
+            lost = LOST if self._has_begun else Span.START_UP.value
+            self._earlier[lost] += ended_at - self._known_at
+            self._earlier[DOWN] += max(0.0, began - ended_at)
+        self._earlier, self._process = defaultdict(float, self.seconds), {}
+        self._rewind(step, max(event.reached_step, self._step))
+        self._is_complete &= step >= start.num_steps
+        self._has_begun = self._has_ended = self._is_stopped = False
+        self._known_at = event.time
+        self._process = {} if self._is_complete else {Span.START_UP: start.process_seconds}
+        self.productive.setdefault(step, self._earlier[STEPS])
+
+    def _rewind(self, step: int, reached_step: int) -> None:
+        """The run goes back to `step`: the time of the steps after it was lost."""
+        if step < reached_step:
+            self.lost_steps += reached_step - step
+            productive = self.seconds.get(STEPS, 0.0)
+            # If its event was lost: by the mean time of a step.
+            kept = self.productive.get(step, productive * step / max(step, self._step, 1))
+            self._earlier[STEPS] -= productive - kept
+            self._earlier[LOST] += productive - kept
+            self.productive = {s: p for s, p in self.productive.items() if s <= step}
+        self._step = step
 
 
 def goodput_of(seconds: Mapping[str, float]) -> float:
@@ -229,12 +145,93 @@ def goodput_of(seconds: Mapping[str, float]) -> float:
     return seconds.get(STEPS, 0.0) / max(1e-9, sum(seconds.values()))
 
 
-def read_goodput(path: Path) -> GoodputFile | None:
-    """The file, or None if it does not exist or, with a warning, is damaged."""
-    try:
-        return GoodputFile.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as error:
-        log.warning("%s cannot be read (%s): the goodput before is not known", path, error)
-        return None
+class RunEvents(Observer):
+    """Writes the events of an attempt on rank 0, and adds the goodput to each line of metrics.
+
+    `activity` measures this process. The event of the start is written before (report.py).
+    """
+
+    def __init__(self, events: EventLog, activity: Activity, *, split: str = "") -> None:
+        """`split`: label of the split that is evaluated."""
+        self._events, self._activity, self._split = events, activity, split
+        self._time = WallTime()
+        self._has_begun = self._has_line = False
+
+    def start(self, state: TrainState) -> None:
+        try:
+            self._time = WallTime.of(read_events(self._events.path.parent))
+        except OSError as error:
+            log.warning("%s cannot be read (%s)", self._events.path, error.strerror)
+
+    def _write(self, kind: Kind, text: str, **fields: Any) -> None:
+        self._time.take(self._events.write(kind, text, **fields))
+
+    @property
+    def process_seconds(self) -> dict[str, float]:
+        """Seconds of this process by cause."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for span, spent in self._activity.seconds().items():
+            seconds[STEPS if span in STEP_SPANS else span.value] += spent
+        unfinished = self._activity.unfinished_seconds
+        seconds[STEPS] -= unfinished
+        seconds[LOST if self._activity.num_steps else Span.START_UP.value] += unfinished
+        return dict(seconds)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by cause since the first start of the run; their sum is the wall time."""
+        return self._time.with_process(self.process_seconds)
+
+    def segment(self, step: int) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._write("first_batch", "first batch")
+
+    def line(self, state: TrainState, values: Values) -> None:
+        values |= {
+            "goodput": goodput_of(self.seconds),
+            "restarts": self._time.restarts,
+            "lost_steps": self._time.lost_steps,
+        }
+
+    def report(self, state: TrainState, values: Values) -> None:
+        if not self._has_line and "loss" in values:
+            self._has_line = True
+            self._write("first_line", f"first step line, of step {state.step}", step=state.step)
+
+    def save(self, state: TrainState) -> None:
+        text = f"checkpoint of step {state.step}"
+        self._write("save", text, step=state.step, seconds=self.process_seconds)
+
+    def score(self, score: "StepScore", gain: float | None) -> None:
+        text = f"evaluation at step {score.step}: {self._split or score.split} {score}"
+        best = ", the best so far" if gain is not None else ""
+        self._write("score", f"{text}{best}", step=score.step)
+
+    def divergence(self, step: int, reason: str) -> None:
+        self._write("divergence", f"step {step} has diverged: {reason}", step=step)
+
+    def rollback(self, state: TrainState, reached_step: int) -> None:
+        text = f"returned from step {reached_step} to the checkpoint of step {state.step}"
+        seconds = self.process_seconds
+        self._write("rollback", text, step=state.step, reached_step=reached_step, seconds=seconds)
+
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        kind: Kind = "finished" if is_complete else "stopped" if is_stopped else "failed"
+        text = f"{kind} at step {state.step}"
+        self._write(kind, text, step=state.step, seconds=self.process_seconds)
+        if self._activity.num_steps > 0:
+            log.info("%s", self._summary())
+
+    def _summary(self) -> str:
+        seconds = self._time.seconds
+        wall_seconds = max(1e-9, sum(seconds.values()))
+        shares = {cause: seconds.get(cause, 0.0) / wall_seconds for cause in LOSSES}
+        return " | ".join(
+            (
+                f"summary | {counted(self._time.restarts, 'restart')}, "
+                f"{counted(self._time.lost_steps, 'step')} lost",
+                f"goodput {goodput_of(seconds):.1%} of {clock(wall_seconds)}",
+                *(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 5e-4),
+            )
+        )

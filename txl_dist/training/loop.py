@@ -24,7 +24,6 @@ from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.training.observer import Observers
 from txl_dist.training.recovery import Recovery
-from txl_dist.training.run_log import FIRST_BATCH
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import Evaluate, ScoreTable
@@ -149,7 +148,7 @@ class Trainer:
         segment = self._segment
         self._activity.enter(Span.OTHER)
         if self._activity.num_steps == 0:
-            self.observers.event(FIRST_BATCH)
+            self.observers.event("first batch")
         return segment
 
     def _step(self, segment: Segment) -> StepResult:

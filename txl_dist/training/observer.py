@@ -60,6 +60,9 @@ class Observer:
     def score(self, score: "StepScore", gain: float | None) -> None:
         """A step has a score, or never will. `gain`: that of `StepScore.gain_over` the best one."""
 
+    def divergence(self, step: int, reason: str) -> None:
+        """Step number `step` has diverged; what follows depends on `divergence.policy`."""
+
     def rollback(self, state: TrainState, reached_step: int) -> None:
         """The run has returned to `state` from `reached_step`."""
 
@@ -96,5 +99,15 @@ def _of_all(name: str) -> Callable[..., None]:
     return call
 
 
-for _name in ("start", "segment", "step", "save", "score", "rollback", "event", "end"):
+for _name in (
+    "start",
+    "segment",
+    "step",
+    "save",
+    "score",
+    "divergence",
+    "rollback",
+    "event",
+    "end",
+):
     setattr(Observers, _name, _of_all(_name))

@@ -5,22 +5,17 @@ from contextlib import closing
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.training.context import Beginning, RankContext
+from txl_dist.training.context import RankContext
 from txl_dist.training.diagnostics import LearningCheck, StepProfiler
-from txl_dist.training.goodput import Goodput
+from txl_dist.training.goodput import RunEvents
 from txl_dist.training.observer import Observer, Observers
 from txl_dist.training.report import Report
 from txl_dist.training.speed import StragglerCheck, Utilisation
 from txl_dist.training.state import TrainState
 
 
-def build_observers(
-    rank: RankContext, beginning: Beginning, state: TrainState, *, reached_step: int
-) -> Observers:
-    """The observers of this rank, in the order in which they are called. Collective.
-
-    `reached_step`: the last step that earlier processes have trained (`open_run`).
-    """
+def build_observers(rank: RankContext, state: TrainState) -> Observers:
+    """The observers of this rank, in the order in which they are called. Collective."""
     world, config = rank.world, rank.config
     data = config.data
     flops = training_flops(
@@ -43,21 +38,12 @@ def build_observers(
         lambda: LearningCheck.of(config, rank.data, state) if world.is_rank_zero else None
     )[0]
     if world.is_rank_zero:
-        attempt = rank.directory.checkpoints.attempt
-        goodput = Goodput(
-            rank.directory.goodput,
-            world.activity,
-            step=state.step,
-            kept_step=beginning.kept_step,
-            reached_step=reached_step,
-            is_finished=state.step == config.num_steps,
-            may_write=lambda: attempt is None or attempt.is_newest,
-        )
         journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
         scored = rank.data.evaluation.label if rank.data.evaluation else None
+        events = RunEvents(rank.directory.event_log, world.activity, split=scored or "")
         report = Report(journal, world.activity, config, scored=scored)
         # First, because others need the speed that it adds to a line.
-        observers = [report, goodput, learning, *observers]
+        observers = [report, events, learning, *observers]
     return Observers(observer for observer in observers if observer is not None)
 
 

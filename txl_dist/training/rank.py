@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.errors import counted
+from data_pipeline.errors import counted, printable
 from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
@@ -56,7 +56,7 @@ def train_rank(
             announce=announce_stop,
             report=report_stop,
         ) as deadline,
-        _explained_errors(job, world),
+        _explained_errors(job, world, directory),
     ):
         log.info("rank %d is up", world.rank)
         with ExitStack() as stack:
@@ -69,7 +69,7 @@ def train_rank(
 
 
 @contextmanager
-def _explained_errors(job: TrainJob, world: World) -> Iterator[None]:
+def _explained_errors(job: TrainJob, world: World, directory: RunDirectory) -> Iterator[None]:
     """Log the error that ends a rank; LostRankError instead of it if another rank is the cause."""
     limit_seconds = job.config.training.rank_timeout_seconds
     watch = CollectiveWatch(
@@ -88,6 +88,7 @@ def _explained_errors(job: TrainJob, world: World) -> Iterator[None]:
             raise
         except TxlError as error:
             log.error("%s: %s", type(error).__name__, error)
+            _record_error(directory, world, error)
             raise
         except Exception as error:
             # If a collective has failed, the cause is on another rank: report that instead.
@@ -100,11 +101,22 @@ def _explained_errors(job: TrainJob, world: World) -> Iterator[None]:
             )
             if lost is None:
                 log.exception("rank %d failed", world.rank)
+                _record_error(directory, world, error)
                 raise
             lost = LostRankError(f"{lost}. {resume_advice(job.run_path)}")
             reason = str(error).partition("\n")[0]
             log.error("%s (%s: %s)", lost, type(error).__name__, reason)
+            _record_error(directory, world, lost)
             raise lost from error
+
+
+def _record_error(directory: RunDirectory, world: World, error: Exception) -> None:
+    """Write the event. If other ranks are lost because of this one, rank 0 says so for all."""
+    text, rank = printable(f"{type(error).__name__}: {error}"), world.rank
+    if not isinstance(error, LostRankError):
+        directory.event_log.write("error", text, rank=rank)
+    elif world.is_rank_zero:
+        directory.event_log.write("rank_lost", text, rank=rank)
 
 
 def _loss_of(trainer: Trainer, checkpoints: CheckpointDirectory) -> str:

@@ -64,6 +64,7 @@ class Recovery:
 
     def _with_event(self, state: TrainState, facts: str, *, step: int) -> TrainState:
         config = self.rank.config.divergence
+        self.observers.divergence(step, facts)
         if config.policy == "stop":
             raise DivergedError(facts)
         divergence = state.divergence.with_event(config, step=step)
@@ -107,6 +108,7 @@ class Recovery:
         Raises `error` if the policy is not `rollback`.
         """
         if self.rank.config.divergence.policy != "rollback":
+            self.observers.divergence(step, str(error))
             raise error
         last_update = state.divergence.last_update(step)
         state = self._with_event(state, str(error), step=step)

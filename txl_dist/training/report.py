@@ -14,10 +14,12 @@ from typing import Any
 from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
-from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.scores import LossSums, in_lines
+from txl_dist.events import AttemptStart
 from txl_dist.model.attention import choose_attention
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine, warn_if_busy
+from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
@@ -78,6 +80,7 @@ class Report(Observer):
                 "memory_valid": last.memory_valid,
                 **self._speed(sums.num_tokens / state.unreported_steps),
             }
+            values["seconds_left"] = self._seconds_left(state, values)
         values |= _counters(state)
 
     def _speed(self, tokens_per_step: float) -> Values:
@@ -103,11 +106,11 @@ class Report(Observer):
     def report(self, state: TrainState, values: Values) -> None:
         if "loss" in values:
             self.write(state, values)
-            log.info("%s", step_line(state.step, values, eta_seconds=self._eta(state, values)))
+            log.info("%s", step_line(state.step, values))
         elif counters := _counters(state):
             self.write(state, counters)
 
-    def _eta(self, state: TrainState, values: Values) -> float:
+    def _seconds_left(self, state: TrainState, values: Values) -> float:
         # Evaluations and saves are expected to take the same share of time as until now.
         step_share = max(1e-9, 1 - self._excluded_seconds / max(1e-9, self._seconds))
         tokens = self._config.tokens_after(state.step)
@@ -128,14 +131,11 @@ class Report(Observer):
             return
         sums, scored = score.sums, self._scored or score.split
         self._journal.write(score.metrics(scored))
-        per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes > 0 else ""
         log.info(
-            "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
+            "evaluation at step %d | %s %s | %s targets%s",
             score.step,
             scored,
-            sums.nats_per_token,
-            sums.perplexity,
-            per_byte,
+            " | ".join(in_lines(sums.metrics)),
             f"{sums.num_tokens:,}",
             f" | best so far, by {gain:.2g}" if gain else "",
         )
@@ -172,13 +172,37 @@ def log_start(
     state: TrainState,
     *,
     shapes: Mapping[str, Sequence[int]],
+    reached_step: int,
 ) -> None:
-    """Log what is trained and from where, and what is going to be evaluated. `shapes` of the
-    parameters: at stage 3 the model itself holds empty ones.
+    """Log what is trained and from where, and what is going to be evaluated; write the event.
+
+    `shapes` of the parameters: at stage 3 the model itself holds empty ones. `reached_step`: the
+    last step that earlier attempts have trained.
     """
     config, world, point = rank.config, rank.world, beginning.point
-    log.info("machine | host %s: %s", socket.gethostname(), describe_machine(world.device))
+    host, machine = socket.gethostname(), describe_machine(world.device)
+    log.info("machine | host %s: %s", host, machine)
     warn_if_busy(world.device)
+    num_parameters = sum(map(math.prod, shapes.values()))
+    computation = _computation(config, world)
+    begin = f"resuming at step {state.step} from {point.path}" if point else "a new run"
+    ranks = f"{counted(world.num_ranks, 'rank')} on {world.device.type} | {computation}"
+    rank.directory.event_log.write(
+        "start",
+        f"{begin} | {ranks}",
+        step=state.step,
+        reached_step=reached_step,
+        start=AttemptStart(
+            host=host,
+            num_steps=config.num_steps,
+            num_parameters=num_parameters,
+            num_ranks=world.num_ranks,
+            device=world.device.type,
+            computation=computation,
+            machine=machine,
+            process_seconds=sum(world.activity.seconds().values()),
+        ),
+    )
     remaining = remaining_work(
         state,
         num_steps=config.num_steps,
@@ -193,21 +217,9 @@ def log_start(
             config.num_steps,
         )
     else:
-        model, num_parameters = config.model, sum(map(math.prod, shapes.values()))
-        attention = choose_attention(
-            model.attention,
-            device=world.device,
-            with_dropout=model.dropatt > 0,
-            d_head=model.d_head,
-        )
-        stage, is_gpu = config.deepspeed.zero_stage, world.device.type == "cuda"
-        computed = config.deepspeed.computed_stage(num_ranks=world.num_ranks, on_gpu=is_gpu)
-        replaced = "" if computed == stage else f" (on one GPU computed as stage {computed})"
-        start = f"resuming at step {state.step} from {point.path}" if point else "a new run"
         log.info(
-            f"{start} | {num_parameters:,} parameters | {counted(world.num_ranks, 'rank')} on "
-            f"{world.device.type} | ZeRO stage {stage}{replaced} | {config.precision} "
-            f"| {attention.__name__} | {counted(config.data.num_lanes, 'lane')} of "
+            f"{begin} | {num_parameters:,} parameters | {ranks} "
+            f"| {counted(config.data.num_lanes, 'lane')} of "
             f"{rank.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
         )
     if point is not None:
@@ -218,6 +230,21 @@ def log_start(
     _log_data(config, rank.data)
     if config.optimizer.averaging and rank.data.evaluation:
         log.info("evaluation | scores the average of the weights (%s)", config.optimizer.averaging)
+
+
+def _computation(config: RunConfig, world: World) -> str:
+    """`ZeRO stage 1 | bf16 | triton`."""
+    model, stage = config.model, config.deepspeed.zero_stage
+    attention = choose_attention(
+        model.attention,
+        device=world.device,
+        with_dropout=model.dropatt > 0,
+        d_head=model.d_head,
+    )
+    is_gpu = world.device.type == "cuda"
+    computed = config.deepspeed.computed_stage(num_ranks=world.num_ranks, on_gpu=is_gpu)
+    replaced = "" if computed == stage else f" (on one GPU computed as stage {computed})"
+    return f"ZeRO stage {stage}{replaced} | {config.precision} | {attention.__name__}"
 
 
 def _log_data(config: RunConfig, data: TrainingData) -> None:
@@ -270,17 +297,17 @@ def evaluation_line(run: RunConfig, evaluated: EvaluatedSplit) -> str:
     return f"{text} | every {config.interval_steps:,} steps and at the end"
 
 
-def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str:
+def step_line(step: int, values: dict[str, float]) -> str:
     """`step 1200 | loss 3.4120 | ppl 30.30 | tok/s 12,345 | eta 0:12:30 | ...`.
 
     The most important values come first, because a narrow terminal cuts the line off.
     """
-    bits = f" | bpb {values['bits_per_byte']:.3f}" if "bits_per_byte" in values else ""
+    loss, perplexity, *others = in_lines(values)
+    scores = "".join(f" | {other}" for other in others)
     return (
-        f"step {step} | loss {values['loss']:.4f} | ppl {values['perplexity']:.2f}"
-        f" | tok/s {values['tokens_per_second']:,.0f}"
-        f" | eta {clock(math.ceil(eta_seconds))}"
-        f"{bits} | lr {values['lr']:.2e} | grad {values['gradient_norm']:.3f}"
+        f"step {step} | {loss} | {perplexity} | tok/s {values['tokens_per_second']:,.0f}"
+        f" | eta {clock(math.ceil(values['seconds_left']))}"
+        f"{scores} | lr {values['lr']:.2e} | grad {values['gradient_norm']:.3f}"
         f" | mfu {values['mfu']:.0%} | mem valid {values['memory_valid']:.0%}"
         f" | data wait {values['data_wait']:.1%}"
     )

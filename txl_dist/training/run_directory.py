@@ -25,6 +25,7 @@ from txl_dist.checkpoint.attempts import (
 from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
+from txl_dist.events import EVENTS, EventLog
 
 if TYPE_CHECKING:  # launchers use this module without importing torch
     from txl_dist.runtime.world import World
@@ -39,7 +40,7 @@ PROBE_BYTES = 64 * 1024
 
 
 class RunDirectory:
-    """RUN/config.yaml, metrics.jsonl, goodput.json, logs/, events/, checkpoints/, LATEST, BEST,
+    """RUN/config.yaml, metrics.jsonl, events.jsonl, logs/, events/, checkpoints/, LATEST, BEST,
     attempts/.
     """
 
@@ -47,14 +48,19 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
-        self.goodput = path / "goodput.json"
         self.logs = path / "logs"
         self.events = path / "events"
+        """Files about steps that have diverged."""
         self.checkpoints = CheckpointDirectory(path)
+        self.event_log = EventLog(path / EVENTS, self._attempt_number)
 
     def log(self, rank: int) -> Path:
         """The log file of a rank."""
         return self.logs / f"rank-{rank}.log"
+
+    def _attempt_number(self) -> int:
+        attempt = self.checkpoints.attempt
+        return attempt.record.number if attempt else newest_number(self.path / FOLDER)
 
     def create(self) -> None:
         """Create the directories. Raises ConfigError if files cannot be written in them."""

@@ -39,10 +39,10 @@ def build_trainer(inputs: RankContext) -> Trainer:
     # Before the observers, which continue its files.
     reached_steps = world.run_on_all(lambda: open_run(rank, beginning) if beginning.scores else 0)
     # Before the tracker: the peak is measured without its process.
-    observers = build_observers(rank, beginning, state, reached_step=reached_steps[0])
+    observers = build_observers(rank, state)
     tracker = start_tracker(rank)
     if world.is_rank_zero:
-        log_start(rank, beginning, state, shapes=step.engine.shapes)
+        log_start(rank, beginning, state, shapes=step.engine.shapes, reached_step=reached_steps[0])
     saver = open_saver(rank, beginning, step, tracker)
     recovery = Recovery(rank, step, observers, saver)
     source = SegmentSource(rank, step)

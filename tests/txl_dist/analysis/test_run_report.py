@@ -11,10 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.commands import run_txl
-from tests.support.run_directories import NUM_STEPS, evaluation, write_results, write_run
+from tests.support.run_directories import (
+    NUM_STEPS,
+    evaluation,
+    event,
+    write_events,
+    write_results,
+    write_run,
+)
 from txl_dist.analysis import run_report
 from txl_dist.analysis.page import html_page
-from txl_dist.analysis.run_charts import charts_of_runs, memory_charts, thin_out
+from txl_dist.analysis.run_charts import charts_of_runs, memory_chart, thin_out
 from txl_dist.analysis.run_record import read_run
 from txl_dist.analysis.run_report import MAX_EVENTS, run_page
 from txl_dist.cli import runs
@@ -27,7 +34,6 @@ CURVES = [
     "Validation loss in nats per token",
     "Learning rate",
     "Gradient norm before clipping",
-    "Wall time by cause",
 ]
 
 
@@ -40,7 +46,7 @@ def run(tmp_path: Path) -> Path:
 def _without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time of a page."""
     monkeypatch.setattr(run_report, "charts_of_runs", lambda runs: ())
-    monkeypatch.setattr(run_report, "memory_charts", lambda *results: ())
+    monkeypatch.setattr(run_report, "memory_chart", lambda results: ())
 
 
 without_charts = pytest.mark.usefixtures("_without_charts")
@@ -54,11 +60,11 @@ def page_of(*runs: Path) -> str:
 def test_the_page_has_the_numbers_of_the_run(run: Path) -> None:
     page = page_of(run)
     for text in (
-        "my run", "4.4400 at step 6", "60.0%", "105", "4.3000", "7 of 7", "finished at step 7",
-        "12,345", "host a: a CPU, 2 cores", "recurrent, 8 tokens per layer", "missing/data",
+        "my run", "4.4400 at step 6", "105", "4.3000", "7 of 7", "finished at step 7",
+        "12,345", "a: a CPU, 2 cores", "recurrent, mem_len 8", "missing/data",
+        "resuming at step 3 from x", "step 5 has diverged: the loss is nan",
     ):  # fmt: skip
         assert text in page, text
-    assert "step 1 | loss" not in page, "step lines are no events"
 
 
 @without_charts
@@ -84,28 +90,16 @@ def test_text_of_the_run_is_escaped_and_nothing_is_loaded_from_elsewhere(run: Pa
     assert len(charts) == len(CURVES)
     assert not any("<script" in chart or 'href="http' in chart for chart in charts)
     # Goodput is one number from one place; the last step line has an older one.
-    assert page.count("60.0%") == 2, "in the facts, and in the text of the chart"
+    goodput = f"{read_run(run).wall_time.goodput:.1%}"
+    assert page.count(goodput) == 2, "in the facts, and in the table of causes"
     assert "50.0%" not in page
     assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == CURVES
     first = next(iter(charts_of_runs([read_run(run)])))
     assert first.svg.decode() == charts[0], "the same bytes"
 
 
-@without_charts
-def test_restarts_and_divergences_are_named(run: Path) -> None:
-    page = page_of(run)
-    assert "triangles: the ranks were started again" in page
-    assert "bold crosses at the top: this step has diverged" in page
-    assert "thin crosses: losses of steps that a restart" in page
-
-
-def test_runs_with_other_batches_are_also_compared_by_tokens(run: Path, tmp_path: Path) -> None:
-    other = write_run(tmp_path / "other")
-    journal = other / "metrics.jsonl"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    lines = [{**line, "tokens": 2 * line["tokens"]} for line in lines]
-    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    records = [read_run(run), read_run(other)]
+def test_several_runs_are_also_compared_by_tokens(run: Path, tmp_path: Path) -> None:
+    records = [read_run(run), read_run(write_run(tmp_path / "other"))]
     charts = [chart.title for chart in itertools.islice(charts_of_runs(records), 2)]
     assert charts == [CURVES[0], "Training loss by tokens"]
 
@@ -114,7 +108,7 @@ def test_losses_that_are_not_finite_leave_an_empty_chart(run: Path) -> None:
     lines = [{"step": step, "loss": "nan", "gradient_norm": "inf"} for step in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     titles = [chart.title for chart in charts_of_runs([read_run(run)])]
-    assert titles == [CURVES[0], CURVES[3], CURVES[4]]
+    assert titles == [CURVES[0], CURVES[3]]
 
 
 def test_restarts_and_divergences_are_marked_on_the_losses(run: Path) -> None:
@@ -126,9 +120,7 @@ def test_restarts_and_divergences_are_marked_on_the_losses(run: Path) -> None:
         return texts
 
     assert all("restart (1)" in text and "diverged step (1)" in text for text in marks())
-    (run / "events" / "divergence-step-00000005-rank-0.json").unlink()
-    log = run / "logs" / "rank-0.log"
-    log.write_text(log.read_text().replace("12:00:02 rank 0 is up\n", ""))
+    (run / "events.jsonl").unlink()
     assert not any("restart (" in text or "diverged step" in text for text in marks())
 
 
@@ -136,15 +128,14 @@ def test_restarts_and_divergences_are_marked_on_the_losses(run: Path) -> None:
 def test_a_run_in_progress_and_damaged_files_are_no_errors_and_named(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as journal:
         journal.write('{"step": 8, "loss": "NaN", "x": [1]}\nnot json\n{"step": 9, "lo')
-    (run / "goodput.json").write_text("{")
+    (run / "events.jsonl").write_text('{"kind": "save"')
     (run / "config.yaml").unlink()
-    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
     (run / "evaluations").mkdir()
     (run / "evaluations" / "valid-0.json").write_text('{"checkpoint": "x"}')
     record = read_run(run)
     assert record.last["step"] == 8
     page = page_of(run)
-    for text in ("goodput.json is damaged", "config.yaml cannot be read", "step-00000004",
+    for text in ("events.jsonl has no events", "config.yaml cannot be read",
                  "valid-0.json is not shown: split: Field required"):  # fmt: skip
         assert text in page, text
 
@@ -159,11 +150,12 @@ def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
 
 @without_charts
 def test_of_many_events_the_newest_are_shown(run: Path) -> None:
-    (run / "logs" / "rank-0.log").write_text("".join(f"event {n}\n" for n in range(MAX_EVENTS + 5)))
+    (run / "events.jsonl").unlink()
+    write_events(run, *(event("score", f"of step {n}") for n in range(MAX_EVENTS + 5)))
     page = page_of(run)
-    assert "event 4\n" not in page
-    assert "event 5\n" in page
-    assert "5 older lines" in page
+    assert "of step 4\n" not in page
+    assert "of step 5\n" in page
+    assert "5 older events" in page
 
 
 def test_long_series_are_drawn_as_means_that_keep_their_sum() -> None:
@@ -175,77 +167,36 @@ def test_long_series_are_drawn_as_means_that_keep_their_sum() -> None:
     assert short.tolist() == [1, 3]
 
 
-def test_results_of_other_commands_are_drawn(run: Path) -> None:
-    write_results(run / "sweep", "my run")
-    results = read_run(run).results
-    charts = memory_charts(results.evaluations, results.recl, results.attention)
-    assert [chart.title for chart in charts] == [
-        "Loss by length of the memory",
-        "Loss by position in the document",
-        "Loss by position in the segment",
-        "Loss by context: all models on test",
-        "Attention by distance on test: 38% on memory",
-    ]
-
-
-@without_charts
-@pytest.mark.parametrize(
-    ("name", "old", "new", "problem"),
-    [
-        ("result.json", '"reported": []', '"reported": 1.5', "must be an iterable"),
-        ("recl.json", '"recl": [{', '"recl": [], "x": [{', "the same fractions r"),
-        ("attention.json", '"memory": [[0.25]', '"memory": [[]', "memory is not [layers, heads]"),
-        ("attention.json", "[[[0.3, 0.3, 0.4]]]", "[[]]", "by_distance is not [layers"),
-    ],
-)
-def test_results_of_other_shapes_are_named(
-    run: Path, name: str, old: str, new: str, problem: str
-) -> None:
-    write_results(run / "sweep", "my run")
-    path = run / "sweep" / name
-    content = json.loads(path.read_text())
-    if name == "recl.json":  # a second model
-        content["models"] *= 2
-    text = json.dumps(content)
-    path.write_text(new.join(text.rsplit(old, 1)))
-    assert f"{name} is not shown" in (page := page_of(run))
-    assert problem in page
-
-
-@without_charts
-def test_what_the_memory_is_worth_is_shown_or_named_with_the_command(run: Path) -> None:
-    assert "--sweep mem_len=0,8" in page_of(run)
-    write_results(run / "sweep", "my run")
+def test_scores_of_several_lengths_of_the_memory_are_a_table_and_a_chart(run: Path) -> None:
+    write_results(run)
     page = page_of(run)
-    assert "Not measured yet" not in page
-    for text in ("2.6000", "≥ 16 (8 to 24)", "the protocol line"):
+    assert "Loss by length of the memory" in page
+    for text in (">2.6000<", "the protocol line", '<th class="number">bits per byte</th>'):
         assert text in page, text
 
 
-def test_an_evaluation_is_shown_once_and_with_its_details(run: Path, tmp_path: Path) -> None:
+def test_an_evaluation_is_shown_once_and_with_its_details(run: Path) -> None:
     (run / "evaluations").mkdir()
-    plain, elsewhere = evaluation("my run", 8, 2.5), tmp_path / "scores"
-    (run / "evaluations" / "test-0.json").write_text(json.dumps(plain))
-    elsewhere.mkdir()
-    detailed = [evaluation("my run", 8, 2.5, details=True)]
-    (elsewhere / "result.json").write_text(json.dumps(detailed))
-    (shown,) = read_run(run, results=[elsewhere]).results.evaluations
+    for name, details in (("test-0", False), ("test-1", True)):
+        result = evaluation("my run", 8, 2.5, details=details)
+        (run / "evaluations" / f"{name}.json").write_text(json.dumps(result))
+    (shown,) = read_run(run).results
     assert shown.details is not None
-    assert len(shown.details.by_segment_position) == 9
+    assert list(memory_chart([shown])) == []
 
 
 @without_charts
 def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "deeper" / "my run", mem_len=0)
-    write_results(run / "sweep", "my run")
+    write_results(run)
     records = [read_run(run), read_run(other)]
     page = run_page(records)
     assert "2 runs compared" in page
-    assert '<th scope="col">deeper/my run</th>' in page, "names that differ"
-    cells = re.findall(r"<tr><td>model.mem_len</td><td[^>]*>(\d+)</td><td[^>]*>(\d+)", page)
+    assert "<th>deeper/my run</th>" in page, "names that differ"
+    cells = re.findall(r"<td>model.mem_len</td><td[^>]*>(\d+)</td><td[^>]*>(\d+)", page)
     assert cells == [("8", "0")]
     assert "<td>training.num_steps" not in page, "equal settings are not listed"
-    assert page.count("2.6000") == 1, "a result is shown once"
+    assert page.count(">2.6000<") == 1, "a result is shown once"
 
 
 @without_charts
@@ -292,22 +243,6 @@ def test_the_page_is_kept_with_the_run_in_mlflow(run: Path) -> None:
     assert kept.read_bytes() == (run / "report.html").read_bytes()
 
 
-@without_charts
-@pytest.mark.parametrize(
-    ("settings", "described"),
-    [
-        ("mem_len: 0\n  memory: recurrent", "none (mem_len 0)"),
-        ("mem_len: 8\n  memory: tokens\n  memory_tokens: 32", "tokens, memory_tokens 32"),
-        ("mem_len: 8\n  memory: compressive\n  compressed_len: 4",
-         "compressive, 8 tokens per layer, compressed_len 4"),
-        ("mem_len: edited\n  memory: recurrent", "recurrent, edited tokens per layer"),
-    ],
-)  # fmt: skip
-def test_the_kind_of_memory_is_named(run: Path, settings: str, described: str) -> None:
-    (run / "config.yaml").write_text(f"model:\n  {settings}\n")
-    assert f"<td>{described}</td>" in page_of(run)
-
-
 def test_a_viewport_is_set() -> None:
     """Without it a phone shows the page of a wide screen, in tiny text."""
-    assert 'name="viewport" content="width=device-width' in html_page("t", "", [])
+    assert 'name="viewport" content="width=device-width' in html_page("t", [])

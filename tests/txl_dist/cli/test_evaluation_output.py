@@ -25,15 +25,15 @@ from txl_dist.analysis.plots import plot_table
 from txl_dist.cli.evaluation_output import (
     RESULT_NAME,
     document_lines,
-    print_scores,
-    score_objects,
+    print_results,
+    record_results,
     with_differences,
     write_evaluation,
 )
 from txl_dist.convert.stored_model import find_model
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.job import EvaluationJob, evaluation_job
-from txl_dist.evaluation.result import EvaluationResult
+from txl_dist.evaluation.result import EvaluationResult, Result
 from txl_dist.evaluation.scores import SCORES, NamedSums, score
 
 
@@ -45,13 +45,20 @@ def scored(**changes: Any) -> dict[str, Any]:
     return {
         "checkpoint": "runs/a_$b/step-00000010",
         "split": "valid",
+        "mode": "exact",
         "weights": "last",
         "tgt_len": 8,
         "mem_len": 4,
         "clamp_len": None,
         "same_length": False,
-        "perplexity": 9.0,
+        "tokens_scored": 3,
+        "data_sha256": "d",
+        "model_sha256": "m",
+        "protocol": "p",
+        "nats_per_token": 3.0,
         "details": {
+            "interval": None,
+            "num_documents": 3,
             "token_frequency_counted_on": "train",
             "by_document_position": rows,
             "by_segment_position": rows,
@@ -62,8 +69,9 @@ def scored(**changes: Any) -> dict[str, Any]:
 
 
 def write(directory: Path, objects: list[dict[str, Any]]) -> dict[str, bytes]:
+    results = [Result.model_validate(each) for each in objects]
     with StagedDirectory(directory, last=RESULT_NAME) as staged:
-        names = write_evaluation(staged, objects, objects)
+        names = write_evaluation(staged, objects, results)
     assert {path.name for path in directory.iterdir()} == set(names)
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -236,7 +244,7 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
     sizes = [len(text.encode()) for text in texts]
     bits = result.sums.nats / (sum(sizes) * math.log(2))
     assert result.scores["bits_per_byte"] == pytest.approx(bits)
-    assert result.to_json()["bytes_scored"] == sum(sizes)
+    assert result.record(checkpoint="", data="", num_workers=1).bytes_scored == sum(sizes)
     documents = [json.loads(line)["bytes"] for line in document_lines(planned, [result])]
     is_exact = family in ("gpt2", "llama3", "char") or (family in KEEPS_PLAIN and texts == PLAIN)
     if family != "word":  # which keeps some texts and not others
@@ -245,17 +253,17 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
     part = replace(job, settings=replace(job.settings, max_tokens=6))
     planned = [plan_job(part, per_document=True)]
     (result,) = evaluate_on_workers(planned, InProcess())
-    (content,) = score_objects(planned, [result], 1)
-    print_scores([content])
+    (content,) = record_results(planned, [result], 1)
+    print_results([content])
     printed = capsys.readouterr().out
     if family in ("gpt2", "llama3", "char"):
         tokenizer = find_model(model).load_with_tokenizer()[1]
         read, _ = read_range(open_split(job.data, "train"), 0, 6)
-        assert content["bytes_scored"] == len(tokenizer.decode_bytes(read))
+        assert content.bytes_scored == len(tokenizer.decode_bytes(read))
         assert "only the first" not in printed.split("protocol")[0]
     else:
-        assert (content["bits_per_byte"], content["bytes_scored"]) == (None, None)
-        assert "only the first 6 tokens" in content["not_counted"]
+        assert (content.scores["bits_per_byte"], content.bytes_scored) == (None, None)
+        assert "only the first 6 tokens" in (content.not_counted or "")
         assert "bytes            not known: only the first 6 tokens" in printed
         assert "bits per byte" not in printed
         assert {json.loads(line)["bytes"] for line in document_lines(planned, [result])} == {None}
@@ -282,11 +290,11 @@ def test_the_words_of_a_model_of_bytes_have_no_perplexity(
     job: EvaluationJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = [plan_job(job)]
-    (content,) = score_objects(planned, evaluate_on_workers(planned, InProcess()), 1)
-    print_scores([content])
+    (content,) = record_results(planned, evaluate_on_workers(planned, InProcess()), 1)
+    print_results([content])
     assert "word perplexity" not in capsys.readouterr().out
-    assert content["word_perplexity"] is None
-    assert content["words_scored"] > 0
+    assert content.scores["word_perplexity"] is None
+    assert content.words_scored
 
 
 @pytest.mark.parametrize("job", ["byte"], indirect=True)
@@ -303,14 +311,19 @@ def test_a_new_score_is_one_function(
 
     planned = [plan_job(job, details=True)]
     results = evaluate_on_workers(planned, InProcess())
-    (content,) = score_objects(planned, results, 1)
-    expected = 1000 * math.log(2) * content["bits_per_byte"]
-    assert content["nats_per_kilobyte"] == pytest.approx(expected)
-    low, high = content["details"]["interval"]["nats_per_kilobyte"]
+    (content,) = record_results(planned, results, 1)
+    expected = 1000 * math.log(2) * content.known_scores["bits_per_byte"]
+    assert content.to_json()["nats_per_kilobyte"] == pytest.approx(expected)
+    assert content.details
+    low, high = content.details["interval"]["nats_per_kilobyte"]
     assert low < expected < high
-    print_scores([content])
+    print_results([content])
     printed = capsys.readouterr().out
     assert f"nats per kilobyte  {expected:.4f}" in printed
+    print_results([content, content])
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert "nats per kilobyte" in header
+    assert f"{expected:.4f}" in rows[0]
     assert "without limit" not in printed
 
 
@@ -325,12 +338,12 @@ def test_a_memory_without_limit_is_said_with_the_number_of_independent_chunks(
 ) -> None:
     exported = export_small_model(tmp_path / "model", Path(str(job.data)), memory=kind)
     planned = [plan_job(evaluation_job(exported, job.data, split="train"))]
-    (content,) = score_objects(planned, evaluate_on_workers(planned, InProcess()), 1)
-    print_scores([content])
+    (content,) = record_results(planned, evaluate_on_workers(planned, InProcess()), 1)
+    print_results([content])
     expected = f"more than {len(planned[0].chunks):,} workers would wait"
     assert (expected in capsys.readouterr().out) == is_unbounded
-    assert ("memory tokens, mem_len" in content["protocol"]) == is_unbounded
-    assert (content["context_tokens"] is None) == is_unbounded
+    assert ("memory tokens, mem_len" in content.protocol) == is_unbounded
+    assert (content.context_tokens is None) == is_unbounded
 
 
 @pytest.mark.parametrize("job", ["byte"], indirect=True)
@@ -340,14 +353,14 @@ def test_details_of_several_models_have_the_difference_to_the_first_one(
     other = replace(job, settings=replace(job.settings, mem_len=0))
     planned = [plan_job(each, details=True) for each in (job, other)]
     results = evaluate_on_workers(planned, InProcess())
-    first, second = with_differences(score_objects(planned, results, 1), results)
-    assert "difference" not in first["details"]
-    difference = second["details"]["difference"]
-    assert difference["to"] == first["checkpoint"]
-    expected = (second["nats"] - first["nats"]) / first["tokens_scored"]
+    first, second = with_differences(record_results(planned, results, 1), results)
+    assert "difference" not in first.to_json()["details"]
+    difference = second.to_json()["details"]["difference"]
+    assert difference["to"] == first.checkpoint
+    expected = (second.nats - first.nats) / first.tokens_scored
     assert difference["nats_per_token"] == pytest.approx(expected, abs=1e-9)
     low, high = difference["interval"]
     assert low < expected < high
-    print_scores([first, second])
+    print_results([first, second])
     printed = capsys.readouterr().out
     assert f"{expected:+.4f} nats per token; 95 % interval {low:+.4f} to {high:+.4f}" in printed

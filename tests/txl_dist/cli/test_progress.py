@@ -1,5 +1,6 @@
 """Progress: a live display on a terminal, and rates of work done, not of work that was skipped."""
 
+import json
 import os
 import pty
 import re
@@ -22,21 +23,19 @@ from tests.support.commands import ENVIRONMENT, wait_until
 from txl_dist.cli import progress
 from txl_dist.cli.progress import MIB, TOKENS, WorkUnit, _Work
 
-STEP = (
-    "12:00:00 step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40 | bpb 2.030"
-    " | lr 1.00e-03 | grad 0.500 | mfu 55% | mem valid 100% | data wait 0.0%"
-)
-EVENTS = [
+LINES = [
     "starting 2 ranks on this machine; logs: runs/x/logs",
-    "12:00:00 rank 0 is up",
     "12:00:01 [the model] is built, and this line is longer than the terminal is wide: " + "x" * 90,
-    "12:00:09 rank 0 is up",
+    "12:00:00 step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40 | bpb 2.030",
+    "12:00:10 checkpoint at step 100 | /runs/x",
 ]
+VALUES = {"step": 100, "loss": 3.4123, "tokens_per_second": 12345.0, "seconds_left": 100.0}
 SHOW = f"""
 import sys
+from pathlib import Path
 from txl_dist.cli.progress import run_progress
-with run_progress(200, quiet="quiet" in sys.argv) as on_line:
-    for line in {[*EVENTS, STEP, "12:00:10 checkpoint at step 100 | /runs/x"]!r}:
+with run_progress(Path(sys.argv[1]), 200, quiet="quiet" in sys.argv) as on_line:
+    for line in {LINES!r}:
         on_line(line)
 """
 
@@ -57,37 +56,29 @@ def shown_on_a_terminal(program: str, *words: str) -> str:
     return re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", output).decode().replace("\r", "\n")
 
 
-def test_80_columns_show_the_step_the_time_left_the_restarts_and_the_speed() -> None:
-    *_, row, second = filter(None, shown_on_a_terminal(SHOW).splitlines())
-    assert re.fullmatch(r"\W+ 50% \| step 100 of 200 \| 0:01:(40|3\d) left \| 1 restart *", row)
-    assert second.startswith("loss 3.4123 | ppl 30.30 | tok/s 12,345 | bpb 2.030")
-    assert len(second) <= 80
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(VALUES) + "\n")
+    return tmp_path
 
 
-def test_the_display_loses_no_line_of_the_log() -> None:
-    output = shown_on_a_terminal(SHOW)
-    lines = output.splitlines()
-    assert [line for line in lines if line in EVENTS] == EVENTS
-    assert "12:00:10 checkpoint at step 100 | /runs/x" in lines
-    assert STEP not in output, "step lines are shown in place"
+def test_80_columns_show_a_bar_the_step_the_speed_and_the_time_left(run: Path) -> None:
+    *_, row = filter(None, shown_on_a_terminal(SHOW, str(run)).splitlines())
+    assert re.fullmatch(
+        r"\W+step 100 of 200 \(50%\), loss 3.4123, 12,345 tokens/s, 0:01:40 left *", row[:80]
+    )
 
 
-def test_without_a_terminal_or_with_quiet_there_is_no_display() -> None:
-    plain = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True)
-    assert plain.stdout.splitlines() == [*EVENTS, STEP, "12:00:10 checkpoint at step 100 | /runs/x"]
-    assert shown_on_a_terminal(SHOW, "quiet") == ""
+def test_the_display_loses_no_line_of_the_log(run: Path) -> None:
+    lines = shown_on_a_terminal(SHOW, str(run)).splitlines()
+    assert [line for line in lines if line in LINES] == LINES
 
 
-def test_before_its_first_step_a_start_shows_its_stage() -> None:
-    display = progress.RunDisplay(200)
-    for line in (EVENTS[1], STEP):
-        display.take(line)
-    assert "left" in display.summary()
-    display.take("rank 1 was killed; restart 1 of at most 3, from step 80; 20 steps are lost")
-    assert display.summary() == "50% | step 100 of 200 | starting"
-    assert display.take("12:00:20 evaluation of split valid, 35% scored"), "shown in place"
-    display.take(EVENTS[3])
-    assert display.summary() == "50% | step 100 of 200 | starting | 1 restart"
+def test_without_a_terminal_or_with_quiet_there_is_no_display(run: Path) -> None:
+    command = [sys.executable, "-c", SHOW, str(run)]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert plain.stdout.splitlines() == LINES
+    assert shown_on_a_terminal(SHOW, str(run), "quiet") == ""
 
 
 Lines = Callable[..., list[str]]

@@ -17,13 +17,13 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import train_tokenizer
 from tests.support.commands import run_txl
-from tests.support.run_directories import evaluation
+from tests.support.run_directories import evaluation, start, write_events
 from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
-from txl_dist.analysis.run_results import Evaluation, read_result
 from txl_dist.convert.hub import write_for_hub
 from txl_dist.convert.stored_model import Reading, find_model
 from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.result import Result, read_result
 from txl_dist.training.scores import ScoreTable
 
 ROOT = Path(__file__).parents[3]
@@ -36,8 +36,7 @@ def run(tmp_path: Path) -> Path:
     saving.save(path, step=2)
     table = ScoreTable(saving.CheckpointDirectory(path), is_due=lambda step: True)
     table.add(saving.BEST.model_copy(update={"step": 2, "nats": 21.0, "tokens_scored": 10}))
-    (path / "logs").mkdir(exist_ok=True)
-    (path / "logs" / "rank-0.log").write_text("12:00 a new run | 2 parameters | 1 rank on cpu | x")
+    write_events(path, start(0))
     return path
 
 
@@ -128,7 +127,7 @@ def test_the_card_says_what_the_run_knows_and_no_more(run: Path, tmp_path: Path)
     assert "| `data.num_lanes` | 3 |\n| `data.lanes_per_step` | 1 |\n| `data.tgt_len` | 4 |" in card
     for unknown in ("None |", "null", "license:", "language:", "hours", "documents of"):
         assert unknown not in card
-    (run / "logs" / "rank-0.log").unlink()
+    (run / "events.jsonl").unlink()
     assert "device of a rank" not in export(run, tmp_path / "again")
 
 
@@ -168,7 +167,7 @@ def test_an_edited_score_is_refused(tmp_path: Path, changes: dict[str, Any]) -> 
     result = {**evaluation("m", mem_len=4, nats=2.5), "bits_per_byte": None}
     path = tmp_path / "score.json"
     path.write_text(json.dumps(result))
-    assert read_result(path, "m") == Evaluation.model_validate(result)
+    assert read_result(path, "m") == Result.model_validate(result)
     path.write_text(json.dumps({**result, **changes}))
     with pytest.raises(CheckpointError, match="not a result of txl eval"):
         read_result(path, "m")

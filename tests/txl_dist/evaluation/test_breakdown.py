@@ -184,7 +184,8 @@ def expected(job: EvaluationJob) -> EvaluationResult:
 
 
 def details(result: EvaluationResult) -> dict[str, Any]:
-    content: dict[str, Any] = result.to_json()["details"]
+    record = result.record(checkpoint="", data="", num_workers=1)
+    content: dict[str, Any] = record.to_json()["details"]
     return content
 
 

@@ -37,8 +37,9 @@ from txl_dist.evaluation.job import (
     combinations,
     evaluation_job,
     parse_sweep,
+    plan_evaluation,
 )
-from txl_dist.evaluation.result import EvaluationResult, plan_evaluation
+from txl_dist.evaluation.result import EvaluationResult
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

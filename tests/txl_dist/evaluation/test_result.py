@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,13 @@ from data_pipeline.shards.manifest import TextCounts
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from txl_dist.evaluation.job import EvaluationSettings
-from txl_dist.evaluation.result import EvaluationResult, ScoredText, Subject, scored_text
+from txl_dist.evaluation.result import (
+    EvaluationResult,
+    Result,
+    ScoredText,
+    Subject,
+    scored_text,
+)
 from txl_dist.evaluation.scores import LossSums
 
 TEXTS = ("the cat sat\non the mat\n", "größe @-@ maß\n")
@@ -53,6 +60,13 @@ def result(text: ScoredText, *, nats: float, num_tokens: int) -> EvaluationResul
         weights="averaged",
         kernels=("sdpa on cpu",),
     )
+
+
+def record(score: EvaluationResult) -> dict[str, Any]:
+    written = score.record(checkpoint="runs/a", data="data/a", num_workers=1)
+    content = written.to_json()
+    assert Result.model_validate(json.loads(json.dumps(content))) == written
+    return content
 
 
 def test_word_perplexity_is_the_loss_per_word_line_end_and_document_end(tmp_path: Path) -> None:
@@ -101,7 +115,7 @@ def test_a_number_outside_the_range_of_a_float_is_null_in_json() -> None:
     text = ScoredText(TextCounts(words=1, line_ends=0, characters=37))
     score = result(text, nats=800.0, num_tokens=2)
     assert score.scores["word_perplexity"] == math.inf
-    content = score.to_json()
+    content = record(score)
     assert content["word_perplexity"] is None
     json.dumps(content, allow_nan=False)
 
@@ -114,7 +128,7 @@ def test_without_counts_the_scores_are_absent_and_the_reason_is_named(tmp_path: 
     ):
         score = result(text, nats=60.0, num_tokens=41)
         assert (score.scores["word_perplexity"], score.scores["bits_per_character"]) == (None, None)
-        content = score.to_json()
+        content = record(score)
         assert reason in content["not_counted"]
         assert reason in content["protocol"]
 
@@ -130,7 +144,7 @@ def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
         "word = whitespace-separated word (9), line end (3) or document end (2) of the text as "
         "prepared, not detokenized"
     )
-    assert score.to_json()["protocol"] == score.protocol
+    assert record(score)["protocol"] == score.protocol
     unlimited = replace(score, settings=replace(SETTINGS, clamp_len=None))
     assert "clamp_len none" in unlimited.protocol
 
@@ -140,7 +154,7 @@ def test_token_ids_have_no_words_and_no_characters(tmp_path: Path) -> None:
     settings = PrepareSettings(format="ids", tokenizer="ids", vocab_size=4, end_of_document=3)
     prepare_dataset([tmp_path / "in.jsonl"], tmp_path / "data", settings)
     text = scored_text(open_split(tmp_path / "data", "train"))
-    scores = result(text, nats=3.0, num_tokens=6).to_json()
+    scores = record(result(text, nats=3.0, num_tokens=6))
     assert scores["word_perplexity"] is None
     assert scores["bits_per_character"] is None
     assert "token ids" in scores["not_counted"]

@@ -37,16 +37,10 @@ def end(rank: int, code: int, error: TxlError | None = None, *, hung: bool = Fal
     return RankEnded(rank, code, error, hung=hung)
 
 
-LOG = """rank 1 is up
-Traceback (most recent call last):
-OSError: of an earlier start
-12:00:00 rank 1 is up
-this rank failed
-Traceback (most recent call last):
+LOG = """Traceback (most recent call last):
   File "x.py", line 1, in <module>
     import x
 ImportError: no x
-frame #1: start
 
 """
 
@@ -81,7 +75,7 @@ def failure(
         (
             [end(0, -signal.SIGKILL, hung=True), end(1, 1)],
             TxlError,
-            "rank 1 ended with code 1 (its log: ImportError: no x). ",
+            "rank 1 ended with code 1 (the end of its log: ImportError: no x). ",
             True,
         ),
     ],

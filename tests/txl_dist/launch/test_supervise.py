@@ -2,6 +2,7 @@
 too often or do not stop: with a rank group whose ranks are data.
 """
 
+import json
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator
@@ -93,6 +94,9 @@ class ScriptedGroup(Launcher):
         """The ranks start, and rank 0 logs a step."""
         places = {rank: f" (node 10.0.0.{rank + 1}, pid {100 + rank})" for rank in range(num_ranks)}
         yield [RanksUp(places, set("ab"[:num_ranks]))]
+        with self.directory.metrics.open("a") as metrics:
+            metrics.write(f'{{"step": {step}, "tokens": 1}}\n')
+        self.directory.event_log.write("first_line", "first step line", step=step)
         with self.directory.log(0).open("a") as log:
             log.write(f"12:00:00 step {step} | loss 1.0\n")
         while not any(f" step {step} " in line for line in self.lines):
@@ -395,14 +399,6 @@ def test_a_group_that_is_lost_after_a_stop_request_has_stopped(tmp_path: Path) -
         group.run(lose_head)
 
 
-def test_the_last_word_after_a_stop_request_is_left_to_the_error_of_the_launch() -> None:
-    lines: list[str] = []
-    output = launch_files.LaunchOutput(lines.append)
-    for line in ("12:00:00 checkpoint at step 9", "12:00:01 stopped on request after step 9; x"):
-        output.print_log_line(line)
-    assert lines == ["12:00:00 checkpoint at step 9"]
-
-
 def test_a_status_is_due_after_a_silence_until_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -417,7 +413,8 @@ def test_a_status_is_due_after_a_silence_until_the_first_step(
     assert not output.status_is_due, "the line ends the silence"
     clock += launch_files.STATUS_SECONDS + 1
     output.print_wait(are_up=True)
-    output.print_log_line("12:00:01 first batch")  # a step is slow, or has no line
+    about = {"time": 1.0, "attempt": 1, "text": ""}
+    output.take_event(json.dumps({**about, "kind": "first_batch"}))  # a step is slow
     clock += launch_files.STATUS_SECONDS + 1
     assert not output.status_is_due
     clock += launch_files.TRAINING_SECONDS
@@ -429,6 +426,6 @@ def test_a_status_is_due_after_a_silence_until_the_first_step(
         f"still starting (10 s): {loading}",
         "training for 45 s until the first step line",
     ]
-    output.print_log_line("12:00:00 step 1 | loss 3.4")
+    output.take_event(json.dumps({**about, "kind": "first_line"}))
     clock += launch_files.STATUS_SECONDS + 1
     assert not output.status_is_due

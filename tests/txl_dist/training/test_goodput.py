@@ -1,6 +1,5 @@
 """Every second of a run has one cause, through kills and resumes."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,17 +7,17 @@ from typing import Any
 import pytest
 
 from tests.support.gloo_ranks import RankGroups
+from tests.support.run_directories import event, start, write_events
 from tests.support.training_runs import NO_EVALUATION, metrics, tiny_job, train
-from txl_dist.evaluation.scores import LossSums
+from txl_dist.events import EVENTS, EventLog, read_events
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.world import World
 from txl_dist.training import goodput
-from txl_dist.training.goodput import MAX_CHECKPOINTS, Goodput
+from txl_dist.training.goodput import RunEvents, WallTime
 from txl_dist.training.job import TrainJob
 from txl_dist.training.state import TrainState
-from txl_dist.training.step import StepResult, TrainStep
+from txl_dist.training.step import TrainStep
 
-RESULT = StepResult(LossSums(), gradient_norm=1.0, memory_valid=1.0, raised=frozenset())
 START_UP_SECONDS, STEP_SECONDS, SAVE_SECONDS = 7.0, 2.0, 1.0
 
 
@@ -51,22 +50,26 @@ class Process:
         *,
         step: int = 0,
         interval: int = 5,
-        is_finished: bool = False,
+        num_steps: int = 1000,
+        reached_step: int = 0,
     ) -> None:
         self.activity, self.clocks, self.step, self.interval = Activity(), clocks, step, interval
         self.activity.reset()
         clocks.wait(START_UP_SECONDS)
-        path = run / "goodput.json"
-        self.goodput = Goodput(path, self.activity, step=step, is_finished=is_finished)
+        log, seconds = EventLog(run / EVENTS, lambda: 1), sum(self.activity.seconds().values())
+        facts = {"reached_step": reached_step, "process_seconds": seconds}
+        log.write(**start(step, num_steps=num_steps, **facts))
+        self.goodput = RunEvents(log, self.activity)
+        self.goodput.start(TrainState(step=step))
 
     def train(self, num_steps: int) -> "Process":
         for _ in range(num_steps):
+            self.goodput.segment(self.step + 1)
             self.activity.enter(Span.FORWARD)
             # The first step of a process is a part of its start-up.
             self.clocks.wait(STEP_SECONDS if self.activity.num_steps else 0)
             self.activity.end_step()
             self.step += 1
-            self.goodput.step(TrainState(step=self.step), RESULT)
             if self.step % self.interval == 0:
                 self.activity.enter(Span.SAVE_WAIT)
                 self.clocks.wait(SAVE_SECONDS)
@@ -84,7 +87,7 @@ class Process:
         return "".join(lines)
 
 
-def values_of(goodput: Goodput) -> dict[str, float]:
+def values_of(goodput: RunEvents) -> dict[str, float]:
     """Its metrics in a line."""
     values: dict[str, float] = {}
     goodput.line(TrainState(), values)
@@ -94,15 +97,17 @@ def values_of(goodput: Goodput) -> dict[str, float]:
 def test_the_causes_of_a_killed_run_add_up_to_its_wall_time(tmp_path: Path, clocks: Clocks) -> None:
     began = clocks.wall
     Process(tmp_path, clocks).train(13)  # killed after step 13, saved at step 10
+    # The launcher or another rank notices it.
+    write_events(tmp_path, event("rank_lost", "rank 0 is gone"))
     clocks.wait(60)
-    Process(tmp_path, clocks, step=10)  # killed before its first step
+    Process(tmp_path, clocks, step=10, reached_step=13)  # killed before its first step
     clocks.wait(30)
     last = Process(tmp_path, clocks, step=10).train(11)
     seconds = last.goodput.seconds
     assert sum(seconds.values()) == pytest.approx(clocks.wall - began)
     assert seconds["steps"] == (9 + 10) * STEP_SECONDS
     assert seconds["lost steps"] == 3 * STEP_SECONDS
-    # The second process ended without an update after that of its start.
+    # Nobody says when the second process ended.
     assert seconds["down"] == 60 + 30
     assert seconds["start-up"] == 3 * START_UP_SECONDS
     assert seconds["save wait"] == 4 * SAVE_SECONDS
@@ -116,20 +121,16 @@ def test_the_causes_of_a_killed_run_add_up_to_its_wall_time(tmp_path: Path, cloc
 
 
 @pytest.mark.parametrize("resumed_at", [5, 10])
-def test_steps_after_the_last_update_are_lost_too(
+def test_steps_of_metrics_after_the_last_event_are_lost_too(
     tmp_path: Path, clocks: Clocks, resumed_at: int
 ) -> None:
-    """metrics.jsonl knows of them, but goodput.json is written every two seconds at most."""
     Process(tmp_path, clocks).train(12)
-    clocks.wait(0.5)
-    activity = Activity()
-    activity.reset()
-    path = tmp_path / "goodput.json"
-    first = Goodput(path, activity, step=resumed_at, reached_step=14)
+    first = Process(tmp_path, clocks, step=resumed_at, reached_step=14).goodput
     assert values_of(first)["lost_steps"] == 14 - resumed_at
-    assert first.seconds["lost steps"] == (12 - resumed_at) * STEP_SECONDS
+    # Until the last save, of step 10: nobody says how long the process lived after it.
+    assert first.seconds.get("lost steps", 0) == (10 - resumed_at) * STEP_SECONDS
     # If that process is killed too, the next one does not count them again.
-    again = Goodput(path, activity, step=resumed_at, reached_step=resumed_at)
+    again = Process(tmp_path, clocks, step=resumed_at, reached_step=resumed_at).goodput
     assert values_of(again)["lost_steps"] == 14 - resumed_at
 
 
@@ -158,14 +159,8 @@ def test_a_step_that_never_ended_is_not_productive(tmp_path: Path, clocks: Clock
     process.activity.enter(Span.BACKWARD)
     clocks.wait(300)
     assert process.end().startswith("summary | 0 restarts, 0 steps lost | goodput 2.5% of 0:05:16")
-    stored = json.loads((tmp_path / "goodput.json").read_text())["seconds"]
+    stored = WallTime.of(read_events(tmp_path)).seconds
     assert (stored["steps"], stored["lost steps"]) == (4 * STEP_SECONDS, 300)
-
-
-def test_the_time_after_the_last_update_is_down_time(tmp_path: Path, clocks: Clocks) -> None:
-    Process(tmp_path, clocks).train(5)
-    clocks.wait(0.9)  # in a step that never ended
-    assert Process(tmp_path, clocks, step=5).goodput.seconds["down"] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("jump", [-1e6, 0.0])
@@ -181,12 +176,12 @@ def test_a_wall_clock_that_jumps_back_gives_no_negative_time(
 
 
 def test_a_finished_run_that_is_extended_was_not_down(tmp_path: Path, clocks: Clocks) -> None:
-    Process(tmp_path, clocks).train(5).end(is_complete=True)
-    before = (tmp_path / "goodput.json").read_bytes()
+    Process(tmp_path, clocks, num_steps=5).train(5).end(is_complete=True)
+    before = WallTime.of(read_events(tmp_path)).seconds
     clocks.wait(1e6)
-    again = Process(tmp_path, clocks, step=5, is_finished=True)
+    again = Process(tmp_path, clocks, step=5, num_steps=5)
     assert again.end(is_complete=True) == ""
-    assert (tmp_path / "goodput.json").read_bytes() == before, "nothing was trained"
+    assert WallTime.of(read_events(tmp_path)).seconds == before, "nothing was trained"
     again = Process(tmp_path, clocks, step=5)
     seconds = again.train(2).goodput.seconds
     assert (seconds["down"], values_of(again.goodput)["restarts"]) == (0, 0)
@@ -208,10 +203,10 @@ def test_a_start_that_continues_a_finished_run_counts_if_it_is_killed_at_once(
 def test_an_old_checkpoint_loses_about_the_time_of_its_steps(
     tmp_path: Path, clocks: Clocks
 ) -> None:
-    """Also where its own line is no longer in the file: interpolated, to one step's time."""
-    Process(tmp_path, clocks, interval=1).train(5 * MAX_CHECKPOINTS)
-    stored = json.loads((tmp_path / "goodput.json").read_text())["productive"]
-    assert len(stored) == MAX_CHECKPOINTS
+    """Also where its own event was lost: interpolated, to one step's time."""
+    Process(tmp_path, clocks, interval=1).train(100)
+    lines = (tmp_path / EVENTS).read_text().splitlines()
+    (tmp_path / EVENTS).write_text("\n".join(x for x in lines if '"step":30,' not in x) + "\n")
     seconds = Process(tmp_path, clocks, step=30).goodput.seconds
     assert seconds["steps"] == pytest.approx(29 * STEP_SECONDS, abs=STEP_SECONDS)
     assert seconds["lost steps"] == pytest.approx(70 * STEP_SECONDS, abs=STEP_SECONDS)
@@ -228,16 +223,6 @@ def test_a_rollback_inside_a_process_counts_its_steps_as_lost(
     assert seconds["lost steps"] == 3 * STEP_SECONDS
     assert seconds["steps"] == (9 + 4) * STEP_SECONDS
     assert values_of(process.goodput)["lost_steps"] == 3
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"updated": 1}', b"\xff"])
-def test_after_a_damaged_file_the_goodput_is_counted_anew(
-    tmp_path: Path, clocks: Clocks, content: bytes
-) -> None:
-    (tmp_path / "goodput.json").write_bytes(content)
-    process = Process(tmp_path, clocks, step=5).train(5)
-    assert process.goodput.seconds["steps"] == 4 * STEP_SECONDS
-    assert values_of(Process(tmp_path, clocks, step=10).goodput)["restarts"] == 1
 
 
 def train_until(world: World, job: TrainJob, last: int) -> int:

@@ -23,7 +23,9 @@ from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.copies import copy_name
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.events import read_events
 from txl_dist.runtime.world import World
+from txl_dist.training.goodput import WallTime
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.setup import build_trainer
@@ -50,8 +52,8 @@ def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
     assert ranks(num_ranks).run(in_cloud, aws, train, job) == [0] * num_ranks
     assert "resuming at step 10" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert losses(tmp_path / "run") == losses(straight.run_path)
-    goodput = json.loads((tmp_path / "run/goodput.json").read_text())
-    assert (goodput["restarts"], goodput["seconds"]["down"] > 0) == (1, True)
+    time = WallTime.of(read_events(tmp_path / "run"))
+    assert (time.restarts, time.seconds["down"] > 0) == (1, True)
     local = CheckpointDirectory(tmp_path / "run")
     assert remote_steps(bucket) == local.steps(), "the same retention"
     # The upload may have read an older one at the last removal; a later run removes it.

@@ -42,7 +42,7 @@ from txl_dist.training.state import TrainState, load_state
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
 CLOCK = (
     "time", "tokens_per_second", "mfu", "peak_flops", "data_wait", "save_wait", "evaluation_wait",
-    "goodput",
+    "goodput", "seconds_left",
 )  # fmt: skip
 """Metrics that depend on the machine and differ between any two runs."""
 RESUMES = ("restarts", "lost_steps")

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sqlite3
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -176,6 +177,8 @@ class MlflowTracker:
             tags["txl.parent"] = run.previous
         if run.parent:
             tags["mlflow.parentRunId"] = run.parent
+        elif commit := _git_commit():
+            tags["mlflow.source.git.commit"] = commit
         created = self._client.create_run(experiment_id, tags=tags, run_name=run.name)
         return str(created.info.run_id)
 
@@ -273,6 +276,17 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
+
+
+def _git_commit() -> str | None:
+    """The commit of this code if it runs from a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def clean_key(key: str) -> str:

@@ -4,6 +4,7 @@ import getpass
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import sqlite3
@@ -61,6 +62,7 @@ def test_a_run_is_recorded_with_its_settings_config_and_end(run_dir: Path) -> No
     assert run.data.tags["t"] == "v"
     assert run.data.tags["mlflow.user"] == getpass.getuser()
     assert run.data.tags["mlflow.source.name"] == "txl train"
+    assert re.fullmatch(r"[0-9a-f]{40}", run.data.tags["mlflow.source.git.commit"])
     assert run.data.tags["mlflow.source.type"] == "LOCAL"
     assert str(run_dir) in run.data.tags["mlflow.note.content"]
     database = run_dir.parent / "mlflow.db"

@@ -27,7 +27,12 @@ from txl_dist.errors import CheckpointError
 from txl_dist.generation.generate import generate_batch
 from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import EXACT_THREADS, torch_threads
+from txl_dist.runtime.device import (
+    EXACT_THREADS,
+    default_device,
+    require_triton,
+    torch_threads,
+)
 from txl_dist.sequence import SequenceReader
 
 R = TypeVar("R", "ScoringRequest", "GenerationRequest")
@@ -119,10 +124,12 @@ def open_model(source: ModelSource) -> tuple[TransformerXL, Tokenizer]:
     return model.to(_device(source.device)), tokenizer
 
 
-def _device(name: str | None) -> str:
+def _device(name: str | None) -> torch.device:
     """The device on this worker. The harness's default is cuda:0, also where there is no GPU."""
-    name = name or "cuda"
-    return "cpu" if name.startswith("cuda") and not torch.cuda.is_available() else name
+    if name is None or (name.startswith("cuda") and not torch.cuda.is_available()):
+        return default_device()
+    require_triton(device := torch.device(name))
+    return device
 
 
 def score_unit(unit: Unit[ScoringRequest]) -> list[Likelihood]:

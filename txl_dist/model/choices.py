@@ -46,6 +46,8 @@ class AttentionImplementation:
     has_fast_cpu_gradient: bool = True
     needs_triton: bool = False
     """It runs on GPUs, and elsewhere in triton's interpreter only, which is slow."""
+    is_for_cpus: bool = False
+    """It does not run on GPUs."""
     masks_by_reach: bool = False
     """It needs no mask [B, T, S] (visibility.py)."""
     reads_projections: bool = False
@@ -170,8 +172,10 @@ _ATTENTION = (
         masks_by_reach=True,
         max_d_head=256,
     ),
-    AttentionImplementation(name="sdpa", supports_dropout=False, has_fast_cpu_gradient=False),
-    AttentionImplementation(name="cpu", can_be_compiled=False),
+    AttentionImplementation(
+        name="sdpa", is_for_cpus=True, supports_dropout=False, has_fast_cpu_gradient=False
+    ),
+    AttentionImplementation(name="cpu", is_for_cpus=True, can_be_compiled=False),
     AttentionImplementation(name="reference"),
 )
 ATTENTION_IMPLEMENTATIONS = {each.name: each for each in _ATTENTION}

@@ -67,15 +67,16 @@ def choose_implementation(
     """The one called `name`; for `auto`, the fastest one (docs/experiments.md, 2026-11-21).
 
     An implementation that does not support the call, or cannot run on the device, is replaced by
-    the one that `auto` takes.
+    the one that `auto` takes. That a GPU has triton is checked at the start (runtime/device.py).
     """
-    is_cpu_training = device.type == "cpu" and torch.is_grad_enabled()
+    on_gpu, is_trained = device.type == "cuda", torch.is_grad_enabled()
 
     def supports_call(implementation: AttentionImplementation) -> bool:
         return (
             (implementation.supports_dropout or not with_dropout)
             and (implementation.max_d_head is None or d_head <= implementation.max_d_head)
-            and (not implementation.needs_triton or has_triton(device))
+            and not (implementation.is_for_cpus and on_gpu)
+            and (not implementation.needs_triton or on_gpu or has_triton(device))
         )
 
     implementation = ATTENTION_IMPLEMENTATIONS.get(name)
@@ -85,8 +86,8 @@ def choose_implementation(
         candidate
         for candidate in ATTENTION_IMPLEMENTATIONS.values()
         if supports_call(candidate)
-        and (candidate.has_fast_cpu_gradient or not is_cpu_training)
-        and (device.type != "cpu" or not candidate.needs_triton)
+        and (on_gpu or candidate.has_fast_cpu_gradient or not is_trained)
+        and (on_gpu or not candidate.needs_triton)
     )
 
 

@@ -1,16 +1,13 @@
-"""Attention for training on CPUs, and for GPUs without triton if attention weights are dropped.
+"""Attention for training on CPUs, and for all dropout of attention weights there.
 
-It is one autograd node with its own backward.
-The node covers everything between the projections. Compared with autograd through the equation:
+It is one autograd node with its own backward, which covers everything between the projections.
+Compared with autograd through the equation:
 
 - distance scores are one product per head for all lanes, and the relative shift is a view
   (encodings.py);
 - content scores are added in place onto that view;
 - the softmax is computed in place, and the backward keeps one [H, B, T, S] tensor, the weights;
 - the gradient of the shifted view is computed in place, without a copy into zeros.
-
-It also runs on GPUs, with dropout and without triton: torch's kernels draw their own dropout masks,
-while ours must not depend on the number of ranks (docs/decisions/0004).
 """
 
 from typing import Any

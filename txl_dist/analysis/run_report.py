@@ -24,7 +24,7 @@ from txl_dist.analysis.page import (
 from txl_dist.analysis.run_charts import charts_of_runs, memory_charts
 from txl_dist.analysis.run_record import RunRecord, differing_settings, with_distinct_names
 from txl_dist.analysis.run_results import Attention, Evaluation, Recl, curves_by_mem_len
-from txl_dist.model.choices import MEMORY_KINDS
+from txl_dist.model.config import MEMORY_KINDS
 
 _T = TypeVar("_T")
 MAX_EVENTS = 500

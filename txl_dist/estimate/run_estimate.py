@@ -184,8 +184,9 @@ class _Estimator:
         self._models: dict[int, ModelNeeds] = {}
         dtype = TORCH_DTYPE[config.training.memory_dtype]
         state = memory_kind(model).empty(1, dtype=dtype, device="meta")
-        self._lane_bytes = state.bytes_per_lane
-        self._lane_elements = sum(tensor.numel() for tensor in state.row(0).values())
+        tensors = state.row(0).values()
+        self._lane_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._lane_elements = sum(tensor.numel() for tensor in tensors)
         lanes, tgt_len = config.data.rows, config.data.tgt_len
         tails = tail_rows(model, num_tokens=lanes * tgt_len)
         flops = training_flops(

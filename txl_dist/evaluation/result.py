@@ -231,7 +231,7 @@ def plan_evaluation(
         return position - int(age[0])
 
     context = context_tokens(settings, model)
-    knows_start = context is not None or memory_kind(model).documents_are_independent
+    knows_start = context is not None or model.memory_facts.documents_are_independent
     return plan_chunks(
         num_targets=num_targets,
         tgt_len=settings.tgt_len,

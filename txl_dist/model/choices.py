@@ -1,4 +1,4 @@
-"""What a config can name: distance encodings, norms, kinds of memory, attention, and recipes.
+"""What a config can name: distance encodings, norms, attention and recipes (memory: config.py).
 
 To add one, write its class or function and add one entry here. Imports no torch.
 """
@@ -67,26 +67,6 @@ class AttentionImplementation:
         return f"{self.function}_of_projections" if self.reads_projections else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryFacts:
-    """One kind of memory: its class, and what a config has to know of it."""
-
-    implementation: str
-    """The class, a `MemoryKind` (memory/__init__.py), as "module:class"."""
-    keys_are_tokens: bool = False
-    """Attention sees the memory as keys of one token each, as many as `mem_len`. So distances are
-    tokens, and the state of a lane can be taken at any token."""
-    adds_tokens: bool = False
-    """It adds `memory_tokens` tokens to every segment, which write the state. So the state depends
-    on where segments end, and only the losses of later segments train what is written."""
-    settings: tuple[str, ...] = ()
-    """The settings of `ModelConfig` that have an effect on it."""
-
-    @property
-    def uses_mem_len(self) -> bool:
-        return "mem_len" in self.settings
-
-
 DISTANCE_ENCODINGS = {
     "sinusoidal": EncodingFacts(
         implementation="txl_dist.model.encodings:Sinusoidal",
@@ -138,29 +118,6 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 """By the value of `ModelConfig.recipe`: defaults of settings that differ from the paper's. Those of
 the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-today.md)."""
-
-MEMORY_KINDS = {
-    "recurrent": MemoryFacts(
-        implementation="txl_dist.model.memory.recurrent:Recurrent",
-        keys_are_tokens=True,
-        settings=("mem_len", "mem_shares"),
-    ),
-    "compressive": MemoryFacts(
-        implementation="txl_dist.model.memory.compressive:Compressive",
-        settings=("mem_len", "compressed_len", "compression_rate"),
-    ),
-    "tokens": MemoryFacts(
-        implementation="txl_dist.model.memory.tokens:MemoryTokens",
-        adds_tokens=True,
-        settings=("memory_tokens",),
-    ),
-    "recurrent+tokens": MemoryFacts(
-        implementation="txl_dist.model.memory.tokens:RecurrentAndTokens",
-        adds_tokens=True,
-        settings=("mem_len", "mem_shares", "memory_tokens"),
-    ),
-}
-"""By the value of `ModelConfig.memory`."""
 
 # In order of preference: `auto` takes the first that supports the call and the device.
 _ATTENTION = (

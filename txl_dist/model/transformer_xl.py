@@ -150,14 +150,13 @@ class TransformerXL(nn.Module):
         pasts = (memory.past(number, x_BTD) for number in range(len(self.layers)))
         # Built once for all layers of a memory length, including the mask that follows from the
         # ages.
-        num_pasts = [memory.num_past_in(number) for number in range(len(self.layers))]
         context_of = {
             num_past: self._segment_context(
                 x_BTD, memory.reach(read_age_BT), num_past, dropout_masks, on_attention_weights
             )
-            for num_past in dict.fromkeys(num_pasts)
+            for num_past in dict.fromkeys(memory.num_pasts)
         }
-        contexts = [context_of[num_past] for num_past in num_pasts]
+        contexts = [context_of[num_past] for num_past in memory.num_pasts]
         run_layers = self.recorded_layers or self.run_layers
         hidden = run_layers(x_BTD, pasts, contexts)
         x_BTD = hidden[-1]

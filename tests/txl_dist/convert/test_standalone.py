@@ -36,8 +36,8 @@ from txl_dist.convert.stored_model import Reading
 from txl_dist.errors import ConfigError
 from txl_dist.generation.generate import generate_texts
 from txl_dist.generation.text import Sampling, TextLimits
-from txl_dist.model.choices import DISTANCE_ENCODINGS, MEMORY_KINDS
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.choices import DISTANCE_ENCODINGS
+from txl_dist.model.config import MEMORY_KINDS, ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
 ADAPTIVE = {"cutoffs": (4, 9), "div_val": 2, "d_embed": 8, "tie_projs": (False, True, False)}

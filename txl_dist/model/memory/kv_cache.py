@@ -150,11 +150,8 @@ class KVCache(SequenceState):
         return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for mem_len in mem_lens))
 
     @property
-    def num_past(self) -> int:
-        return max(layer.mem_len for layer in self.layers)
-
-    def num_past_in(self, number: int) -> int:
-        return self.layers[number].mem_len
+    def num_pasts(self) -> tuple[int, ...]:
+        return tuple(layer.mem_len for layer in self.layers)
 
     def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
         return self.layers[number]

@@ -27,8 +27,6 @@ from txl_dist.model.memory.kv_cache import KVCache, require_recurrent
 class Recurrent(MemoryKind):
     """`model.memory: recurrent`. In inference its keys and values are cached."""
 
-    caches_keys = True
-
     def receptive_tokens(self, tgt_len: int) -> int:
         """Each layer sees its memory before its segment, so whole segments per layer.
 
@@ -69,12 +67,9 @@ class RecurrentMemory(SequenceState):
     layers: tuple[Tensor, ...]
 
     @property
-    def num_past(self) -> int:
-        """Tokens per lane, including the zeros before the start of a stream, in the longest."""
-        return max(layer.shape[1] for layer in self.layers)
-
-    def num_past_in(self, number: int) -> int:
-        return self.layers[number].shape[1]
+    def num_pasts(self) -> tuple[int, ...]:
+        """Tokens per lane and layer, including the zeros before the start of a stream."""
+        return tuple(layer.shape[1] for layer in self.layers)
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         """The memory of a layer with the dtype of its input; itself if it has that."""

@@ -20,8 +20,7 @@ from txl_dist.model.attention import choose_implementation
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
-from txl_dist.model.memory.kv_cache import KVCache
-from txl_dist.model.memory.recurrent import RecurrentMemory
+from txl_dist.model.memory.recurrent import KVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 
 pytestmark = pytest.mark.gpu

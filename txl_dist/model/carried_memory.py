@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.model.attention import AttentionWeightsCallback
-from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
-from txl_dist.model.memory.recurrent import RecurrentMemory
+from txl_dist.model.memory.recurrent import KVCache, LayerKVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import check_targets
 

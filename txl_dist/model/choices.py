@@ -35,7 +35,8 @@ class EncodingFacts:
 class AttentionImplementation:
     """One implementation of attention; all compute the same numbers (attention/__init__.py).
 
-    Its name is also that of its module in `txl_dist/model/attention` and of the function there.
+    Its name is also that of its function, and of the module in `txl_dist/model/attention`; those
+    for CPUs are in cpu.py.
     """
 
     name: str
@@ -59,7 +60,8 @@ class AttentionImplementation:
     @property
     def function(self) -> str:
         """Where its `AttentionFunction` is, as "module:name"."""
-        return f"txl_dist.model.attention.{self.name}:{self.name}"
+        module = "cpu" if self.is_for_cpus else self.name
+        return f"txl_dist.model.attention.{module}:{self.name}"
 
     @property
     def function_of_projections(self) -> str | None:

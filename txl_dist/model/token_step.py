@@ -27,7 +27,7 @@ from txl_dist.model.attention import head_gates
 from txl_dist.model.encodings import DistanceTerms, apply_rotary, cast_like
 from txl_dist.model.layer import Layer, combined
 from txl_dist.model.memory import SequenceState
-from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
+from txl_dist.model.memory.recurrent import KVCache, LayerKVCache
 from txl_dist.model.norms import normalise
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys

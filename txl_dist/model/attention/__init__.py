@@ -1,10 +1,10 @@
 """The attention layer: projections, and the choice of the implementation that computes attention.
 
-Each is an `AttentionFunction` with the same result, in the module of its name:
+Each is an `AttentionFunction` of its name, with the same result:
 
     reference.py    the equation, term by term; slow
-    cpu.py          one autograd node with its own backward: training on CPUs, and dropout
-    sdpa.py         torch's scaled_dot_product_attention: inference on CPUs
+    cpu.py          `cpu`: one autograd node with its own backward: training on CPUs, and dropout;
+                    `sdpa`: torch's scaled_dot_product_attention: inference on CPUs
     triton.py       kernels for GPUs, which store no weights and build no mask
 
 Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
@@ -32,7 +32,7 @@ from txl_dist.model.encodings import (
     encoding_class,
     heads_first,
 )
-from txl_dist.model.memory.kv_cache import LayerKVCache
+from txl_dist.model.memory.recurrent import LayerKVCache
 from txl_dist.model.norms import normalise
 from txl_dist.model.visibility import Visibility
 

@@ -1,9 +1,9 @@
 """Kinds of memory: what a model carries from one segment to the next, by lane.
 
-    recurrent.py     the inputs of each layer for the last tokens (the paper's)
+    recurrent.py     the inputs of each layer for the last tokens (the paper's); for inference, keys
+                     and values
     compressive.py   the same, and averages of older tokens
     tokens.py        vectors that the model reads and writes as tokens of a segment
-    kv_cache.py      keys and values of a recurrent memory, for inference
 
 `MemoryKind` is what a kind computes from the config, `SequenceState` the state of some lanes. A new
 kind is a module with both, and in model/config.py an entry in `MEMORY_KINDS` and its settings. To

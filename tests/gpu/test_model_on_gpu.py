@@ -223,7 +223,5 @@ def test_a_kv_cache_has_the_numbers_of_the_memory(implementation: str) -> None:
 def test_auto_takes_a_form_for_gpus() -> None:
     config = ModelConfig(vocab_size=11)
     for with_dropout in (False, True):
-        implementation = choose_implementation(
-            config.attention, device=DEVICE, with_dropout=with_dropout, d_head=config.d_head
-        )
+        implementation = choose_implementation(config, DEVICE, with_dropout=with_dropout)
         assert implementation is not ATTENTION_IMPLEMENTATIONS["reference"]

@@ -27,7 +27,6 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.rank_bytes import ActivationPeaks, ModelNeeds, Parameter, ZeroSettings
 from txl_dist.model import attention, devices
 from txl_dist.model.attention import choose_implementation
-from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import KeepBits
 from txl_dist.model.encodings import encode_distances
@@ -236,18 +235,9 @@ class _ClusterRows(LiveBytes):
 
 def _as_on_device(config: ModelConfig, device: Device) -> ModelConfig:
     """The config with the implementation of attention that training takes on `device`."""
-    chosen = choose_implementation(
-        config.attention,
-        device=torch.device(device),
-        with_dropout=config.dropatt > 0,
-        d_head=config.d_head,
-    )
-    name = next(
-        name
-        for name, implementation in ATTENTION_IMPLEMENTATIONS.items()
-        if implementation is chosen
-    )
-    return replace(config, attention=name)
+    with_dropout = config.dropatt > 0
+    chosen = choose_implementation(config, torch.device(device), with_dropout=with_dropout)
+    return replace(config, attention=chosen.name)
 
 
 @contextmanager

@@ -190,7 +190,6 @@ class ModelConfig:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
         self._check_memory_kind()
         self._check_memory_shares()
-        self._check_compression()
         self._check_vectors()
         self._check_clusters()
 
@@ -204,7 +203,9 @@ class ModelConfig:
         for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "memory_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("vocab_size", "mem_len"):
+        if self.compression_rate < 2:
+            raise ValueError(f"compression_rate={self.compression_rate} must be at least 2")
+        for name in ("vocab_size", "mem_len", "compressed_len"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         scale = self.attention_scale
@@ -261,12 +262,6 @@ class ModelConfig:
                 raise ValueError(
                     f"{name}={value} is not supported by memory={self.memory}; remove it"
                 )
-
-    def _check_compression(self) -> None:
-        if self.compression_rate < 2:
-            raise ValueError(f"compression_rate={self.compression_rate} must be at least 2")
-        if (self.compressed_len or 0) < 0:
-            raise ValueError(f"compressed_len={self.compressed_len} must not be negative")
 
     def _check_memory_shares(self) -> None:
         shares = self.mem_shares

@@ -5,7 +5,7 @@ does not import triton; the kernels' module is imported when one runs.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +47,10 @@ def linear_cross_entropy(
     """
     device = x_NE.device.type
     is_cast = torch.is_autocast_enabled(device)
-    plan = _Plan(
-        chunks=_chunks(len(x_NE), max(1, max_logits // len(weight_VE))),
-        dtype=torch.get_autocast_dtype(device) if is_cast else x_NE.dtype,
-    )
+    dtype = torch.get_autocast_dtype(device) if is_cast else x_NE.dtype
+    chunks = _chunks(len(x_NE), max(1, max_logits // len(weight_VE)))
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, plan)
+        return _LinearCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, chunks, dtype)
 
 
 def _chunks(num_rows: int, most: int) -> tuple[slice, ...]:
@@ -62,25 +60,21 @@ def _chunks(num_rows: int, most: int) -> tuple[slice, ...]:
     return tuple(slice(start, min(start + size, num_rows)) for start in starts)
 
 
-class _Plan(NamedTuple):
-    chunks: tuple[slice, ...]
-    dtype: torch.dtype
-    """Of the products."""
-
-
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_N: Tensor, plan: _Plan
-    ) -> Tensor:
-        ctx.plan, ctx.input_dtypes = plan, (x_NE.dtype, weight_VE.dtype, bias_V.dtype)
+        ctx: Any, x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_N: Tensor,
+        chunks: tuple[slice, ...], dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """`dtype`: that of the products."""
+        ctx.chunks, ctx.input_dtypes = chunks, (x_NE.dtype, weight_VE.dtype, bias_V.dtype)
         ctx.width = x_NE.shape[1]
-        x_NE, weight_VE = _with_vectors(x_NE, plan.dtype), _with_vectors(weight_VE, plan.dtype)
-        bias_V = bias_V.to(plan.dtype)
-        total_N = x_NE.new_empty(len(x_NE), dtype=at_least_fp32(plan.dtype))
+        x_NE, weight_VE = _with_vectors(x_NE, dtype), _with_vectors(weight_VE, dtype)
+        bias_V = bias_V.to(dtype)
+        total_N = x_NE.new_empty(len(x_NE), dtype=at_least_fp32(dtype))
         nats_N = torch.empty_like(total_N)
         logit_RV = None
-        for rows in plan.chunks:
+        for rows in chunks:
             del logit_RV  # before the next are computed
             logit_RV = linear(x_NE[rows], weight_VE, bias_V)
             torch.ops.txl_dist.cross_entropy(logit_RV, target_N[rows], total_N[rows], nats_N[rows])
@@ -92,13 +86,13 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_NE, weight_VE, bias_V, target_N, total_N = ctx.saved_tensors
-        plan, (wants_x, wants_weight, wants_bias) = ctx.plan, ctx.needs_input_grad[:3]
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # They are overwritten; another backward (`retain_graph`) computes them again.
         logit_RV, ctx.last_logit_RV = ctx.last_logit_RV, None
         shape, width = (len(x_NE), ctx.width), ctx.width
         d_x_NE = x_NE.new_empty(shape, dtype=ctx.input_dtypes[0]) if wants_x else None
         d_weight_VE = d_bias_V = None
-        for rows in reversed(plan.chunks):
+        for rows in reversed(ctx.chunks):
             if logit_RV is None:
                 logit_RV = linear(x_NE[rows], weight_VE, bias_V)
             torch.ops.txl_dist.cross_entropy_backward_(
@@ -112,7 +106,7 @@ class _LinearCrossEntropy(Function):
                 d_bias_V = _sum(d_bias_V, logit_RV.sum(0, dtype=total_N.dtype))
             logit_RV = None  # before the next are computed
         results = zip((d_x_NE, d_weight_VE, d_bias_V), ctx.input_dtypes, strict=True)
-        return (*(None if x is None else x.to(dtype) for x, dtype in results), None, None)
+        return (*(None if x is None else x.to(dtype) for x, dtype in results), None, None, None)
 
 
 def _with_vectors(x_NE: Tensor, dtype: torch.dtype) -> Tensor:

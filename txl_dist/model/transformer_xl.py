@@ -235,12 +235,8 @@ class TransformerXL(nn.Module):
         on_attention_weights: AttentionWeightsCallback | None,
     ) -> SegmentContext:
         config, num_keys = self.config, num_past + x_BTD.shape[1]
-        implementation = choose_implementation(
-            config.attention,
-            device=x_BTD.device,
-            with_dropout=dropout_masks is not None and config.dropatt > 0,
-            d_head=config.d_head,
-        )
+        with_dropout = dropout_masks is not None and config.dropatt > 0
+        implementation = choose_implementation(config, x_BTD.device, with_dropout=with_dropout)
         needs_mask = not implementation.masks_by_reach or on_attention_weights is not None
         return SegmentContext(
             distances=self.encoding.prepare(

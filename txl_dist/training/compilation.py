@@ -65,10 +65,8 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
     """Let the next forward compile the layers. On GPUs, dropout masks by lane are operators of the
     compiled graph.
     """
-    config = model.config
-    attention = choose_implementation(
-        config.attention, device=device, with_dropout=config.dropatt > 0, d_head=config.d_head
-    )
+    with_dropout = model.config.dropatt > 0
+    attention = choose_implementation(model.config, device, with_dropout=with_dropout)
     if not attention.can_be_compiled:
         for layer in model.layers:
             assert isinstance(layer, Layer)

@@ -15,7 +15,7 @@ from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.model.attention import choose_attention
+from txl_dist.model.attention import choose_implementation
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine, warn_if_busy
 from txl_dist.tracking.journal import MetricsJournal
@@ -194,12 +194,8 @@ def log_start(
         )
     else:
         model, num_parameters = config.model, sum(map(math.prod, shapes.values()))
-        attention = choose_attention(
-            model.attention,
-            device=world.device,
-            with_dropout=model.dropatt > 0,
-            d_head=model.d_head,
-        )
+        with_dropout = model.dropatt > 0
+        attention = choose_implementation(model, world.device, with_dropout=with_dropout)
         stage, is_gpu = config.deepspeed.zero_stage, world.device.type == "cuda"
         computed = config.deepspeed.computed_stage(num_ranks=world.num_ranks, on_gpu=is_gpu)
         replaced = "" if computed == stage else f" (on one GPU computed as stage {computed})"
@@ -207,7 +203,7 @@ def log_start(
         log.info(
             f"{start} | {num_parameters:,} parameters | {counted(world.num_ranks, 'rank')} on "
             f"{world.device.type} | ZeRO stage {stage}{replaced} | {config.precision} "
-            f"| {attention.__name__} | {counted(config.data.num_lanes, 'lane')} of "
+            f"| {attention.name} | {counted(config.data.num_lanes, 'lane')} of "
             f"{rank.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
         )
     if point is not None:

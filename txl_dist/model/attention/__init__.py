@@ -12,7 +12,6 @@ Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -51,20 +50,10 @@ AttentionWeightsCallback = Callable[[int, Tensor], None]
 """Called with the layer's number and its attention weights [B, H, T, S]."""
 
 
-def choose_attention(
-    name: str, *, device: torch.device, with_dropout: bool, d_head: int
-) -> AttentionFunction:
-    """The function of `choose_implementation`."""
-    implementation = choose_implementation(
-        name, device=device, with_dropout=with_dropout, d_head=d_head
-    )
-    return resolve_name(implementation.function)
-
-
 def choose_implementation(
-    name: str, *, device: torch.device, with_dropout: bool, d_head: int
+    config: ModelConfig, device: torch.device, *, with_dropout: bool
 ) -> AttentionImplementation:
-    """The one called `name`; for `auto`, the fastest one (docs/experiments.md, 2026-11-21).
+    """That of `config.attention`; for `auto`, the fastest one (docs/experiments.md, 2026-11-21).
 
     An implementation that does not support the call, or cannot run on the device, is replaced by
     the one that `auto` takes. That a GPU has triton is checked at the start (runtime/device.py).
@@ -74,12 +63,12 @@ def choose_implementation(
     def supports_call(implementation: AttentionImplementation) -> bool:
         return (
             (implementation.supports_dropout or not with_dropout)
-            and (implementation.max_d_head is None or d_head <= implementation.max_d_head)
+            and (implementation.max_d_head is None or config.d_head <= implementation.max_d_head)
             and not (implementation.is_for_cpus and on_gpu)
             and (not implementation.needs_triton or on_gpu or has_triton(device))
         )
 
-    implementation = ATTENTION_IMPLEMENTATIONS.get(name)
+    implementation = ATTENTION_IMPLEMENTATIONS.get(config.attention)
     if implementation is not None and supports_call(implementation):
         return implementation
     return next(

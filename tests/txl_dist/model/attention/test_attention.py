@@ -1,6 +1,7 @@
 """Attention: every implementation equals the equation, and the equation is the paper's."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from tests.support.attention_inputs import TERMS, Inputs
 from tests.support.small_models import random_text, small_model
 from txl_dist.errors import ConfigError
 from txl_dist.model import devices
-from txl_dist.model.attention import choose_attention, choose_implementation
+from txl_dist.model.attention import choose_implementation
+from txl_dist.model.attention.cpu import cpu, sdpa
 from txl_dist.model.attention.reference import reference, reference_scores
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, DISTANCE_ENCODINGS
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.runtime.device import require_triton
 
@@ -34,7 +37,9 @@ def test_every_form_equals_the_equation_and_its_gradients(
     implementation: str, terms: str, dropout: bool, sizes: list[int]
 ) -> None:
     inputs = Inputs.of(sizes, terms, dropout=dropout)
-    attention = choose_attention(implementation, device=CPU, with_dropout=dropout, d_head=sizes[-1])
+    if dropout and not ATTENTION_IMPLEMENTATIONS[implementation].supports_dropout:
+        return
+    attention = resolve_name(ATTENTION_IMPLEMENTATIONS[implementation].function)
     mixed, expected = inputs.run(attention), inputs.run(reference)
     assert_close(mixed, expected)
     weight = torch.randn_like(mixed)
@@ -80,10 +85,11 @@ def test_auto_takes_the_fastest_form_that_supports_the_call(
 ) -> None:  # fmt: skip
     """So does a form that cannot run. Heads that are too wide for triton take the equation."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    call = {"device": device, "with_dropout": with_dropout}
+    config = ModelConfig(attention=name, d_head=256)
     with torch.set_grad_enabled(is_training):
-        chosen = choose_implementation(name, d_head=256, **call)
-        too_wide = choose_implementation("auto", d_head=257, **call)
+        chosen = choose_implementation(config, device, with_dropout=with_dropout)
+        config = ModelConfig(d_head=257)
+        too_wide = choose_implementation(config, device, with_dropout=with_dropout)
     if name == "auto" or device == GPU or name == "triton":
         assert chosen is ATTENTION_IMPLEMENTATIONS[expected]
     else:
@@ -117,7 +123,7 @@ def test_triton_needs_a_new_gpu_and_a_compiler(
 def test_a_form_without_dropout_refuses_a_dropout_mask() -> None:
     inputs = Inputs.of([2, 3, 4, 5, 6], "paper", dropout=True)
     with pytest.raises(NotImplementedError, match="no dropout"):
-        inputs.run(choose_attention("sdpa", device=CPU, with_dropout=False, d_head=6))
+        inputs.run(sdpa)
 
 
 @pytest.mark.parametrize("implementation", SLOW_IN_TRITON)
@@ -143,4 +149,4 @@ def test_learned_scores_without_distances_are_refused_where_they_have_no_gradien
     inputs = Inputs.of([2, 3, 4, 5, 6], "alibi")
     inputs.terms.score_HS.requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient"):
-        inputs.run(choose_attention("cpu", device=CPU, with_dropout=False, d_head=6))
+        inputs.run(cpu)

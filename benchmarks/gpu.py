@@ -40,7 +40,7 @@ from data_pipeline.streams.segments import Segment
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.named_configs import named_configs
 from txl_dist.config.run_config import Precision, RunConfig
-from txl_dist.model.attention import choose_attention
+from txl_dist.model.attention import choose_implementation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE, synchronize
@@ -191,12 +191,8 @@ def measured_row(
     name: str, model: BenchModel, attention: str, settings: Settings, peak_flops: float
 ) -> GpuRow:
     """Measure a model; halve the number of lanes until the step fits in GPU memory."""
-    kernel = choose_attention(
-        attention,
-        device=settings.device,
-        with_dropout=model.config.dropatt > 0,
-        d_head=model.config.d_head,
-    ).__name__
+    config = replace(model.config, attention=attention)
+    kernel = choose_implementation(config, settings.device, with_dropout=config.dropatt > 0).name
     row = GpuRow(
         model=name, attention=attention, kernel=kernel, num_lanes=model.num_lanes,
         tgt_len=model.tgt_len, mfu_goal=model.mfu_goal,

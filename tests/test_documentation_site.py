@@ -17,7 +17,7 @@ from txl_dist.cli.app import app
 from txl_dist.config import optimizer_config
 from txl_dist.config.config_file import documentation_of
 from txl_dist.config.run_config import RunConfig
-from txl_dist.model import choices
+from txl_dist.model import choices, config
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,7 +30,7 @@ LOADED = re.compile(
 def kinds_of_the_package() -> Iterator[None]:
     """Without the kind of memory that other tests register."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(choices.MEMORY_KINDS, "running_mean", raising=False)
+        patch.delitem(config.MEMORY_KINDS, "running_mean", raising=False)
         yield
 
 

@@ -77,8 +77,8 @@ def _setting(name: str, schema: dict[str, Any], text: str, definitions: Any) -> 
 def _type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_type(each) for each in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(map(str, schema["enum"]))
+    if "enum" in schema or "const" in schema:
+        return ", ".join(map(str, schema.get("enum") or [schema["const"]]))
     if "$ref" in schema:
         return "mapping"
     if "prefixItems" in schema:

@@ -1,6 +1,8 @@
 """On a GPU the model has the numbers of the CPU: values, gradients, masks and the golden files."""
 
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,19 +20,14 @@ from txl_dist.model.attention import choose_implementation
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
-from txl_dist.model.memory.kv_cache import KVCache
-from txl_dist.model.memory.recurrent import RecurrentMemory
+from txl_dist.model.memory.recurrent import KVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 
 pytestmark = pytest.mark.gpu
 
 LANES, TGT_LEN = 3, 4
-every_form = pytest.mark.parametrize("implementation", ATTENTION_IMPLEMENTATIONS)
-IMPLEMENTATIONS_WITH_DROPOUT = [
-    name
-    for name, implementation in ATTENTION_IMPLEMENTATIONS.items()
-    if implementation.supports_dropout
-]
+IMPLEMENTATIONS = [name for name, each in ATTENTION_IMPLEMENTATIONS.items() if not each.is_for_cpus]
+every_form = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def nats_memory_and_gradients(
@@ -100,19 +97,23 @@ def test_cross_entropy_by_kernels(dtype: torch.dtype, columns: int) -> None:
     target_N = torch.randint(columns, (9,), generator=generator)
     target_N[3] = vocabulary.IGNORED
 
-    def results(device: torch.device, max_logits: int, *, by_kernel: bool) -> list[Tensor]:
+    def results(nats_of: Callable[..., Tensor], device: torch.device) -> list[Tensor]:
         leaves = [x.to(device).requires_grad_() for x in tensors]
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype != wide):
-            nats_N = vocabulary.linear_cross_entropy(
-                *leaves, target_N.to(device), max_logits=max_logits, by_kernel=by_kernel,
-            )  # fmt: skip
+            nats_N = nats_of(*leaves, target_N.to(device))
         gradients = torch.autograd.grad(nats_N, leaves, d_nats_N.to(device))
         return [x.detach().cpu() for x in (nats_N, *gradients)]
 
-    expected = results(torch.device("cpu"), 2**27, by_kernel=False)
+    def equation(x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_N: Tensor) -> Tensor:
+        logits_NV = torch.nn.functional.linear(x_NE, weight_VE, bias_V).to(wide)
+        return torch.nn.functional.cross_entropy(
+            logits_NV, target_N, ignore_index=vocabulary.IGNORED, reduction="none"
+        )
+
+    expected = results(equation, torch.device("cpu"))
     for max_logits in (2**27, 4 * columns):
-        actual = results(DEVICE, max_logits, by_kernel=True)
-        again = results(DEVICE, max_logits, by_kernel=True)
+        by_kernels = partial(vocabulary.linear_cross_entropy, max_logits=max_logits)
+        actual, again = (results(by_kernels, DEVICE) for _ in range(2))
         assert all(map(torch.equal, actual, again))
         for one, other in zip(actual, expected, strict=True):
             assert one.dtype == other.dtype == wide
@@ -159,7 +160,7 @@ def test_dropout_bits_are_those_of_the_mask() -> None:
         assert torch.equal(unpack(on_host, shape), expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS_WITH_DROPOUT)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_values_memory_and_gradients_with_dropout(implementation: str) -> None:
     """In float64, with masks that each device computes itself."""
     options = {"attention": implementation, "n_layer": 2, "dropout": 0.1, "dropatt": 0.3}
@@ -222,7 +223,5 @@ def test_a_kv_cache_has_the_numbers_of_the_memory(implementation: str) -> None:
 def test_auto_takes_a_form_for_gpus() -> None:
     config = ModelConfig(vocab_size=11)
     for with_dropout in (False, True):
-        implementation = choose_implementation(
-            config.attention, device=DEVICE, with_dropout=with_dropout, d_head=config.d_head
-        )
+        implementation = choose_implementation(config, DEVICE, with_dropout=with_dropout)
         assert implementation is not ATTENTION_IMPLEMENTATIONS["reference"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from txl_dist.model.choices import MEMORY_KINDS, MemoryFacts
+from txl_dist.model.config import MEMORY_KINDS, MemoryFacts
 from txl_dist.model.memory import MemoryKind, SequenceState
 
 MEMORY_KINDS["running_mean"] = MemoryFacts(
@@ -59,9 +59,12 @@ class RunningMeanState(SequenceState):
     mean_BLD: Tensor
     count_B: Tensor
     """Tokens of the current document, of which the mean is."""
-    num_past = 1
-    """A token sees the key if its document began before the segment: then its age is more than the
-    tokens before it in the segment."""
+
+    @property
+    def num_pasts(self) -> tuple[int, ...]:
+        """A token sees the key if its document began before the segment: then its age is more than
+        the tokens before it in the segment."""
+        return (1,) * self.mean_BLD.shape[1]
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         return self.mean_BLD[:, number, None].to(x_BTD.device, x_BTD.dtype)

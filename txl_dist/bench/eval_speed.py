@@ -39,7 +39,7 @@ from txl_dist.bench import one_thread, time_rounds
 from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, window_flops
-from txl_dist.model.memory.kv_cache import KVCache
+from txl_dist.model.memory.recurrent import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import synchronize
 from txl_dist.runtime.process import keep_freed_memory
@@ -63,7 +63,7 @@ LANES = {"cpu": 4, "cuda": 16}
 """Lanes of the reuse path."""
 REUSE_TOKENS = 256
 """Tokens per lane in one round of the reuse path. Rounds continue one text. The memory is moved
-every L / 4 tokens (kv_cache.py), which takes less than 1 % of the time of these tokens."""
+every L / 4 tokens (memory/recurrent.py), which takes less than 1 % of the time of these tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,7 @@ from txl_dist.convert.stored_model import StoredModel
 from txl_dist.errors import DataError
 from txl_dist.evaluation.bootstrap import interval, plan_resampling, resamples
 from txl_dist.model.config import ModelConfig
+from txl_dist.runtime.device import default_device
 
 # Shapes: B sequences, N tokens of a sequence, X tokens of a span, D distances
 
@@ -173,8 +174,7 @@ def open_recall(
     if data is None:
         excluded = [tokenizer.end_of_document] if tokenizer else []
         texts = random_text(probe, config.num_ids, excluded=excluded)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return WindowScorer(model=model.to(device), tgt_len=tgt_len), texts
+    return WindowScorer(model=model.to(default_device()), tgt_len=tgt_len), texts
 
 
 def sampled_text(

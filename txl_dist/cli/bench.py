@@ -55,12 +55,11 @@ def eval_speed(
 
     Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """
-    import torch
-
     from txl_dist.bench.eval_speed import bench_eval_speed
+    from txl_dist.runtime.device import default_device
 
     lengths = whole_numbers("--attention-length", attention_length)
-    model = _model_to_time(checkpoint, seed).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = _model_to_time(checkpoint, seed).to(default_device())
     device = next(model.parameters()).device.type
     name = checkpoint or f"random weights, seed {seed}"
     if not as_json:

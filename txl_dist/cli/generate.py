@@ -108,14 +108,13 @@ def generate(
         raise ConfigError(f"txl generate: {error}") from None
     lines = read_prompts(prompts) if prompts else []
     with running(f"loading {checkpoint}"):
-        from torch import cuda
-
         from txl_dist.convert.stored_model import find_model
         from txl_dist.generation.generate import generate_texts
+        from txl_dist.runtime.device import default_device
 
         stored = find_model(checkpoint)
         model, tokenizer = stored.load_with_tokenizer()
-        model = model.to("cuda" if cuda.is_available() else "cpu")
+        model = model.to(default_device())
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
     limits = replace(limits, stop_tokens=stop_tokens)
     _require_prompts(prompt, prompts, lines, tokenizer)

@@ -36,6 +36,11 @@ SETTINGS: dict[str, Removed] = {
     "training.dropout_rng": Removed(
         ("lane",), "masks depend on seed, step and lane; on GPUs a kernel draws them"
     ),
+    "training.cuda_graphs": Removed(
+        (True, False),
+        "training.compile=true records CUDA graphs where it may, training.compile=without_graphs "
+        "does not",
+    ),
     "evaluation.on": Removed(
         ("ranks",), "set evaluation.split=null, and score the checkpoints by txl eval --watch RUN"
     ),

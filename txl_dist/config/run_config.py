@@ -101,7 +101,7 @@ class RunConfig(Section):
             )
         if self.training.compile and self.deepspeed.zero_stage == 3:
             problems.append(
-                "training.compile=true is not supported at deepspeed.zero_stage=3: there DeepSpeed "
+                "training.compile is not supported at deepspeed.zero_stage=3: there DeepSpeed "
                 "gathers weights in hooks inside the layers, which end every compiled graph; use "
                 "stage 0, 1 or 2"
             )
@@ -111,7 +111,6 @@ class RunConfig(Section):
                 f"{self.training.backprop_segments} segments of equal length; use a multiple"
             )
         problems += self._problems_of_backprop_segments()
-        problems += self._problems_of_cuda_graphs()
         if problems:
             raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
         return self
@@ -150,26 +149,6 @@ class RunConfig(Section):
     def segment_len(self) -> int:
         """Tokens of a lane that the model reads at a time."""
         return self.data.tgt_len // self.training.backprop_segments
-
-    def _problems_of_cuda_graphs(self) -> list[str]:
-        training = self.training
-        if not training.cuda_graphs:
-            return []
-        reasons = {
-            "training.compile=false: only compiled layers are recorded": not training.compile,
-            "training.activation_checkpointing=true: it runs layers a second time in backward": (
-                training.activation_checkpointing
-            ),
-            f"training.backprop_segments={training.backprop_segments}: the graphs of a segment "
-            "would overwrite what backward needs of the one before": (
-                training.backprop_segments > 1
-            ),
-        }
-        return [
-            f"training.cuda_graphs=true is not supported with {reason}; change one of them"
-            for reason, holds in reasons.items()
-            if holds
-        ]
 
     @property
     def num_steps(self) -> int:

@@ -52,11 +52,10 @@ class TrainingConfig(Section):
     deterministic: bool = False
     """On GPUs: only operations that repeat bit for bit, so that two runs have equal weights. Slower
     and with more GPU memory. On CPUs this holds in any case."""
-    compile: bool = False
-    """Compile the layers with torch.compile at the start, a minute or more; stages 0 to 2."""
-    cuda_graphs: bool = False
-    """On GPUs: record the compiled layers as CUDA graphs in the first steps, and replay them. For
-    models so small that the host is slower than the GPU. Needs `compile`."""
+    compile: bool | Literal["without_graphs"] = False
+    """Compile the layers with torch.compile at the start, a minute or more; stages 0 to 2. `true`
+    also records them on GPUs as CUDA graphs, except with `activation_checkpointing` and several
+    `backprop_segments`; `without_graphs` does not."""
     activation_checkpointing: bool = False
     """Compute each layer's activations again in backward: fewer bytes, more time, same numbers."""
     memory_dtype: Literal["fp32", "bf16"] = "fp32"

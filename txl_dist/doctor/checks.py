@@ -195,10 +195,10 @@ def check_gpus(listed: list[str]) -> list[Finding]:
     findings = []
     if reason := triton_unavailable_reason(torch.device("cuda")):
         findings.append(
-            note(
-                f"{summary}: triton's kernels cannot run: {reason}",
+            problem(
+                f"{summary}: GPUs need triton, and {reason}",
                 expected="the package triton, a C compiler, and compute capability 8.0 or newer",
-                advice="training works, with slower attention and dropout",
+                advice="mend that, or use the CPUs: CUDA_VISIBLE_DEVICES= before the command",
             )
         )
     shared = shutil.disk_usage("/dev/shm").total

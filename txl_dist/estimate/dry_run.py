@@ -25,12 +25,11 @@ from torch.utils._pytree import tree_iter
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.rank_bytes import ActivationPeaks, ModelNeeds, Parameter, ZeroSettings
-from txl_dist.model import attention, devices, vocabulary
-from txl_dist.model.attention import choose_implementation, sdpa
-from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model import attention, devices
+from txl_dist.model.attention import choose_implementation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import KeepBits
-from txl_dist.model.encodings import encode_distances, pad_channels
+from txl_dist.model.encodings import encode_distances
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.engine.optimizers import OPTIMIZERS, parameter_groups, states_by_name
@@ -228,18 +227,9 @@ class _Masks:
 
 def _as_on_device(config: ModelConfig, device: Device) -> ModelConfig:
     """The config with the implementation of attention that training takes on `device`."""
-    chosen = choose_implementation(
-        config.attention,
-        device=torch.device(device),
-        with_dropout=config.dropatt > 0,
-        d_head=config.d_head,
-    )
-    name = next(
-        name
-        for name, implementation in ATTENTION_IMPLEMENTATIONS.items()
-        if implementation is chosen
-    )
-    return replace(config, attention=name)
+    with_dropout = config.dropatt > 0
+    chosen = choose_implementation(config, torch.device(device), with_dropout=with_dropout)
+    return replace(config, attention=chosen.name)
 
 
 @contextmanager
@@ -251,16 +241,6 @@ def _paths_of(device: Device) -> Iterator[None]:
     # Not a TorchFunctionMode: it is not active when backward computes layers again.
     with (
         patch.object(attention, "has_triton", lambda device: True),
-        patch.object(vocabulary, "has_triton", lambda device: True),
         patch.object(devices, "host_waits_for", lambda device: True),
-        patch.object(sdpa, "scaled_dot_product_attention", _efficient_attention),
     ):
         yield
-
-
-def _efficient_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor) -> Tensor:
-    """What attention/sdpa.py calls on GPUs."""
-    padded = (pad_channels(x) for x in (q, k, v))
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        *padded, attn_mask, compute_log_sumexp=True
-    )[0][..., : q.shape[-1]]

@@ -25,7 +25,7 @@ from txl_dist.evaluation.scoring import EvaluationChunk, Mode, Scorer, plan_chun
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import EXACT_THREADS
+from txl_dist.runtime.device import EXACT_THREADS, default_device
 from txl_dist.runtime.process import keep_freed_memory
 
 
@@ -121,7 +121,7 @@ class EvaluationJob:
         _require_finite(model, self.checkpoint)
         tokenizer = tokenizer or open_tokenizer(self.data, manifest)
         return Scorer(
-            model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
+            model=model.to(default_device()),
             source=open_split(self.data, self.settings.split, manifest=manifest),
             tgt_len=self.settings.tgt_len,
             reset=self.settings.reset,
@@ -244,7 +244,7 @@ def plan_evaluation(
         return position - int(age[0])
 
     context = context_tokens(settings, model)
-    knows_start = context is not None or memory_kind(model).documents_are_independent
+    knows_start = context is not None or model.memory_facts.documents_are_independent
     return plan_chunks(
         num_targets=num_targets,
         tgt_len=settings.tgt_len,

@@ -30,7 +30,7 @@ from data_pipeline.streams.segments import IGNORED, Reset
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.model.attention import choose_attention
+from txl_dist.model.attention import choose_implementation
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
 from txl_dist.sequence import SequenceReader
@@ -166,15 +166,10 @@ class Scorer:
     def kernel(self) -> str:
         """The attention function and the device that compute the scores."""
         with torch.no_grad():
-            attention = choose_attention(
-                self.model.config.attention,
-                device=self.device,
-                with_dropout=False,
-                d_head=self.model.config.d_head,
-            )
+            attention = choose_implementation(self.model.config, self.device, with_dropout=False)
         is_gpu = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if is_gpu else str(self.device)
-        return f"{attention.__name__} on {device}"
+        return f"{attention.name} on {device}"
 
     def scores(
         self,

@@ -26,7 +26,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.generation.generate import generate_batch
 from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import EXACT_THREADS, torch_threads
+from txl_dist.runtime.device import EXACT_THREADS, require_triton, torch_threads
 from txl_dist.sequence import SequenceReader
 
 
@@ -107,9 +107,10 @@ def open_model(source: ModelSource) -> tuple[TransformerXL, Tokenizer]:
     same_length = stored.config.same_length and source.mem_len > 0
     config = replace(stored.config, mem_len=source.mem_len, same_length=same_length)
     model, tokenizer = replace(stored, config=config).load_with_tokenizer()
-    device = source.device or "cuda"  # the harness's default is cuda:0, also without a GPU
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        device = "cpu"
+    device = torch.device(source.device or "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("cpu")  # the harness's default is cuda:0, also without a GPU
+    require_triton(device)
     return model.to(device), tokenizer
 
 

@@ -24,10 +24,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.model.attention import AttentionWeightsCallback
-from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import SequenceState
-from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
-from txl_dist.model.memory.recurrent import RecurrentMemory
+from txl_dist.model.memory.recurrent import KVCache, LayerKVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import check_targets
 
@@ -41,7 +38,7 @@ _AGE = "age"
 class Memory:
     """The state of B rows, and how many tokens of its episode each of them has read."""
 
-    state: SequenceState
+    state: RecurrentMemory
     age_B: Tensor
     """int64: the age of the next token of each row; 0 sees nothing of the state."""
 
@@ -57,7 +54,9 @@ class Memory:
                 "memory=recurrent, or model.empty_memory(num_rows) and its segments"
             )
         age_B = torch.zeros(num_rows, dtype=torch.int64, device=model.weight.device)
-        return cls(model.empty_memory(num_rows), age_B)
+        state = model.empty_memory(num_rows)
+        assert isinstance(state, RecurrentMemory)
+        return cls(state, age_B)
 
     def __len__(self) -> int:
         return len(self.age_B)
@@ -92,6 +91,7 @@ class Memory:
         )
         if starts is not None:
             _check_episodes_apart(output_BTD, starts)
+        assert isinstance(state, RecurrentMemory)
         return output_BTD, Memory(state, age_BT[:, -1] + 1)
 
     def score(
@@ -138,27 +138,26 @@ class Memory:
         rows = torch.as_tensor(rows, device=self.age_B.device)
         if not rows.numel():
             rows = rows.long()
-        is_mask = rows.dtype == torch.bool
-        if is_mask and rows.shape != self.age_B.shape:
-            raise ValueError(f"a mask {list(rows.shape)} of a memory of {len(self)} rows")
-        if not is_mask and rows.dtype not in (torch.int64, torch.int32):
+        if rows.dtype == torch.bool:
+            if rows.shape != self.age_B.shape:
+                raise ValueError(f"a mask {list(rows.shape)} of a memory of {len(self)} rows")
+        elif rows.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"rows are {rows.dtype}; give row numbers, or a mask: rows.bool()")
-        if not is_mask and rows.numel() and not 0 <= rows.min() <= rows.max() < len(self):
+        elif rows.numel() and not 0 <= rows.min() <= rows.max() < len(self):
             raise ValueError(f"rows {rows.tolist()} of a memory of {len(self)} rows")
-        if not is_mask and len(rows.unique()) < rows.numel():
+        elif len(rows.unique()) < rows.numel():
             raise ValueError(f"rows {rows.tolist()} are repeated; write a mask as rows.bool()")
         is_reset_B = torch.zeros_like(self.age_B, dtype=torch.bool)
         is_reset_B[rows] = True
         if not is_reset_B.any():  # as in most steps; the rest copies the memory
             return self
-        state = self.state
-        assert isinstance(state, RecurrentMemory | _CachedMemory)
-        return Memory(state.cleared(is_reset_B), self.age_B.masked_fill(is_reset_B, 0))
+        return Memory(self.state.cleared(is_reset_B), self.age_B.masked_fill(is_reset_B, 0))
 
     def __getitem__(self, rows: Any) -> "Memory":
         """Some rows: a number, a slice, numbers or a mask of booleans. A slice is no copy."""
         rows = [rows] if isinstance(rows, int) else rows
-        return self._mapped(lambda tensor: tensor[rows], self.age_B[rows])
+        layers = tuple(layer[rows] for layer in self.state.layers)
+        return Memory(RecurrentMemory(layers), self.age_B[rows])
 
     def with_rows(self, rows: Any, other: "Memory") -> "Memory":
         """This memory with the rows of `other` in place of `rows`. Raises ValueError if `other` has
@@ -172,18 +171,18 @@ class Memory:
             raise ValueError(f"{_shapes(other)} do not fit rows {rows} of {_shapes(self)}")
         for name, tensor in tensors.items():
             tensor[rows] = new[name].to(tensor.device, tensor.dtype)
-        return _of_recurrent(tensors)
+        return self._of(tensors)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Memory":
         """Copied to another device or stored in another dtype."""
-        return self._mapped(lambda tensor: tensor.to(device, dtype), self.age_B.to(device))
+        layers = tuple(layer.to(device, dtype) for layer in self.state.layers)
+        return Memory(RecurrentMemory(layers), self.age_B.to(device))
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, to save them, for example with safetensors; see `of_tensors`."""
-        state = self.uncached().state
-        return {**state.tensors(), _AGE: self.age_B}
+        return {**self.state.tensors(), _AGE: self.age_B}
 
     @classmethod
     def of_tensors(cls, model: TransformerXL, tensors: Mapping[str, Tensor]) -> "Memory":
@@ -193,21 +192,24 @@ class Memory:
             raise ValueError(f"found the tensors {sorted(tensors)}, expected {sorted(expected)}")
         if tensors[_AGE].dtype != torch.int64:
             raise ValueError(f"the ages have the dtype {tensors[_AGE].dtype}: expected torch.int64")
-        memory = _of_recurrent(tensors)
+        memory = cls._of(tensors)
         memory.state.check(model.config, len(memory))
         return memory.to(model.weight.device)
 
+    @classmethod
+    def _of(cls, tensors: Mapping[str, Tensor]) -> "Memory":
+        layers = tuple(tensors[f"layer-{number}"] for number in range(len(tensors) - 1))
+        return cls(RecurrentMemory(layers), tensors[_AGE])
+
     def vectors(self) -> Tensor:
         """The layers' inputs [B, L, M, D], to store them once per sampled window."""
-        state = self.uncached().state
-        layers = list(state.tensors().values())
-        if len({layer.shape for layer in layers}) > 1:
+        if len({layer.shape for layer in self.state.layers}) > 1:
             raise ValueError("the layers have memories of different lengths; use tensors()")
-        return torch.stack(layers, dim=1)
+        return torch.stack(self.state.layers, dim=1)
 
     def valid(self) -> Tensor:
         """Which of the M tokens belong to the row's episode, [B, M]; the last is the newest."""
-        past = self.uncached().state.num_past
+        past = self.state.num_past
         return torch.arange(past, 0, -1, device=self.age_B.device) <= self.age_B[:, None]
 
     @classmethod
@@ -241,26 +243,18 @@ class Memory:
         A token then costs no projection of the memory. `read` moves the cache on, so a cached
         memory can be read once. After a change of weights, call it again on `uncached()`.
         """
-        state = self.state
-        if isinstance(state, _CachedMemory):
+        if isinstance(self.state, _CachedMemory):
             return self
-        assert isinstance(state, RecurrentMemory)
         with torch.no_grad():
             layers = tuple(
-                _cached_layer(layer, state.past(number, model.weight))
+                _cached_layer(layer, self.state.past(number, model.weight))
                 for number, layer in enumerate(model.layers)
             )
-        return replace(self, state=_CachedMemory(KVCache(layers), state, [0]))
+        return replace(self, state=_CachedMemory(self.state.layers, KVCache(layers), []))
 
     def uncached(self) -> "Memory":
-        """The memory without keys and values; itself if there are none."""
-        state = self.state
-        return replace(self, state=state.inputs) if isinstance(state, _CachedMemory) else self
-
-    def _mapped(self, function: Any, age_B: Tensor) -> "Memory":
-        state = self.uncached().state
-        assert isinstance(state, RecurrentMemory)
-        return Memory(RecurrentMemory(tuple(map(function, state.layers))), age_B)
+        """The memory without keys and values."""
+        return Memory(RecurrentMemory(self.state.layers), self.age_B)
 
 
 def _check_episodes_apart(output_BTD: Tensor, starts_BT: Tensor) -> None:
@@ -279,11 +273,6 @@ def _shapes(memory: Memory) -> str:
     return ", ".join(f"{name} {list(x.shape)}" for name, x in memory.tensors().items())
 
 
-def _of_recurrent(tensors: Mapping[str, Tensor]) -> Memory:
-    layers = [tensors[f"layer-{number}"] for number in range(len(tensors) - 1)]
-    return Memory(RecurrentMemory(tuple(layers)), tensors[_AGE])
-
-
 def _cached_layer(layer: Any, inputs_BMD: Tensor) -> LayerKVCache:
     num_heads, d_head = layer.attention.heads
     num_rows, mem_len, _ = inputs_BMD.shape
@@ -295,52 +284,32 @@ def _cached_layer(layer: Any, inputs_BMD: Tensor) -> LayerKVCache:
 
 
 @dataclass(frozen=True)
-class _CachedMemory(SequenceState):
-    """Keys and values for the layers, and the inputs of which they were computed."""
+class _CachedMemory(RecurrentMemory):
+    """Keys and values for the layers, with the inputs of which they were computed."""
 
     keys_values: KVCache
-    inputs: RecurrentMemory
-    shared_reads: list[int]
-    """One number, how often the keys and values were read, shared by all that have them."""
-    num_reads: int = 0
-    """The same when this memory was made."""
+    is_spent: list[bool]
+    """Not empty if a read has moved on the keys and values; shared by all that have them."""
     cleared_B: Tensor | None = None
     """Rows that were reset: their keys and values become zeros when they are read."""
     is_trainable = False
 
-    @property
-    def num_past(self) -> int:
-        return self.inputs.num_past
-
-    def num_past_in(self, number: int) -> int:
-        return self.inputs.num_past_in(number)
-
-    def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
-        # Counted when layer 0 reads: a read that fails later has moved on its keys and values.
-        if self.shared_reads[0] != self.num_reads + (number > 0):
-            raise ValueError(
-                "this cached memory was read before, and its keys and values are those after that: "
-                "call `uncached()` to read it again"
-            )
-        self.shared_reads[0] += number == 0
-        layer = self.keys_values.past(number, x_BTD)
+    def past(self, number: int, x_BTD: Tensor) -> Any:
+        if number == 0:  # a read that fails later has moved them on, too
+            if self.is_spent:
+                raise ValueError(
+                    "this cached memory was read before, and its keys and values are those after "
+                    "that: call `uncached()` to read it again"
+                )
+            self.is_spent.append(True)
+        layer = self.keys_values.layers[number]
         if self.cleared_B is not None:
             layer.clear(self.cleared_B)
         return layer
 
-    def after(self, hidden_BTD: Any, age_BT: Tensor) -> "_CachedMemory":
-        inputs = self.inputs.after(hidden_BTD, age_BT)
-        return _CachedMemory(self.keys_values, inputs, self.shared_reads, self.shared_reads[0])
+    def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "_CachedMemory":
+        return _CachedMemory(super().after(hidden_BTD, age_BT).layers, self.keys_values, [])
 
     def cleared(self, lanes_B: Tensor) -> "_CachedMemory":
         cleared_B = lanes_B if self.cleared_B is None else self.cleared_B | lanes_B
-        return replace(self, inputs=self.inputs.cleared(lanes_B), cleared_B=cleared_B)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.inputs.tensors()
-
-    def select(self, lanes: Any, num_removed: Any) -> "_CachedMemory":
-        raise ValueError("select rows of a Memory by memory[rows]")
-
-    def check(self, config: ModelConfig, num_lanes: int) -> None:
-        self.inputs.check(config, num_lanes)
+        return replace(self, layers=super().cleared(lanes_B).layers, cleared_B=cleared_B)

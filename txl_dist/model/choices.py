@@ -1,4 +1,4 @@
-"""What a config can name: distance encodings, norms, kinds of memory, attention, and recipes.
+"""What a config can name: distance encodings, norms, attention and recipes (memory: config.py).
 
 To add one, write its class or function and add one entry here. Imports no torch.
 """
@@ -35,7 +35,8 @@ class EncodingFacts:
 class AttentionImplementation:
     """One implementation of attention; all compute the same numbers (attention/__init__.py).
 
-    Its name is also that of its module in `txl_dist/model/attention` and of the function there.
+    Its name is also that of its function, and of the module in `txl_dist/model/attention`; those
+    for CPUs are in cpu.py.
     """
 
     name: str
@@ -46,6 +47,8 @@ class AttentionImplementation:
     has_fast_cpu_gradient: bool = True
     needs_triton: bool = False
     """It runs on GPUs, and elsewhere in triton's interpreter only, which is slow."""
+    is_for_cpus: bool = False
+    """It does not run on GPUs."""
     masks_by_reach: bool = False
     """It needs no mask [B, T, S] (visibility.py)."""
     reads_projections: bool = False
@@ -57,32 +60,13 @@ class AttentionImplementation:
     @property
     def function(self) -> str:
         """Where its `AttentionFunction` is, as "module:name"."""
-        return f"txl_dist.model.attention.{self.name}:{self.name}"
+        module = "cpu" if self.is_for_cpus else self.name
+        return f"txl_dist.model.attention.{module}:{self.name}"
 
     @property
     def function_of_projections(self) -> str | None:
         """The same for a function that reads projections."""
         return f"{self.function}_of_projections" if self.reads_projections else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryFacts:
-    """One kind of memory: its class, and what a config has to know of it."""
-
-    implementation: str
-    """The class, a `MemoryKind` (memory/__init__.py), as "module:class"."""
-    keys_are_tokens: bool = False
-    """Attention sees the memory as keys of one token each, as many as `mem_len`. So distances are
-    tokens, and the state of a lane can be taken at any token."""
-    adds_tokens: bool = False
-    """It adds `memory_tokens` tokens to every segment, which write the state. So the state depends
-    on where segments end, and only the losses of later segments train what is written."""
-    settings: tuple[str, ...] = ()
-    """The settings of `ModelConfig` that have an effect on it."""
-
-    @property
-    def uses_mem_len(self) -> bool:
-        return "mem_len" in self.settings
 
 
 DISTANCE_ENCODINGS = {
@@ -137,29 +121,6 @@ RECIPES: dict[str, dict[str, Any]] = {
 """By the value of `ModelConfig.recipe`: defaults of settings that differ from the paper's. Those of
 the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-today.md)."""
 
-MEMORY_KINDS = {
-    "recurrent": MemoryFacts(
-        implementation="txl_dist.model.memory.recurrent:Recurrent",
-        keys_are_tokens=True,
-        settings=("mem_len", "mem_shares"),
-    ),
-    "compressive": MemoryFacts(
-        implementation="txl_dist.model.memory.compressive:Compressive",
-        settings=("mem_len", "compressed_len", "compression_rate"),
-    ),
-    "tokens": MemoryFacts(
-        implementation="txl_dist.model.memory.tokens:MemoryTokens",
-        adds_tokens=True,
-        settings=("memory_tokens",),
-    ),
-    "recurrent+tokens": MemoryFacts(
-        implementation="txl_dist.model.memory.tokens:RecurrentAndTokens",
-        adds_tokens=True,
-        settings=("mem_len", "mem_shares", "memory_tokens"),
-    ),
-}
-"""By the value of `ModelConfig.memory`."""
-
 # In order of preference: `auto` takes the first that supports the call and the device.
 _ATTENTION = (
     AttentionImplementation(
@@ -170,8 +131,10 @@ _ATTENTION = (
         masks_by_reach=True,
         max_d_head=256,
     ),
-    AttentionImplementation(name="sdpa", supports_dropout=False, has_fast_cpu_gradient=False),
-    AttentionImplementation(name="cpu", can_be_compiled=False),
+    AttentionImplementation(
+        name="sdpa", is_for_cpus=True, supports_dropout=False, has_fast_cpu_gradient=False
+    ),
+    AttentionImplementation(name="cpu", is_for_cpus=True, can_be_compiled=False),
     AttentionImplementation(name="reference"),
 )
 ATTENTION_IMPLEMENTATIONS = {each.name: each for each in _ATTENTION}

@@ -1,7 +1,7 @@
 """The architecture of one Transformer-XL, as frozen data that is checked when it is created.
 
-choices.py lists what it can name. Names follow the paper's code (arXiv:1901.02860) where it has the
-same option. Imports no torch, so a run's config can be loaded and checked without it.
+choices.py lists what else it can name. Names follow the paper's code (arXiv:1901.02860) where it
+has the same option. Imports no torch, so a run's config can be loaded and checked without it.
 """
 
 from collections.abc import Iterable
@@ -16,13 +16,63 @@ from txl_dist.model.choices import (
     ATTENTION_IMPLEMENTATIONS,
     DISTANCE_ENCODINGS,
     FEED_FORWARDS,
-    MEMORY_KINDS,
     NORMS,
     RECIPES,
     RESIDUAL_GATES,
     EncodingFacts,
-    MemoryFacts,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryFacts:
+    """What there is to know of one kind of memory without computing with it.
+
+    What it computes is in its module (memory/__init__.py).
+    """
+
+    implementation: str
+    """The class, a `MemoryKind`, as "module:class"."""
+    keys_are_tokens: bool = False
+    """Attention sees the memory as keys of one token each, as many as `mem_len`. So distances are
+    tokens, the state of a lane can be taken at any token, and inference caches projected keys."""
+    adds_tokens: bool = False
+    """It adds `memory_tokens` tokens to both ends of a segment, which write the state. So the state
+    depends on where segments end, and only the losses of later segments train what is written."""
+    documents_are_independent: bool = True
+    """Whether the losses of a document depend on nothing but it and the places where its segments
+    end. It is read from its start then, even if `receptive_tokens` has no limit."""
+    settings: tuple[str, ...] = ()
+    """The settings of `ModelConfig` that have an effect on it."""
+
+    @property
+    def uses_mem_len(self) -> bool:
+        return "mem_len" in self.settings
+
+
+MEMORY_KINDS = {
+    "recurrent": MemoryFacts(
+        implementation="txl_dist.model.memory.recurrent:Recurrent",
+        keys_are_tokens=True,
+        settings=("mem_len", "mem_shares"),
+    ),
+    "compressive": MemoryFacts(
+        implementation="txl_dist.model.memory.compressive:Compressive",
+        # The tokens before a document decide which of its tokens share a slot.
+        documents_are_independent=False,
+        settings=("mem_len", "compressed_len", "compression_rate"),
+    ),
+    "tokens": MemoryFacts(
+        implementation="txl_dist.model.memory.tokens:MemoryTokens",
+        adds_tokens=True,
+        settings=("memory_tokens",),
+    ),
+    "recurrent+tokens": MemoryFacts(
+        implementation="txl_dist.model.memory.tokens:RecurrentAndTokens",
+        adds_tokens=True,
+        settings=("mem_len", "mem_shares", "memory_tokens"),
+    ),
+}
+"""By the value of `ModelConfig.memory`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +190,6 @@ class ModelConfig:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
         self._check_memory_kind()
         self._check_memory_shares()
-        self._check_compression()
         self._check_vectors()
         self._check_clusters()
 
@@ -154,7 +203,9 @@ class ModelConfig:
         for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "memory_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("vocab_size", "mem_len"):
+        if self.compression_rate < 2:
+            raise ValueError(f"compression_rate={self.compression_rate} must be at least 2")
+        for name in ("vocab_size", "mem_len", "compressed_len"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         scale = self.attention_scale
@@ -205,22 +256,12 @@ class ModelConfig:
                 f"same_length=true is not supported by memory={self.memory}, which attention does "
                 "not see as one key per token; use false"
             )
-        if self.mem_shares and "mem_shares" not in self.memory_facts.settings:
-            raise ValueError(
-                f"mem_shares is not supported by memory={self.memory}, whose layers have one "
-                "length; use []"
-            )
-
-    def _check_compression(self) -> None:
-        if self.compression_rate < 2:
-            raise ValueError(f"compression_rate={self.compression_rate} must be at least 2")
-        if (self.compressed_len or 0) < 0:
-            raise ValueError(f"compressed_len={self.compressed_len} must not be negative")
-        if self.compressed_len is not None and "compressed_len" not in self.memory_facts.settings:
-            raise ValueError(
-                f"compressed_len={self.compressed_len} needs memory=compressive; memory="
-                f"{self.memory} compresses nothing"
-            )
+        for name, neutral in (("mem_shares", ()), ("compressed_len", None)):
+            value = getattr(self, name)
+            if value != neutral and name not in self.memory_facts.settings:
+                raise ValueError(
+                    f"{name}={value} is not supported by memory={self.memory}; remove it"
+                )
 
     def _check_memory_shares(self) -> None:
         shares = self.mem_shares
@@ -293,6 +334,11 @@ class ModelConfig:
     def tokens_kept(self) -> int:
         """`mem_len`, or 0 for a kind of memory without layer inputs of tokens."""
         return self.mem_len if self.memory_facts.uses_mem_len else 0
+
+    @property
+    def num_added_tokens(self) -> int:
+        """Tokens that the memory adds to a segment of each lane."""
+        return 2 * self.memory_tokens if self.memory_facts.adds_tokens else 0
 
     @property
     def has_memory(self) -> bool:

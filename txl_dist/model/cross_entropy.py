@@ -1,12 +1,11 @@
-"""Cross-entropy of a linear layer: its logits never exist for more rows than a limit allows.
+"""Cross-entropy of a linear layer on GPUs, whose logits exist for a limited number of rows.
 
-The elementwise part has two implementations: kernels (cross_entropy_kernel.py), which read and
-write the logits as few times as possible, and operations of torch, for GPUs without triton. This
-module does not import triton; the kernels' module is imported when one runs.
+Kernels (cross_entropy_kernel.py) read and write the logits as few times as possible. This module
+does not import triton; the kernels' module is imported when one runs.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,6 @@ def linear_cross_entropy(
     target_N: Tensor,
     *,
     max_logits: int,
-    by_kernel: bool,
 ) -> Tensor:
     """Nats [N] of a linear layer, in chunks of at most `max_logits` logits; 0 where IGNORED.
 
@@ -44,18 +42,15 @@ def linear_cross_entropy(
     Forward keeps one float per row, the logarithm of the sum, and the logits of the last chunk.
     Backward starts with these and computes those of the other chunks again, at most a third more
     work for this layer. Gradients of logits take their place, so there is one chunk of logits at a
-    time; without kernels up to four more in fp32. Sums over the vocabulary and over chunks are
-    fp32, or fp64 for fp64 inputs. Under autocast, products have its dtype.
+    time. Sums over the vocabulary and over chunks are fp32, or fp64 for fp64 inputs. Under
+    autocast, products have its dtype.
     """
     device = x_NE.device.type
     is_cast = torch.is_autocast_enabled(device)
-    plan = _Plan(
-        chunks=_chunks(len(x_NE), max(1, max_logits // len(weight_VE))),
-        dtype=torch.get_autocast_dtype(device) if is_cast else x_NE.dtype,
-        by_kernel=by_kernel,
-    )
+    dtype = torch.get_autocast_dtype(device) if is_cast else x_NE.dtype
+    chunks = _chunks(len(x_NE), max(1, max_logits // len(weight_VE)))
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, plan)
+        return _LinearCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, chunks, dtype)
 
 
 def _chunks(num_rows: int, most: int) -> tuple[slice, ...]:
@@ -65,30 +60,24 @@ def _chunks(num_rows: int, most: int) -> tuple[slice, ...]:
     return tuple(slice(start, min(start + size, num_rows)) for start in starts)
 
 
-class _Plan(NamedTuple):
-    chunks: tuple[slice, ...]
-    dtype: torch.dtype
-    """Of the products."""
-    by_kernel: bool
-
-
 class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_N: Tensor, plan: _Plan
-    ) -> Tensor:
-        ctx.plan, ctx.input_dtypes = plan, (x_NE.dtype, weight_VE.dtype, bias_V.dtype)
+        ctx: Any, x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_N: Tensor,
+        chunks: tuple[slice, ...], dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """`dtype`: that of the products."""
+        ctx.chunks, ctx.input_dtypes = chunks, (x_NE.dtype, weight_VE.dtype, bias_V.dtype)
         ctx.width = x_NE.shape[1]
-        x_NE, weight_VE = _with_vectors(x_NE, plan.dtype), _with_vectors(weight_VE, plan.dtype)
-        bias_V = bias_V.to(plan.dtype)
-        total_N = x_NE.new_empty(len(x_NE), dtype=at_least_fp32(plan.dtype))
+        x_NE, weight_VE = _with_vectors(x_NE, dtype), _with_vectors(weight_VE, dtype)
+        bias_V = bias_V.to(dtype)
+        total_N = x_NE.new_empty(len(x_NE), dtype=at_least_fp32(dtype))
         nats_N = torch.empty_like(total_N)
-        operator = torch.ops.txl_dist.cross_entropy if plan.by_kernel else _write_nats
         logit_RV = None
-        for rows in plan.chunks:
+        for rows in chunks:
             del logit_RV  # before the next are computed
             logit_RV = linear(x_NE[rows], weight_VE, bias_V)
-            operator(logit_RV, target_N[rows], total_N[rows], nats_N[rows])
+            torch.ops.txl_dist.cross_entropy(logit_RV, target_N[rows], total_N[rows], nats_N[rows])
         ctx.save_for_backward(x_NE, weight_VE, bias_V, target_N, total_N)
         ctx.last_logit_RV = logit_RV
         return nats_N
@@ -97,17 +86,18 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_NE, weight_VE, bias_V, target_N, total_N = ctx.saved_tensors
-        plan, (wants_x, wants_weight, wants_bias) = ctx.plan, ctx.needs_input_grad[:3]
-        operator = torch.ops.txl_dist.cross_entropy_backward_ if plan.by_kernel else _write_gradient
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # They are overwritten; another backward (`retain_graph`) computes them again.
         logit_RV, ctx.last_logit_RV = ctx.last_logit_RV, None
         shape, width = (len(x_NE), ctx.width), ctx.width
         d_x_NE = x_NE.new_empty(shape, dtype=ctx.input_dtypes[0]) if wants_x else None
         d_weight_VE = d_bias_V = None
-        for rows in reversed(plan.chunks):
+        for rows in reversed(ctx.chunks):
             if logit_RV is None:
                 logit_RV = linear(x_NE[rows], weight_VE, bias_V)
-            operator(logit_RV, target_N[rows], total_N[rows], gradients[0][rows])
+            torch.ops.txl_dist.cross_entropy_backward_(
+                logit_RV, target_N[rows], total_N[rows], gradients[0][rows]
+            )
             if d_x_NE is not None:
                 d_x_NE[rows] = (logit_RV @ weight_VE)[:, :width]
             if wants_weight:
@@ -116,7 +106,7 @@ class _LinearCrossEntropy(Function):
                 d_bias_V = _sum(d_bias_V, logit_RV.sum(0, dtype=total_N.dtype))
             logit_RV = None  # before the next are computed
         results = zip((d_x_NE, d_weight_VE, d_bias_V), ctx.input_dtypes, strict=True)
-        return (*(None if x is None else x.to(dtype) for x, dtype in results), None, None)
+        return (*(None if x is None else x.to(dtype) for x, dtype in results), None, None, None)
 
 
 def _with_vectors(x_NE: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,30 +127,7 @@ def _sum(before: Tensor | None, more: Tensor) -> Tensor:
     return more if before is None else before.to(at_least_fp32(before.dtype)).add_(more)
 
 
-# --- by operations of torch: each has a tensor of all logits in fp32 ------------------------------
-
-
-def _write_nats(logit_RV: Tensor, target_R: Tensor, total_R: Tensor, nats_R: Tensor) -> None:
-    logit_RV = logit_RV.to(total_R.dtype)
-    torch.logsumexp(logit_RV, dim=-1, out=total_R)
-    column_R1 = target_R.clamp(min=0)[:, None]
-    torch.sub(total_R, logit_RV.gather(1, column_R1).squeeze(1), out=nats_R)
-    nats_R.masked_fill_(target_R == IGNORED, 0)
-
-
-def _write_gradient(logit_RV: Tensor, target_R: Tensor, total_R: Tensor, d_nats_R: Tensor) -> None:
-    p_RV = logit_RV.to(total_R.dtype)
-    p_RV.sub_(total_R[:, None]).exp_()
-    column_R1 = target_R.clamp(min=0)[:, None]
-    # Not `scatter_add_`, which is refused where algorithms must be deterministic.
-    p_RV.scatter_(1, column_R1, p_RV.gather(1, column_R1) - 1)
-    p_RV.mul_(d_nats_R.masked_fill(target_R == IGNORED, 0)[:, None])
-    if p_RV is not logit_RV:
-        logit_RV.copy_(p_RV)
-
-
-# --- by kernels: operators of torch, which work with fake tensors too -----------------------------
-
+# The kernels as operators of torch, which work with fake tensors too.
 define(
     "txl_dist::cross_entropy",
     "(Tensor logits, Tensor target, Tensor(a!) logsumexp, Tensor(b!) nats) -> ()",

@@ -12,8 +12,6 @@ from shutil import which
 import torch
 from torch import Tensor
 
-from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
-
 
 def host_waits_for(device: torch.device) -> bool:
     """Whether the host waits if it reads a value on `device`, such as a number of rows.
@@ -42,30 +40,25 @@ def has_triton(device: torch.device) -> bool:
 
 
 def triton_unavailable_reason(device: torch.device) -> str:
-    """Why triton cannot run on the device; "" if it can."""
+    """Why triton cannot run on the device, and what would help; "" if it can."""
     if find_spec("triton") is None:
-        return "the package triton is not installed"
+        return "the package triton is not installed (pip install triton)"
     if device.type != "cuda":
         return "" if os.environ.get("TRITON_INTERPRET") == "1" else "the ranks have no GPU"
     if not torch.cuda.is_available():  # torch's fake tensors can be on a GPU that is not there
         return ""
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} has a compute capability below 8.0"
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has a compute capability below 8.0, that of an A100"
     return _missing_for_extension()
-
-
-def attention_unavailable_reason(name: str, device: torch.device) -> str:
-    """Why the implementation of this name cannot run on the device; "" if it can."""
-    facts = ATTENTION_IMPLEMENTATIONS.get(name)
-    return triton_unavailable_reason(device) if facts and facts.needs_triton else ""
 
 
 def _missing_for_extension() -> str:
     """What triton lacks to compile an extension of Python, when its first kernel is loaded."""
     if not (os.environ.get("CC") or which("gcc") or which("clang")):
-        return "no C compiler is installed, which triton needs (gcc and libc6-dev)"
+        return "it needs a C compiler (apt install gcc libc6-dev)"
     header = python_include() / "Python.h"
-    return "" if header.exists() else f"{header} is missing, which triton needs (python3-dev)"
+    return "" if header.exists() else f"it needs {header} (apt install python3-dev)"
 
 
 def python_include() -> Path:

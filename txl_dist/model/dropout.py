@@ -10,7 +10,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import define, impl, register_autograd, register_fake
 
-from txl_dist.model.devices import has_triton, to_device
+from txl_dist.model.devices import to_device
 
 Place = Literal[
     "embedding", "distances", "attention weights", "attention", "inner", "feed-forward", "output"
@@ -174,10 +173,8 @@ class LaneDropoutMasks:
         self.lanes = lanes
 
     def on(self, device: torch.device) -> "LaneDropoutMasks | GpuLaneDropoutMasks":
-        """The same masks, drawn on `device` where triton can run."""
-        if device.type == "cuda" and _has_triton(device):
-            return GpuLaneDropoutMasks.of(self, device)
-        return self
+        """The same masks, drawn by a kernel on GPUs."""
+        return GpuLaneDropoutMasks.of(self, device) if device.type == "cuda" else self
 
     def of_segment(self, number: int, num_segments: int) -> "LaneDropoutMasks":
         """Those of step `step * num_segments + number`."""
@@ -366,6 +363,3 @@ def _gradient_of_relu(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 register_autograd("txl_dist::lane_dropout_relu", _gradient_of_relu, setup_context=_save_result)
-
-
-_has_triton = cache(has_triton)  # asked in every micro-batch

@@ -8,7 +8,7 @@ share grows with `mem_len`. The tests compare the sums with torch's FlopCounterM
 from collections.abc import Sequence
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import MemoryKind, memory_kind
+from txl_dist.model.memory import memory_kind
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, W = H K
 
@@ -21,9 +21,8 @@ def forward_flops(
     `tail_rows` is the number of targets in each cluster of the adaptive softmax after the first; it
     depends on the text. Without it the count is a lower bound: every token's head, and no tail.
     """
-    kind = memory_kind(config)
-    num_tokens = tgt_len + kind.num_added_tokens
-    distances = sum(_distances(config, past + num_tokens) for past in _pasts(kind))
+    num_tokens = tgt_len + config.num_added_tokens
+    distances = sum(_distances(config, past + num_tokens) for past in _pasts(config))
     without = _without_past(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
     return _memory(config, num_lanes) + distances + without
 
@@ -31,9 +30,9 @@ def forward_flops(
 def inference_flops(
     config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int] = ()
 ) -> int:
-    """As `forward_flops`, with `TransformerXL.inference_state`: a kind that caches keys has already
-    projected the memory and the distances."""
-    count = _without_past if memory_kind(config).caches_keys else forward_flops
+    """As `forward_flops`, with `TransformerXL.inference_state`: a cache has already projected the
+    memory and the distances."""
+    count = _without_past if config.memory_facts.keys_are_tokens else forward_flops
     return count(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
 
 
@@ -41,11 +40,10 @@ def _without_past(
     config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int]
 ) -> int:
     """All but the projections of the memory and of distances."""
-    kind = memory_kind(config)
-    num_tokens = tgt_len + kind.num_added_tokens
+    num_tokens = tgt_len + config.num_added_tokens
     rows = num_lanes * num_tokens
     layer = _queries_and_feed_forward(config, rows) + _keys_and_values(config, rows)
-    scores = sum(_scores_and_mixing(config, rows * (past + num_tokens)) for past in _pasts(kind))
+    scores = sum(_scores_and_mixing(config, rows * (past + num_tokens)) for past in _pasts(config))
     ends = _ends(config, num_lanes * tgt_len) + _tails(config, tail_rows)
     return config.n_layer * layer + scores + ends
 
@@ -77,7 +75,6 @@ def training_flops(
     The inputs of two products need no gradient, the projections of distances and of memory: their
     backward is one product. Under `pre_lnorm` the memory passes a norm whose gains need a gradient.
     """
-    kind = memory_kind(config)
     segment_len = tgt_len // num_segments
     # The rows of tails count once, however they are divided.
     forward, without_tails = (
@@ -85,22 +82,21 @@ def training_flops(
         for rows in (tail_rows, ())
     )
     forward += (num_segments - 1) * without_tails
-    num_tokens = segment_len + kind.num_added_tokens
-    distances = sum(_distances(config, past + num_tokens) for past in _pasts(kind))
+    num_tokens = segment_len + config.num_added_tokens
+    distances = sum(_distances(config, past + num_tokens) for past in _pasts(config))
     has_gains = config.pre_lnorm and config.norm == "layernorm"
     memory = 0 if has_gains else _memory(config, num_lanes)
     return 3 * forward - memory - num_segments * distances
 
 
-def _pasts(kind: MemoryKind) -> list[int]:
+def _pasts(config: ModelConfig) -> tuple[int, ...]:
     """M of each layer."""
-    state = kind.empty(1, device="meta")
-    return [state.num_past_in(number) for number in range(kind.config.n_layer)]
+    return memory_kind(config).empty(1, device="meta").num_pasts
 
 
 def _memory(config: ModelConfig, num_lanes: int) -> int:
     """The projection of the memory's keys and values in all layers."""
-    return _keys_and_values(config, num_lanes * sum(_pasts(memory_kind(config))))
+    return _keys_and_values(config, num_lanes * sum(_pasts(config)))
 
 
 def _queries_and_feed_forward(config: ModelConfig, tokens: int) -> int:

@@ -14,20 +14,20 @@ dropout and models without memory are not supported.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from txl_dist.model.attention import head_gates
-from txl_dist.model.attention.sdpa import gpu_kernels
 from txl_dist.model.encodings import DistanceTerms, apply_rotary, cast_like
 from txl_dist.model.layer import Layer, combined
 from txl_dist.model.memory import SequenceState
-from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
+from txl_dist.model.memory.recurrent import KVCache, LayerKVCache
 from txl_dist.model.norms import normalise
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
@@ -68,7 +68,7 @@ class TokenStep:
             for num_past in prepared
         }
         """By memory length: the mask [B, 1, S] with a full memory; None if it hides nothing."""
-        self._kernels = gpu_kernels if like.device.type == "cuda" else nullcontext
+        self._kernels = _gpu_kernels if like.device.type == "cuda" else nullcontext
 
     @staticmethod
     def supports(model: TransformerXL, cache: SequenceState) -> bool:
@@ -195,6 +195,15 @@ class _LayerStep:
             return None if score_HBS is None else score_HBS.unsqueeze(2)
         mask_B1S = mask_B1S.to(q_HBK.dtype)
         return mask_B1S if score_HBS is None else score_HBS.unsqueeze(2) + mask_B1S
+
+
+def _gpu_kernels() -> AbstractContextManager[None]:
+    """Let scaled_dot_product_attention on a GPU take torch's memory-efficient kernel.
+
+    Without gradients torch would prefer cuDNN, which has open bugs for masks (pytorch#196678,
+    pytorch#191612).
+    """
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _functional(norm: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -150,14 +150,13 @@ class TransformerXL(nn.Module):
         pasts = (memory.past(number, x_BTD) for number in range(len(self.layers)))
         # Built once for all layers of a memory length, including the mask that follows from the
         # ages.
-        num_pasts = [memory.num_past_in(number) for number in range(len(self.layers))]
         context_of = {
             num_past: self._segment_context(
                 x_BTD, memory.reach(read_age_BT), num_past, dropout_masks, on_attention_weights
             )
-            for num_past in dict.fromkeys(num_pasts)
+            for num_past in dict.fromkeys(memory.num_pasts)
         }
-        contexts = [context_of[num_past] for num_past in num_pasts]
+        contexts = [context_of[num_past] for num_past in memory.num_pasts]
         run_layers = self.recorded_layers or self.run_layers
         hidden = run_layers(x_BTD, pasts, contexts)
         x_BTD = hidden[-1]
@@ -236,12 +235,8 @@ class TransformerXL(nn.Module):
         on_attention_weights: AttentionWeightsCallback | None,
     ) -> SegmentContext:
         config, num_keys = self.config, num_past + x_BTD.shape[1]
-        implementation = choose_implementation(
-            config.attention,
-            device=x_BTD.device,
-            with_dropout=dropout_masks is not None and config.dropatt > 0,
-            d_head=config.d_head,
-        )
+        with_dropout = dropout_masks is not None and config.dropatt > 0
+        implementation = choose_implementation(config, x_BTD.device, with_dropout=with_dropout)
         needs_mask = not implementation.masks_by_reach or on_attention_weights is not None
         return SegmentContext(
             distances=self.encoding.prepare(

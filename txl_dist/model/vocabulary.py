@@ -18,7 +18,6 @@ arXiv:1609.04309; weight tying: Press & Wolf 2017, arXiv:1608.05859.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -150,8 +149,7 @@ class AdaptiveEmbedding(nn.Module):
 
 
 MAX_LOGITS = 2**29
-"""On GPUs, the most logits of head or tail at a time: 1 GiB in bf16, 2 GiB in fp32. A quarter of it
-without triton, because up to four more tensors in fp32 are as large."""
+"""On GPUs, the most logits of head or tail at a time: 1 GiB in bf16, 2 GiB in fp32."""
 HEAD_MULTIPLE = 8
 """On GPUs the columns of the head are padded to a multiple of this. With an odd number, as in the
 paper's WikiText-103 (20,003), products in bf16 cannot load 16 bytes at a time."""
@@ -266,15 +264,11 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         """Nats [N] of the head (0) or of a tail."""
         weight_VE, bias_V = layers[number]
-        device = hidden_ND.device
-        by_kernel = has_triton(device)
-        max_logits = MAX_LOGITS if by_kernel else MAX_LOGITS // 4
-        is_large = len(hidden_ND) * len(weight_VE) > max_logits
-        if devices.host_waits_for(device) and (is_large or by_kernel):
+        if devices.host_waits_for(hidden_ND.device):
+            projected_NE = self._project(number, hidden_ND, table)
             return linear_cross_entropy(
-                self._project(number, hidden_ND, table), weight_VE, bias_V, target_N,
-                max_logits=max_logits, by_kernel=by_kernel,
-            )  # fmt: skip
+                projected_NE, weight_VE, bias_V, target_N, max_logits=MAX_LOGITS
+            )
         logits_NV = self._logits_of(number, hidden_ND, layers, table)
         return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
 
@@ -295,6 +289,3 @@ class AdaptiveSoftmax(nn.Module):
         if not len(table.projections):
             return hidden
         return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
-
-
-has_triton = cache(devices.has_triton)  # asked in every micro-batch

@@ -1,4 +1,4 @@
-"""How a device computes: precision, reproducible operations, threads on CPUs."""
+"""Which device computes, and how: precision, reproducible operations, threads on CPUs."""
 
 import logging
 import os
@@ -13,8 +13,27 @@ import torch
 
 from data_pipeline.errors import counted
 from txl_dist.config.run_config import Precision
+from txl_dist.errors import ConfigError
+from txl_dist.model.devices import triton_unavailable_reason
 
 log = logging.getLogger(__name__)
+
+
+def default_device() -> torch.device:
+    """The first GPU, or the CPU. Raises ConfigError for a GPU without triton."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    require_triton(device)
+    return device
+
+
+def require_triton(device: torch.device) -> None:
+    """Raise ConfigError for a GPU that cannot run the kernels of the model."""
+    if device.type == "cuda" and (reason := triton_unavailable_reason(device)):
+        raise ConfigError(
+            f"GPUs need triton, and {reason}: mend that, or use the CPUs, with "
+            "CUDA_VISIBLE_DEVICES= before the command"
+        )
+
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 """Read when a process first uses cuBLAS and NCCL. Values that are set already stay."""

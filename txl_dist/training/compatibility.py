@@ -46,7 +46,6 @@ _FREE = (
     "training.grace_seconds",
     "training.activation_checkpointing",
     "training.compile",
-    "training.cuda_graphs",
     "training.deterministic",
     "training.profile_",
     "evaluation.",

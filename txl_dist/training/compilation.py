@@ -3,10 +3,10 @@
 Only layers are compiled, and all of them share one function: the tables, the softmax and the memory
 are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary.
 
-On GPUs with masks by lane a layer is one graph. Otherwise two parts run between graphs: the drawing
-of dropout masks, and `attention: cpu` (model/attention/cpu.py), which is one autograd node with
-in-place operations that torch.compile refuses. On CPUs that node is faster than a compiled one, so
-there the feed-forward layers and norms are compiled.
+On GPUs a layer is one graph, and CUDA graphs of some layers are recorded (cuda_graphs.py). On CPUs
+two parts run between graphs: the drawing of dropout masks by numpy, and `attention: cpu`
+(model/attention/cpu.py), which is one autograd node with in-place operations that torch.compile
+refuses. That node is faster than a compiled one, so the feed-forward layers and norms are compiled.
 """
 
 import shutil
@@ -19,7 +19,6 @@ from torch import nn
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_implementation
-from txl_dist.model.devices import has_triton
 from txl_dist.model.dropout import Dropout, LaneDropoutMasks
 from txl_dist.model.layer import Layer
 from txl_dist.model.transformer_xl import TransformerXL
@@ -43,24 +42,39 @@ def compile_layers(
     model.to(world.device)
     compile_model(model, world.device)
     _run_once(model, config, world.device, lanes)
-    if config.training.cuda_graphs:
-        _require_compiled_attention(model, world.device)
+    if records_graphs(config, world.device):
         record_layers(model, world.device)
 
 
-def compile_model(model: TransformerXL, device: torch.device) -> None:
-    """Let the next forward compile the layers. On GPUs with triton, dropout masks by lane are
-    operators of the compiled graph.
+def records_graphs(config: RunConfig, device: torch.device) -> bool:
+    """Whether compiled layers are recorded as CUDA graphs.
+
+    Not with activation checkpointing, which runs layers again in backward, and not with several
+    segments per step: the graphs of one would overwrite what backward needs of the one before.
     """
-    draws_by_kernel = device.type == "cuda" and has_triton(device)
-    if not _attention_can_be_compiled(model, device):
+    training = config.training
+    return (
+        device.type == "cuda"
+        and training.compile is True
+        and not training.activation_checkpointing
+        and training.backprop_segments == 1
+    )
+
+
+def compile_model(model: TransformerXL, device: torch.device) -> None:
+    """Let the next forward compile the layers. On GPUs, dropout masks by lane are operators of the
+    compiled graph.
+    """
+    with_dropout = model.config.dropatt > 0
+    attention = choose_implementation(model.config, device, with_dropout=with_dropout)
+    if not attention.can_be_compiled:
         for layer in model.layers:
             assert isinstance(layer, Layer)
             layer.attention.forward = torch.compiler.disable(  # type: ignore[method-assign]
                 layer.attention.forward
             )
     for module in model.modules():
-        if isinstance(module, Dropout) and not draws_by_kernel:
+        if isinstance(module, Dropout) and device.type != "cuda":
             # numpy draws; code would be compiled again for every layer.
             for name in ("draw", "draw_bits"):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
@@ -78,24 +92,6 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
     model.compute_input = torch.compile(model.compute_input, dynamic=False)
 
 
-def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:
-    """Whether torch.compile accepts the attention that training takes on `device`."""
-    config = model.config
-    return choose_implementation(
-        config.attention, device=device, with_dropout=config.dropatt > 0, d_head=config.d_head
-    ).can_be_compiled
-
-
-def _require_compiled_attention(model: TransformerXL, device: torch.device) -> None:
-    """Raise ConfigError if attention runs between compiled parts: that was never recorded."""
-    if device.type == "cuda" and not _attention_can_be_compiled(model, device):
-        raise ConfigError(
-            f"training.cuda_graphs=true needs compiled attention, and model.attention="
-            f"{model.config.attention} is not compiled on this GPU. Set model.attention=triton (it "
-            "says why if it cannot run), or training.cuda_graphs=false"
-        )
-
-
 def _run_once(
     model: TransformerXL, config: RunConfig, device: torch.device, lanes: Sequence[int]
 ) -> None:
@@ -108,7 +104,7 @@ def _run_once(
     masks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
     with _at_any_address(list(model.parameters())):
         # Compiled code is for this state of the cache, too; it is off in recordings.
-        with autocast(config.precision, device, cache_enabled=not config.training.cuda_graphs):
+        with autocast(config.precision, device, cache_enabled=not records_graphs(config, device)):
             segments = config.training.backprop_segments
             nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks, segments)
         nats_BT.sum().backward()

@@ -10,9 +10,10 @@ from txl_dist.errors import ConfigError
 from txl_dist.evaluation.job import EvaluationSettings, plan_evaluation
 from txl_dist.evaluation.result import scored_text
 from txl_dist.evaluation.scoring import Scorer, evaluate_on_ranks
-from txl_dist.model.devices import attention_unavailable_reason
+from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE, require_triton
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.context import RankContext
@@ -64,12 +65,21 @@ def build_step(rank: RankContext) -> TrainStep:
 
 def _require_attention(name: str, device: torch.device) -> None:
     """Evaluation and generation replace one that cannot run; training was asked for it."""
-    if reason := attention_unavailable_reason(name, device):
+    require_triton(device)
+    facts = ATTENTION_IMPLEMENTATIONS.get(name)
+    if facts is None:  # auto
+        return
+    if facts.is_for_cpus and device.type == "cuda":
         raise ConfigError(
-            f"model.attention={name} needs the package triton and a GPU of compute capability 8.0 "
-            f"(A100) or newer, and {reason}. Set model.attention=auto, which takes it where it "
-            "can run; or, to test the kernels on a CPU with a small model, set the environment "
-            "variable TRITON_INTERPRET=1"
+            f"model.attention={name} runs on CPUs only, and the ranks have GPUs. Set "
+            "model.attention=auto"
+        )
+    if facts.needs_triton and (reason := triton_unavailable_reason(device)):
+        raise ConfigError(
+            f"model.attention={name} needs triton and a GPU of compute capability 8.0 (A100) or "
+            f"newer, and {reason}. Set model.attention=auto, which takes it on GPUs; or, to test "
+            "the kernels on a CPU with a small model, set the environment variable "
+            "TRITON_INTERPRET=1"
         )
 
 

@@ -1,4 +1,4 @@
-"""`training.cuda_graphs`: the compiled layers as CUDA graphs, which the host starts as one.
+"""`training.compile: true` on GPUs: compiled layers as CUDA graphs, which the host starts as one.
 
 A few layers are one graph, and their backward is another. What surrounds the layers stays outside:
 the rows of an adaptive softmax's clusters change from step to step. They are recorded in the first
@@ -25,7 +25,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
 from txl_dist.model.attention import SegmentContext
-from txl_dist.model.devices import has_triton
 from txl_dist.model.dropout import GpuLaneDropoutMasks
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.transformer_xl import TransformerXL
@@ -47,7 +46,7 @@ def record_layers(model: TransformerXL, device: torch.device) -> None:
 
     The next forward overwrites what `run_layers` returns, so use it before.
     """
-    if device.type == "cuda" and has_triton(device):
+    if device.type == "cuda":
         model.recorded_layers = RecordedLayers(model)
 
 

@@ -16,7 +16,7 @@ from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums, in_lines
 from txl_dist.events import AttemptStart
-from txl_dist.model.attention import choose_attention
+from txl_dist.model.attention import choose_implementation
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine, warn_if_busy
 from txl_dist.runtime.world import World
@@ -235,16 +235,11 @@ def log_start(
 def _computation(config: RunConfig, world: World) -> str:
     """`ZeRO stage 1 | bf16 | triton`."""
     model, stage = config.model, config.deepspeed.zero_stage
-    attention = choose_attention(
-        model.attention,
-        device=world.device,
-        with_dropout=model.dropatt > 0,
-        d_head=model.d_head,
-    )
+    attention = choose_implementation(model, world.device, with_dropout=model.dropatt > 0)
     is_gpu = world.device.type == "cuda"
     computed = config.deepspeed.computed_stage(num_ranks=world.num_ranks, on_gpu=is_gpu)
     replaced = "" if computed == stage else f" (on one GPU computed as stage {computed})"
-    return f"ZeRO stage {stage}{replaced} | {config.precision} | {attention.__name__}"
+    return f"ZeRO stage {stage}{replaced} | {config.precision} | {attention.name}"
 
 
 def _log_data(config: RunConfig, data: TrainingData) -> None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer: in chunks, by operations of torch and by triton's kernels.
+"""Cross-entropy of a linear layer in chunks, by triton's kernels.
 
 The kernels run in triton's interpreter; the last test shows what the real compiler says.
 """
@@ -20,7 +20,6 @@ from torch.testing import assert_close
 from txl_dist.model.cross_entropy import IGNORED, linear_cross_entropy
 
 ROWS, WIDTH, COLUMNS = 7, 5, 11
-both_forms = pytest.mark.parametrize("by_kernel", [False, True])
 
 
 @pytest.fixture(autouse=True)
@@ -45,18 +44,15 @@ def plain_cross_entropy(logits_NV: Tensor, target_N: Tensor) -> Tensor:
     return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
 
 
-@both_forms
 @pytest.mark.parametrize("num_rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
-def test_values_and_gradients_in_chunks_of_any_size(
-    num_rows: int, scale: float, by_kernel: bool
-) -> None:
+def test_values_and_gradients_in_chunks_of_any_size(num_rows: int, scale: float) -> None:
     tensors, target_N, weight_N = inputs(torch.float64)
     x_NE, *layer = tensors
     plain_N = plain_cross_entropy(linear(x_NE * scale, *layer), target_N)
     expected = torch.autograd.grad(plain_N @ weight_N, tensors)
     chunked_N = linear_cross_entropy(
-        x_NE * scale, *layer, target_N, max_logits=num_rows * COLUMNS, by_kernel=by_kernel,
+        x_NE * scale, *layer, target_N, max_logits=num_rows * COLUMNS
     )  # fmt: skip
     assert chunked_N[2] == 0
     assert_close(chunked_N, plain_N)
@@ -116,47 +112,41 @@ def test_kernels_equal_the_equation_in_float64(
 def test_a_target_beyond_the_vocabulary_has_no_number() -> None:
     (x_NE, *layer), target_N, _ = inputs(torch.float64)
     target_N[0] = COLUMNS
-    nats_N = linear_cross_entropy(x_NE, *layer, target_N, max_logits=1000, by_kernel=True)
+    nats_N = linear_cross_entropy(x_NE, *layer, target_N, max_logits=1000)
     assert nats_N.isnan().tolist() == [True] + [False] * (ROWS - 1)
 
 
-@both_forms
-def test_a_logit_that_is_not_a_number_is_noticed(by_kernel: bool) -> None:
+def test_a_logit_that_is_not_a_number_is_noticed() -> None:
     (x_NE, *layer), target_N, _ = inputs(torch.float64)
     with torch.no_grad():
         x_NE[0, 0] = torch.nan
-    nats_N = linear_cross_entropy(x_NE, *layer, target_N, max_logits=1000, by_kernel=by_kernel)
+    nats_N = linear_cross_entropy(x_NE, *layer, target_N, max_logits=1000)
     assert nats_N.isnan().tolist() == [True] + [False] * (ROWS - 1)
 
 
-@both_forms
-def test_without_rows_gradients_are_zero(by_kernel: bool) -> None:
+def test_without_rows_gradients_are_zero() -> None:
     tensors, target_N, _ = inputs(torch.float64, rows=0)
-    nats_N = linear_cross_entropy(*tensors, target_N, max_logits=1000, by_kernel=by_kernel)
+    nats_N = linear_cross_entropy(*tensors, target_N, max_logits=1000)
     assert nats_N.shape == (0,)
     for x, gradient in zip(tensors, torch.autograd.grad(nats_N.sum(), tensors), strict=True):
         assert torch.equal(gradient, torch.zeros_like(x))
 
 
-@both_forms
 @pytest.mark.parametrize("max_logits", [22, 1000])
-def test_another_backward_repeats_the_gradients_bit_for_bit(
-    max_logits: int, by_kernel: bool
-) -> None:
+def test_another_backward_repeats_the_gradients_bit_for_bit(max_logits: int) -> None:
     tensors, target_N, weight_N = inputs(torch.float32)
-    nats_N = linear_cross_entropy(*tensors, target_N, max_logits=max_logits, by_kernel=by_kernel)
+    nats_N = linear_cross_entropy(*tensors, target_N, max_logits=max_logits)
     first = torch.autograd.grad(nats_N @ weight_N, tensors, retain_graph=True)
     again = torch.autograd.grad(nats_N @ weight_N, tensors)
     assert all(map(torch.equal, first, again))
 
 
-@both_forms
 @pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_one_gradient_alone_is_that_of_all(wanted: int, by_kernel: bool) -> None:
+def test_one_gradient_alone_is_that_of_all(wanted: int) -> None:
     tensors, target_N, weight_N = inputs(torch.float64)
 
     def gradients(*tensors: Tensor) -> tuple[Tensor | None, ...]:
-        nats_N = linear_cross_entropy(*tensors, target_N, max_logits=33, by_kernel=by_kernel)
+        nats_N = linear_cross_entropy(*tensors, target_N, max_logits=33)
         (nats_N @ weight_N).backward()
         return tuple(x.grad for x in tensors)
 
@@ -167,14 +157,11 @@ def test_one_gradient_alone_is_that_of_all(wanted: int, by_kernel: bool) -> None
     assert sum(x is not None for x in actual) == 1
 
 
-@both_forms
 @pytest.mark.parametrize("max_logits", [22, 1000])
-def test_under_autocast_sums_are_fp32(max_logits: int, by_kernel: bool) -> None:
+def test_under_autocast_sums_are_fp32(max_logits: int) -> None:
     tensors, target_N, weight_N = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        nats_N = linear_cross_entropy(
-            *tensors, target_N, max_logits=max_logits, by_kernel=by_kernel
-        )
+        nats_N = linear_cross_entropy(*tensors, target_N, max_logits=max_logits)
         logits_NV = linear(*tensors)
     assert logits_NV.dtype == torch.bfloat16
     expected_N = plain_cross_entropy(logits_NV.float(), target_N)
@@ -186,10 +173,9 @@ def test_under_autocast_sums_are_fp32(max_logits: int, by_kernel: bool) -> None:
     assert_close(gradients, expected, rtol=2e-2, atol=2e-2)
 
 
-@both_forms
 @pytest.mark.parametrize("width", [5, 8, 410])
 def test_products_in_bf16_load_16_bytes_at_a_time(
-    width: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are padded with zeros, which change no value and no gradient."""
     row_bytes = set()
@@ -205,7 +191,7 @@ def test_products_in_bf16_load_16_bytes_at_a_time(
         row_bytes.clear()
         monkeypatch.setattr("txl_dist.model.cross_entropy.VECTOR_BYTES", vector_bytes)
         with torch.autocast("cpu", torch.bfloat16):
-            nats_N = linear_cross_entropy(*tensors, target_N, max_logits=33, by_kernel=by_kernel)
+            nats_N = linear_cross_entropy(*tensors, target_N, max_logits=33)
         gradients = torch.autograd.grad(nats_N @ weight_N, tensors)
         assert [x.shape for x in gradients] == [x.shape for x in tensors]
         assert all(x.is_contiguous() for x in gradients)
@@ -214,11 +200,8 @@ def test_products_in_bf16_load_16_bytes_at_a_time(
     assert all(map(torch.equal, *results))
 
 
-@both_forms
 @pytest.mark.parametrize("num_rows", [2, 3, 4])
-def test_the_whole_logits_never_exist(
-    num_rows: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_logits_never_exist(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are those of the last chunk computed twice."""
     sizes = []
 
@@ -229,9 +212,7 @@ def test_the_whole_logits_never_exist(
 
     monkeypatch.setattr("txl_dist.model.cross_entropy.linear", recorded)
     tensors, target_N, weight_N = inputs(torch.float64)
-    nats_N = linear_cross_entropy(
-        *tensors, target_N, max_logits=num_rows * COLUMNS, by_kernel=by_kernel
-    )
+    nats_N = linear_cross_entropy(*tensors, target_N, max_logits=num_rows * COLUMNS)
     (nats_N @ weight_N).backward()
     assert (
         sizes

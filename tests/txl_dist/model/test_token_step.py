@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
 from txl_dist.config.run_config import Precision
-from txl_dist.model.memory.kv_cache import KVCache
+from txl_dist.model.memory.recurrent import KVCache
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast

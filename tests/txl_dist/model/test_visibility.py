@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.small_models import VOCAB_SIZE, random_text, small_model
-from txl_dist.model.choices import MEMORY_KINDS
-from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import SequenceState, memory_kind
+from txl_dist.model.config import MEMORY_KINDS, ModelConfig
+from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.recurrent import Recurrent, RecurrentMemory
 from txl_dist.model.visibility import Visibility, check_segment, check_targets, visible_keys
 
@@ -144,7 +143,7 @@ def test_the_memory_of_another_kind_or_size_is_refused(kind: str, is_cached: boo
     others += [{"memory": kind, "n_layer": 3}]
     if kind != "recurrent":  # whose width a cache does not know
         others += [{"memory": kind, "d_model": 8}]
-    if memory_kind(model.config).num_added_tokens:
+    if model.config.num_added_tokens:
         others += [{"memory": kind, "memory_tokens": 1}]
     for options in others:
         with pytest.raises(ValueError, match=r"memory|KVCache"):

@@ -187,18 +187,16 @@ def test_rows_found_on_the_host_are_those_of_the_device(targets: str) -> None:
     assert vocabulary.IGNORED == IGNORED
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("max_logits", [20, 2**29])
 @pytest.mark.parametrize(
     "options",
     [{}, {"div_val": 2, "tie_projs": (False, True, True)}, {"biases": False}],
 )
 def test_a_model_computes_the_same_as_on_a_gpu(
-    options: dict[str, Any], max_logits: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], max_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Embedding and softmax on GPUs have other operations: run them on the CPU."""
-    if by_kernel:
-        pytest.importorskip("triton")
+    pytest.importorskip("triton")
     model = small_model(cutoffs=(4, 9), **options)
     assert (4 + 2) % vocabulary.HEAD_MULTIPLE, "the head is padded"
     text_BN = random_text(3, 9)
@@ -216,6 +214,5 @@ def test_a_model_computes_the_same_as_on_a_gpu(
     monkeypatch.setattr(devices, "host_waits_for", lambda _: True)
     monkeypatch.setattr(devices, "to_device", lambda x, _: x)
     monkeypatch.setattr(vocabulary, "MAX_LOGITS", max_logits)
-    monkeypatch.setattr(vocabulary, "has_triton", lambda _: by_kernel)
     for actual, of_the_cpu in zip(results(), expected, strict=True):
         assert_close(actual, of_the_cpu, rtol=1e-12, atol=1e-12)

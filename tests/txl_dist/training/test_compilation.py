@@ -40,26 +40,30 @@ NORM_TOLERANCE = 1e-5
 
 
 def test_stage_3_is_refused_with_the_reason(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"compile=true is not supported at deepspeed\.zero_stage=3"
-    ):
+    with pytest.raises(ConfigError, match=r"compile is not supported at deepspeed\.zero_stage=3"):
         tiny_job(dataset, tmp_path, COMPILE, *ZERO["3"])
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "device", "is_recorded"),
     [
-        ("training.compile=false",),
-        (COMPILE, "training.activation_checkpointing=true"),
-        (COMPILE, "training.backprop_segments=2"),
+        ((COMPILE,), "cuda", True),
+        ((COMPILE,), "cpu", False),
+        (("training.compile=without_graphs",), "cuda", False),
+        (("training.compile=false",), "cuda", False),
+        ((COMPILE, "training.activation_checkpointing=true"), "cuda", False),
+        ((COMPILE, "training.backprop_segments=3"), "cuda", False),
     ],
     ids=str,
 )
-def test_what_cuda_graphs_cannot_record_is_refused(
-    dataset: Path, tmp_path: Path, settings: tuple[str, ...]
+def test_compiled_layers_are_recorded_where_that_is_possible(
+    settings: tuple[str, ...], device: str, is_recorded: bool
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"not supported with {settings[-1]}"):
-        tiny_job(dataset, tmp_path, "training.cuda_graphs=true", *settings)
+    config = load_run_config(
+        TINY, ["data.path=none", "directory=none", "data.tgt_len=3", *settings]
+    )
+    assert bool(config.training.compile) == (settings[0] != "training.compile=false")
+    assert compilation.records_graphs(config, torch.device(device)) == is_recorded
 
 
 def train_without_a_compiler(world: World, job: TrainJob) -> int:
@@ -165,7 +169,8 @@ def test_what_is_compiled_before_the_first_step_is_what_cuda_graphs_record(
         compiled.append(module) or module.forward
     )))  # fmt: skip
     settings = ["data.path=none", "directory=none", "data.tgt_len=3", f"precision={precision}"]
-    config = load_run_config(TINY, [*settings, COMPILE, "training.cuda_graphs=true"])
+    config = load_run_config(TINY, [*settings, COMPILE])
+    monkeypatch.setattr(compilation, "records_graphs", lambda *_: True)
     model = small_model(attention="reference").float()
     compilation.compile_layers(model, config, World(0, 1), lanes=range(2))
     before = len(compiled)

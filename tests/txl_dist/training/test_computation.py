@@ -21,3 +21,11 @@ def test_attention_that_cannot_run_is_refused_with_what_to_do(
     monkeypatch.setattr("txl_dist.model.devices.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="package triton is not installed"):
         _require_attention("triton", cpu)
+    with pytest.raises(ConfigError, match=r"GPUs need triton, and .* CUDA_VISIBLE_DEVICES="):
+        _require_attention("auto", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "cpu"])
+def test_attention_for_cpus_is_refused_on_gpus(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention={name} runs on CPUs only"):
+        _require_attention(name, torch.device("cuda"))

@@ -1,10 +1,10 @@
 """The attention layer: projections, and the choice of the implementation that computes attention.
 
-Each is an `AttentionFunction` with the same result, in the module of its name:
+Each is an `AttentionFunction` of its name, with the same result:
 
     reference.py    the equation, term by term; slow
-    cpu.py          one autograd node with its own backward: training on CPUs, and dropout
-    sdpa.py         torch's scaled_dot_product_attention: inference on CPUs
+    cpu.py          `cpu`: one autograd node with its own backward: training on CPUs, and dropout;
+                    `sdpa`: torch's scaled_dot_product_attention: inference on CPUs
     triton.py       kernels for GPUs, which store no weights and build no mask
 
 Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
@@ -12,7 +12,6 @@ Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from txl_dist.model.encodings import (
     encoding_class,
     heads_first,
 )
-from txl_dist.model.memory.kv_cache import LayerKVCache
+from txl_dist.model.memory.recurrent import LayerKVCache
 from txl_dist.model.norms import normalise
 from txl_dist.model.visibility import Visibility
 
@@ -51,42 +50,33 @@ AttentionWeightsCallback = Callable[[int, Tensor], None]
 """Called with the layer's number and its attention weights [B, H, T, S]."""
 
 
-def choose_attention(
-    name: str, *, device: torch.device, with_dropout: bool, d_head: int
-) -> AttentionFunction:
-    """The function of `choose_implementation`."""
-    implementation = choose_implementation(
-        name, device=device, with_dropout=with_dropout, d_head=d_head
-    )
-    return resolve_name(implementation.function)
-
-
 def choose_implementation(
-    name: str, *, device: torch.device, with_dropout: bool, d_head: int
+    config: ModelConfig, device: torch.device, *, with_dropout: bool
 ) -> AttentionImplementation:
-    """The one called `name`; for `auto`, the fastest one (docs/experiments.md, 2026-11-21).
+    """That of `config.attention`; for `auto`, the fastest one (docs/experiments.md, 2026-11-21).
 
     An implementation that does not support the call, or cannot run on the device, is replaced by
-    the one that `auto` takes.
+    the one that `auto` takes. That a GPU has triton is checked at the start (runtime/device.py).
     """
-    is_cpu_training = device.type == "cpu" and torch.is_grad_enabled()
+    on_gpu, is_trained = device.type == "cuda", torch.is_grad_enabled()
 
     def supports_call(implementation: AttentionImplementation) -> bool:
         return (
             (implementation.supports_dropout or not with_dropout)
-            and (implementation.max_d_head is None or d_head <= implementation.max_d_head)
-            and (not implementation.needs_triton or has_triton(device))
+            and (implementation.max_d_head is None or config.d_head <= implementation.max_d_head)
+            and not (implementation.is_for_cpus and on_gpu)
+            and (not implementation.needs_triton or on_gpu or has_triton(device))
         )
 
-    implementation = ATTENTION_IMPLEMENTATIONS.get(name)
+    implementation = ATTENTION_IMPLEMENTATIONS.get(config.attention)
     if implementation is not None and supports_call(implementation):
         return implementation
     return next(
         candidate
         for candidate in ATTENTION_IMPLEMENTATIONS.values()
         if supports_call(candidate)
-        and (candidate.has_fast_cpu_gradient or not is_cpu_training)
-        and (device.type != "cpu" or not candidate.needs_triton)
+        and (on_gpu or candidate.has_fast_cpu_gradient or not is_trained)
+        and (on_gpu or not candidate.needs_triton)
     )
 
 

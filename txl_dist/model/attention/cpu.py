@@ -1,7 +1,7 @@
-"""Attention for training on CPUs, and for GPUs without triton if attention weights are dropped.
+"""Attention on CPUs: `cpu` for training and dropout, `sdpa` without gradients.
 
-It is one autograd node with its own backward.
-The node covers everything between the projections. Compared with autograd through the equation:
+`cpu` is one autograd node with its own backward, which covers everything between the projections.
+Compared with autograd through the equation:
 
 - distance scores are one product per head for all lanes, and the relative shift is a view
   (encodings.py);
@@ -9,8 +9,10 @@ The node covers everything between the projections. Compared with autograd throu
 - the softmax is computed in place, and the backward keeps one [H, B, T, S] tensor, the weights;
 - the gradient of the shifted view is computed in place, without a copy into zeros.
 
-It also runs on GPUs, with dropout and without triton: torch's kernels draw their own dropout masks,
-while ours must not depend on the number of ranks (docs/decisions/0004).
+`sdpa` is torch's scaled_dot_product_attention, which is 8 % faster in evaluation
+(docs/experiments.md). Distance scores and mask are passed as an additive bias [H, B, T, S], so of
+all tensors of that size only the bias is stored. Torch's kernel has no gradient for the bias, and
+takes no dropout mask.
 """
 
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from txl_dist.model.encodings import (
     DistanceTerms,
@@ -153,3 +155,44 @@ def _empty_distance_scores(like_NTS: Tensor, heads_first: tuple[int, int]) -> tu
     # The view covers all but the first T numbers of a head and lane; only those need zeros.
     by_distance_NTR.flatten(1)[:, :num_queries] = 0
     return gradient_HBTR, align_padded_distances(by_distance_NTR)
+
+
+def sdpa(
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    terms: DistanceTerms,
+    visibility: Visibility,
+    keep_BHTS: Tensor | None,
+) -> Tensor:
+    """Weighted sums of the values, [B, T, H, K]. `keep_BHTS` must be None."""
+    if keep_BHTS is not None:
+        raise NotImplementedError("sdpa has no dropout; choose_implementation takes another one")
+    u_HK, v_HK = cast_like(terms.content_bias_HK, q_HBTK), cast_like(terms.distance_bias_HK, q_HBTK)
+    bias = visibility.mask.to(q_HBTK.dtype)
+    if terms.distance_HSK is not None:
+        score_NTS = _distance_scores(scaled_query(q_HBTK, v_HK), terms)
+        bias = score_NTS.unflatten(0, q_HBTK.shape[:2]) + bias
+    elif terms.score_HS is not None:
+        bias = bias + align_constant_scores(terms.score_HS, bias).to(q_HBTK.dtype)
+    query_HBTK = q_HBTK if u_HK is None else q_HBTK + u_HK[:, None, None]
+    mixed_HBTK = scaled_dot_product_attention(query_HBTK, k_HBSK, v_HBSK, attn_mask=bias)
+    return mixed_HBTK.permute(1, 2, 0, 3)
+
+
+def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
+    """Scores by distance, aligned with the keys: [N, T, S]."""
+    assert terms.distance_HSK is not None
+    b_HS = cast_like(terms.score_HS, q_HBTK)
+    if q_HBTK.shape[2] > 1:
+        r_HRK = terms.padded_distance_HRK
+        if r_HRK is None:
+            r_HRK = pad(terms.distance_HSK, (0, 0, 1, 0))
+        return padded_distance_scores(q_HBTK, r_HRK.to(q_HBTK.dtype), b_HS)
+    # A single query needs no shift, so r is not copied to pad it. In generation, one token per
+    # call, that copy would cost more than the product.
+    r_HSK = terms.distance_HSK.to(q_HBTK.dtype)
+    score_HBS = torch.bmm(q_HBTK.flatten(1, 2), r_HSK.transpose(1, 2))
+    if b_HS is not None:
+        score_HBS = score_HBS + b_HS[:, None]
+    return score_HBS.flatten(0, 1)[:, None]

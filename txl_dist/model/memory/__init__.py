@@ -1,16 +1,16 @@
 """Kinds of memory: what a model carries from one segment to the next, by lane.
 
-    recurrent.py     the inputs of each layer for the last tokens (the paper's)
+    recurrent.py     the inputs of each layer for the last tokens (the paper's); for inference, keys
+                     and values
     compressive.py   the same, and averages of older tokens
     tokens.py        vectors that the model reads and writes as tokens of a segment
-    kv_cache.py      keys and values of a recurrent memory, for inference
 
-`MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A new kind is
-a module with both, an entry in `MEMORY_KINDS` (model/choices.py), and its settings among the fields
-of `ModelConfig` (model/config.py). For `txl export --format hf` it also needs its equations in
-convert/standalone.py and a text in analysis/model_card.py. Nothing else knows what a state holds:
-it is tensors with names, whose first dimension is the lanes. So training, checkpoints, a resume on
-other ranks and evaluation work for every kind (docs/decisions/0045-a-kind-of-memory.md).
+`MemoryKind` is what a kind computes from the config, `SequenceState` the state of some lanes. A new
+kind is a module with both, and in model/config.py an entry in `MEMORY_KINDS` and its settings. For
+`txl export --format hf` it also needs its equations in convert/standalone.py and a text in
+analysis/model_card.py. Nothing else knows what a state holds: it is tensors with names, whose first
+dimension is the lanes. So training, checkpoints, a resume on other ranks and evaluation work for
+every kind (docs/decisions/0045-a-kind-of-memory.md).
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from txl_dist.model.choices import MEMORY_KINDS
 from txl_dist.model.config import ModelConfig
 
 # Shapes: B lanes, T segment tokens, M keys before the segment, D d_model
@@ -40,12 +39,13 @@ class SequenceState(ABC):
 
     @property
     @abstractmethod
-    def num_past(self) -> int:
-        """M: the keys before the segment to which attention attends, at most, in a layer."""
+    def num_pasts(self) -> tuple[int, ...]:
+        """M of each layer: the keys before the segment to which attention attends, at most."""
 
-    def num_past_in(self, number: int) -> int:
-        """The same for layer `number`."""
-        return self.num_past
+    @property
+    def num_past(self) -> int:
+        """That of the layer with the most."""
+        return max(self.num_pasts)
 
     @property
     def num_past_tokens(self) -> int:
@@ -105,11 +105,6 @@ class SequenceState(ABC):
         for name, tensor in row.items():
             tensor.copy_(saved[name])
 
-    @property
-    def bytes_per_lane(self) -> int:
-        """Size of the state of one lane."""
-        return sum(tensor.nbytes // len(tensor) for tensor in self.tensors().values())
-
     def visible_share(self, ages: Sequence[int]) -> tuple[int, int]:
         """(what the first tokens of a segment may read of the state, all of it), over lanes.
 
@@ -139,13 +134,7 @@ def _expected_shapes(config: ModelConfig, num_lanes: int) -> dict[str, list[int]
 
 
 class MemoryKind(ABC):
-    """One kind of memory, for one config."""
-
-    documents_are_independent: ClassVar[bool] = True
-    """Whether the losses of a document depend on nothing but it and the places where its segments
-    end. It is read from its start then, even if `receptive_tokens` has no limit."""
-    caches_keys: ClassVar[bool] = False
-    """Whether the state of `for_inference` holds projected keys, values and distances."""
+    """What a kind of memory computes from one config. Its constants are in `MemoryFacts`."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -181,13 +170,8 @@ class MemoryKind(ABC):
         return self.empty(num_lanes, dtype=dtype, device=device)
 
     def added_tokens(self) -> "AddedTokens | None":
-        """The module that adds tokens to segments, if any."""
+        """The module that adds tokens to segments, if the kind `adds_tokens`."""
         return None
-
-    @property
-    def num_added_tokens(self) -> int:
-        """Tokens that it adds to a segment of each lane."""
-        return 0
 
     def fits(self, saved: ModelConfig) -> bool:
         """Whether the rows of a model `saved` can be loaded (`SequenceState.load_row`)."""
@@ -211,7 +195,7 @@ class AddedTokens(nn.Module, ABC):
 
 def memory_kind(config: ModelConfig) -> MemoryKind:
     """The kind that the config names."""
-    kind: type[MemoryKind] = resolve_name(MEMORY_KINDS[config.memory].implementation)
+    kind: type[MemoryKind] = resolve_name(config.memory_facts.implementation)
     return kind(config)
 
 

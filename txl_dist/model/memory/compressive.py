@@ -38,9 +38,6 @@ from txl_dist.model.memory import MemoryKind, SequenceState, stored_like
 class Compressive(MemoryKind):
     """Every layer has the same sizes."""
 
-    documents_are_independent = False
-    """The tokens before a document decide which of its tokens share a slot."""
-
     def receptive_tokens(self, tgt_len: int) -> int | None:
         """None if blocks end inside segments: then they depend on where the reading starts."""
         num_slots, num_recent, rate = _sizes(self.config)
@@ -108,8 +105,8 @@ class CompressiveState(SequenceState):
     """If `keeps_last`: what this state was made of."""
 
     @property
-    def num_past(self) -> int:
-        return self.compressed[0].shape[1] + self.recent[0].shape[1]
+    def num_pasts(self) -> tuple[int, ...]:
+        return (self.compressed[0].shape[1] + self.recent[0].shape[1],) * len(self.recent)
 
     @property
     def num_past_tokens(self) -> int:

@@ -3,31 +3,32 @@
     m_l = the last M rows of [m_l ; h_l]        h_l [T, D]: the input of layer l in a segment
 
 Its shape is constant. At the start of a stream it holds zeros, which no query sees, because `age`
-limits how far back a token may look (visibility.py).
+limits how far back a token may look (visibility.py). It may be stored in another dtype than the
+model's (bf16 takes half the bytes). Each layer reads it in the model's dtype.
 
-It may be stored in another dtype than the model's (bf16 takes half the bytes). Each layer reads it
-in the model's dtype.
+In inference weights are constant, so the keys and values of a token do not change, and are
+projected once: a `KVCache` holds them, and projected distances, in place of the layers' inputs. The
+numbers equal those of a `RecurrentMemory`. Gradients are not supported.
 
 Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.memory import MemoryKind, SequenceState
-from txl_dist.model.memory.kv_cache import KVCache, require_recurrent
 
-# Shapes: B lanes, T segment tokens, M memory tokens, D d_model
+# Shapes: B lanes, T segment tokens, M memory tokens, D d_model, H heads, K d_head
 
 
 class Recurrent(MemoryKind):
     """`model.memory: recurrent`. In inference its keys and values are cached."""
-
-    caches_keys = True
 
     def receptive_tokens(self, tgt_len: int) -> int:
         """Each layer sees its memory before its segment, so whole segments per layer.
@@ -53,7 +54,7 @@ class Recurrent(MemoryKind):
 
     def for_inference(
         self, num_lanes: int, *, max_tokens: int | None, dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
+    ) -> "KVCache":
         return KVCache.empty(self.config, num_lanes, max_tokens=max_tokens)
 
     def fits(self, saved: ModelConfig) -> bool:
@@ -69,12 +70,9 @@ class RecurrentMemory(SequenceState):
     layers: tuple[Tensor, ...]
 
     @property
-    def num_past(self) -> int:
-        """Tokens per lane, including the zeros before the start of a stream, in the longest."""
-        return max(layer.shape[1] for layer in self.layers)
-
-    def num_past_in(self, number: int) -> int:
-        return self.layers[number].shape[1]
+    def num_pasts(self) -> tuple[int, ...]:
+        """Tokens per lane and layer, including the zeros before the start of a stream."""
+        return tuple(layer.shape[1] for layer in self.layers)
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         """The memory of a layer with the dtype of its input; itself if it has that."""
@@ -142,3 +140,174 @@ def _newest(old_BMD: Tensor, new_BTD: Tensor) -> Tensor:
     next_BMD[:, : mem_len - num_new].copy_(old_BMD[:, num_new:])
     next_BMD[:, mem_len - num_new :].copy_(new_BTD[:, tgt_len - num_new :])
     return next_BMD
+
+
+_SPARE_TOKENS = 256
+"""Least buffer length beyond the memory: tokens that can be read before the memory is moved."""
+_SPARE_SHARE = 4
+"""The spare part is mem_len / 4 for a long memory: a token costs at most 4 moved tokens."""
+
+
+class LayerKVCache:
+    """Keys and values of the last M tokens of one layer, and the layer's distance terms.
+
+    New tokens are written to the right of the memory in a longer buffer. When it is full, the
+    memory is moved to its start.
+    """
+
+    def __init__(self, *, num_heads: int, num_lanes: int, mem_len: int, d_head: int) -> None:
+        self._shape = (num_heads, num_lanes, mem_len, d_head)
+        self._start = 0
+        self._keys_values: tuple[Tensor, Tensor] | None = None
+        # By number of keys: M + T takes few values, such as those of prompt and single tokens.
+        self._terms: dict[int, DistanceTerms] = {}
+
+    @property
+    def mem_len(self) -> int:
+        """M, including the zeros before the start of a stream."""
+        return self._shape[2]
+
+    def memory(self) -> tuple[Tensor, ...]:
+        """Views of the keys and the values of the memory [H, B, M, K]; () before any segment."""
+        buffers = self._keys_values or ()
+        return tuple(buffer.narrow(2, self._start, self.mem_len) for buffer in buffers)
+
+    def clear(self, lanes_B: Tensor) -> None:
+        """Set the memory of the lanes that the mask names to zeros. In place."""
+        for memory_HBMK in self.memory():
+            memory_HBMK.masked_fill_(lanes_B[:, None, None].to(memory_HBMK.device), 0)
+
+    def append(self, k_HBTK: Tensor, v_HBTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values of T tokens; return those of memory and segment, [H, B, M + T, K].
+
+        Raises RuntimeError with gradients enabled, ValueError for another number of lanes.
+        """
+        # Without these checks gradients would be missing, and a single lane would be broadcast.
+        if torch.is_grad_enabled():
+            raise RuntimeError("a KVCache has no gradients; run the model under torch.no_grad()")
+        if k_HBTK.shape[1] != self._shape[1]:
+            raise ValueError(f"{k_HBTK.shape[1]} lanes for a KVCache of {self._shape[1]}")
+        mem_len, tgt_len = self._shape[2], k_HBTK.shape[2]
+        keys, values = self._buffers_for(tgt_len, like=k_HBTK)
+        start, new = self._start, self._start + mem_len
+        # `narrow` takes half the time of a slice, which matters for a single token.
+        keys.narrow(2, new, tgt_len).copy_(k_HBTK)
+        values.narrow(2, new, tgt_len).copy_(v_HBTK)
+        self._start += tgt_len
+        num_keys = mem_len + tgt_len
+        return keys.narrow(2, start, num_keys), values.narrow(2, start, num_keys)
+
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> None:
+        """See `SequenceState.select`. In place."""
+        num_heads, _, mem_len, d_head = self._shape
+        if max(num_removed, default=0) > self._start and self._keys_values is not None:
+            raise ValueError("a KVCache has only the tokens of the last segment to remove")
+        self._shape = (num_heads, len(lanes), mem_len, d_head)
+        if self._keys_values is None:
+            return
+        old = self._keys_values
+        self._keys_values = self._new_buffers(0, like=old[0])
+        for before, after in zip(old, self._keys_values, strict=True):
+            for lane, (source, removed) in enumerate(zip(lanes, num_removed, strict=True)):
+                # The tokens before the memory are still in the buffer: at least as many as the last
+                # segment had.
+                start = self._start - removed
+                after[:, lane, :mem_len] = before[:, source, start : start + mem_len]
+        self._start = 0
+
+    def terms(self, num_keys: int, make: Callable[[], DistanceTerms]) -> DistanceTerms:
+        """The terms for this number of keys; `make` computes them the first time."""
+        if num_keys not in self._terms:
+            self._terms[num_keys] = make().detached()
+        return self._terms[num_keys]
+
+    def _buffers_for(self, tgt_len: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+        mem_len = self._shape[2]
+        if self._keys_values is None:
+            self._keys_values = self._new_buffers(tgt_len, like)
+        buffer_len = self._keys_values[0].shape[2]
+        if self._start + mem_len + tgt_len > buffer_len:
+            if mem_len + tgt_len > buffer_len:  # a longer segment than any before
+                old, self._keys_values = self._keys_values, self._new_buffers(tgt_len, like)
+                for before, after in zip(old, self._keys_values, strict=True):
+                    after[:, :, :mem_len] = before[:, :, self._start : self._start + mem_len]
+            else:
+                for buffer_HBNK in self._keys_values:
+                    _move_to_start(buffer_HBNK, self._start, mem_len)
+            self._start = 0
+        return self._keys_values
+
+    def _new_buffers(self, tgt_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        num_heads, num_lanes, mem_len, d_head = self._shape
+        spare = max(tgt_len, _SPARE_TOKENS, mem_len // _SPARE_SHARE)
+        shape = (num_heads, num_lanes, mem_len + spare, d_head)
+        return like.new_zeros(shape), like.new_zeros(shape)
+
+
+def _move_to_start(buffer_HBNK: Tensor, start: int, length: int) -> None:
+    """Move tokens [start, start + length) to [0, length), within the buffer."""
+    # In parts of `start` tokens, because a copy between overlapping ranges is undefined. Allocating
+    # a new buffer instead takes more time than the copy, for the kernel to zero its pages.
+    for first in range(0, length, start):
+        stop = min(first + start, length)
+        buffer_HBNK[:, :, first:stop] = buffer_HBNK[:, :, start + first : start + stop]
+
+
+@dataclass(frozen=True)
+class KVCache(SequenceState):
+    """Replaces a `RecurrentMemory` where no gradient is needed. Segments change it in place."""
+
+    layers: tuple[LayerKVCache, ...]
+    is_trainable = False
+
+    @classmethod
+    def empty(cls, config: ModelConfig, num_lanes: int, *, max_tokens: int | None = None) -> Self:
+        """The cache at the start of `num_lanes` streams; ages must start at 0.
+
+        `max_tokens`: no segment has more tokens before it than this, so no more are kept.
+        """
+        mem_lens = config.mem_lens
+        # Under same_length, mem_len also limits the attention span.
+        if max_tokens is not None and not config.same_length:
+            mem_lens = tuple(min(mem_len, max(0, max_tokens)) for mem_len in mem_lens)
+        shape = {"num_heads": config.n_head, "num_lanes": num_lanes, "d_head": config.d_head}
+        return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for mem_len in mem_lens))
+
+    @property
+    def num_pasts(self) -> tuple[int, ...]:
+        return tuple(layer.mem_len for layer in self.layers)
+
+    def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
+        return self.layers[number]
+
+    def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "KVCache":
+        """Itself: `LayerKVCache.append` has already stored the segment."""
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Keys and values [B, H, M, K] of each layer; nothing before the first segment."""
+        return {
+            f"layer-{number}-{name}": tensor_HBMK.transpose(0, 1)
+            for number, layer in enumerate(self.layers)
+            for name, tensor_HBMK in zip(("keys", "values"), layer.memory(), strict=False)
+        }
+
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "KVCache":
+        for layer in self.layers:
+            layer.select(lanes, num_removed)
+        return self
+
+    def check(self, config: ModelConfig, num_lanes: int) -> None:
+        """`LayerKVCache.append` compares the lanes."""
+        require_recurrent(config)
+        if len(self.layers) != config.n_layer:
+            raise ValueError(f"a KVCache of {len(self.layers)} layers for n_layer={config.n_layer}")
+
+
+def require_recurrent(config: ModelConfig) -> None:
+    """Raise ValueError for a model of another kind of memory."""
+    if config.memory != "recurrent":
+        raise ValueError(
+            f"the memory is that of model.memory=recurrent, the model has {config.memory}; streams "
+            "start with model.empty_memory(lanes)"
+        )

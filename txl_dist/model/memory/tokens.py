@@ -62,10 +62,6 @@ class RecurrentAndTokens(MemoryKind):
     def added_tokens(self) -> "ReadAndWriteTokens":
         return ReadAndWriteTokens(self.config)
 
-    @property
-    def num_added_tokens(self) -> int:
-        return 2 * self.config.memory_tokens
-
     def fits(self, saved: ModelConfig) -> bool:
         return self.recurrent.fits(saved) and saved.memory_tokens == self.config.memory_tokens
 
@@ -84,11 +80,8 @@ class TokensState(SequenceState):
     recurrent: RecurrentMemory
 
     @property
-    def num_past(self) -> int:
-        return self.recurrent.num_past
-
-    def num_past_in(self, number: int) -> int:
-        return self.recurrent.num_past_in(number)
+    def num_pasts(self) -> tuple[int, ...]:
+        return self.recurrent.num_pasts
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         return self.recurrent.past(number, x_BTD)

@@ -1,24 +1,26 @@
 """Attention: every implementation equals the equation, and the equation is the paper's."""
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from tests.support.attention_implementations import SLOW_IN_TRITON, TORCH_IMPLEMENTATIONS
 from tests.support.attention_inputs import TERMS, Inputs
 from tests.support.small_models import random_text, small_model
-from txl_dist.model import attention as attention_module
+from txl_dist.errors import ConfigError
 from txl_dist.model import devices
-from txl_dist.model.attention import choose_attention, choose_implementation
+from txl_dist.model.attention import choose_implementation
+from txl_dist.model.attention.cpu import cpu, sdpa
 from txl_dist.model.attention.reference import reference, reference_scores
-from txl_dist.model.attention.sdpa import _efficient_attention
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, DISTANCE_ENCODINGS
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason
+from txl_dist.runtime.device import require_triton
 
 DIFFERENT_SIZES = st.lists(st.integers(1, 7), min_size=5, max_size=5, unique=True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -35,7 +37,9 @@ def test_every_form_equals_the_equation_and_its_gradients(
     implementation: str, terms: str, dropout: bool, sizes: list[int]
 ) -> None:
     inputs = Inputs.of(sizes, terms, dropout=dropout)
-    attention = choose_attention(implementation, device=CPU, with_dropout=dropout, d_head=sizes[-1])
+    if dropout and not ATTENTION_IMPLEMENTATIONS[implementation].supports_dropout:
+        return
+    attention = resolve_name(ATTENTION_IMPLEMENTATIONS[implementation].function)
     mixed, expected = inputs.run(attention), inputs.run(reference)
     assert_close(mixed, expected)
     weight = torch.randn_like(mixed)
@@ -63,7 +67,7 @@ def test_the_equation_is_the_papers_four_terms() -> None:
             assert_close(scores[:, :, t, s], expected.t())
 
 
-@pytest.mark.parametrize("with_triton", [False, True])
+@pytest.mark.parametrize("name", ["auto", "sdpa", "cpu", "triton"])
 @pytest.mark.parametrize(
     ("is_training", "device", "with_dropout", "expected"),
     [
@@ -71,28 +75,26 @@ def test_the_equation_is_the_papers_four_terms() -> None:
         (True, CPU, True, "cpu"),
         (False, CPU, False, "sdpa"),
         (False, CPU, True, "cpu"),
-        (True, GPU, False, "sdpa"),
-        (True, GPU, True, "cpu"),
-        (False, GPU, False, "sdpa"),
+        (True, GPU, False, "triton"),
+        (False, GPU, True, "triton"),
     ],
 )
 def test_auto_takes_the_fastest_form_that_supports_the_call(
-    is_training: bool,
-    device: torch.device,
-    with_dropout: bool,
-    expected: str,
-    with_triton: bool,
+    is_training: bool, device: torch.device, with_dropout: bool, expected: str, name: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With triton, that one on GPUs, up to its largest d_head; on CPUs nothing changes."""
-    monkeypatch.setattr(attention_module, "has_triton", lambda device: with_triton)
-    call = {"device": device, "with_dropout": with_dropout}
+) -> None:  # fmt: skip
+    """So does a form that cannot run. Heads that are too wide for triton take the equation."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    config = ModelConfig(attention=name, d_head=256)
     with torch.set_grad_enabled(is_training):
-        chosen = choose_implementation("auto", d_head=256, **call)
-        too_wide = choose_implementation("auto", d_head=257, **call)
-    is_triton = with_triton and device == GPU
-    assert chosen is ATTENTION_IMPLEMENTATIONS["triton" if is_triton else expected]
-    assert too_wide is ATTENTION_IMPLEMENTATIONS[expected]
+        chosen = choose_implementation(config, device, with_dropout=with_dropout)
+        config = ModelConfig(d_head=257)
+        too_wide = choose_implementation(config, device, with_dropout=with_dropout)
+    if name == "auto" or device == GPU or name == "triton":
+        assert chosen is ATTENTION_IMPLEMENTATIONS[expected]
+    else:
+        assert chosen is ATTENTION_IMPLEMENTATIONS["cpu" if with_dropout else name]
+    assert too_wide is ATTENTION_IMPLEMENTATIONS[expected if device == CPU else "reference"]
 
 
 def test_triton_needs_a_new_gpu_and_a_compiler(
@@ -106,46 +108,22 @@ def test_triton_needs_a_new_gpu_and_a_compiler(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "C compiler" in triton_unavailable_reason(GPU)
-    chosen = choose_implementation("triton", device=GPU, with_dropout=False, d_head=8)
-    assert chosen is not ATTENTION_IMPLEMENTATIONS["triton"]
+    with pytest.raises(ConfigError, match=r"GPUs need triton, and it needs a C compiler .*gcc"):
+        require_triton(GPU)
     compiler = tmp_path / "gcc"
     compiler.touch(mode=0o755)
     monkeypatch.setattr(devices, "python_include", lambda: tmp_path)
-    assert "Python.h is missing" in triton_unavailable_reason(GPU)
+    assert f"it needs {tmp_path}/Python.h" in triton_unavailable_reason(GPU)
     (tmp_path / "Python.h").touch()
-    assert triton_unavailable_reason(GPU) == ""
+    require_triton(GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     assert "V100 has a compute capability below 8.0" in triton_unavailable_reason(GPU)
-
-
-@pytest.mark.parametrize(("with_dropout", "expected"), [(False, "sdpa"), (True, "cpu")])
-def test_triton_is_replaced_where_it_cannot_run(
-    with_dropout: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with torch.no_grad():
-        chosen = choose_implementation("triton", device=CPU, with_dropout=with_dropout, d_head=8)
-    assert chosen is ATTENTION_IMPLEMENTATIONS[expected]
 
 
 def test_a_form_without_dropout_refuses_a_dropout_mask() -> None:
     inputs = Inputs.of([2, 3, 4, 5, 6], "paper", dropout=True)
     with pytest.raises(NotImplementedError, match="no dropout"):
-        inputs.run(choose_attention("sdpa", device=CPU, with_dropout=False, d_head=6))
-
-
-def test_heads_padded_for_the_kernel_of_gpus_give_the_same_numbers() -> None:
-    """What `sdpa` calls there: d_head 41 is padded to 48, and the scale stays that of 41."""
-    q, k, v = (torch.randn(2, 3, n, 41, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
-    bias = torch.randn(3, 4, 5, dtype=torch.float64)  # of all heads, as a mask is
-    results = []
-    for attention in (
-        _efficient_attention,
-        lambda q, k, v, bias: scaled_dot_product_attention(q, k, v, attn_mask=bias),
-    ):
-        mixed = attention(q, k, v, bias)
-        results.append([mixed, *torch.autograd.grad(mixed.square().sum(), [q, k, v])])
-    assert_close(*results)
+        inputs.run(sdpa)
 
 
 @pytest.mark.parametrize("implementation", SLOW_IN_TRITON)
@@ -171,4 +149,4 @@ def test_learned_scores_without_distances_are_refused_where_they_have_no_gradien
     inputs = Inputs.of([2, 3, 4, 5, 6], "alibi")
     inputs.terms.score_HS.requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient"):
-        inputs.run(choose_attention("cpu", device=CPU, with_dropout=False, d_head=6))
+        inputs.run(cpu)

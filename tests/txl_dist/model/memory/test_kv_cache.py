@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
-from txl_dist.model.memory import kv_cache
-from txl_dist.model.memory.kv_cache import KVCache
-from txl_dist.model.memory.recurrent import RecurrentMemory
+from txl_dist.model.memory import recurrent
+from txl_dist.model.memory.recurrent import KVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 
 OPTIONS = [
@@ -57,7 +56,7 @@ def test_the_numbers_are_those_of_the_memory(
     model = small_model(n_layer=3, **options)
     expected = nats_of_segments(model, tgt_lens, model.empty_memory(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "_SPARE_TOKENS", spare)  # copied after a few tokens
+        patch.setattr(recurrent, "_SPARE_TOKENS", spare)  # copied after a few tokens
         nats = nats_of_segments(model, tgt_lens, model.inference_state(2))
     assert_close(nats, expected)
 

@@ -86,7 +86,7 @@ class DataFacts:
             corpora = open_corpora(data)
             vocab_size = corpora[0].manifest.vocab_size
             if config.training.num_epochs is not None:
-                phase = first_phase(corpora, data.train_split, num_lanes=data.num_lanes)
+                phase = first_phase(corpora, num_lanes=data.num_lanes)
                 epoch_tokens = phase.plan(tgt_len=data.tgt_len).num_tokens
                 num_tokens = config.training.num_epochs * epoch_tokens
         elif not vocab_size:

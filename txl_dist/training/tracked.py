@@ -5,7 +5,7 @@ from pathlib import Path
 
 from data_pipeline.system.files import write_file
 from data_pipeline.system.sources import shown
-from txl_dist.config.run_config import RunConfig
+from txl_dist.config.data_config import TRAIN_SPLIT
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackedDataset, dataset_name
 from txl_dist.training.context import RankContext
@@ -28,7 +28,7 @@ def start_tracker(rank: RankContext) -> TrackingProcess | None:
         rank.config,
         data_manifest=manifest,
         tags=tags,
-        datasets=tracked_datasets(rank.data, rank.config),
+        datasets=tracked_datasets(rank.data),
     )
     return rank.stack.enter_context(tracker)
 
@@ -43,9 +43,9 @@ def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
     return copy
 
 
-def tracked_datasets(data: TrainingData, config: RunConfig) -> list[TrackedDataset]:
+def tracked_datasets(data: TrainingData) -> list[TrackedDataset]:
     """The splits that a run trains on and scores, as a tracker records them."""
-    datasets = [_tracked(corpus, config.data.train_split, "training") for corpus in data.corpora]
+    datasets = [_tracked(corpus, TRAIN_SPLIT, "training") for corpus in data.corpora]
     if (evaluated := data.evaluation) is not None:
         scored = _tracked(evaluated.corpus, evaluated.name, "evaluation")
         datasets.append(replace(scored, scores=f"{evaluated.label}/"))

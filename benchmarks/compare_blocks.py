@@ -102,7 +102,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no-residual-scalars": ("modern/quickstart", "model.residual_scalars=false"),
     "tied": ("modern/quickstart", "model.tie_weight=true"),
     "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
-    "gru-gate": ("modern/quickstart", "model.residual_gate=gru"),
     **{
         f"pieces-{length}": (
             "modern/quickstart", "model.mem_len=0", f"data.piece_len={length}",

@@ -15,7 +15,7 @@ VOCAB_SIZE = 11
 
 MODERN: dict[str, dict[str, Any]] = {
     "modern": RECIPES["modern"] | {"init_std": 0.4},
-    "gated": {"residual_gate": "gru", "feed_forward": "relu2", "output_gate": True},
+    "gated": {"feed_forward": "relu2", "output_gate": True},
     "normed": {
         "qk_norm": True,
         "attention_scale": 2.0,

@@ -29,7 +29,7 @@ vary with the context without becoming better therefore has gains above 0.
 object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
 
     format, version              "txl-recl", 1
-    group, data, split           the name of the group, path or URL, split
+    group, data, split           the names of the models, path or URL, split
     data_sha256                  digest of the dataset's manifest
     protocol                     one line to quote with the numbers
     contexts, delta, threshold   contexts and their step in tokens; gain that counts
@@ -197,6 +197,7 @@ def analyse_group(
 # --- a group of stored models ---------------------------------------------------------------------
 
 JSON_NAME = "recl.json"
+NUM_RESAMPLES = 500
 MAX_ROWS = 12
 """Of the table of contexts that is printed."""
 
@@ -208,9 +209,8 @@ ReclReport: TypeAlias = dict[str, Any]
 class ReclRequest:
     """What `txl recl` measures. All jobs have the same data and split."""
 
-    group: str
-    """Published with the result, because RECL depends on the group."""
     names: tuple[str, ...]
+    """Published with the result, because RECL depends on the group."""
     jobs: tuple[EvaluationJob, ...]
     """One per model; the batch size counts windows."""
     contexts: tuple[int, ...]
@@ -218,7 +218,6 @@ class ReclRequest:
     r_values: tuple[float, ...]
     threshold: float
     num_positions: int
-    num_resamples: int
     seed: int
 
 
@@ -281,7 +280,7 @@ def measure_group(
         )
         models.append(model)
     resampling = plan_resampling(
-        positions.document_N, num_resamples=request.num_resamples, seed=request.seed
+        positions.document_N, num_resamples=NUM_RESAMPLES, seed=request.seed
     )
     analyses = analyse_group(
         np.stack(losses),
@@ -295,7 +294,7 @@ def measure_group(
     report = {
         "format": "txl-recl",
         "version": 1,
-        "group": request.group,
+        "group": ", ".join(request.names),
         "data": str(data),
         "data_sha256": source.manifest.digest,
         "split": split,

@@ -43,7 +43,6 @@ def eval_speed(
             parser=path_argument,
         ),
     ] = None,
-    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare reused states with reading a window for every token.
@@ -59,15 +58,15 @@ def eval_speed(
     from txl_dist.runtime.device import default_device
 
     lengths = whole_numbers("--attention-length", attention_length)
-    model = _model_to_time(checkpoint, seed).to(default_device())
+    model = _model_to_time(checkpoint).to(default_device())
     device = next(model.parameters()).device.type
-    name = checkpoint or f"random weights, seed {seed}"
+    name = checkpoint or "random weights"
     if not as_json:
         _print_header(model.config, f"{name}", device)
     rows = []
     try:
         for row in bench_eval_speed(
-            model, attention_lengths=lengths, tgt_len=tgt_len, rounds=rounds, seed=seed
+            model, attention_lengths=lengths, tgt_len=tgt_len, rounds=rounds
         ):
             rows.append(row)
             if not as_json:
@@ -84,14 +83,14 @@ def eval_speed(
         print(json.dumps(content, allow_nan=False))
 
 
-def _model_to_time(checkpoint: Path | None, seed: int) -> "TransformerXL":
+def _model_to_time(checkpoint: Path | None) -> "TransformerXL":
     """The model of a checkpoint or a random one; the benchmark chooses the memory."""
     from txl_dist.bench.eval_speed import MODEL
     from txl_dist.convert.stored_model import find_model
     from txl_dist.model.transformer_xl import TransformerXL
 
     if checkpoint is None:
-        return TransformerXL(MODEL, seed=seed)
+        return TransformerXL(MODEL)
     stored = find_model(checkpoint)
     return stored.load(replace(stored.config, mem_len=0, same_length=False))[0]
 

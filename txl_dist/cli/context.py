@@ -33,7 +33,6 @@ from txl_dist.errors import ConfigError
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
     from txl_dist.evaluation.job import EvaluationJob
-    from txl_dist.evaluation.scoring import Scorer
 
 
 def recl(
@@ -52,18 +51,11 @@ def recl(
     ] = 0.01,
     positions: Annotated[int, typer.Option(min=1, help="Targets to sample from the split.")] = 500,
     seed: Seed = 0,
-    resamples: Annotated[
-        int, typer.Option(min=40, help="Bootstrap resamples for the intervals.")
-    ] = 500,
     batch: Batch = 16,
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
     clamp_len: ClampLen = None,
     precision: PrecisionOption = "fp32",
-    group: Annotated[
-        str | None,
-        typer.Option(help="Name of the group. RECL depends on it; default: the models' names."),
-    ] = None,
     names: Annotated[
         str | None,
         typer.Option(metavar="NAME,...", help="Names of the models; default: their paths."),
@@ -93,7 +85,6 @@ def recl(
     from txl_dist.analysis.recl import (
         JSON_NAME,
         ReclRequest,
-        check_group,
         measure_group,
         print_report,
         write_report,
@@ -101,6 +92,12 @@ def recl(
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.job import evaluation_job
 
+    contexts = tuple(range(delta, max_context + 1, delta))
+    if len(contexts) < 2:
+        raise ConfigError(
+            f"--max-context {max_context} has room for {len(contexts)} steps of --delta {delta}; "
+            "RECL compares contexts one step apart, so take a smaller --delta"
+        )
     configs = [find_model(path).config for path in checkpoints]
     jobs = [
         evaluation_job(
@@ -121,17 +118,14 @@ def recl(
             f"--names has {len(model_names)} names for {len(checkpoints)} checkpoints"
         )
     request = ReclRequest(
-        group=group or ", ".join(model_names),
         names=tuple(model_names),
         jobs=tuple(jobs),
-        contexts=_contexts(max_context, delta),
+        contexts=contexts,
         r_values=tuple(listed("--r", r, float, expected="numbers")),
         threshold=threshold,
         num_positions=positions,
-        num_resamples=resamples,
         seed=seed,
     )
-    check_group(request)
     with staged_output(out, JSON_NAME) as staged, work_progress(TOKENS) as show:
         report = measure_group(
             request, on_progress=lambda done, total: show("reading", done, total)
@@ -146,16 +140,6 @@ def recl(
             print(f"recl.json, recl.png and recl.svg are in {out}")
 
 
-def _contexts(max_context: int, delta: int) -> tuple[int, ...]:
-    contexts = tuple(range(delta, max_context + 1, delta))
-    if len(contexts) < 2:
-        raise ConfigError(
-            f"--max-context {max_context} has room for {len(contexts)} steps of --delta {delta}; "
-            "RECL compares contexts one step apart, so take a smaller --delta"
-        )
-    return contexts
-
-
 # --- attention ------------------------------------------------------------------------------------
 
 
@@ -168,7 +152,6 @@ def attention(
     ] = 20_000,
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
-    batch: Batch = 1,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -184,8 +167,8 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from txl_dist.analysis.attention import ATTENTION_NAME, attention_json
-    from txl_dist.evaluation.job import evaluation_job
+    from txl_dist.analysis.attention import ATTENTION_NAME, attention_by_distance, attention_json
+    from txl_dist.evaluation.job import evaluation_job, plan_evaluation
 
     job = evaluation_job(
         checkpoint,
@@ -193,12 +176,16 @@ def attention(
         split=split,
         tgt_len=tgt_len,
         mem_len=mem_len,
-        batch=batch,
+        batch=1,
         max_tokens=max_tokens,
     )
     with staged_output(out, ATTENTION_NAME) as staged:
         scorer = job.open()
-        result = _measure_attention(scorer, job)
+        chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
+        with work_progress(WorkUnit("chunks")) as show:
+            result = attention_by_distance(
+                scorer, chunks, on_progress=lambda done, total: show("reading", done, total)
+            )
         content = attention_json(result, job, scorer.model.config)
         if staged:
             _write_attention(staged, job, result, content)
@@ -208,17 +195,6 @@ def attention(
         _print_attention(job, result)
         if out:
             print(f"  attention.json, attention.png and attention.svg are in {out}")
-
-
-def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDistance":
-    from txl_dist.analysis.attention import attention_by_distance
-    from txl_dist.evaluation.job import plan_evaluation
-
-    chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
-    with work_progress(WorkUnit("chunks")) as show:
-        return attention_by_distance(
-            scorer, chunks, on_progress=lambda done, total: show("reading", done, total)
-        )
 
 
 def _write_attention(

@@ -182,13 +182,13 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
     from txl_dist.training.state import realised_shares
 
     data = load_run_config(config, overrides or []).data
-    phase = first_phase(open_corpora(data), data.train_split, num_lanes=data.num_lanes)
+    phase = first_phase(open_corpora(data), num_lanes=data.num_lanes)
     shares = realised_shares(phase)
     if as_json:
         corpora = {share.name: {**asdict(share), "passes": share.passes} for share in shares}
         print(json.dumps({"tokens_per_epoch": phase.num_tokens, "corpora": corpora}))
         return
-    print(f"one epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
+    print(f"one epoch reads {phase.num_tokens:,} tokens of split 'train'")
     for share in shares:
         print(f"  {share.line}")
 

@@ -34,7 +34,7 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.batches import PlannedJob
-    from txl_dist.evaluation.result import EvaluationResult, Result
+    from txl_dist.evaluation.result import Result
 
 
 def evaluate(
@@ -190,7 +190,12 @@ def evaluate(
 
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
-    _require_usable(per_document, swept)
+    if per_document and swept:
+        raise ConfigError(
+            "--per-document and --sweep: give one of them; score the best setting afterwards"
+        )
+    if per_document:
+        require_writable(per_document.parent)
 
     def plan(checkpoint: Path, name: str, setting: Mapping[str, int]) -> "PlannedJob":
         job = evaluation_job(
@@ -247,6 +252,7 @@ def _score(
     """
     from txl_dist.cli.evaluation_output import (
         RESULT_NAME,
+        document_lines,
         record_results,
         record_sweep,
         sweep_content,
@@ -276,7 +282,12 @@ def _score(
                 scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
                 results = with_differences(record_results(planned, scored, workers), scored)
                 contents = [each.to_json() for each in results]
-                _write_documents(per_document, planned, scored)
+                if per_document:
+                    with explain_disk_errors(
+                        "writing the scores of documents", per_document.parent
+                    ):
+                        write_file(per_document, document_lines(planned, scored))
+                    _note(f"wrote {per_document}")
         with running("recording the scores in MLflow"):
             log_evaluations(each.job.checkpoint for each in planned)
         # What --json prints: one object, or a list of them; in a sweep one per model.
@@ -316,28 +327,6 @@ def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> di
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} {options[name]} and --sweep {name}=...: give one of them")
     return values
-
-
-def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -> None:
-    """Refuse a file of --per-document that cannot be written, before minutes of computing."""
-
-    if per_document and swept:
-        raise ConfigError(
-            "--per-document and --sweep: give one of them; score the best setting afterwards"
-        )
-    if per_document:
-        require_writable(per_document.parent)
-
-
-def _write_documents(
-    path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
-) -> None:
-    from txl_dist.cli.evaluation_output import document_lines
-
-    if path:
-        with explain_disk_errors("writing the scores of documents", path.parent):
-            write_file(path, document_lines(planned, results))
-        _note(f"wrote {path}")
 
 
 def _resume_advice(planned: "Sequence[PlannedJob]") -> str:

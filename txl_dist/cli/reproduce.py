@@ -238,7 +238,6 @@ class Plan:
     """Of the dataset, once it is prepared."""
     on: str = "ray"
     ranks: int = 1
-    workers: int = 1
 
     @property
     def dataset(self) -> Path:
@@ -277,7 +276,7 @@ class Plan:
         commands: dict[str, list[object]] = {
             "prepare": [
                 *("prepare", *self.found.inputs(), "--format", corpus.format),
-                *("--recipe", corpus.recipe, "--out", self.dataset, "--workers", self.workers),
+                *("--recipe", corpus.recipe, "--out", self.dataset, "--workers", self.ranks),
             ],
             "train": [
                 *("train", row.config, *self.settings(self.overrides())),
@@ -330,8 +329,10 @@ def reproduce(
         ),
     ] = None,
     on: Annotated[str, typer.Option(help="As for txl train and txl eval.")] = "ray",
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks and evaluation workers.")] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="Processes of the preparation.")] = 1,
+    ranks: Annotated[
+        int,
+        typer.Option(min=1, help="Ranks, and processes of the preparation and the evaluation."),
+    ] = 1,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check the files and the config, print the commands, stop."),
@@ -378,7 +379,6 @@ def reproduce(
         is_shrunk=shrink,
         on=on,
         ranks=ranks,
-        workers=workers,
     )
     if dry_run:
         _print_dry_run(plan, as_json=as_json)

@@ -56,6 +56,10 @@ CorpusName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-
 """Without dots: `data.mixture.NAME.weight=2` must be a valid override."""
 
 
+TRAIN_SPLIT = "train"
+"""The split of every corpus that a run trains on."""
+
+
 class DataConfig(Section):
     """The dataset or datasets, and how lanes read them. Set either `path` or `mixture`."""
 
@@ -64,8 +68,6 @@ class DataConfig(Section):
     """Several corpora with the same tokenizer, e.g. `{web: {path: data/web, weight: 3}, ...}`."""
     path: PathText | None = Field(default=None, validate_default=True)
     """Directory that `txl prepare` wrote, relative to the working directory; or the URL of one."""
-    train_split: str = "train"
-    """Split to train on, of every corpus."""
     num_lanes: int = Field(default=16, ge=1)
     """Streams of text, each with its memory: the rows of the global batch, unless `lanes_per_step`
     is set. Does not depend on the number of ranks, which share the lanes."""
@@ -86,8 +88,6 @@ class DataConfig(Section):
     """Cut the text into pieces of so many tokens and shuffle them: a lane reads a piece, then
     another one elsewhere, without memory of the one before. Pieces of `tgt_len` tokens are what
     others call random windows; in longer ones the memory works. null: lanes read documents."""
-    prefetch_segments: int = Field(default=16, ge=1)
-    """Size of the queue of segments that a reader thread fills."""
     cache_path: PathText | None = None
     """Directory on a disk of each node that keeps the parts of shards that were read, for data on a
     network file system; null: none, except that URLs use TXL_CACHE_DIR."""

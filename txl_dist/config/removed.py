@@ -25,6 +25,14 @@ SETTINGS: dict[str, Removed] = {
     "model.embedding_norm": Removed((False,), _USELESS),
     "model.zero_init": Removed((False,), _USELESS),
     "model.softcap": Removed((None,), _USELESS),
+    "model.residual_gate": Removed(("none",), _USELESS),
+    "data.train_split": Removed(
+        ("train",), "prepare the data with names of splits: txl prepare train=PATH valid=PATH"
+    ),
+    "data.prefetch_segments": Removed((16,), "leave it out: 16 segments are read ahead"),
+    "divergence.max_events_interval_steps": Removed(
+        (1000,), "leave it out: divergence.max_events counts the last 1,000 steps"
+    ),
     "training.changes": Removed(
         ((), [], "[]"),
         "stop the run at that step (training.num_steps), and continue it with the new settings and "

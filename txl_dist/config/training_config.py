@@ -87,6 +87,10 @@ class TrainingConfig(Section):
         return self
 
 
+EVENT_STEPS = 1000
+"""Number of the latest steps in which events of divergence are counted."""
+
+
 class DivergenceConfig(Section):
     """Which steps count as divergence, and what follows.
 
@@ -106,21 +110,9 @@ class DivergenceConfig(Section):
     """Threshold of the gradient norm before clipping, such as 20; null: none."""
     window_steps: int = Field(default=100, ge=5, le=10_000)
     """Accepted steps that a spike is compared with. With fewer steps, nothing is a spike."""
-    max_events: int = Field(default=10, ge=1)
-    """Events that `skip` and `rollback` tolerate within `max_events_interval_steps`; the next one
-    ends the run with exit code 5."""
-    max_events_interval_steps: int = Field(default=1000, ge=2)
-    """Number of the latest steps in which events are counted."""
-
-    @model_validator(mode="after")
-    def _require_attainable_limit(self) -> Self:
-        if self.max_events >= self.max_events_interval_steps:
-            raise ValueError(
-                f"max_events={self.max_events} is not below max_events_interval_steps="
-                f"{self.max_events_interval_steps}, so a run that diverges in every step would "
-                "never end; lower it"
-            )
-        return self
+    max_events: int = Field(default=10, ge=1, lt=EVENT_STEPS)
+    """Events that `skip` and `rollback` tolerate within the last 1,000 steps; the next one ends the
+    run with exit code 5."""
 
 
 class EvaluationConfig(Section):

@@ -119,9 +119,14 @@ class _Index:
         elif isinstance(node, MappingNode):
             for key_node, value_node in node.value:
                 self._add_entry(key_node, value_node, path)
-        elif str(node.tag).endswith((":int", ":float")) and not _is_finite(node.value):
-            text = f"{node.value[:40]} is not a finite decimal number; quote it if it is text"
-            raise YamlTextError(text, mark)
+        elif str(node.tag).endswith((":int", ":float")):
+            try:
+                is_finite = math.isfinite(float(node.value))
+            except ValueError:  # .inf, or a number that is not decimal
+                is_finite = False
+            if not is_finite:
+                text = f"{node.value[:40]} is not a finite decimal number; quote it if it is text"
+                raise YamlTextError(text, mark)
         elif str(node.tag).endswith(":timestamp"):
             node.tag = _TEXT
 
@@ -134,13 +139,6 @@ class _Index:
             raise YamlTextError(f"{name} is given twice, first on line {first}; keep one", mark)
         self.lines[(*path, key)] = mark.line + 1
         self.add(value_node, (*path, key))
-
-
-def _is_finite(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:  # .inf, or a number that is not decimal
-        return False
 
 
 def dotted(path: KeyPath) -> str:

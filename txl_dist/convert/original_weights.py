@@ -70,7 +70,7 @@ class _Rows:
 
 BLOCK_SETTINGS = (
     *("norm", "final_norm", "qk_norm", "attention_scale", "output_gate", "feed_forward"),
-    *("biases", "residual_scalars", "residual_gate", "memory", "mem_shares"),
+    *("biases", "residual_scalars", "memory", "mem_shares"),
 )
 """Settings of the block that the original does not have: its models have their defaults."""
 

@@ -72,8 +72,7 @@ def layer(c: Any, w: Weights, x: Tensor, memory: Tensor, mask_BTS: Tensor, biase
 
     def sublayer(name: str, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         y = function(w.norm(f"{name}_norm", x) if c.pre_lnorm else x)
-        x = x + y if c.residual_gate == "none" else gru_gate(w.below(f"{name}_gate"), x, y)
-        return x if c.pre_lnorm else w.norm(f"{name}_norm", x)
+        return x + y if c.pre_lnorm else w.norm(f"{name}_norm", x + y)
 
     if c.pre_lnorm:
         memory = w.norm("attention_norm", memory)
@@ -89,14 +88,6 @@ def feed_forward(c: Any, w: Weights, x: Tensor) -> Tensor:
         gate, value = x.chunk(2, dim=-1)
         return w.linear("down", functional.silu(gate) * value)
     return w.linear("down", x.relu().square() if c.feed_forward == "relu2" else x.relu())
-
-
-def gru_gate(w: Weights, x: Tensor, y: Tensor) -> Tensor:
-    """GTrXL's gated unit in place of x + y (arXiv:1910.06764, section 3.2)."""
-    w_r, w_z, w_h = w.linear("from_output", y.relu()).chunk(3, dim=-1)
-    u_r, u_z = w.linear("from_input", x).chunk(2, dim=-1)
-    reset, update = (w_r + u_r).sigmoid(), (w_z + u_z - w["update_bias"]).sigmoid()
-    return torch.lerp(x, (w_h + w.linear("from_reset", reset * x)).tanh(), update)
 
 
 def attention(c: Any, w: Weights, x: Tensor, memory: Tensor, mask: Tensor, biases: Any) -> Tensor:

@@ -102,7 +102,7 @@ def with_data(config: RunConfig) -> tuple[RunConfig, int | None]:
         corpora = open_corpora(data)
         vocab_size = corpora[0].manifest.vocab_size
         if config.training.num_epochs is not None:
-            phase = first_phase(corpora, data.train_split, num_lanes=data.num_lanes)
+            phase = first_phase(corpora, num_lanes=data.num_lanes)
             num_tokens = config.training.num_epochs * phase.plan(tgt_len=data.tgt_len).num_tokens
     elif not vocab_size:
         listed = ", ".join(corpus.path for corpus in data.corpora.values())

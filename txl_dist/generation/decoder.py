@@ -70,7 +70,9 @@ class BatchDecoder:
         while (longest := max(map(self._num_segments, self._pending))) > 1:
             has_begun = [self._num_segments(tokens) == longest for tokens in self._pending]
             self._read([self._tgt_len * begun for begun in has_begun])
-        logits_BV = self._logits(self._read([len(tokens) for tokens in self._pending]))
+        hidden_BD = self._read([len(tokens) for tokens in self._pending])
+        with torch.inference_mode():
+            logits_BV = self._reader.logits(hidden_BD).cpu()
         drawn = next_tokens(logits_BV, self._sampling, self._generators)
         for tokens, token in zip(self._pending, drawn, strict=True):
             tokens.append(token)
@@ -136,11 +138,6 @@ class BatchDecoder:
         num_removed = [num_tokens - length if length else 0 for length in lengths]
         if any(num_removed):
             self._reader.select(range(len(lengths)), num_removed)
-
-    def _logits(self, hidden_BD: Tensor) -> Tensor:
-        """Logits [B, V] of the next tokens, on the CPU."""
-        with torch.inference_mode():
-            return self._reader.logits(hidden_BD).cpu()
 
 
 def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:

@@ -29,7 +29,6 @@ from txl_dist.harness.scoring import (
     answer,
     batches,
 )
-from txl_dist.model.config import ModelConfig
 
 try:
     from lm_eval.api.instance import Instance
@@ -106,7 +105,13 @@ class TransformerXLModel(TemplateLM):
         self.mode = chosen.mode or ("memory" if config.has_memory else "windowed")
         self.max_length = chosen.max_length or self.tgt_len + self.mem_len
         self.batch_size = chosen.batch_size
-        self._check_lengths(config)
+        if self.mode == "memory" and not config.has_memory:
+            raise ConfigError("mode=memory: the model has no memory (mem_len=0); use mode=windowed")
+        if self.mode == "windowed" and not config.has_memory and self.max_length > self.tgt_len:
+            raise ConfigError(
+                f"max_length={self.max_length}: without memory the model sees tgt_len="
+                f"{self.tgt_len} tokens; give max_length={self.tgt_len} or less"
+            )
         self._source = ModelSource(
             checkpoint=stored.path,
             weights=stored.weights,
@@ -275,15 +280,6 @@ class TransformerXLModel(TemplateLM):
         return results
 
     # --- checks -------------------------------------------------------------------------------
-
-    def _check_lengths(self, config: ModelConfig) -> None:
-        if self.mode == "memory" and not config.has_memory:
-            raise ConfigError("mode=memory: the model has no memory (mem_len=0); use mode=windowed")
-        if self.mode == "windowed" and not config.has_memory and self.max_length > self.tgt_len:
-            raise ConfigError(
-                f"max_length={self.max_length}: without memory the model sees tgt_len="
-                f"{self.tgt_len} tokens; give max_length={self.tgt_len} or less"
-            )
 
     def _warn_of_unknown(self, requests: "list[Instance]", texts: Sequence[str]) -> None:
         """Warn of symbols that are not in the vocabulary: how many of which."""

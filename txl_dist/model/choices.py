@@ -98,8 +98,8 @@ NORMS = {
 }
 """By the value of `ModelConfig.norm`: a module that is created with the width."""
 
-FEED_FORWARDS, RESIDUAL_GATES = ("relu", "relu2", "swiglu"), ("none", "gru")
-"""The values of `feed_forward` and `residual_gate` (layer.py has the equations)."""
+FEED_FORWARDS = ("relu", "relu2", "swiglu")
+"""The values of `feed_forward` (layer.py has the equations)."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},

@@ -18,7 +18,6 @@ from txl_dist.model.choices import (
     FEED_FORWARDS,
     NORMS,
     RECIPES,
-    RESIDUAL_GATES,
     EncodingFacts,
 )
 
@@ -157,8 +156,6 @@ class ModelConfig:
     """The feed-forward and the softmax have biases."""
     residual_scalars: bool = False
     """Each layer reads a x + b x_0 instead of x, with learned a and b; x_0 is the embedding."""
-    residual_gate: str = "none"
-    """`none`: x + f(x). `gru`: the gate of GTrXL (Parisotto et al. 2019) in place of the sum."""
     dropout: float = 0.0
     """Dropout of embeddings, encoded distances, hidden layers, sublayers and the model's output."""
     dropatt: float = 0.0
@@ -181,7 +178,6 @@ class ModelConfig:
         _require_known("recipe", self.recipe, RECIPES)
         _require_known("norm", self.norm, NORMS)
         _require_known("feed_forward", self.feed_forward, FEED_FORWARDS)
-        _require_known("residual_gate", self.residual_gate, RESIDUAL_GATES)
         _require_known("attention", self.attention, ("auto", *ATTENTION_IMPLEMENTATIONS))
         self._check_numbers()
         self._check_encoding()

@@ -104,7 +104,6 @@ def _queries_and_feed_forward(config: ModelConfig, tokens: int) -> int:
     width = config.n_head * config.d_head
     columns = 2 * width + config.d_inner * (3 if config.feed_forward == "swiglu" else 2)
     columns += config.n_head if config.output_gate else 0
-    columns += 2 * 6 * config.d_model if config.residual_gate == "gru" else 0
     return 2 * tokens * config.d_model * columns
 
 

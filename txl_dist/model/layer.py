@@ -3,7 +3,7 @@
     post-norm (the paper)    x = norm(x + f(x))
     pre-norm (pre_lnorm)     x = x + f(norm(x)), where attention also normalises the memory
 
-With `residual_gate: gru` a gated unit takes the place of each sum. Sources: those of each class.
+Sources: those of each class.
 """
 
 from typing import Any
@@ -65,37 +65,6 @@ class FeedForward(nn.Module):
         return x_NI.square() if self.activation == "relu2" else x_NI
 
 
-class GruGate(nn.Module):
-    """forward(x, y) -> a gated sum of the residual stream x and a sublayer's output y.
-
-        y' = relu(y)
-        r  = sigmoid(W_r y' + U_r x)        z = sigmoid(W_z y' + U_z x - b)
-        h  = tanh(W_h y' + U_h (r * x))
-        g(x, y) = (1 - z) * x + z * h
-
-    b starts at 2, so that the layer starts close to the identity. Source: Parisotto et al. 2019,
-    arXiv:1910.06764, section 3.2, with the ReLU of its figure 1.
-    """
-
-    INITIAL_BIAS = 2.0
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.d_model
-        self.from_output = StackedLinear(width, width, num_stacked=3)  # W_r, W_z, W_h
-        self.from_input = StackedLinear(width, width, num_stacked=2)  # U_r, U_z
-        self.from_reset = nn.Linear(width, width, bias=False)  # U_h
-        self.update_bias = nn.Parameter(torch.empty(width))
-
-    def forward(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-        w_r, w_z, w_h = self.from_output(y_BTD.relu()).chunk(3, dim=-1)
-        u_r, u_z = self.from_input(x_BTD).chunk(2, dim=-1)
-        reset, update = (w_r + u_r).sigmoid(), (w_z + u_z - self.update_bias).sigmoid()
-        candidate = (w_h + self.from_reset(reset * x_BTD)).tanh()
-        # Under autocast the products are bf16; the residual stream stays fp32.
-        return torch.lerp(x_BTD, candidate.to(x_BTD.dtype), update.to(x_BTD.dtype))
-
-
 class Layer(nn.Module):
     """forward(x_BTD, memory, context) -> the next layer's input [B, T, D].
 
@@ -111,11 +80,6 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(config, layer)
         self.feed_forward_norm = new_norm(config)
         self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
-        if config.residual_gate == "gru":
-            self.attention_gate: GruGate | None = GruGate(config)
-            self.feed_forward_gate: GruGate | None = GruGate(config)
-        else:
-            self.attention_gate = self.feed_forward_gate = None
 
     def forward(self, x_BTD: Tensor, memory: Any, context: SegmentContext) -> Tensor:
         masks = context.dropout_masks
@@ -124,20 +88,14 @@ class Layer(nn.Module):
             # The memory holds inputs from before the norm; a cache holds keys computed after it.
             memory = norm(memory) if isinstance(memory, Tensor) else memory
             mixed_BTD = self.attention_dropout(self.attention(norm(x_BTD), memory, context), masks)
-            x_BTD = combined(self.attention_gate, x_BTD, mixed_BTD)
+            x_BTD = x_BTD + mixed_BTD
             out_BTD = self.feed_forward(self.feed_forward_norm(x_BTD), masks)
-            out_BTD = self.feed_forward_dropout(out_BTD, masks)
-            return combined(self.feed_forward_gate, x_BTD, out_BTD)
+            return x_BTD + self.feed_forward_dropout(out_BTD, masks)
         mixed_BTD = self.attention_dropout(self.attention(x_BTD, memory, context), masks)
-        x_BTD = self.attention_norm(combined(self.attention_gate, x_BTD, mixed_BTD))
+        x_BTD = self.attention_norm(x_BTD + mixed_BTD)
         out_BTD = self.feed_forward_dropout(self.feed_forward(x_BTD, masks), masks)
-        out: Tensor = self.feed_forward_norm(combined(self.feed_forward_gate, x_BTD, out_BTD))
+        out: Tensor = self.feed_forward_norm(x_BTD + out_BTD)
         return out
-
-
-def combined(gate: GruGate | None, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-    """The residual connection of a sublayer with input x and output y."""
-    return x_BTD + y_BTD if gate is None else gate(x_BTD, y_BTD)
 
 
 def in_place_relu(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from txl_dist.model.attention import head_gates
 from txl_dist.model.encodings import DistanceTerms, apply_rotary, cast_like
-from txl_dist.model.layer import Layer, combined
+from txl_dist.model.layer import Layer
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.recurrent import KVCache, LayerKVCache
 from txl_dist.model.norms import normalise
@@ -141,20 +141,17 @@ class _LayerStep:
         self._attention_norm, self._feed_forward_norm = (
             _functional(norm) for norm in (layer.attention_norm, layer.feed_forward_norm)
         )
-        self._attention_gate, self._feed_forward_gate = (
-            layer.attention_gate, layer.feed_forward_gate,
-        )  # fmt: skip
 
     def __call__(self, x_BD: Tensor, mask_B1S: Tensor | None) -> Tensor:
         if self._pre_lnorm:
             mixed_BD = self._attend(self._attention_norm(x_BD), mask_B1S)
-            x_BD = combined(self._attention_gate, x_BD, mixed_BD)
+            x_BD = x_BD + mixed_BD
             out_BD = self._feed_forward(self._feed_forward_norm(x_BD))
-            return combined(self._feed_forward_gate, x_BD, out_BD)
+            return x_BD + out_BD
         mixed_BD = self._attend(x_BD, mask_B1S)
-        x_BD = self._attention_norm(combined(self._attention_gate, x_BD, mixed_BD))
+        x_BD = self._attention_norm(x_BD + mixed_BD)
         out_BD = self._feed_forward(x_BD)
-        return self._feed_forward_norm(combined(self._feed_forward_gate, x_BD, out_BD))
+        return self._feed_forward_norm(x_BD + out_BD)
 
     def _feed_forward(self, x_BD: Tensor) -> Tensor:
         return linear(self._activate(linear(x_BD, *self._up)), *self._down)

@@ -28,7 +28,7 @@ from txl_dist.model.attention import (
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks
 from txl_dist.model.encodings import encoding_class
-from txl_dist.model.layer import GruGate, Layer
+from txl_dist.model.layer import Layer
 from txl_dist.model.memory import SequenceState, memory_kind
 from txl_dist.model.norms import new_norm
 from txl_dist.model.visibility import Visibility, check_segment, check_targets
@@ -333,8 +333,6 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
                 parameter.normal_(1.0, config.init_std, generator=generator)
             elif name == "residual_scalars":
                 parameter.copy_(torch.tensor([1.0, 0.0]).expand_as(parameter))
-            elif name.endswith("update_bias"):
-                parameter.fill_(GruGate.INITIAL_BIAS)
             elif name.endswith((".bias", "cluster_bias", "attention.gate.weight")):
                 parameter.zero_()
             else:

@@ -31,7 +31,7 @@ _FREE = (
     "directory",
     "data.path",
     MIXTURE,  # compared by `check_data`: by digests and shares
-    "data.prefetch_segments",
+    "data.prefetch_segments",  # of runs that older versions began
     "data.cache_",
     "model.attention",
     "model.recipe",  # its settings are compared themselves

@@ -25,7 +25,7 @@ from data_pipeline.streams.order import Ordering
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.loading import StoredTokenizer, differences
-from txl_dist.config.data_config import DataConfig, lanes_for
+from txl_dist.config.data_config import TRAIN_SPLIT, DataConfig, lanes_for
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
@@ -103,7 +103,7 @@ class TrainingData:
                 f"{manifest.vocab_size} ids (digest {manifest.tokenizer_digest}). Set data.path to "
                 "the right data, or model.vocab_size=0 to take the data's vocabulary"
             )
-        phase = first_phase(corpora, config.data.train_split, num_lanes=config.data.num_lanes)
+        phase = first_phase(corpora, num_lanes=config.data.num_lanes)
         try:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:
@@ -147,17 +147,16 @@ class TrainingData:
 
     def source_of(self, phase: Phase, config: RunConfig) -> TokenSource | MixedSource:
         """The tokens of a phase of these corpora. Raises DataError for damaged shard indexes."""
-        split = config.data.train_split
-        sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
+        sources = {corpus.manifest.digest: corpus.open(TRAIN_SPLIT) for corpus in self.corpora}
         return mixed_source(phase, sources, ordering=config.data.ordering, seed=config.seed)
 
-    def unigram_entropy(self, phase: Phase, split: str) -> float:
+    def unigram_entropy(self, phase: Phase) -> float:
         """Entropy of the frequencies of tokens in a phase, in nats per token.
 
         Reads a sample of tokens. Raises DataError for damaged shards.
         """
         return unigram_entropy(
-            [corpus.open(split) for corpus in self.corpora],
+            [corpus.open(TRAIN_SPLIT) for corpus in self.corpora],
             [phase.shares[corpus.name] for corpus in self.corpora],
             vocab_size=self.vocabulary.vocab_size,
         )
@@ -233,7 +232,7 @@ def _require_same_tokens(first: Corpus, other: Corpus) -> None:
         )
 
 
-def first_phase(corpora: Sequence[Corpus], split: str, *, num_lanes: int) -> Phase:
+def first_phase(corpora: Sequence[Corpus], *, num_lanes: int) -> Phase:
     """The phase of a run that starts with these corpora.
 
     Raises DataError for a corpus without tokens, ConfigError for weights so different that a corpus
@@ -241,9 +240,11 @@ def first_phase(corpora: Sequence[Corpus], split: str, *, num_lanes: int) -> Pha
     """
     entries = []
     for corpus in corpora:
-        tokens = corpus.manifest.split(split, corpus.directory).tokens
+        tokens = corpus.manifest.split(TRAIN_SPLIT, corpus.directory).tokens
         if tokens == 0:
-            raise DataError(f"{corpus.directory}: split {split!r} is empty; leave the corpus out")
+            raise DataError(
+                f"{corpus.directory}: split {TRAIN_SPLIT!r} is empty; leave the corpus out"
+            )
         entries.append(
             CorpusEntry(
                 name=corpus.name,

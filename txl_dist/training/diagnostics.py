@@ -98,7 +98,7 @@ class LearningCheck(Observer):
         after_tokens = tokens_before_check(config, vocab_size=data.vocabulary.vocab_size)
         if after_tokens is None:
             return None
-        entropy = data.unigram_entropy(state.phases[-1], config.data.train_split)
+        entropy = data.unigram_entropy(state.phases[-1])
         return cls(config, entropy, after_tokens, is_done=state.tokens >= after_tokens)
 
     def start(self, state: TrainState) -> None:

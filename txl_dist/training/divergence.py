@@ -12,7 +12,7 @@ import numpy as np
 
 from data_pipeline.system.strict import StrictModel
 from txl_dist.checkpoint.manifest import Count
-from txl_dist.config.training_config import DivergenceConfig
+from txl_dist.config.training_config import EVENT_STEPS, DivergenceConfig
 from txl_dist.evaluation.scores import LossSums
 
 MIN_RELATIVE_DEVIATION = 0.01
@@ -69,10 +69,9 @@ class DivergenceState(StrictModel):
             changes["gradient_norms"] = norms[-config.window_steps :]
         return self.model_copy(update=changes) if changes else self
 
-    def with_event(self, config: DivergenceConfig, *, step: int) -> Self:
-        """The state after an event; events outside of the interval are dropped."""
-        oldest = step - config.max_events_interval_steps
-        recent = tuple(other for other in self.event_steps if other > oldest)
+    def with_event(self, *, step: int) -> Self:
+        """The state after an event; those before the last EVENT_STEPS are dropped."""
+        recent = tuple(other for other in self.event_steps if other > step - EVENT_STEPS)
         return self.model_copy(update={"event_steps": (*recent, step)})
 
     def last_update(self, step: int) -> int:

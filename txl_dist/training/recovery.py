@@ -24,6 +24,7 @@ from typing import Any
 from data_pipeline.streams.segments import LaneDocument, Segment, documents_of_lanes
 from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.directory import divergence_advice
+from txl_dist.config.training_config import EVENT_STEPS
 from txl_dist.errors import DivergedError, TxlError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.context import RankContext
@@ -67,11 +68,11 @@ class Recovery:
         self.observers.divergence(step, facts)
         if config.policy == "stop":
             raise DivergedError(facts)
-        divergence = state.divergence.with_event(config, step=step)
+        divergence = state.divergence.with_event(step=step)
         number = len(divergence.event_steps)
         if number > config.max_events:
             raise DivergedError(
-                f"{facts}. This is event {number} within {config.max_events_interval_steps} steps, "
+                f"{facts}. This is event {number} within {EVENT_STEPS} steps, "
                 f"more than divergence.max_events={config.max_events}"
             )
         self.observers.event(

@@ -24,6 +24,8 @@ from txl_dist.training.step import DeviceSegments, TrainStep
 
 DATA_TIMEOUT_SHARE = 0.9
 """Time limit for one read of the data, as a fraction of training.rank_timeout_seconds."""
+PREFETCH_SEGMENTS = 16
+"""Size of the queue of segments that a reader thread fills."""
 
 
 class SegmentSource:
@@ -118,7 +120,7 @@ def _open_stream(rank: RankContext, step: TrainStep, state: TrainState) -> Segme
         ordering=data.ordering,
         seed=rank.config.seed,
         position=state.position,
-        prefetch_segments=data.prefetch_segments,
+        prefetch_segments=PREFETCH_SEGMENTS,
         # Before the other ranks give up: then the error that ends the run names the file.
         timeout_seconds=DATA_TIMEOUT_SHARE * rank.config.training.rank_timeout_seconds,
     )

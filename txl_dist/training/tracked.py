@@ -1,7 +1,7 @@
 """What a run tells the tracking process at its start: its datasets, and facts for tags."""
 
 from data_pipeline.system.sources import shown
-from txl_dist.config.run_config import RunConfig
+from txl_dist.config.data_config import TRAIN_SPLIT
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackedDataset, dataset_name
 from txl_dist.training.context import RankContext
@@ -21,14 +21,14 @@ def start_tracker(rank: RankContext) -> TrackingProcess | None:
         rank.directory.path,
         rank.config,
         tags=tags,
-        datasets=tracked_datasets(rank.data, rank.config),
+        datasets=tracked_datasets(rank.data),
     )
     return rank.stack.enter_context(tracker)
 
 
-def tracked_datasets(data: TrainingData, config: RunConfig) -> list[TrackedDataset]:
+def tracked_datasets(data: TrainingData) -> list[TrackedDataset]:
     """The splits that a run trains on and scores, as a tracker records them."""
-    datasets = [_tracked(corpus, config.data.train_split, "training") for corpus in data.corpora]
+    datasets = [_tracked(corpus, TRAIN_SPLIT, "training") for corpus in data.corpora]
     if (evaluated := data.evaluation) is not None:
         datasets.append(_tracked(evaluated.corpus, evaluated.name, "evaluation"))
     return datasets

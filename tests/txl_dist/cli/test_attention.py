@@ -72,7 +72,7 @@ def test_a_second_time_takes_the_place_of_the_first(
     written: Path, run: Path, dataset: Path, tmp_path: Path
 ) -> None:
     out = shutil.copytree(written, tmp_path / "again")
-    assert run_txl("attention", run, dataset, "--out", out, "--mem-len", 7, "--batch", 3)[0] == 0
+    assert run_txl("attention", run, dataset, "--out", out, "--mem-len", 7)[0] == 0
     assert sorted(path.name for path in out.iterdir()) == WRITTEN
     content = json.loads((out / "attention.json").read_text())
     mem_lens = content["model"]["mem_len"], content["settings"]["mem_len"]

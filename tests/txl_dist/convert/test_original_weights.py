@@ -43,7 +43,6 @@ OTHER_BLOCKS: list[dict] = [
     {"feed_forward": "relu2"},
     {"biases": False},
     {"residual_scalars": True},
-    {"residual_gate": "gru"},
     {"memory": "tokens"},
     {"mem_shares": (0.4, 1.0)},
     {"distance_encoding": "rotary"},

@@ -64,7 +64,7 @@ def test_no_memory_has_two_notations_and_one_config() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    ["distance_encoding", "attention", "norm", "feed_forward", "residual_gate", "recipe", "memory"],
+    ["distance_encoding", "attention", "norm", "feed_forward", "recipe", "memory"],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}='nothing' must be one of "):

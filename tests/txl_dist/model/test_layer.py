@@ -8,18 +8,11 @@ from torch.testing import assert_close
 from tests.support.small_models import MODERN, random_text, read_stream, small_model
 from txl_dist.model.choices import RECIPES
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.layer import GruGate, Layer
+from txl_dist.model.layer import Layer
 from txl_dist.model.norms import normalise
 from txl_dist.model.transformer_xl import TransformerXL
 
 # Shapes: B lanes, N tokens of a text, D d_model, H heads, K d_head
-
-
-def test_a_gate_starts_with_the_bias_of_its_paper() -> None:
-    model = TransformerXL(ModelConfig(vocab_size=None, d_model=4, residual_gate="gru"))
-    for layer in model.layers:
-        for gate in (layer.attention_gate, layer.feed_forward_gate):
-            assert gate.update_bias.tolist() == [2.0] * 4
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -75,20 +68,6 @@ def test_the_recipe_computes_its_equations_in_any_segments(scale: float | None) 
     for tgt_len in (11, 4, 1):
         nats_BN, _ = read_stream(model, text_BN, tgt_len=tgt_len, mem_len=12)
         assert_close(nats_BN, expected, atol=1e-10, rtol=1e-8)
-
-
-def test_a_gated_residual_computes_its_equations() -> None:
-    gate = small_model(residual_gate="gru", d_model=6).layers[0].attention_gate
-    assert isinstance(gate, GruGate)
-    generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(2, 3, 6, generator=generator, dtype=torch.float64) for _ in range(2))
-    w_r, w_z, w_h = gate.from_output.weight.chunk(3)
-    (u_r, u_z), u_h = gate.from_input.weight.chunk(2), gate.from_reset.weight
-    y_ = y.clamp(min=0)
-    r = torch.sigmoid(y_ @ w_r.T + x @ u_r.T)
-    z = torch.sigmoid(y_ @ w_z.T + x @ u_z.T - gate.update_bias)
-    h = torch.tanh(y_ @ w_h.T + (r * x) @ u_h.T)
-    assert_close(gate(x, y), (1 - z) * x + z * h)
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2", "swiglu"])

@@ -289,7 +289,7 @@ def test_matrices_of_one_shape_are_orthogonalised_at_once(
 
 
 def test_the_keys_and_values_and_halves_of_swiglu_are_stacked() -> None:
-    gated = model(feed_forward="swiglu", residual_gate="gru")
+    gated = model(feed_forward="swiglu")
     names = {id(parameter): name for name, parameter in gated.named_parameters()}
     found = {
         names[id(parameter)].removeprefix("layers.0."): group["num_stacked"]
@@ -297,13 +297,7 @@ def test_the_keys_and_values_and_halves_of_swiglu_are_stacked() -> None:
         for parameter in group["params"]
         if group["num_stacked"] > 1
     }
-    gates = {"from_output.weight": 3, "from_input.weight": 2}
-    assert found == {
-        "attention.key_value.weight": 2,
-        "feed_forward.up.weight": 2,
-        **{f"attention_gate.{name}": number for name, number in gates.items()},
-        **{f"feed_forward_gate.{name}": number for name, number in gates.items()},
-    }
+    assert found == {"attention.key_value.weight": 2, "feed_forward.up.weight": 2}
 
 
 def test_averages_are_a_copy_until_their_start_then_the_mean_or_exponential() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from data_pipeline.errors import DataError, counted
 from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
 from data_pipeline.readers import InputFile
-from data_pipeline.readers.names import list_names
+from data_pipeline.readers.split_names import list_names
 from data_pipeline.readers.unpack import UNPACKED
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,

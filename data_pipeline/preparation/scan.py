@@ -135,12 +135,12 @@ def spill_name(number: int) -> str:
 def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     """Read a unit. Records that cannot be used become rejects.
 
-    Texts of files that are not rereadable are written to `spill` if it is given; their locations
-    then refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
+    Texts of files that are spilled are written to `spill` if it is given; their locations then
+    refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
     for more than MAX_REJECTS rejects: such an input has another format.
     """
     parts: list[_ScannedRange] = []
-    has_keys = any(each.file.has_keys for each in unit.ranges)
+    has_keys = any(each.file.kind == "tar" for each in unit.ranges)
     num_rejects = 0
     for index in range(len(unit.ranges)):
         part = _scan_range(
@@ -171,7 +171,7 @@ def _scan_range(
 ) -> _ScannedRange:
     each = unit.ranges[index]
     rows, rejects, keys = bytearray(), list[Reject](), list[str]()
-    target = None if each.file.rereadable else spill
+    target = spill if each.file.is_spilled else None
     long_texts = spill or _Discarded()
     reading = RecordReader(each.file, unit.text_key, each.start, each.stop, spill=long_texts)
     last_line = 0
@@ -339,7 +339,7 @@ class InputIndex:
         self.location = np.empty((total, 3), np.uint64)
         self.text_bytes = np.empty(total, np.uint64)
         self.text_hash = np.empty((total, TEXT_HASH_BYTES), np.uint8)
-        if any(file.has_keys for file in self.files):
+        if any(file.kind == "tar" for file in self.files):
             self.keys = [""] * total
         file_lines = np.zeros(len(self.files), np.uint64)
         for number, unit in enumerate(self.units):

@@ -17,7 +17,6 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -266,15 +265,16 @@ class _Search:
 
     def notes(self) -> tuple[str, ...]:
         """How archives are read, equal ones together."""
-        paths: dict[ArchiveLayout, list[str]] = {}
-        for path, layout in self.layouts.items():
-            if layout.reason or not layout.is_samples:
-                paths.setdefault(layout, []).append(path)
         notes = []
-        for (is_samples, reason), same in paths.items():
-            more = f" and {len(same) - 1:,} more" if len(same) > 1 else ""
-            kind = "samples of a WebDataset" if is_samples else "the folder to which it unpacks"
-            notes.append(f"{shown(same[0])}{more}: read as {kind}{reason and f': {reason}'}")
+        for layout, count in Counter(self.layouts.values()).items():
+            if layout.is_samples and not layout.reason:  # --format tar
+                continue
+            first = next(path for path, each in self.layouts.items() if each == layout)
+            more = f" and {count - 1:,} more" if count > 1 else ""
+            samples, folder = "samples of a WebDataset", "the folder to which it unpacks"
+            kind = samples if layout.is_samples else folder
+            reason = layout.reason and f": {layout.reason}"
+            notes.append(f"{shown(first)}{more}: read as {kind}{reason}")
         return tuple(notes)
 
 
@@ -319,7 +319,10 @@ def _only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[Inpu
         folder, name = posixpath.split(file.name)
         if name == "state.json" and folder in arrow_folders:
             listed[folder] = _listed_files(file, folder, names)
-    copies = _copies_in_hub_caches(names)
+    # The beginnings of the names of blobs and refs, which the snapshots have again.
+    parts = {match.groups() for name in names if (match := _HUB_CACHE.fullmatch(name))}
+    hubs = {hub for hub, _ in parts if {(hub, "snapshots"), (hub, "blobs")} <= parts}
+    copies = tuple(f"{hub}{part}/" for hub in hubs for part in ("blobs", "refs"))
     data_files = []
     for file in files:
         if kind := _kind_of_description(file, listed, copies):
@@ -344,13 +347,6 @@ def _kind_of_description(
     is_lock = suffix == ".lock" and not file.size
     is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
     return suffix if is_lock or is_cached or _CACHED_RESULT.fullmatch(name) else ""
-
-
-def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:
-    """The beginnings of the names of blobs and refs, which the snapshots have again."""
-    parts = {match.groups() for name in names if (match := _HUB_CACHE.fullmatch(name))}
-    hubs = {hub for hub, _ in parts if {(hub, "snapshots"), (hub, "blobs")} <= parts}
-    return tuple(f"{hub}{part}/" for hub in sorted(hubs) for part in ("blobs", "refs"))
 
 
 def _listed_files(state: InputFile, folder: str, names: set[str]) -> set[str]:

@@ -298,7 +298,13 @@ class RecordReader:
     def __iter__(self) -> Records:
         file, source = self.file, None
         try:
-            _reject_shrunk_file(file)
+            if not scheme_of(file.path):
+                # A file that was cut after it was listed would lose records silently.
+                paths = (file.path, *file.next_paths)
+                size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - it is faster
+                if size < file.size:
+                    reason = f"it had {file.size:,} bytes when it was found and has {size:,} now"
+                    raise SourceError(reason)
             with file.open() as stream:
                 source = file.source(stream, self.text_key)
                 source.start, source.spill = self.start, self.spill
@@ -318,15 +324,6 @@ class RecordReader:
                 "command again when the disk or network works."
             ) from cause
         return Reject(self.file.name, broken.line, broken.byte, broken.reason, loses_rest=True)
-
-
-def _reject_shrunk_file(file: InputFile) -> None:
-    # Without this check, a file cut after it was listed would lose records silently.
-    if not scheme_of(file.path):
-        paths = (file.path, *file.next_paths)
-        size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - faster for many files
-        if size < file.size:
-            raise SourceError(f"it had {file.size:,} bytes when it was found and has {size:,} now")
 
 
 def text_of_stored(file: InputFile, stored: bytes, text_key: str) -> str:

@@ -153,7 +153,11 @@ def read_line_blocks(source: Source) -> Iterator[LineBlock | Chunk]:
     """
     offset = _seek_first_line(source)
     while offset < source.stop:
-        raw = _read_available(source, offset)
+        try:  # unlike `read`, `read1` loses nothing before a place that cannot be read
+            size = int(min(CHUNK_BYTES, source.stop - offset))
+            raw = source.stream.read1(size)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
         if not raw:
             return
         end = raw.rfind(b"\n") + 1
@@ -165,18 +169,6 @@ def read_line_blocks(source: Source) -> Iterator[LineBlock | Chunk]:
         if end < len(raw):
             source.lines += 1
             offset = yield from _read_line(source, offset, raw[end:])
-
-
-def _read_available(source: Source, offset: int) -> bytes:
-    """At most CHUNK_BYTES of the range.
-
-    Unlike `read`, `read1` loses nothing before a place that cannot be read.
-    """
-    try:
-        size = int(min(CHUNK_BYTES, source.stop - offset))
-        return source.stream.read1(size)  # type: ignore[attr-defined]
-    except OSError as error:
-        raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
 
 
 def _read_line(source: Source, offset: int, begun: bytes) -> Generator[Chunk, None, int]:
@@ -267,15 +259,12 @@ class DocumentBuilder:
             self._texts.append(self._decoder.decode(raw, final=final))
         except BadRecordError as error:
             self._error = error
+        if self._spill and not (self._error or self._is_held):
+            if self._spill_offset is None:
+                self._spill_offset = self._spill.tell()
+            self._spill.write("".join(self._texts).encode())
         if self._error or not self._is_held:
-            if self._spill and not self._error:
-                self._write_to(self._spill)
             self._texts = []
-
-    def _write_to(self, spill: Spill) -> None:
-        if self._spill_offset is None:
-            self._spill_offset = spill.tell()
-        spill.write("".join(self._texts).encode())
 
     def build(self) -> Record | Reject:
         """The document of all chunks that were added."""

@@ -27,6 +27,7 @@ import stat
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -249,17 +250,13 @@ def _members_of_zip(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str, 
     except SourceError as error:
         raise ArchiveError(error.reason, _HOSTILE) from error
     for info, name in names.items():
-        yield name, _content_of_zip_member(archive, info)
-
-
-def _content_of_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
-    try:
-        content = archive.open(info)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        name, reason = printable(info.filename)[:200], printable(str(error))[:120]
-        raise SourceError(f"damaged zip archive at member {name}: {reason}") from error
-    with buffered(DecompressedStream(content, "zip")) as stream:  # type: ignore[arg-type]
-        yield from iter(lambda: stream.read(CHUNK_BYTES), b"")
+        try:
+            content = archive.open(info)
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            shown_name, reason = printable(name)[:200], printable(str(error))[:120]
+            raise SourceError(f"damaged zip archive at member {shown_name}: {reason}") from error
+        with buffered(DecompressedStream(content, "zip")) as file:  # type: ignore[arg-type]
+            yield name, iter(partial(file.read, CHUNK_BYTES), b"")
 
 
 def _require_usable_zip_member(info: zipfile.ZipInfo) -> None:

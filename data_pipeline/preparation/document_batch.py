@@ -75,7 +75,7 @@ class DocumentBatch:
     def of(cls, index: InputIndex, numbers: np.ndarray) -> "DocumentBatch":
         used, file = np.unique(index.file[numbers], return_inverse=True)
         files = tuple(index.files[position] for position in used.tolist())
-        is_spilled = np.array([not each.rereadable for each in files], bool)[file]
+        is_spilled = np.array([each.is_spilled for each in files], bool)[file]
         return cls(
             text_key=index.text_key,
             files=files,
@@ -127,7 +127,7 @@ class DocumentBatch:
         if unit < 0:
             return TextSource(self.files[self.file[number]], is_spill=False)
         path = staging / RECORDS / spill_name(unit)
-        spill = InputFile(str(path), path.name, kind="text", compression="", size=0)
+        spill = InputFile(str(path), path.name, kind="text")
         return TextSource(spill, is_spill=True)
 
     def read_text(self, number: int, staging: Path) -> Iterator[str]:
@@ -200,7 +200,7 @@ def _read_group(batch: DocumentBatch, first: int, stop: int, staging: Path) -> l
         file, places = source.file, batch.location[start:end, :2].tolist()
         with source.explain_errors(), open_descriptor(file.path) as descriptor:
             stored = [os.pread(descriptor, size, offset) for offset, size in places]
-            if file.holds_plain_texts:
+            if file.format.stores == "text":
                 run = [raw.decode("utf-8") for raw in stored]
             else:
                 run = [text_of_stored(file, raw, batch.text_key) for raw in stored]

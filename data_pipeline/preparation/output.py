@@ -25,7 +25,7 @@ from typing import Any
 from data_pipeline.errors import DataError, counted
 from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
 from data_pipeline.readers import InputFile
-from data_pipeline.readers.names import list_names
+from data_pipeline.readers.split_names import list_names
 from data_pipeline.readers.unpack import UNPACKED
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
@@ -193,8 +193,12 @@ def load_finished(staging: Path, name: str, key: str) -> dict[str, Any] | None:
     try:
         record = json.loads((staging / RECORDS / f"{name}.json").read_bytes())
         files = [FinishedFile(**fields) for fields in record["files"]]
-        if record["key"] != key or not all(_is_intact(staging, file) for file in files):
+        if record["key"] != key:
             return None
+        for file in files:
+            path = staging / file.path
+            if path.stat().st_size != file.size or sha256_file(path) != file.sha256:
+                return None
         result: dict[str, Any] = record["result"]
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: run the unit again
         return None
@@ -207,11 +211,6 @@ def record_finished(
     """Record a unit. Its files must be synced and have their final names."""
     record = {"key": key, "result": dict(result), "files": [asdict(file) for file in files]}
     write_file(staging / RECORDS / f"{name}.json", json.dumps(record).encode())
-
-
-def _is_intact(staging: Path, file: FinishedFile) -> bool:
-    path = staging / file.path
-    return path.stat().st_size == file.size and sha256_file(path) == file.sha256
 
 
 # --- the fingerprint ------------------------------------------------------------------------------

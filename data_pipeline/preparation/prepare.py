@@ -37,7 +37,7 @@ from data_pipeline.preparation.work_units import (
     UnitRunner,
 )
 from data_pipeline.readers import InputFile, find_files
-from data_pipeline.readers.names import count_by_split, list_names
+from data_pipeline.readers.split_names import count_by_split, list_names
 from data_pipeline.readers.unpack import UNPACKED, removed_afterwards
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
@@ -139,8 +139,11 @@ def prepare_dataset(
         read_as = inputs_found.read_as
         note(f"reading {list_read_as(read_as)}")
         files = choose_given_splits(inputs_found, settings, note)
-        if warning := _warn_of_empty_files(files):
-            note(warning)
+        # Not of kind text, which are counted as empty documents, such as __init__.py. A URL without
+        # a version mark may have an unknown size.
+        empty = [f.name for f in files if not f.size and f.mark and f.kind != "text"]
+        if empty:
+            note(f"{len(empty):,} of {len(files):,} files have 0 bytes: {list_names(empty)}")
         tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
         manifest = find_existing(out, settings, tokenizer)
         if manifest:
@@ -163,18 +166,6 @@ def prepare_dataset(
         reused_units=runner.reused if runner else 0,
         peak_memory_bytes=max(peak_memory_bytes(), workers.peak_memory_bytes),
         seconds=time.monotonic() - started,
-    )
-
-
-def _warn_of_empty_files(files: list[InputFile]) -> str:
-    """A line that names files of 0 bytes; "" if there are none.
-
-    Not those of kind text, which are counted as empty documents, such as __init__.py. A URL without
-    a version mark may have an unknown size.
-    """
-    empty = [f.name for f in files if not f.size and f.mark and f.kind != "text"]
-    return (
-        f"{len(empty):,} of {len(files):,} files have 0 bytes: {list_names(empty)}" if empty else ""
     )
 
 
@@ -208,7 +199,14 @@ def _write_dataset(
         note(f"encoding with {encoder}, which is slower than gigatoken: {tokenizer.slow_reason}")
     splits = _write_shards(index, shards, header, runner)
     manifest = ShardManifest(**dict(header), splits=splits)
-    _publish(manifest, runner, tools={"encoder": encoder} if encoder else None)
+    names = manifest.file_names()
+    if manifest.input.rejected:
+        names.append(REJECTS_NAME)
+    else:  # an earlier, failed run may have left its list
+        (runner.staged.directory / REJECTS_NAME).unlink(missing_ok=True)
+    tools = {"encoder": encoder} if encoder else None
+    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes(tools=tools))
+    runner.staged.publish(names)
     return manifest
 
 
@@ -297,16 +295,6 @@ def _write_shards(
         split: SplitEntry.of([entries[split, number] for number in range(count)])
         for split, count in counts.items()
     }
-
-
-def _publish(manifest: ShardManifest, runner: UnitRunner, *, tools: dict[str, str] | None) -> None:
-    names = manifest.file_names()
-    if manifest.input.rejected:
-        names.append(REJECTS_NAME)
-    else:  # an earlier, failed run may have left its list
-        (runner.staged.directory / REJECTS_NAME).unlink(missing_ok=True)
-    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes(tools=tools))
-    runner.staged.publish(names)
 
 
 def _summarize_input(

@@ -9,9 +9,10 @@ start of a range in a scan, and from the start of the file in the index.
 import hashlib
 import itertools
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -135,88 +136,65 @@ def spill_name(number: int) -> str:
 def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     """Read a unit. Records that cannot be used become rejects.
 
-    Texts of files that are not rereadable are written to `spill` if it is given; their locations
-    then refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
+    Texts of files that are spilled are written to `spill` if it is given; their locations then
+    refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
     for more than MAX_REJECTS rejects: such an input has another format.
     """
-    parts: list[_ScannedRange] = []
-    has_keys = any(each.file.has_keys for each in unit.ranges)
-    num_rejects = 0
-    for index in range(len(unit.ranges)):
-        part = _scan_range(
-            unit, index, spill, has_keys=has_keys, max_rejects=MAX_REJECTS - num_rejects
-        )
-        parts.append(part)
-        num_rejects += len(part.rejects)
+    scanned = _Scanned(has_keys=any(each.file.kind == "tar" for each in unit.ranges))
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - for texts that are only hashed
+        for number, each in enumerate(unit.ranges):
+            reading = RecordReader(
+                each.file, unit.text_key, each.start, each.stop, spill=spill or nowhere
+            )
+            scanned.add_range(number, reading, spill if each.file.is_spilled else None)
     return ScanResult(
-        records=np.frombuffer(b"".join(part.rows for part in parts), RECORD),
-        range_lines=np.array([part.lines for part in parts], dtype=np.int64),
-        rejects=tuple(itertools.chain.from_iterable(part.rejects for part in parts)),
-        keys=tuple(itertools.chain.from_iterable(part.keys for part in parts)),
+        records=np.frombuffer(scanned.rows, RECORD),
+        range_lines=np.array(scanned.range_lines, dtype=np.int64),
+        rejects=tuple(scanned.rejects),
+        keys=tuple(scanned.keys),
     )
 
 
 @dataclass(slots=True)
-class _ScannedRange:
-    """The records of one file range: packed bytes, because there may be millions."""
+class _Scanned:
+    """The records of a unit so far: packed bytes, because there may be millions."""
 
-    rows: bytearray
-    rejects: list[Reject]
-    keys: list[str]
-    lines: int = 0
+    has_keys: bool
+    rows: bytearray = field(default_factory=bytearray)
+    range_lines: list[int] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
 
-
-def _scan_range(
-    unit: ScanUnit, index: int, spill: BinaryIO | None, *, has_keys: bool, max_rejects: int
-) -> _ScannedRange:
-    each = unit.ranges[index]
-    rows, rejects, keys = bytearray(), list[Reject](), list[str]()
-    target = None if each.file.rereadable else spill
-    long_texts = spill or _Discarded()
-    reading = RecordReader(each.file, unit.text_key, each.start, each.stop, spill=long_texts)
-    last_line = 0
-    for record in reading:
-        if isinstance(record, RecordBlock):
-            last_line = record.lines[-1]
-            rows += _locate_block(record, index, target)
-            keys += [""] * len(record.texts) if has_keys else []
-            continue
-        last_line = record.line
-        if has_keys:
-            keys.append("" if isinstance(record, Reject) else record.key)
-        if isinstance(record, Reject):
-            rejects.append(record)
-            if len(rejects) > max_rejects:
-                raise _too_many_rejects(each, rejects)
-            rows += _ROW.pack(index, REJECT, 0, 0, 0, 0, b"")
-            continue
-        offset, size, text_bytes = _locate(record, target)
-        kind = DOCUMENT if text_bytes else EMPTY
-        location = (offset, size, record.line)
-        rows += _ROW.pack(index, kind, *location, text_bytes, record.sha256)
-    # `reading.lines` is 0 after a read error. The line numbers of the next range must still differ
-    # from those of this range, because document ids are made of them.
-    return _ScannedRange(rows, rejects, keys, reading.lines or last_line)
-
-
-class _Discarded:
-    """Takes the place of a spill file if the texts are only hashed."""
-
-    def tell(self) -> int:
-        return 0
-
-    def write(self, data: bytes, /) -> int:
-        return len(data)
-
-
-def _too_many_rejects(file_range: FileRange, rejects: list[Reject]) -> DataError:
-    file = file_range.file
-    shown = "".join(f"\n  {reject}" for reject in rejects[:5])
-    return DataError(
-        f"{printable(file.name)}: more than {MAX_REJECTS:,} records near byte "
-        f"{file_range.start:,} cannot be used; the file is probably not {file.kind}.{shown}\n"
-        "No dataset was written. Set its format with --format, or remove the file from the input."
-    )
+    def add_range(self, number: int, reading: RecordReader, spill: BinaryIO | None) -> None:
+        last_line = 0
+        for record in reading:
+            if isinstance(record, RecordBlock):
+                last_line = record.lines[-1]
+                self.rows += _locate_block(record, number, spill)
+                self.keys += [""] * len(record.texts) if self.has_keys else []
+                continue
+            last_line = record.line
+            if self.has_keys:
+                self.keys.append("" if isinstance(record, Reject) else record.key)
+            if isinstance(record, Reject):
+                self.rejects.append(record)
+                self.rows += _ROW.pack(number, REJECT, 0, 0, 0, 0, b"")
+                if len(self.rejects) > MAX_REJECTS:
+                    file, shown = reading.file, "".join(f"\n  {r}" for r in self.rejects[-5:])
+                    raise DataError(
+                        f"{printable(file.name)}: more than {MAX_REJECTS:,} records near byte "
+                        f"{reading.start:,} cannot be used; the file is probably not {file.kind}."
+                        f"{shown}\nNo dataset was written. Set its format with --format, or "
+                        "remove the file from the input."
+                    )
+                continue
+            offset, size, text_bytes = _locate(record, spill)
+            kind = DOCUMENT if text_bytes else EMPTY
+            location = (offset, size, record.line)
+            self.rows += _ROW.pack(number, kind, *location, text_bytes, record.sha256)
+        # `reading.lines` is 0 after a read error. The line numbers of the next range must still
+        # differ from those of this range, because document ids are made of them.
+        self.range_lines.append(reading.lines or last_line)
 
 
 def _locate_block(block: RecordBlock, range_index: int, spill: BinaryIO | None) -> bytes:
@@ -339,7 +317,7 @@ class InputIndex:
         self.location = np.empty((total, 3), np.uint64)
         self.text_bytes = np.empty(total, np.uint64)
         self.text_hash = np.empty((total, TEXT_HASH_BYTES), np.uint8)
-        if any(file.has_keys for file in self.files):
+        if any(file.kind == "tar" for file in self.files):
             self.keys = [""] * total
         file_lines = np.zeros(len(self.files), np.uint64)
         for number, unit in enumerate(self.units):

@@ -29,7 +29,7 @@ from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.scan import InputIndex
 from data_pipeline.readers import InputFile, InputFiles
-from data_pipeline.readers.names import (
+from data_pipeline.readers.split_names import (
     TRAIN,
     count_by_split,
     list_names,
@@ -197,7 +197,7 @@ class ShardAssignment:
         ranges, item = [(start, stop - start) for start, stop, _ in parts], 1
         sizes = [size for _, size in ranges]
         offset, stored, _ = document.location[0].tolist()
-        if file.ids and file.holds_arrays and document.spill_unit[0] < 0:
+        if file.format.stores == "ids" and not file.is_spilled:
             ranges = [(start, stop - start) for start, stop in bounds.values()]
             item = stored // length
         ranges = [(offset + start * item, size * item) for start, size in ranges]
@@ -215,10 +215,10 @@ class ShardAssignment:
                 "file, with --format text if it is read as another format, or omit the option."
             )
         (file,) = {index.files[number] for number in index.file}
-        if file.rereadable and not (file.holds_plain_texts or file.holds_arrays):
+        if not file.is_spilled and file.format.stores == "json":
             raise DataError(
-                f"{shown(file.path)} is read as {file.kind}; {cause} takes a text file or an array "
-                "of ids, which may be compressed."
+                f"{shown(file.place)} is read as {file.kind}; {cause} takes a text file or an "
+                "array of ids, which may be compressed."
             )
 
 

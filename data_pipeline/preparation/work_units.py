@@ -111,7 +111,7 @@ def run_task(task: Task) -> Outcome:
     # Without a version mark (a URL without time and tag), a changed file is not detected, and the
     # spill file of an earlier scan could hold outdated texts. Such files are always scanned again.
     unmarked = isinstance(unit, ScanUnit) and any(
-        not each.file.rereadable and not each.file.mark for each in unit.ranges
+        each.file.is_spilled and not each.file.mark for each in unit.ranges
     )
     result = None if unmarked else load_finished(staging, unit.name, unit.key)
     if result is not None:
@@ -150,7 +150,7 @@ def _require_shared_staging(task: Task) -> None:
 
 def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
     files = []
-    if all(each.file.rereadable for each in unit.ranges):
+    if not any(each.file.is_spilled for each in unit.ranges):
         data = scan(unit).to_bytes()
     else:
         spill = scratch / spill_name(unit.number)

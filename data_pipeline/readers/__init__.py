@@ -20,8 +20,7 @@ from data_pipeline.readers.formats import (
     scan_ranges,
     text_of_stored,
 )
-from data_pipeline.readers.ids import IdRules
-from data_pipeline.readers.records import Record, RecordBlock, Reject
+from data_pipeline.readers.records import IdRules, Record, RecordBlock, Reject
 
 __all__ = [
     "FORMATS",

@@ -216,7 +216,7 @@ def _record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
 
 def _ids_of_value(source: Source, value: Any) -> str | None:
     """The text of a list of ids; None for null. Raises BadRecordError."""
-    from data_pipeline.readers.id_arrays import text_of_document
+    from data_pipeline.readers.ids import text_of_document
 
     if not value.is_valid:
         return None
@@ -239,7 +239,7 @@ def read_csv(source: Source) -> Iterator[Record | Reject]:
 def _read_rows(source: Source, stream: TextIO) -> Iterator[Record | Reject]:
     # For the whole process. `_Lines` refuses rows that are too long.
     csv.field_size_limit(sys.maxsize)
-    stem = source.file.name.lower().removesuffix(".gz").removesuffix(".zst")
+    stem = source.name.lower().removesuffix(".gz").removesuffix(".zst")
     lines = _Lines(source, stream)
     rows = csv.reader(lines, strict=True, delimiter="\t" if stem.endswith(_TABS) else ",")
     columns = next(rows, None)

@@ -1,58 +1,72 @@
 """Find the input files of paths, folders, patterns, archives and URLs, in a fixed order.
 
-Braces in an address are expanded first; then *, ? and [] match files. `names.py` does both, leaves
-out what describes a corpus and makes the names distinct, `kinds.py` decides the kind of each
-file, `unpack.py` unpacks archives.
+`addresses.py` lists the files at an address, `unpack.py` unpacks archives, `kinds.py` decides the
+kind of each file, `split_names.py` the split that its name gives. This module decides which files
+are read, and makes their names distinct: they are the ids of documents.
+
+**Descriptions** of a corpus are left out: the JSON files, cached results of `map` and locks of
+`datasets` (an .arrow file that state.json does not list is such a result); unfinished downloads,
+backups of editors, the marks of Hadoop and Spark (_SUCCESS); in the cache of `huggingface_hub` the
+blobs/ and refs/ to which its snapshots/ are links; and metadata.csv of PG-19.
+
+Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
+github.com/google-deepmind/pg19.
 """
 
 import os
+import posixpath
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
-from typing import Any
+from itertools import takewhile
+from pathlib import Path
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
-from data_pipeline.readers.ids import IdRules
-from data_pipeline.readers.kinds import (
-    holds_json_lines,
-    kind_of,
-    require_json_lines,
-    with_ids,
-    without_indexes,
-)
-from data_pipeline.readers.names import (
+from data_pipeline.readers.addresses import (
     expand_braces,
     is_pattern,
+    list_files,
+    local_file,
     name_in_utf8,
-    only_data_files,
     parse_input,
-    reject_ambiguous_names,
     require_all_named,
-    split_pattern,
-    with_distinct_names,
-    with_joined_shards,
-    with_splits_of_names,
-)
-from data_pipeline.readers.suffixes import ANY_ARCHIVE, ARCHIVES, NOT_TEXT, suffix_of
-from data_pipeline.readers.unpack import (
-    UNPACKED,
-    ArchiveLayout,
-    is_archive,
-    layout_of_tar,
     split_archive,
-    unpack,
+    split_pattern,
+    walk,
 )
-from data_pipeline.system.sources import (
-    file_system,
-    local_path,
-    reject_reason,
-    retry_request,
-    scheme_of,
-    shown,
+from data_pipeline.readers.formats import (
+    ANY_ARCHIVE,
+    ARCHIVES,
+    FORMATS,
+    Format,
+    InputFile,
+    Kind,
+    suffix_of,
+    suffixes_of,
 )
+from data_pipeline.readers.kinds import KindRules, holds_json_lines, require_json_lines, with_kind
+from data_pipeline.readers.records import IdRules
+from data_pipeline.readers.split_names import with_splits_of_names
+from data_pipeline.readers.unpack import UNPACKED, ArchiveLayout, layout_of_tar, unpack
+from data_pipeline.readers.wikitext import name_of_shards, next_shard
+from data_pipeline.system.sources import scheme_of, shown
+from data_pipeline.system.strict_json import parse_json
+
+_NOT_TEXT = {
+    *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".ico", ".tif", ".tiff"),
+    *(".mp3", ".ogg", ".wav", ".flac", ".mp4", ".mkv", ".avi", ".webm", ".mov"),
+    *(".ttf", ".otf", ".woff", ".woff2", ".pyc", ".so", ".o", ".a", ".exe", ".dll"),
+    *ANY_ARCHIVE,
+}
+"""Suffixes of files that are ignored in folders, and counted. All other files must be UTF-8."""
+_MAX_STATE_BYTES = 16 * 2**20
+_NO_DATA = re.compile(
+    r"(?P<kind>(?:^|(?<=/))(?:dataset_(?:infos?|dict)\.json|metadata\.[ct]sv|_SUCCESS|_temporary"
+    r"|_(?:common_)?metadata)|\.(?:incomplete|part|partial|crdownload|tmp|swp)|~)(?:/|$)"
+)
+"""Also a folder: `0.0.0.incomplete/a.arrow`, `_temporary/0/part-0`."""
+_CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
+_HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +97,6 @@ class InputFiles:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """The arguments of `find_files`, and the files that it ignores."""
-
-    format: Format
-    out: Path
-    ids: IdRules | None
-    text_key: str
-    is_wikitext: bool
-    ignored: Counter[str] = field(default_factory=Counter)
-    unpacked: dict[str, Path] = field(default_factory=dict)
-    """The folder to which every archive was unpacked, by its path."""
-    layouts: dict[str, ArchiveLayout] = field(default_factory=dict)
-    """How every archive is read, by its path."""
-
-
 def find_files(
     inputs: list[str],
     *,
@@ -111,8 +109,8 @@ def find_files(
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
     An input is an address, or NAME=ADDRESS with the split of its files. Otherwise the files have
-    the splits that their names give (`names.py`). An archive that is given by name or pattern is
-    unpacked in `out` / UNPACKED, where the files must stay until they are read, and
+    the splits that their names give (`split_names.py`). An archive that is given by name or pattern
+    is unpacked in `out` / UNPACKED, where the files must stay until they are read, and
     ARCHIVE/ADDRESS selects files in it.
 
     The name of a file is relative to its input. If files of several inputs then have the same name,
@@ -120,18 +118,17 @@ def find_files(
     if the format is "ids".
 
     Folders are walked recursively, through links but never twice into the same folder, and not into
-    `out`, the directory of the dataset. Patterns select from the same files; `**` matches folders
-    of any depth. Braces are expanded first, as by a shell, also in URLs.
+    `out`, the directory of the dataset.
     Raises DataError for a missing input, an input without text, JSON that is not JSON lines, and
     two files with the same name; ConfigError for a URL of an unsupported scheme.
     """
-    search = _Search(format, out, ids, text_key, is_wikitext)
+    search = _Search(KindRules(format, ids, text_key, is_wikitext), out)
     named = [parse_input(each) for each in inputs]
     require_all_named([split for split, _ in named], inputs)
     pairs = [(split, each) for split, address in named for each in expand_braces(address)]
     are_named = any(split for split, _ in named)
     try:
-        by_input = [_files_of(address, search) for _, address in pairs]
+        by_input = [search.files_of(address) for _, address in pairs]
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
     if are_named:
@@ -141,242 +138,144 @@ def find_files(
         ]
     else:
         files = with_splits_of_names(by_input)
-    files = with_distinct_names(with_joined_shards(files))
-    reject_ambiguous_names(files)
+    files = _with_distinct_names(_with_joined_shards(files))
+    _reject_ambiguous_names(files)
     require_json_lines(files)
-    return InputFiles(files, search.ignored, are_named, _notes_of(search))
+    return InputFiles(files, search.ignored, are_named, search.notes())
 
 
-def _files_of(address: str, search: _Search) -> list[InputFile]:
-    """The files of one input, each with its kind."""
-    if search.format == "ids" and address.endswith(".idx"):  # read together with the .bin file
-        address = address.removesuffix(".idx") + ".bin"
-    archive, inner = split_archive(address)
-    files, is_file = _list_files(archive, search.out)
-    if search.format == "ids":
-        files = without_indexes(files)
-    in_folder = not is_file and not is_pattern(address)
-    if is_file:
-        _reject_archive(files[0], search.format)
-    else:
-        files = _data_files(files, search, in_folder=in_folder)
-    if not files:
-        place = "matches this" if is_pattern(address) else "in this folder"
-        tar = " --format tar reads .tar files in folders." * any(
-            ".tar" in suffix for suffix in search.ignored
-        )
-        raise DataError(
-            f"{shown(address)}: no text {place}{_list_ignored(search.ignored)}.{tar} Give a folder "
-            "or pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
-            "folders of any depth."
-        )
-    read: list[InputFile] = []
-    for file in files:
-        if not in_folder and is_archive(file.name) and not _holds_samples(file, search, inner):
-            read += _files_in_archive(file, inner, search)
-        elif inner:
-            raise ConfigError(
-                f"{shown(address)}: --format tar reads all samples of an archive. Give "
-                f"{shown(archive)}, or omit the format."
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Finds the files of inputs, and remembers what it ignores and how it reads archives."""
+
+    rules: KindRules
+    out: Path
+    ignored: Counter[str] = field(default_factory=Counter)
+    unpacked: dict[str, Path] = field(default_factory=dict)
+    """The folder to which every archive was unpacked, by its path."""
+    layouts: dict[str, ArchiveLayout] = field(default_factory=dict)
+    """How every archive is read, by its path."""
+
+    def files_of(self, address: str) -> list[InputFile]:
+        """The files of one input, each with its kind."""
+        format = self.rules.format
+        if format == "ids" and address.endswith(".idx"):  # read together with the .bin file
+            address = address.removesuffix(".idx") + ".bin"
+        archive, inner = split_archive(address)
+        files, is_file = list_files(archive, self.out)
+        in_folder = not is_file and not is_pattern(address)
+        if is_file:
+            _reject_archive(files[0], format)
+        else:
+            files = self._data_files(files, in_folder=in_folder)
+        if not files:
+            place = "matches this" if is_pattern(address) else "in this folder"
+            tar = " --format tar reads .tar files in folders." * any(
+                ".tar" in suffix for suffix in self.ignored
             )
-        else:
-            read.append(_with_kind(file, search, in_folder=in_folder))
-    return read
+            raise DataError(
+                f"{shown(address)}: no text {place}{self._list_ignored()}.{tar} Give a folder or "
+                "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
+                "folders of any depth."
+            )
+        read: list[InputFile] = []
+        for file in files:
+            is_archive = not in_folder and suffix_of(file.name).name in ARCHIVES
+            if is_archive and not self._layout_of(file, inner).is_samples:
+                read += self._files_in_archive(file, inner)
+            elif inner:
+                raise ConfigError(
+                    f"{shown(address)}: --format tar reads all samples of an archive. Give "
+                    f"{shown(archive)}, or omit the format."
+                )
+            else:
+                read.append(with_kind(file, self.rules, in_folder=in_folder))
+        return read
 
+    def _data_files(self, files: list[InputFile], *, in_folder: bool) -> list[InputFile]:
+        """The files of a folder or pattern without those that are ignored, which it counts."""
+        if self.rules.format == "ids":
+            files = _without_indexes(files)
+        files = _only_data_files(files, self.ignored)
+        return [file for file in files if not self._is_ignored(file, in_folder=in_folder)]
 
-def _data_files(files: list[InputFile], search: _Search, *, in_folder: bool) -> list[InputFile]:
-    """The files of a folder or pattern without those that are ignored, which it counts."""
-    files = only_data_files(files, search.ignored)
-    return [file for file in files if not _is_ignored(file, search, in_folder=in_folder)]
+    def _is_ignored(self, file: InputFile, *, in_folder: bool) -> bool:
+        """Whether a file in a folder is ignored; if so, counts it."""
+        suffix, format = suffix_of(file.name), self.rules.format
+        wanted = () if format == "auto" else suffixes_of(format)
+        if format == "ids" and suffix.name == ".npz":  # refused, not ignored
+            return False
+        if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
+            return False
+        binary = _NOT_TEXT
+        if format not in ("auto", "parquet"):
+            binary = binary | set(FORMATS["parquet"].suffixes)
+        skip = suffix.name not in wanted if wanted else suffix.name in binary
+        if skip and format == "jsonl" and suffix.name not in binary:
+            skip = not holds_json_lines(file, self.rules.text_key)
+        self.ignored[str(suffix)] += skip
+        return skip
 
+    def _list_ignored(self) -> str:
+        counts = ", ".join(f"{count} {printable(name)}" for name, count in (+self.ignored).items())
+        return f" (ignored: {counts})" if counts else ""
 
-def _holds_samples(file: InputFile, search: _Search, inner: str) -> bool:
-    """Whether an archive is read as a WebDataset, not as a folder."""
-    if file.path not in search.layouts:
-        if search.format not in ("auto", "ids") or suffix_of(file.name).name == ".zip" or inner:
-            # An address inside an archive means a folder.
-            layout = ArchiveLayout(is_samples=search.format == "tar", reason="")
-        else:
-            layout = layout_of_tar(file, search.text_key, is_ids=search.ids is not None)
-        search.layouts[file.path] = layout
-    return search.layouts[file.path].is_samples
+    def _layout_of(self, archive: InputFile, inner: str) -> ArchiveLayout:
+        """How an archive is read; at an address inside it, always as a folder."""
+        if archive.path not in self.layouts:
+            rules, is_zip = self.rules, suffix_of(archive.name).name == ".zip"
+            if rules.format not in ("auto", "ids") or is_zip or inner:
+                layout = ArchiveLayout(is_samples=rules.format == "tar", reason="")
+            else:
+                layout = layout_of_tar(archive, rules.text_key, is_ids=rules.ids is not None)
+            self.layouts[archive.path] = layout
+        return self.layouts[archive.path]
 
-
-def _files_in_archive(archive: InputFile, inner: str, search: _Search) -> list[InputFile]:
-    """The files of an archive, or those at an address inside it, each with its kind."""
-    unpack_in = (search.out / UNPACKED).absolute()  # workers may have another current folder
-    if archive.path not in search.unpacked:
-        folder = unpack_in / str(len(search.unpacked))
-        search.unpacked[archive.path] = unpack(archive, folder)
-    root = search.unpacked[archive.path]
-    names = _walk(root, search.out)
-    if is_pattern(inner):
-        top, pattern = split_pattern(inner)
-        prefix = "" if top == "." else f"{top}/"
-        chosen = [n for n in names if n.startswith(prefix) and pattern.fullmatch(n[len(prefix) :])]
-    elif inner in names:
-        prefix, chosen = inner[: inner.rfind("/") + 1], [inner]
-    else:
+    def _files_in_archive(self, archive: InputFile, inner: str) -> list[InputFile]:
+        """The files of an archive, or those at an address inside it, each with its kind."""
+        unpack_in = (self.out / UNPACKED).absolute()  # workers may have another current folder
+        if archive.path not in self.unpacked:
+            self.unpacked[archive.path] = unpack(archive, unpack_in / str(len(self.unpacked)))
+        root = self.unpacked[archive.path]
+        names = chosen = walk(root, self.out)
         prefix = inner and f"{inner}/"
-        chosen = [name for name in names if name.startswith(prefix)]
-    if inner and not chosen:
-        address, listed = f"{archive.path}/{inner}", ", ".join(map(printable, names[:5]))
-        raise DataError(f"{shown(address)}: no such file in the archive. It has: {listed}")
-    files = []
-    for name in chosen:
-        file = _local_file(root / prefix, name[len(prefix) :])
-        member = os.path.relpath(file.path, unpack_in).partition("/")[2]
-        files.append(replace(file, mark=archive.mark, archive=archive.path, member=member))
-    if search.format == "ids":
-        files = without_indexes(files)
-    files = _data_files(files, search, in_folder=True)
-    if not files:
-        raise DataError(
-            f"{shown(archive.path)}: no text in this archive{_list_ignored(search.ignored)}. Give "
-            "an archive with text or .jsonl files."
-        )
-    # The only file of an archive is read as one that is given by name.
-    return [_with_kind(file, search, in_folder=len(names) > 1) for file in files]
+        if is_pattern(inner):
+            top, pattern = split_pattern(inner)
+            prefix = "" if top == "." else f"{top}/"
+            chosen = [n for n in names if pattern.fullmatch(n.removeprefix(prefix))]
+        elif inner in names:
+            prefix, chosen = inner[: inner.rfind("/") + 1], [inner]
+        chosen = [name for name in chosen if name.startswith(prefix)]
+        if inner and not chosen:
+            address, listed = f"{archive.path}/{inner}", ", ".join(map(printable, names[:5]))
+            raise DataError(f"{shown(address)}: no such file in the archive. It has: {listed}")
+        files = []
+        for name in chosen:
+            file = local_file(root / prefix, name[len(prefix) :])
+            member = os.path.relpath(file.path, unpack_in).partition("/")[2]
+            files.append(replace(file, mark=archive.mark, archive=archive.path, member=member))
+        files = self._data_files(files, in_folder=True)
+        if not files:
+            raise DataError(
+                f"{shown(archive.path)}: no text in this archive{self._list_ignored()}. Give an "
+                "archive with text or .jsonl files."
+            )
+        # The only file of an archive is read as one that is given by name.
+        return [with_kind(file, self.rules, in_folder=len(names) > 1) for file in files]
 
-
-def _notes_of(search: _Search) -> tuple[str, ...]:
-    """How archives are read, equal ones together."""
-    paths: dict[tuple[bool, str], list[str]] = {}
-    for path, layout in search.layouts.items():
-        if layout.reason or not layout.is_samples:
-            paths.setdefault((layout.is_samples, layout.reason), []).append(path)
-    notes = []
-    for (is_samples, reason), same in paths.items():
-        more = f" and {len(same) - 1:,} more" if len(same) > 1 else ""
-        kind = "samples of a WebDataset" if is_samples else "the folder to which it unpacks"
-        notes.append(f"{shown(same[0])}{more}: read as {kind}{reason and f': {reason}'}")
-    return tuple(notes)
-
-
-def _with_kind(file: InputFile, search: _Search, *, in_folder: bool) -> InputFile:
-    kind = kind_of(
-        file,
-        search.format,
-        in_folder=in_folder,
-        text_key=search.text_key,
-        is_wikitext=search.is_wikitext,
-    )
-    file = replace(file, kind=kind, keeps_nul=search.format == "text")
-    return with_ids(file, search.ids) if search.ids else file
-
-
-def _list_files(address: str, exclude: Path) -> tuple[list[InputFile], bool]:
-    """The files of an input in order, and whether the input is a single file."""
-    local = local_path(address)
-    if local is None:
-        return _list_url(address)
-    path = Path(local)
-    if path.is_dir():
-        return [_local_file(path, name) for name in _walk(path, exclude)], False
-    if path.exists():
-        return [_local_file(path.parent, path.name)], True
-    if is_pattern(local):
-        root, pattern = split_pattern(local)
-        walked = _walk(Path(root), exclude) if Path(root).is_dir() else []
-        return [_local_file(Path(root), name) for name in walked if pattern.fullmatch(name)], False
-    cause = "a broken link" if path.is_symlink() else "no such file or folder"
-    raise DataError(f"{shown(address)}: {cause}. Check the spelling and the current directory.")
-
-
-def _list_url(url: str) -> tuple[list[InputFile], bool]:
-    system, scheme = file_system(url), scheme_of(url)
-    try:
-        if scheme in ("http", "https"):  # a web server lists no folders, and "?" starts a query
-            name = PurePosixPath(url.partition("?")[0].partition("://")[2]).name or "index"
-            return [_remote_file(url, name, retry_request(lambda: system.info(url)))], True
-        root, pattern = split_pattern(url) if is_pattern(url) else (url, None)
-        bare = str(system._strip_protocol(root)).rstrip("/")
-        if not pattern:
-            info = retry_request(lambda: system.info(bare))
-            if info["type"] == "file":
-                return [_remote_file(url, PurePosixPath(bare).name, info)], True
-        listed = retry_request(lambda: system.find(bare, detail=True))
-    except OSError as error:
-        raise DataError(
-            f"{shown(url)}: {reject_reason(error)}. Check the address and permissions."
-        ) from error
-    files = []
-    for path, info in listed.items():
-        name = path.removeprefix(bare).lstrip("/")
-        is_file = info["type"] == "file" and not path.endswith("/")
-        is_hidden = re.search(r"(^|/)\.", name)
-        if is_file and not is_hidden and (not pattern or pattern.fullmatch(name)):
-            files.append(_remote_file(f"{scheme}://{path}", name, info))
-    return sorted(files, key=lambda file: os.fsencode(file.name)), False
-
-
-def _remote_file(url: str, name: str, info: Mapping[str, Any]) -> InputFile:
-    known = ("etag", "last-modified", "lastmodified", "updated", "mtime")
-    mark = " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
-    size = int(info.get("size") or 0)
-    return InputFile(url, name_in_utf8(name), "", suffix_of(name).compression, size, mark)
-
-
-def _local_file(root: Path, name: str) -> InputFile:
-    """The file `name` below the folder `root`."""
-    path = os.path.join(root, name) if str(root) != "." else name  # noqa: PTH118 - 20 times faster
-    try:
-        status = os.stat(path)  # noqa: PTH116
-        size, mark = status.st_size, str(status.st_mtime_ns)
-    except OSError:  # the reader reports the error
-        size, mark = 0, ""
-    return InputFile(path, name_in_utf8(name), "", suffix_of(name).compression, size, mark)
-
-
-def _walk(folder: Path, exclude: Path) -> list[str]:
-    """The relative paths of all visible files below `folder`, sorted by their bytes."""
-    visited = {_identity(exclude)}
-    names: list[str] = []
-    pending = [""]
-    while pending:
-        # If two links lead to one folder, the first in sorted order is used: ids stay the same.
-        below = pending.pop(0)
-        identity = _identity(folder / below)
-        if identity and identity in visited:
-            continue
-        visited.add(identity)
-        with os.scandir(folder / below) as entries:
-            visible = [entry for entry in entries if not entry.name.startswith(".")]
-        for entry in sorted(visible, key=lambda entry: os.fsencode(entry.name)):
-            name = f"{below}/{entry.name}" if below else entry.name
-            (pending if entry.is_dir() else names).append(name)
-    return sorted(names, key=os.fsencode)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _is_ignored(file: InputFile, search: _Search, *, in_folder: bool) -> bool:
-    """Whether a file in a folder is ignored; if so, counts it."""
-    suffix, format = suffix_of(file.name), search.format
-    wanted = () if format == "auto" else suffixes_of(format)
-    if format == "ids" and suffix.name == ".npz":  # refused, not ignored
-        return False
-    if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
-        return False
-    binary = NOT_TEXT | ANY_ARCHIVE
-    if format not in ("auto", "parquet"):
-        binary = binary | set(FORMATS["parquet"].suffixes)
-    skip = suffix.name not in wanted if wanted else suffix.name in binary
-    if skip and format == "jsonl" and suffix.name not in binary:
-        skip = not holds_json_lines(file, search.text_key)
-    search.ignored[str(suffix)] += skip
-    return skip
-
-
-def _list_ignored(ignored: Counter[str]) -> str:
-    counts = ", ".join(f"{count} {printable(name)}" for name, count in (+ignored).items())
-    return f" (ignored: {counts})" if counts else ""
+    def notes(self) -> tuple[str, ...]:
+        """How archives are read, equal ones together."""
+        notes = []
+        for layout, count in Counter(self.layouts.values()).items():
+            if layout.is_samples and not layout.reason:  # --format tar
+                continue
+            first = next(path for path, each in self.layouts.items() if each == layout)
+            more = f" and {count - 1:,} more" if count > 1 else ""
+            samples, folder = "samples of a WebDataset", "the folder to which it unpacks"
+            kind = samples if layout.is_samples else folder
+            reason = layout.reason and f": {layout.reason}"
+            notes.append(f"{shown(first)}{more}: read as {kind}{reason}")
+        return tuple(notes)
 
 
 def _reject_archive(file: InputFile, format: Format) -> None:
@@ -390,3 +289,143 @@ def _reject_archive(file: InputFile, format: Format) -> None:
         raise ConfigError(
             f"{shown(file.path)}: --format tar reads the samples of .tar files. Omit it."
         )
+
+
+# --- files that are no data -----------------------------------------------------------------------
+
+
+def _without_indexes(files: list[InputFile]) -> list[InputFile]:
+    """Drop the indexes of pairs. Raises DataError for an .idx file without its .bin file."""
+    paths = {file.path for file in files}
+    for file in files:
+        if file.path.endswith(".idx") and file.path.removesuffix(".idx") + ".bin" not in paths:
+            raise DataError(
+                f"{shown(file.place)} is an index without its "
+                f"{shown(file.place.removesuffix('.idx'))}.bin. Copy that, too, or remove the "
+                "index from the input."
+            )
+    return [file for file in files if not file.path.endswith(".idx")]
+
+
+def _only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[InputFile]:
+    """`files` without descriptions of the corpus (see the module docstring), which it counts.
+
+    Raises DataError for a missing data file of a saved dataset.
+    """
+    names = {file.name for file in files}
+    arrow_folders = {posixpath.dirname(name) for name in names if name.endswith(".arrow")}
+    listed: dict[str, set[str]] = {}  # the data files of every folder of a saved dataset
+    for file in files:
+        folder, name = posixpath.split(file.name)
+        if name == "state.json" and folder in arrow_folders:
+            listed[folder] = _listed_files(file, folder, names)
+    # The beginnings of the names of blobs and refs, which the snapshots have again.
+    parts = {match.groups() for name in names if (match := _HUB_CACHE.fullmatch(name))}
+    hubs = {hub for hub, _ in parts if {(hub, "snapshots"), (hub, "blobs")} <= parts}
+    copies = tuple(f"{hub}{part}/" for hub in hubs for part in ("blobs", "refs"))
+    data_files = []
+    for file in files:
+        if kind := _kind_of_description(file, listed, copies):
+            ignored[kind] += 1
+        else:
+            data_files.append(file)
+    return data_files
+
+
+def _kind_of_description(
+    file: InputFile, listed: dict[str, set[str]], copies: tuple[str, ...]
+) -> str:
+    """As what a file that is no data is counted; "" for data."""
+    folder, name = posixpath.split(file.name)
+    suffix = posixpath.splitext(name)[1]
+    if no_data := _NO_DATA.search(file.name):
+        return no_data["kind"]
+    if name == "state.json" and folder in listed:
+        return name
+    if file.name.startswith(copies):
+        return "blobs and refs"
+    is_lock = suffix == ".lock" and not file.size
+    is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
+    return suffix if is_lock or is_cached or _CACHED_RESULT.fullmatch(name) else ""
+
+
+def _listed_files(state: InputFile, folder: str, names: set[str]) -> set[str]:
+    """The names of the data files that state.json lists."""
+    try:
+        with state.open() as stream:
+            content = parse_json(stream.read(_MAX_STATE_BYTES))
+        listed = {posixpath.join(folder, str(each["filename"])) for each in content["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{shown(state.place)} cannot be read ({printable(str(error))[:80]}), so the files of "
+            "this dataset are not known. Save it again with save_to_disk, or give its .arrow files "
+            "by a pattern."
+        ) from error
+    if missing := sorted(listed - names):
+        raise DataError(
+            f"{shown(state.place)} lists {printable(missing[0])!r}, which is not in its directory. "
+            "The copy is incomplete; copy it again."
+        )
+    return listed
+
+
+# --- names of documents ---------------------------------------------------------------------------
+
+
+def _with_joined_shards(files: list[InputFile]) -> list[InputFile]:
+    """The files; consecutive shards whose rows are lines of one text are one file."""
+    joined: list[InputFile] = []
+    last_path = ""
+    for file in files:
+        first = joined[-1] if joined else file
+        continues = file.path == next_shard(last_path) and file.split == first.split
+        if first.kind == "wikitext_rows" and continues:
+            joined[-1] = replace(
+                first,
+                name=name_of_shards(first.name),
+                size=first.size + file.size,
+                mark=f"{first.mark} {file.mark}",
+                next_paths=(*first.next_paths, file.path),
+            )
+        else:
+            joined.append(file)
+        last_path = file.path
+    return joined
+
+
+def _with_distinct_names(files: list[InputFile]) -> list[InputFile]:
+    """The files; if several inputs have one of the same name, with longer names for all.
+
+    These are relative to the deepest folder that contains all files.
+    """
+    if len({file.name for file in files}) == len(files):
+        return files
+    paths = [_absolute_path(file.place).split("/") for file in files]
+    folders = zip(*(parts[:-1] for parts in paths), strict=False)
+    num_common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, folders))
+    names = ("/".join(parts[num_common:]) for parts in paths)
+    return [
+        replace(file, name=name_in_utf8(name.partition("?")[0] if scheme_of(file.path) else name))
+        for file, name in zip(files, names, strict=True)
+    ]
+
+
+def _absolute_path(path: str) -> str:
+    return path if scheme_of(path) else os.path.abspath(path)  # noqa: PTH100
+
+
+def _reject_ambiguous_names(files: list[InputFile]) -> None:
+    """Raise DataError if a file would be read twice or two files would have the same name."""
+    by_name: dict[str, InputFile] = {}
+    by_path: set[str] = set()
+    for file in files:
+        for path in map(_absolute_path, (file.place, *file.next_paths)):
+            if path in by_path:
+                raise DataError(f"{shown(path)} would be read twice. Give every file only once.")
+            by_path.add(path)
+        if file.name in by_name:
+            raise DataError(
+                f"{shown(by_name[file.name].place)} and {shown(file.place)} would both be document "
+                f"{printable(file.name)!r}. Give a folder that contains both, or rename one."
+            )
+        by_name[file.name] = file

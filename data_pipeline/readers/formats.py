@@ -1,4 +1,4 @@
-"""The table of formats, and reading records of a file in its format.
+"""The table of formats, a file to read, and reading its records in its format.
 
 A format is one function that reads a `Source` and one line in `FORMATS`
 (docs/how_to/add_a_reader.md). `find.py` finds the files, `system/sources.py` opens them.
@@ -7,17 +7,17 @@ A format is one function that reads a `Source` and one line in `FORMATS`
 import io
 import math
 import os
+import posixpath
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice
-from typing import BinaryIO
+from typing import BinaryIO, Literal, NamedTuple
 
 from data_pipeline.errors import UnfinishedError
 from data_pipeline.readers.columns import read_arrow, read_csv, read_parquet
-from data_pipeline.readers.ids import IdRules, read_id_json
 from data_pipeline.readers.lines import (
     read_binary,
     read_blank_lines,
@@ -29,6 +29,7 @@ from data_pipeline.readers.lines import (
 from data_pipeline.readers.records import (
     BadRecordError,
     BrokenStreamError,
+    IdRules,
     Record,
     RecordBlock,
     Reject,
@@ -37,10 +38,7 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source, Spill
 from data_pipeline.readers.tar import read_tar
-from data_pipeline.readers.wikitext import (
-    read_wikitext,
-    read_wikitext_rows,
-)
+from data_pipeline.readers.wikitext import read_wikitext, read_wikitext_rows
 from data_pipeline.system.files import open_descriptor
 from data_pipeline.system.sources import (
     Compression,
@@ -57,18 +55,20 @@ Kind = str
 Format = str
 """A key of FORMATS; "auto": decided for every file by its name (`kinds.py`); or "ids": token ids,
 the kind decided by the name."""
+Records = Iterator[Record | RecordBlock | Reject]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat:
     """How files of one kind are read."""
 
-    read: Callable[[Source], Iterator[Record | RecordBlock | Reject]]
+    read: Callable[[Source], Records]
     suffixes: tuple[str, ...] = ()
     """Suffixes that "auto" reads as this kind. In a folder, an explicit --format reads only these;
     () means all files that are not known to be binary."""
-    read_again: Callable[[bytes, str, IdRules | None], str] | None = None
-    """(bytes of the record, text key, rules of ids) -> text. None if that is not possible."""
+    stores: Literal["", "text", "json", "ids"] = ""
+    """What the bytes of a record are, at its offset: its text, a line of JSON with it, or its token
+    ids. "" if the text cannot be read from them."""
     by_range: bool = False
     """Whether `read` respects `start` and `stop` of the source and counts `lines`."""
     in_folders: bool = True
@@ -76,54 +76,43 @@ class FileFormat:
     pattern. Folders of source code have .csv and .tar files that are not corpora."""
 
 
-def _decode_raw(raw: bytes, _text_key: str, _ids: IdRules | None) -> str:
-    return decode(raw)
+def _reader_of_ids(name: str) -> Callable[[Source], Records]:
+    """A function of `ids.py`, imported with the first file: numpy would slow down `txl --help`."""
 
+    def read(source: Source) -> Records:
+        yield from getattr(import_module("data_pipeline.readers.ids"), name)(source)
 
-def _decode_ids(raw: bytes, _text_key: str, ids: IdRules | None) -> str:
-    from data_pipeline.readers.id_arrays import read_id_chunks
-
-    assert ids
-    return "".join(read_id_chunks(io.BytesIO(raw), len(raw), ids))
-
-
-def _id_format(module: str, function: str, *suffixes: str) -> FileFormat:
-    """Files whose documents are byte ranges of token ids."""
-
-    def read(source: Source) -> Iterator[Record | Reject]:
-        # Imported with the first file: numpy would slow down `txl --help`.
-        yield from getattr(import_module(f"data_pipeline.readers.{module}"), function)(source)
-
-    return FileFormat(read=read, suffixes=suffixes, read_again=_decode_ids, by_range=True)
+    return read
 
 
 FORMATS: dict[Kind, FileFormat] = {
-    "text": FileFormat(read=read_text, read_again=_decode_raw),
-    "lines": FileFormat(read=read_lines, read_again=_decode_raw, by_range=True),
-    "blank_lines": FileFormat(read=read_blank_lines, read_again=_decode_raw, by_range=True),
+    "text": FileFormat(read=read_text, stores="text"),
+    "lines": FileFormat(read=read_lines, stores="text", by_range=True),
+    "blank_lines": FileFormat(read=read_blank_lines, stores="text", by_range=True),
     "jsonl": FileFormat(
         read=read_jsonl,
         suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".json"),
-        read_again=text_of_line,
+        stores="json",
         by_range=True,
     ),
     "parquet": FileFormat(read=read_parquet, suffixes=(".parquet", ".pq")),
-    "wikitext": FileFormat(read=read_wikitext, read_again=_decode_raw, by_range=True),
+    "wikitext": FileFormat(read=read_wikitext, stores="text", by_range=True),
     "wikitext_rows": FileFormat(read=read_wikitext_rows),
     "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
     "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
     "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
     "binary": FileFormat(read=read_binary),
 }
+_ARRAY = FileFormat(read=_reader_of_ids("read_bin"), stores="ids", by_range=True)
 ID_FORMATS: dict[Kind, FileFormat] = {
     "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson")),
-    "json": FileFormat(read=read_id_json, suffixes=(".json",)),
-    "npy": _id_format("id_arrays", "read_npy", ".npy"),
+    "json": FileFormat(read=_reader_of_ids("read_id_json"), suffixes=(".json",)),
+    "npy": replace(_ARRAY, read=_reader_of_ids("read_npy"), suffixes=(".npy",)),
     "parquet": FORMATS["parquet"],
     "arrow": FORMATS["arrow"],
     "tar": FORMATS["tar"],
-    "megatron": _id_format("indexed_ids", "read_pair"),
-    "bin": _id_format("id_arrays", "read_bin", ".bin"),
+    "megatron": replace(_ARRAY, read=_reader_of_ids("read_pair")),
+    "bin": replace(_ARRAY, suffixes=(".bin",)),
 }
 """The kinds of files that `--format ids` reads, with token ids instead of text."""
 
@@ -140,6 +129,47 @@ def suffixes_of(format: Format) -> tuple[str, ...]:
     return FORMATS[format].suffixes
 
 
+# --- suffixes -------------------------------------------------------------------------------------
+
+
+ARCHIVES = (".zip", ".tar")
+"""The suffixes of archives that are read."""
+ANY_ARCHIVE = {*ARCHIVES, ".7z", ".rar", ".lz4"}
+_COMPRESSIONS: dict[str, Compression] = {
+    **{".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"},
+    **{".bz2": "bz2", ".bz": "bz2", ".xz": "xz"},
+}
+_PACKED_TARS = {".tgz": ".gz", ".tzst": ".zst", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz"}
+
+
+class Suffix(NamedTuple):
+    """The suffix of a file name in lower case, split at the compression."""
+
+    name: str
+    """The suffix without that of the compression."""
+    packed: str
+    """The suffix of the compression, or an empty string."""
+
+    def __str__(self) -> str:
+        return self.name + self.packed or "without suffix"
+
+    @property
+    def compression(self) -> Compression:
+        return _COMPRESSIONS.get(self.packed, "")
+
+
+def suffix_of(name: str) -> Suffix:
+    stem, last = posixpath.splitext(name.lower())
+    if last in _PACKED_TARS:
+        return Suffix(".tar", _PACKED_TARS[last])
+    if last in _COMPRESSIONS:
+        return Suffix(posixpath.splitext(stem)[1], last)
+    return Suffix(last, "")
+
+
+# --- a file ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class InputFile:
     """One file to read."""
@@ -148,17 +178,20 @@ class InputFile:
     """A local path or a URL."""
     name: str
     """The path relative to the input folder, always valid UTF-8."""
-    kind: Kind
-    """An empty string until `find.py` has decided it."""
-    compression: Compression
-    size: int
+    compression: Compression = ""
+    size: int = 0
     """Stored bytes when the file was listed; 0 if unknown."""
     mark: str = ""
     """A version mark: modification time or entity tag. "" if the file system has none."""
+    kind: Kind = ""
+    """An empty string until `find.py` has decided it."""
     ids: IdRules | None = None
     """Set if the documents are token ids instead of text."""
+    is_spilled: bool = False
+    """Whether its texts are written to a spill file when they are located, because they cannot be
+    read again from their place in the file. `find.py` decides it with the kind."""
     split: str = ""
-    """The split that the input gives to the file (`names.py`); "" if it gives none."""
+    """The split that the input gives to the file (`split_names.py`); "" if it gives none."""
     keeps_nul: bool = False
     """Whether NUL bytes are text (`--format text`), not the sign of a binary file."""
     next_paths: tuple[str, ...] = ()
@@ -169,16 +202,14 @@ class InputFile:
     member: str = ""
     """The path in this archive."""
 
-    @contextmanager
-    def open(self) -> Iterator[BinaryIO]:
-        """The decompressed stream of the file, as `open_source`."""
-        with open_source(self.path, self.compression) as stream:
-            yield stream
+    def open(self) -> AbstractContextManager[BinaryIO]:
+        """The decompressed stream, as `open_source`."""
+        return open_source(self.path, self.compression)
 
     def first_bytes(self, size: int) -> bytes:
         """The first `size` decompressed bytes; fewer if there are fewer or reading fails."""
         try:
-            if not self.is_plain:
+            if self.compression or scheme_of(self.path):
                 with self.open() as stream:
                     return stream.read(size)
             # A fifth of the time of `open`, which matters for many files.
@@ -206,32 +237,29 @@ class InputFile:
         """The address for the user: `path`, or that of the member of an archive."""
         return f"{self.archive}/{self.member}" if self.archive else self.path
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a local file that is not compressed."""
-        return not self.compression and not scheme_of(self.path)
+    def source(self, stream: BinaryIO, text_key: str) -> Source:
+        """What a reader of all records gets."""
+        return Source(
+            stream=stream,
+            name=self.name,
+            path=self.path,
+            next_paths=self.next_paths,
+            stored_bytes=self.size,
+            text_key=text_key,
+            ids=self.ids,
+            keeps_nul=self.keeps_nul,
+            rereads=not self.is_spilled,
+        )
 
-    @property
-    def rereadable(self) -> bool:
-        """Whether the text of a record can be read again from its offset and size."""
-        lacks_dtype = self.ids is not None and self.holds_arrays and not self.ids.dtype
-        can_read_again = self.format.read_again is not None and not lacks_dtype
-        return self.is_plain and can_read_again
 
-    @property
-    def holds_plain_texts(self) -> bool:
-        """Whether the bytes at a record's offset are its text in UTF-8."""
-        return self.rereadable and self.format.read_again is _decode_raw
+def must_spill(file: InputFile) -> bool:
+    """Whether the texts of a file cannot be read again from their place in it."""
+    stores = file.format.stores
+    lacks_dtype = stores == "ids" and not (file.ids and file.ids.dtype)
+    return bool(file.compression or scheme_of(file.path)) or not stores or lacks_dtype
 
-    @property
-    def holds_arrays(self) -> bool:
-        """Whether the bytes at a record's offset are its token ids."""
-        return self.format.read_again is _decode_ids
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether its documents have names instead of line numbers (`Record.key`)."""
-        return self.kind == "tar"
+# --- reading its records --------------------------------------------------------------------------
 
 
 def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
@@ -242,7 +270,7 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
     """
     if unit_bytes < 1:
         raise ValueError(f"unit_bytes={unit_bytes} must be at least 1")
-    if not file.rereadable or not file.format.by_range or not file.size:
+    if file.is_spilled or not file.format.by_range or not file.size:
         return [(0, file.size)]
     starts = range(0, file.size, unit_bytes)
     return [(start, min(start + unit_bytes, file.size)) for start in starts]
@@ -264,16 +292,23 @@ class RecordReader:
     """The lines that start in the range; set at the end of the iteration. To get line numbers of
     the file, add the lines of all earlier ranges to every `line` that is not 0."""
     spill: Spill | None = None
-    """If given, long texts of a file that is not rereadable are written there. Their records have
-    no text, and the offset in it."""
+    """If given, long texts of a file that is spilled are written there. Their records have no
+    text, and the offset in it."""
 
-    def __iter__(self) -> Iterator[Record | RecordBlock | Reject]:
+    def __iter__(self) -> Records:
         file, source = self.file, None
         try:
-            _reject_shrunk_file(file)
+            if not scheme_of(file.path):
+                # A file that was cut after it was listed would lose records silently.
+                paths = (file.path, *file.next_paths)
+                size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - it is faster
+                if size < file.size:
+                    reason = f"it had {file.size:,} bytes when it was found and has {size:,} now"
+                    raise SourceError(reason)
             with file.open() as stream:
-                stop = math.inf if self.stop >= file.size else self.stop
-                source = Source(file, stream, self.start, stop, self.text_key, spill=self.spill)
+                source = file.source(stream, self.text_key)
+                source.start, source.spill = self.start, self.spill
+                source.stop = math.inf if self.stop >= file.size else self.stop
                 yield from file.format.read(source)
                 self.lines = source.lines
         except BrokenStreamError as error:
@@ -291,21 +326,16 @@ class RecordReader:
         return Reject(self.file.name, broken.line, broken.byte, broken.reason, loses_rest=True)
 
 
-def _reject_shrunk_file(file: InputFile) -> None:
-    # Without this check, a file cut after it was listed would lose records silently.
-    if not scheme_of(file.path):
-        paths = (file.path, *file.next_paths)
-        size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - faster for many files
-        if size < file.size:
-            raise SourceError(f"it had {file.size:,} bytes when it was found and has {size:,} now")
-
-
 def text_of_stored(file: InputFile, stored: bytes, text_key: str) -> str:
-    """The text of a record of a rereadable file, given its stored bytes. Raises ValueError."""
-    parse = file.format.read_again
-    if not file.rereadable or parse is None:
-        raise ValueError(f"{file.name}: its records cannot be read again by their offset")
-    return parse(stored, text_key, file.ids)
+    """The text of a record, given its bytes in a file that is not spilled. Raises ValueError."""
+    if file.format.stores == "text":
+        return decode(stored)
+    if file.format.stores == "json":
+        return text_of_line(stored, text_key, file.ids)
+    from data_pipeline.readers.ids import read_id_chunks
+
+    assert file.ids
+    return "".join(read_id_chunks(io.BytesIO(stored), len(stored), file.ids))
 
 
 def read_text_chunks(
@@ -315,7 +345,7 @@ def read_text_chunks(
     chunk_bytes: int = CHUNK_BYTES,
     text_key: str = "text",
 ) -> Iterator[str]:
-    """The text of the record at `place` (offset, size, line) in a rereadable file.
+    """The text of the record at `place` (offset, size, line) in a file that is not spilled.
 
     Yields non-empty chunks of at most `chunk_bytes` + 3 bytes of UTF-8. Holds one chunk in RAM;
     for jsonl the whole record. Raises OSError or ValueError, possibly after some chunks, if the
@@ -323,11 +353,11 @@ def read_text_chunks(
     """
     with open(file.path, "rb") as stream:  # noqa: PTH123 - faster, and this runs per document
         stream.seek(place[0])
-        if file.holds_arrays and file.ids:
-            from data_pipeline.readers.id_arrays import read_id_chunks
+        if file.format.stores == "ids" and file.ids:
+            from data_pipeline.readers.ids import read_id_chunks
 
             yield from read_id_chunks(stream, place[1], file.ids)
-        elif file.holds_plain_texts:
+        elif file.format.stores == "text":
             yield from _read_plain_chunks(stream, place[1], chunk_bytes)
         else:
             text = text_of_stored(file, stream.read(place[1]), text_key)

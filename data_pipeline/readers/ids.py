@@ -1,4 +1,4 @@
-"""Token ids as documents: which integers are valid, their form as text, and ids in JSON files.
+"""Token ids as documents: JSON files, raw and .npy arrays, and pairs of Megatron-LM.
 
 A document of ids has a text like any other document: its ids as decimal numbers, separated by
 single spaces, "60 62 64". Everything after the readers (hashes, deduplication, shuffling, resuming)
@@ -12,59 +12,71 @@ json: one JSON value per file, as MidiTok saves a song: an object with the ids a
 `--text-key`, or the ids alone. They are one list, the document of this file, or a list of lists,
 such as one per track: a document each. A list of ids per event is no document and is refused.
 
-Arrays are in `id_arrays.py`: this module imports no numpy, so that `txl --help` is fast.
+bin, npy: a raw file (`--dtype`, little-endian) or an array of one dimension is a stream of ids, in
+which the end-of-document id separates documents. Every row of an array of two dimensions is a
+document; a row of one id only is probably padding and rejected, unless it is known which id is
+padding. Arrays are never unpickled.
+
+megatron: NAME.bin with the ids and NAME.idx with the bounds of its documents. Layout of the .idx
+file, little-endian, of S sequences and D bounds of documents:
+
+    9 bytes     b"MMIDIDX\\0\\0"
+    uint64      version, 1
+    uint8       code of the type of the ids
+    uint64 x 2  S and D
+    int32 [S]   ids in each sequence
+    int64 [S]   byte offset of each sequence in the .bin file
+    int64 [D]   sequences before each document, and S at the end: D - 1 documents
+
+Plain arrays are cut into byte ranges that can be read independently; a document belongs to the
+range that contains its first id.
+
+Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
+import functools
+import io
 import os
+import struct
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
+    BrokenStreamError,
+    IdRules,
     Record,
     Reject,
     decode,
     value_at,
 )
-from data_pipeline.readers.source import Source, read_exactly, too_long_error
-from data_pipeline.system.sources import file_system, retry_request, scheme_of
+from data_pipeline.readers.source import (
+    CHUNK_BYTES,
+    DocumentBuilder,
+    Source,
+    read_exactly,
+    too_long_error,
+)
+from data_pipeline.system.sources import file_system, open_source, retry_request, scheme_of
 from data_pipeline.system.strict_json import parse_json
 
 _MAX_EVENT_IDS = _MIN_EVENTS = 16
 """MidiTok's events have 3 to 9 ids."""
+_MAX_HEADER_BYTES = 2**16
+_NPY_MAGIC = b"\x93NUMPY"
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+_INDEX_MAGIC = b"MMIDIDX\0\0"
+_INDEX_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""6 and 7 are floating-point types."""
 
 
-@dataclass(frozen=True, slots=True)
-class IdRules:
-    """The ids that an input may contain, and how raw arrays store them."""
-
-    vocab_size: int
-    end_of_document: int
-    dtype: str = ""
-    """NumPy name of the integers of an array file, such as "<u2"; "" if unknown."""
-    padding: int | None = None
-    """The id that fills up documents; None if it is not known whether there is one."""
-
-    def unknown(self, id_: object, position: int) -> BadRecordError:
-        """The error for an id that is not in the vocabulary."""
-        return BadRecordError(
-            0,
-            f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary of "
-            f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}",
-        )
-
-    def inner_end(self, position: int) -> BadRecordError:
-        """The error for an end-of-document or padding id inside a document."""
-        name = f"end-of-document id {self.end_of_document}"
-        if self.padding is not None:
-            name = f"{name} or padding id {self.padding}"
-        return BadRecordError(
-            0,
-            f"the {name} at position {position:,} is inside the document; split the document there",
-        )
+# --- the text of ids ------------------------------------------------------------------------------
 
 
 def text_of_value(value: object, rules: IdRules, name: str) -> str:
@@ -81,11 +93,79 @@ def text_of_value(value: object, rules: IdRules, name: str) -> str:
             raise BadRecordError(0, reason)
         if not 0 <= each < rules.vocab_size:
             raise rules.unknown(each, position)
-    import numpy as np
-
-    from data_pipeline.readers.id_arrays import text_of_document
-
     return text_of_document(np.array(value, np.int64), rules)
+
+
+def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
+    """The text of a 1-D array of integers, without the ids that `_content_bounds` drops.
+
+    Raises BadRecordError for an id outside the vocabulary, or one of these ids inside the document.
+    """
+    _require_known(ids, rules, 0)
+    first, stop = _content_bounds(ids, rules, 0)
+    return _text_of_array(ids[first:stop], rules, first)
+
+
+def _text_of_array(ids: np.ndarray, rules: IdRules, position: int) -> str:
+    """The text of all ids. `position` is that of the first id in its document."""
+    _require_known(ids, rules, position)
+    return " ".join(_decimals(rules.vocab_size)[ids].tolist())
+
+
+@functools.lru_cache(maxsize=1)
+def _decimals(vocab_size: int) -> np.ndarray:
+    """str [vocab_size]. Looking up a number takes half the time of writing it."""
+    return np.array([str(id_) for id_ in range(vocab_size)], dtype=object)
+
+
+def _require_known(ids: np.ndarray, rules: IdRules, position: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= rules.vocab_size):
+        first = int(np.flatnonzero((ids < 0) | (ids >= rules.vocab_size))[0])
+        raise rules.unknown(ids[first], position + first)
+
+
+def _content_bounds(ids: np.ndarray, rules: IdRules, position: int) -> tuple[int, int]:
+    """[first, stop) of the ids without end-of-document and padding ids at both ends.
+
+    (0, 0) if none is left. Raises BadRecordError for one of these ids inside. `position` is that of
+    the first id.
+    """
+    is_content = ids != rules.end_of_document
+    if rules.padding is not None:
+        is_content &= ids != rules.padding
+    content = np.flatnonzero(is_content)
+    if not content.size:
+        return 0, 0
+    first, last = int(content[0]), int(content[-1])
+    if last - first + 1 != content.size:
+        gap = int(np.flatnonzero(np.diff(content) > 1)[0])
+        raise rules.inner_end(position + int(content[gap]) + 1)
+    return first, last + 1
+
+
+def read_id_chunks(stream: BinaryIO, num_bytes: int, rules: IdRules) -> Iterator[str]:
+    """The text of a document of ids at the stream's position, in chunks. Raises ValueError."""
+    separator = ""
+    for ids in _chunks_of(stream, num_bytes, np.dtype(rules.dtype), 0):
+        yield separator + _text_of_array(ids, rules, 0)
+        separator = " "
+
+
+def ids_of_npy(raw: bytes) -> np.ndarray:
+    """The ids of an array of one dimension in the .npy format. Raises BadRecordError."""
+    stream = io.BytesIO(raw)
+    try:
+        start, dtype, shape = _read_npy_header(stream)
+    except BrokenStreamError as error:
+        raise BadRecordError(0, error.reason) from None
+    if len(shape) != 1:
+        raise BadRecordError(0, f"the array has shape {shape}, a document has one dimension")
+    if len(raw) - start != shape[0] * dtype.itemsize:
+        raise BadRecordError(0, f"the array of {shape[0]:,} ids has {len(raw) - start:,} bytes")
+    return np.frombuffer(raw, dtype, offset=start)
+
+
+# --- json -----------------------------------------------------------------------------------------
 
 
 def read_id_json(source: Source) -> Iterator[Record | Reject]:
@@ -146,15 +226,292 @@ def _reject_events(content: Any, value: Any) -> None:
         )
 
 
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+class IdDocument:
+    """Builds the Record of a document of ids that is a byte range of the file, array by array."""
+
+    def __init__(self, source: Source, offset: int, line: int) -> None:
+        self._source, self._rules, self._line = source, source.id_rules, line
+        self._offset, self._size = offset, 0  # in bytes of the file, without outer end ids
+        self._position = 0  # ids seen
+        self._end_at: int | None = None  # position of an end-of-document id after the content
+        self._only: int | None = None  # the id of a document that repeats one; -1: several
+        self._text = DocumentBuilder(source, 0, line)
+        self._error: BadRecordError | None = None
+
+    @property
+    def only_id(self) -> int | None:
+        """The id that is the whole document, if it occurs at least twice and is not its end."""
+        is_content = self._only not in (None, -1, self._rules.end_of_document)
+        return self._only if is_content and self._position > 1 else None
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append ids, 1-D."""
+        if self._only != -1 and ids.size:
+            first = int(ids[0]) if self._only is None else self._only
+            self._only = first if (ids == first).all() else -1
+        if not self._error:
+            try:
+                self._add_content(ids)
+            except BadRecordError as error:
+                self._error = error
+        self._position += len(ids)
+
+    def _add_content(self, ids: np.ndarray) -> None:
+        first, stop = _content_bounds(ids, self._rules, self._position)
+        if self._size and self._end_at is None and ids.size and (first or not stop):
+            self._end_at = self._position
+        if not stop:
+            return
+        if self._end_at is not None:
+            raise self._rules.inner_end(self._end_at)
+        body = ids[first:stop]
+        text = _text_of_array(body, self._rules, self._position + first)
+        self._text.add((" " + text if self._size else text).encode())
+        if not self._size:
+            self._offset += (self._position + first) * ids.itemsize
+        self._size += body.nbytes
+        if stop < len(ids):
+            self._end_at = self._position + stop
+
+    def build(self) -> Record | Reject:
+        """The document of all ids that were added."""
+        if self._error:
+            return self._source.reject(self._line, self._offset, self._error.reason)
+        record = self._text.build()
+        if isinstance(record, Reject):
+            return replace(record, byte=self._offset)
+        return replace(record, offset=self._offset, size=self._size, num_text_bytes=record.size)
+
+
+def read_bin(source: Source) -> Iterator[Record | Reject]:
+    """A raw file of ids of type `source.ids.dtype`."""
+    return _separated(source, np.dtype(source.id_rules.dtype), 0, None)
+
+
+def read_npy(source: Source) -> Iterator[Record | Reject]:
+    """A file as `numpy.save` writes it."""
+    start, dtype, shape = _read_npy_header(source.stream)
+    stop = start + int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if len(shape) == 1:
+        yield from _separated(source, dtype, start, stop)
+    elif stop > start:
+        row_bytes = shape[1] * dtype.itemsize
+        sizes = np.broadcast_to(row_bytes, shape[0])
+        yield from _sized(source, dtype, range(start, stop, row_bytes), sizes, are_rows=True)
+    if source.stop >= stop and source.stream.read(1):
+        raise BrokenStreamError(source.lines, stop, "there are bytes after the end of the array")
+
+
+def _sized(
+    source: Source,
+    dtype: np.dtype,
+    starts: np.ndarray | range,
+    sizes: np.ndarray,
+    *,
+    are_rows: bool = False,
+) -> Iterator[Record | Reject]:
+    """Consecutive documents at these places, in bytes of the stream, which is at the first one.
+
+    `are_rows`: a document of one repeated id is probably padding and rejected.
+    """
+    first, stop = bisect_left(starts, source.start), bisect_left(starts, source.stop)
+    if first:
+        source.stream.seek(int(starts[first - 1] + sizes[first - 1]))
+    for number in range(first, stop):
+        source.lines += 1
+        document = IdDocument(source, int(starts[number]), source.lines)
+        for ids in _chunks_of(source.stream, int(sizes[number]), dtype, source.lines):
+            document.add(ids)
+        padding = document.only_id if are_rows and source.id_rules.padding is None else None
+        if padding is None:
+            yield document.build()
+        else:
+            yield source.reject(
+                source.lines,
+                int(starts[number]),
+                f"the row has only the id {padding}. If this id fills up the rows: --padding "
+                f"{padding}. If they have no padding: --padding {source.id_rules.end_of_document}",
+            )
+
+
+def _separated(
+    source: Source, dtype: np.dtype, start: int, stop: int | None
+) -> Iterator[Record | Reject]:
+    """The documents between end-of-document ids in the bytes [start, stop) of the stream.
+
+    The stream is at `start`; a `stop` of None is its end.
+    """
+    size, end_id, document = dtype.itemsize, source.id_rules.end_of_document, None
+    offset, skips = start, source.start > start
+    if skips:  # the id before the range is an end-of-document id or not
+        offset = start + (-(-(source.start - start) // size) - 1) * size
+        source.stream.seek(offset)
+    num_bytes = None if stop is None else stop - offset
+    for ids in _chunks_of(source.stream, num_bytes, dtype, source.lines):
+        begin = 0
+        for end in [*np.flatnonzero(ids == end_id).tolist(), len(ids)]:
+            if end > begin and not skips:
+                if not document:
+                    if offset + begin * size >= source.stop:
+                        return
+                    source.lines += 1
+                    document = IdDocument(source, offset + begin * size, source.lines)
+                document.add(ids[begin:end])
+            if end < len(ids):
+                skips = False
+                if document:
+                    yield document.build()
+                document = None
+            begin = end + 1
+        offset += ids.nbytes
+        if not document and offset >= source.stop:
+            return
+    if document:
+        yield document.build()
+
+
+def _chunks_of(
+    stream: BinaryIO, num_bytes: int | None, dtype: np.dtype, line: int
+) -> Iterator[np.ndarray]:
+    """Arrays of the next `num_bytes` of the stream, or of all bytes to its end if None."""
+    left = num_bytes
+    while left is None or left > 0:
+        raw = stream.read(CHUNK_BYTES if left is None else min(CHUNK_BYTES, left))
+        # The stream is buffered: a short read is its end.
+        partial = len(raw) % dtype.itemsize
+        if len(raw) > partial:
+            yield np.frombuffer(raw[: len(raw) - partial], dtype)
+        if left is not None:
+            left -= len(raw)
+            if left and (partial or not raw):
+                reason = f"truncated: {left:,} bytes of ids are missing at its end"
+                raise BrokenStreamError(line, 0, reason)
+        elif partial:
+            reason = (
+                f"its size is not a multiple of {dtype.itemsize} bytes: truncated, or of "
+                f"another --dtype than {dtype.name}"
+            )
+            raise BrokenStreamError(line, 0, reason)
+        elif not raw:
+            return
+
+
+def _read_npy_header(stream: BinaryIO) -> tuple[int, np.dtype, tuple[int, ...]]:
+    """(offset of the data, dtype, shape). Raises BrokenStreamError."""
+    try:
+        magic = stream.read(8)
+        length_bytes = {1: 2, 2: 4}.get(magic[6] if magic[:6] == _NPY_MAGIC and magic[7:] else 0, 0)
+        if not length_bytes:
+            raise ValueError(
+                f"it begins with {magic!r}. If it has only ids, as numpy.memmap and OLMo write "
+                "them, rename it to .bin and give --dtype"
+            )
+        length = stream.read(length_bytes)
+        header = stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
+        parse = {
+            2: np.lib.format.read_array_header_1_0,
+            4: np.lib.format.read_array_header_2_0,
+        }[length_bytes]
+        shape, is_fortran, dtype = parse(io.BytesIO(length + header))
+    # The header is a Python literal, which numpy parses without evaluating it.
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        reason = printable(str(error).split("\n")[0])[:160]
+        raise BrokenStreamError(0, 0, f"not an .npy array: {reason}") from error
+    problem = ""
+    if dtype.kind not in "iu":
+        hint = "; it holds Python objects, which are never loaded" if dtype.hasobject else ""
+        problem = f"is of {dtype}, not of integers{hint}"
+    elif len(shape) not in (1, 2) or min(shape) < 0:
+        problem = f"has shape {shape}; it must have 1 or 2 dimensions"
+    elif is_fortran and len(shape) == 2 and min(shape) > 1:
+        problem = "is in column order; save numpy.ascontiguousarray of it"
+    if problem:
+        raise BrokenStreamError(0, 0, f"the array {problem}")
+    return len(magic) + len(length) + len(header), dtype, shape
+
+
+# --- pairs of Megatron-LM -------------------------------------------------------------------------
+
+
 def index_path(path: str) -> str:
     """The path or URL of the .idx file with the bounds of the documents in a .bin file."""
     return path.removesuffix(".bin") + ".idx"
 
 
 def has_index(path: str) -> bool:
-    """Whether the .bin file at `path` and an index are a pair (`indexed_ids.py`)."""
+    """Whether the .bin file at `path` and an index are a pair."""
     other = index_path(path)
     if not scheme_of(path):
         return os.path.exists(other)  # noqa: PTH110 - as the other checks of listed files
     system = file_system(other)
     return bool(retry_request(lambda: system.exists(other)))
+
+
+def read_pair(source: Source) -> Iterator[Record | Reject]:
+    """The documents of a pair; `source` is the .bin file."""
+    path = index_path(source.path)
+    version = "" if scheme_of(path) else os.stat(path).st_mtime_ns  # noqa: PTH116 - as find.py
+    dtype, bounds = _index_of(path, version)
+    edges = bounds * dtype.itemsize
+    yield from _sized(source, dtype, edges[:-1], np.diff(edges))
+    if source.stop > edges[-1] and source.stream.read(1):
+        raise _broken(f"the file has more than the {edges[-1]:,} bytes of its index")
+
+
+def stored_dtype(kind: str, path: str) -> str:
+    """The type of the ids that a local file stores, as IdRules.dtype; "" if it is unknown."""
+    try:
+        if kind == "megatron":
+            with open_source(index_path(path), "") as stream:
+                return _read_index_header(stream)[0].str
+        if kind == "npy":
+            with open_source(path, "") as stream:
+                return _read_npy_header(stream)[1].str
+    except (OSError, ValueError):  # the reader reports the error
+        pass
+    return ""
+
+
+@functools.lru_cache(maxsize=1)  # a process reads the ranges of a file one after the other
+def _index_of(path: str, version: int | str) -> tuple[np.dtype, np.ndarray]:
+    """(dtype of the ids, int64 [documents + 1]: the ids before each document, and all ids).
+
+    `version` tells a rewritten index from the one that was parsed. Raises BrokenStreamError.
+    """
+    with open_source(path, "") as stream:
+        dtype, sequences, bounds = _read_index_header(stream)
+        expected = 12 * sequences + 8 * bounds
+        raw = read_exactly(stream, expected)
+        if len(raw) < expected:
+            raise _broken(f"its .idx file is truncated: {expected - len(raw):,} bytes are missing")
+        if stream.read(1):
+            raise _broken("its .idx file has more than ids, such as the modes of multimodal data")
+    lengths = np.frombuffer(raw, "<i4", sequences).astype(np.int64)
+    offsets = np.frombuffer(raw, "<i8", sequences, 4 * sequences)
+    first = np.frombuffer(raw, "<i8", bounds, 12 * sequences)
+    ends = np.cumsum(lengths)
+    if (lengths < 0).any() or not np.array_equal(offsets, (ends - lengths) * dtype.itemsize):
+        raise _broken("the sequences of its .idx file are not one after the other")
+    if not bounds or first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
+        raise _broken(f"the documents of its .idx file do not cover its {sequences:,} sequences")
+    return dtype, np.concatenate([[0], ends])[first]
+
+
+def _read_index_header(stream: BinaryIO) -> tuple[np.dtype, int, int]:
+    """(dtype of the ids, sequences, bounds of documents). Raises BrokenStreamError."""
+    raw = read_exactly(stream, _INDEX_HEADER.size)
+    if len(raw) < _INDEX_HEADER.size or raw[: len(_INDEX_MAGIC)] != _INDEX_MAGIC:
+        raise _broken("its .idx file is not an index of Megatron-LM")
+    _, version, code, sequences, bounds = _INDEX_HEADER.unpack(raw)
+    if version != 1:
+        raise _broken(f"its .idx file has version {version}, supported is 1")
+    if code not in _INDEX_DTYPES:
+        raise _broken(f"its .idx file has type code {code}, which is not an integer type")
+    return np.dtype(_INDEX_DTYPES[code]), sequences, bounds
+
+
+def _broken(reason: str) -> BrokenStreamError:
+    return BrokenStreamError(0, 0, reason)

@@ -26,7 +26,7 @@ import posixpath
 import re
 from codecs import BOM_UTF8
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers.formats import (
@@ -35,12 +35,14 @@ from data_pipeline.readers.formats import (
     Format,
     InputFile,
     Kind,
+    Suffix,
+    must_spill,
+    suffix_of,
     suffixes_of,
 )
-from data_pipeline.readers.ids import IdRules, has_index, index_path
 from data_pipeline.readers.lines import HEAD_BYTES, is_binary
-from data_pipeline.readers.suffixes import Suffix, suffix_of
-from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
+from data_pipeline.readers.records import BrokenStreamError, IdRules
+from data_pipeline.readers.wikitext import has_wikitext_rows, is_title
 from data_pipeline.system.sources import scheme_of, shown
 
 _MAX_LINE_BYTES = 2**16
@@ -74,25 +76,43 @@ _LLMC_NUMBERS = (20240520, 20240522, 20240801)
 """First int32 of the files of llm.c and modded-nanogpt, whose headers have 1,024 bytes."""
 
 
-def kind_of(
-    file: InputFile, format: Format, *, in_folder: bool, text_key: str, is_wikitext: bool
-) -> Kind:
-    """The kind of a file for a `--format`; see the module docstring for "auto"."""
+class KindRules(NamedTuple):
+    """The options that decide the kinds of files."""
+
+    format: Format
+    ids: IdRules | None
+    """Given if and only if the format is "ids"."""
+    text_key: str
+    is_wikitext: bool
+    """Whether a recipe of WikiText is given."""
+
+
+def with_kind(file: InputFile, rules: KindRules, *, in_folder: bool) -> InputFile:
+    """The file with its kind, and with all that follows from it."""
+    if rules.ids:
+        file = _with_ids(replace(file, kind=_kind_of_ids(file)), rules.ids)
+    else:
+        kind = rules.format
+        if kind == "auto":
+            kind = _kind_of(file, rules, in_folder=in_folder)
+        file = replace(file, kind=kind, keeps_nul=rules.format == "text")
+    return replace(file, is_spilled=True) if must_spill(file) else file
+
+
+def _kind_of(file: InputFile, rules: KindRules, *, in_folder: bool) -> Kind:
+    """The kind of a file for "auto"; see the module docstring."""
     suffix = suffix_of(file.name)
-    if format == "ids":
-        return _kind_of_ids(file, suffix)
-    if format != "auto":
-        return format
     is_metadata = _OSCAR_METADATA.fullmatch(posixpath.basename(file.name))
     if is_metadata and file.first_bytes(10) == b'{"headers"':
         raise _removed(file, "OSCAR")
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
-            if may_have_lines and (is_wikitext or "wiki" in file.place.lower()):
-                return "wikitext_rows" if holds_wikitext_rows(file, text_key) else kind
+            may_be_wikitext = rules.is_wikitext or "wiki" in file.place.lower()
+            if may_have_lines and may_be_wikitext and _holds_wikitext_rows(file, rules.text_key):
+                return "wikitext_rows"
             return kind
-    return _kind_of_content(file, suffix, text_key)
+    return _kind_of_content(file, suffix, rules.text_key)
 
 
 def _kind_of_content(file: InputFile, suffix: Suffix, text_key: str) -> Kind:
@@ -113,6 +133,14 @@ def _kind_of_content(file: InputFile, suffix: Suffix, text_key: str) -> Kind:
     return "binary" if is_binary(head) else "text"
 
 
+def _holds_wikitext_rows(file: InputFile, text_key: str) -> bool:
+    try:
+        with file.open() as stream:
+            return has_wikitext_rows(file.source(stream, text_key))
+    except (OSError, BrokenStreamError):  # the reader reports it
+        return False
+
+
 def _removed(file: InputFile, name: str) -> DataError:
     content, instead = _REMOVED[name]
     return DataError(f"{shown(file.place)} is {content}; it is not read. {instead}.")
@@ -128,29 +156,6 @@ def holds_json_lines(file: InputFile, text_key: str, *, head: bytes | None = Non
     if not isinstance(first, dict):
         return False
     return text_key in first or isinstance(next(lines, None), dict)
-
-
-def _kind_of_ids(file: InputFile, suffix: Suffix) -> Kind:
-    if suffix.name == ".npz":
-        raise _removed(file, "npz")
-    kinds = (kind for kind, each in ID_FORMATS.items() if suffix.name in each.suffixes)
-    kind = next(kinds, None)
-    if not kind:
-        raise ConfigError(
-            f"{shown(file.place)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with "
-            ".gz, .zst, .bz2 or .xz, and not this file. Convert it, or rename it to the suffix of "
-            "its format."
-        )
-    if kind == "bin":
-        if has_index(file.path):
-            return "megatron"
-        if int.from_bytes(file.first_bytes(4), "little") in _LLMC_NUMBERS:
-            raise _removed(file, "llm.c")
-    if kind == "json":
-        lines = file.first_lines(_MAX_LINE_BYTES)
-        if len(lines) == 2 and all(line.lstrip().startswith(b"{") for line in lines):
-            return "jsonl"
-    return kind
 
 
 def require_json_lines(files: list[InputFile]) -> None:
@@ -189,34 +194,50 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def without_indexes(files: list[InputFile]) -> list[InputFile]:
-    """Drop the indexes of pairs. Raises DataError for an .idx file without its .bin file."""
-    paths = {file.path for file in files}
-    for path in paths:
-        pair = path.removesuffix(".idx") + ".bin"
-        if path.endswith(".idx") and pair not in paths:
-            raise DataError(
-                f"{shown(path)} is an index without its {shown(pair)}. Copy that, too, or remove "
-                "the index from the input."
-            )
-    return [file for file in files if not file.path.endswith(".idx")]
+# --- token ids ------------------------------------------------------------------------------------
 
 
-def with_ids(file: InputFile, rules: IdRules) -> InputFile:
+def _kind_of_ids(file: InputFile) -> Kind:
+    from data_pipeline.readers.ids import has_index
+
+    suffix = suffix_of(file.name)
+    if suffix.name == ".npz":
+        raise _removed(file, "npz")
+    kinds = (kind for kind, each in ID_FORMATS.items() if suffix.name in each.suffixes)
+    kind = next(kinds, None)
+    if not kind:
+        raise ConfigError(
+            f"{shown(file.place)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with "
+            ".gz, .zst, .bz2 or .xz, and not this file. Convert it, or rename it to the suffix of "
+            "its format."
+        )
+    if kind == "bin":
+        if has_index(file.path):
+            return "megatron"
+        if int.from_bytes(file.first_bytes(4), "little") in _LLMC_NUMBERS:
+            raise _removed(file, "llm.c")
+    if kind == "json":
+        lines = file.first_lines(_MAX_LINE_BYTES)
+        if len(lines) == 2 and all(line.lstrip().startswith(b"{") for line in lines):
+            return "jsonl"
+    return kind
+
+
+def _with_ids(file: InputFile, rules: IdRules) -> InputFile:
     """`file` with the rules for its ids. Raises ConfigError for a raw file without --dtype."""
-    from data_pipeline.readers.indexed_ids import stored_dtype
+    from data_pipeline.readers.ids import index_path, stored_dtype
 
-    dtype, mark = "", file.mark
+    dtype, mark, is_plain = "", file.mark, not (file.compression or scheme_of(file.path))
     if file.kind == "bin":
         dtype = rules.dtype
         if not dtype:
             raise ConfigError(
-                f"{shown(file.path)} has no header, so it is read as raw integers, whose type is "
+                f"{shown(file.place)} has no header, so it is read as raw integers, whose type is "
                 "not in the file. Give it: --dtype uint16 (or uint32, int32, ...)"
             )
-    elif file.is_plain:
-        dtype = stored_dtype(file)
-    if file.kind == "megatron" and file.is_plain:
-        status = os.stat(index_path(file.path))  # noqa: PTH116 - as in find.py
+    elif is_plain:
+        dtype = stored_dtype(file.kind, file.path)
+    if file.kind == "megatron" and is_plain and not file.archive:
+        status = os.stat(index_path(file.path))  # noqa: PTH116 - as in addresses.py
         mark = f"{mark} {status.st_size} {status.st_mtime_ns}"
     return replace(file, ids=replace(rules, dtype=dtype), mark=mark)

@@ -17,10 +17,10 @@ import re
 from collections.abc import Iterator
 from itertools import accumulate
 
-from data_pipeline.readers.ids import IdRules, text_of_value
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
+    IdRules,
     Record,
     RecordBlock,
     Reject,
@@ -60,7 +60,7 @@ def read_text(source: Source) -> Iterator[Record | Reject]:
 def read_binary(source: Source) -> Iterator[Record | Reject]:
     head = source.stream.read(HEAD_BYTES)
     reason = NUL_REASON if b"\0" in head else "binary: it has many control characters"
-    if _NAME_OF_IDS.fullmatch(source.file.name):
+    if _NAME_OF_IDS.fullmatch(source.name):
         reason = _IDS_REASON
     yield source.reject(0, max(head.find(b"\0"), 0), reason)
 
@@ -103,7 +103,7 @@ def _read_block(source: Source, block: LineBlock) -> Iterator[RecordBlock | Reco
         return
     try:
         block.raw.decode("utf-8")
-        is_good = source.file.keeps_nul or b"\0" not in block.raw
+        is_good = source.keeps_nul or b"\0" not in block.raw
     except UnicodeDecodeError:
         is_good = False
     if is_good:
@@ -182,6 +182,8 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
         raise BadRecordError(0, f"unreadable JSON ({str(error)[:80]})") from None
     text = value_at(text_key, content)
     if ids:
+        from data_pipeline.readers.ids import text_of_value  # needs numpy, which is slow to import
+
         return text_of_value(text, ids, text_key)
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__

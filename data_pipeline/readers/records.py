@@ -1,4 +1,4 @@
-"""Record and Reject, which a reader yields for a good and a bad document, and UTF-8 decoding.
+"""Record and Reject, which a reader yields for a good and a bad document; ids and UTF-8 text.
 
 A reader of short documents yields many at a time as a RecordBlock.
 """
@@ -93,6 +93,36 @@ class BrokenStreamError(ValueError):
     def __init__(self, line: int, byte: int, reason: str) -> None:
         super().__init__(reason)
         self.line, self.byte, self.reason = line, byte, reason
+
+
+@dataclass(frozen=True, slots=True)
+class IdRules:
+    """The ids that an input of token ids may contain, and how raw arrays store them."""
+
+    vocab_size: int
+    end_of_document: int
+    dtype: str = ""
+    """NumPy name of the integers of an array file, such as "<u2"; "" if unknown."""
+    padding: int | None = None
+    """The id that fills up documents; None if it is not known whether there is one."""
+
+    def unknown(self, id_: object, position: int) -> BadRecordError:
+        """The error for an id that is not in the vocabulary."""
+        return BadRecordError(
+            0,
+            f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary of "
+            f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}",
+        )
+
+    def inner_end(self, position: int) -> BadRecordError:
+        """The error for an end-of-document or padding id inside a document."""
+        name = f"end-of-document id {self.end_of_document}"
+        if self.padding is not None:
+            name = f"{name} or padding id {self.padding}"
+        return BadRecordError(
+            0,
+            f"the {name} at position {position:,} is inside the document; split the document there",
+        )
 
 
 class Utf8Decoder:

@@ -6,24 +6,22 @@ RAM is bounded: a long line is read in chunks of `CHUNK_BYTES`, and a document l
 
 import codecs
 import hashlib
+import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 from data_pipeline.readers.records import (
     HELD_BYTES,
     MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
+    IdRules,
     Record,
     Reject,
     Utf8Decoder,
 )
 from data_pipeline.system.sources import reject_reason
-
-if TYPE_CHECKING:
-    from data_pipeline.readers.formats import InputFile
-    from data_pipeline.readers.ids import IdRules
 
 CHUNK_BYTES = 2**20
 NUL_REASON = (
@@ -41,33 +39,41 @@ class Spill(Protocol):
 
 @dataclass(slots=True)
 class Source:
-    """An open file and the byte range [start, stop) of the records to read."""
+    """An open stream and the byte range [start, stop) of the records to read."""
 
-    file: "InputFile"
     stream: BinaryIO
     """Decompressed and buffered, at its beginning."""
-    start: int
-    stop: float
+    name: str
+    """The name of the file, for messages and for what its suffix says."""
+    text_key: str = "text"
+    start: int = 0
+    stop: float = math.inf
     """Infinity for the last range: a file that has grown is read to its end."""
-    text_key: str
     lines: int = 0
     """Lines that start in the range. A reader that supports ranges must count them."""
-    spill: "Spill | None" = None
-    """Where texts of a file that cannot be read again may be written; see `DocumentBuilder`."""
+    ids: IdRules | None = None
+    """Set if the documents are token ids instead of text."""
+    keeps_nul: bool = False
+    """Whether NUL bytes are text, not the sign of a binary file."""
+    stored_bytes: int = 0
+    """Size of the file before decompression; 0 if unknown."""
+    path: str = ""
+    """The path or URL of the file, for formats that have a second file next to it."""
+    next_paths: tuple[str, ...] = ()
+    """Files in which the content of this one continues."""
+    rereads: bool = False
+    """Whether a text can be read again from its place in the stream, so long ones are not held."""
+    spill: Spill | None = None
+    """Otherwise, where long texts are written; None if they must be held."""
 
     @property
-    def ids(self) -> "IdRules | None":
-        """Set if the documents are token ids instead of text."""
-        return self.file.ids
-
-    @property
-    def id_rules(self) -> "IdRules":
+    def id_rules(self) -> IdRules:
         """`ids` of a kind of file that only holds token ids."""
-        assert self.file.ids
-        return self.file.ids
+        assert self.ids
+        return self.ids
 
     def reject(self, line: int, byte: int, reason: str) -> Reject:
-        return Reject(self.file.name, line, byte, reason)
+        return Reject(self.name, line, byte, reason)
 
 
 def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
@@ -147,7 +153,11 @@ def read_line_blocks(source: Source) -> Iterator[LineBlock | Chunk]:
     """
     offset = _seek_first_line(source)
     while offset < source.stop:
-        raw = _read_available(source, offset)
+        try:  # unlike `read`, `read1` loses nothing before a place that cannot be read
+            size = int(min(CHUNK_BYTES, source.stop - offset))
+            raw = source.stream.read1(size)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
         if not raw:
             return
         end = raw.rfind(b"\n") + 1
@@ -159,18 +169,6 @@ def read_line_blocks(source: Source) -> Iterator[LineBlock | Chunk]:
         if end < len(raw):
             source.lines += 1
             offset = yield from _read_line(source, offset, raw[end:])
-
-
-def _read_available(source: Source, offset: int) -> bytes:
-    """At most CHUNK_BYTES of the range.
-
-    Unlike `read`, `read1` loses nothing before a place that cannot be read.
-    """
-    try:
-        size = int(min(CHUNK_BYTES, source.stop - offset))
-        return source.stream.read1(size)  # type: ignore[attr-defined]
-    except OSError as error:
-        raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
 
 
 def _read_line(source: Source, offset: int, begun: bytes) -> Generator[Chunk, None, int]:
@@ -218,14 +216,13 @@ class DocumentBuilder:
     """Builds the Record of a document whose text is a byte range of the file, chunk by chunk.
 
     A text above HELD_BYTES is not held: the record has its hash and place only. The place is in the
-    file if it is rereadable, otherwise in `source.spill`, where the text is written while it is
+    file if `source.rereads`, otherwise in `source.spill`, where the text is written while it is
     read. Without that, it is held.
     """
 
     def __init__(self, source: Source, offset: int, line: int) -> None:
         self._source, self._offset, self._line = source, offset, line
-        self._is_rereadable = source.file.rereadable
-        self._spill = None if self._is_rereadable else source.spill
+        self._spill = None if source.rereads else source.spill
         self._spill_offset: int | None = None
         self._size = 0
         self._undecoded: list[bytes] = []
@@ -237,10 +234,10 @@ class DocumentBuilder:
 
     @property
     def _is_held(self) -> bool:
-        return self._size <= HELD_BYTES or not (self._is_rereadable or self._spill)
+        return self._size <= HELD_BYTES or not (self._source.rereads or self._spill)
 
     def add(self, raw: bytes) -> None:
-        if not self._error and not self._source.file.keeps_nul and b"\0" in raw:
+        if not self._error and not self._source.keeps_nul and b"\0" in raw:
             self._error = BadRecordError(self._size + raw.index(0), NUL_REASON)
         self._size += len(raw)
         if self._is_held and self._size > MAX_RECORD_BYTES:
@@ -262,15 +259,12 @@ class DocumentBuilder:
             self._texts.append(self._decoder.decode(raw, final=final))
         except BadRecordError as error:
             self._error = error
+        if self._spill and not (self._error or self._is_held):
+            if self._spill_offset is None:
+                self._spill_offset = self._spill.tell()
+            self._spill.write("".join(self._texts).encode())
         if self._error or not self._is_held:
-            if self._spill and not self._error:
-                self._write_to(self._spill)
             self._texts = []
-
-    def _write_to(self, spill: Spill) -> None:
-        if self._spill_offset is None:
-            self._spill_offset = spill.tell()
-        spill.write("".join(self._texts).encode())
 
     def build(self) -> Record | Reject:
         """The document of all chunks that were added."""

@@ -255,7 +255,7 @@ def read_tar(source: Source) -> Iterator[Record | Reject]:
 
 
 def _read_samples(source: Source) -> Iterator[Record | Reject]:
-    members, seen = TarReader(source.stream, source.file.size), set[bytes]()
+    members, seen = TarReader(source.stream, source.stored_bytes), set[bytes]()
     wanted = sample_extensions(source.text_key, is_ids=source.ids is not None)
     sample: _Sample | None = None
     for member in members:
@@ -361,6 +361,6 @@ def _text_of(source: Source, content: bytes, extension: str, *, is_text_key: boo
     if extension != "npy" and not extension.endswith(".npy"):
         raise BadRecordError(0, f"member .{printable(extension)[:40]} is not .npy, .json or .jsonl")
     # Imported here: numpy is slow to import, and only these members need it.
-    from data_pipeline.readers.id_arrays import ids_of_npy, text_of_document
+    from data_pipeline.readers.ids import ids_of_npy, text_of_document
 
     return text_of_document(ids_of_npy(content), source.ids)

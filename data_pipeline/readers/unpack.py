@@ -20,7 +20,6 @@ Sources: PKWARE, "APPNOTE.TXT", sections 4.3 and 4.4; for tar, `tar.py`.
 
 import contextlib
 import errno
-import os
 import posixpath
 import re
 import shutil
@@ -28,16 +27,16 @@ import stat
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.readers.formats import InputFile
-from data_pipeline.readers.names import split_of_words, splits_of_names
+from data_pipeline.readers.formats import ANY_ARCHIVE, InputFile, suffix_of
 from data_pipeline.readers.records import BrokenStreamError
 from data_pipeline.readers.source import CHUNK_BYTES
-from data_pipeline.readers.suffixes import ANY_ARCHIVE, ARCHIVES, suffix_of
+from data_pipeline.readers.split_names import split_of_words, splits_of_names
 from data_pipeline.readers.tar import (
     TarReader,
     is_metadata,
@@ -51,7 +50,6 @@ from data_pipeline.system.sources import (
     SourceError,
     buffered,
     is_transient,
-    local_path,
     reject_reason,
     require_plausible_ratio,
     shown,
@@ -76,21 +74,6 @@ class ArchiveError(ValueError):
     def __init__(self, reason: str, advice: str = "Unpack it and give the folder.") -> None:
         super().__init__(reason)
         self.advice = advice
-
-
-def is_archive(name: str) -> bool:
-    return suffix_of(name).name in ARCHIVES
-
-
-def split_archive(address: str) -> tuple[str, str]:
-    """The archive and the address inside it, of ARCHIVE/ADDRESS; otherwise the address and ""."""
-    local = local_path(address)
-    if local is None or os.path.lexists(local):
-        return address, ""
-    for match in re.finditer("/", local):
-        if is_archive(local[: match.start()]) and Path(local[: match.start()]).is_file():
-            return local[: match.start()], local[match.end() :].strip("/")
-    return address, ""
 
 
 # --- samples or folder ----------------------------------------------------------------------------
@@ -267,17 +250,13 @@ def _members_of_zip(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str, 
     except SourceError as error:
         raise ArchiveError(error.reason, _HOSTILE) from error
     for info, name in names.items():
-        yield name, _content_of_zip_member(archive, info)
-
-
-def _content_of_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
-    try:
-        content = archive.open(info)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        name, reason = printable(info.filename)[:200], printable(str(error))[:120]
-        raise SourceError(f"damaged zip archive at member {name}: {reason}") from error
-    with buffered(DecompressedStream(content, "zip")) as stream:  # type: ignore[arg-type]
-        yield from iter(lambda: stream.read(CHUNK_BYTES), b"")
+        try:
+            content = archive.open(info)
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            shown_name, reason = printable(name)[:200], printable(str(error))[:120]
+            raise SourceError(f"damaged zip archive at member {shown_name}: {reason}") from error
+        with buffered(DecompressedStream(content, "zip")) as file:  # type: ignore[arg-type]
+            yield name, iter(partial(file.read, CHUNK_BYTES), b"")
 
 
 def _require_usable_zip_member(info: zipfile.ZipInfo) -> None:

@@ -18,15 +18,12 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data_pipeline.readers.columns import read_arrow, read_parquet
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
 from data_pipeline.system.sources import open_source, reject_reason, shown
-
-if TYPE_CHECKING:
-    from data_pipeline.readers.formats import InputFile
 
 MAX_TITLE_BYTES = 4096
 _BLANK_LINE = b" \n"
@@ -113,15 +110,13 @@ class _RowStream(io.RawIOBase):
 def _rows(source: Source) -> Iterator[bytes]:
     """The lines of all shards."""
     yield from _rows_of_file(source)
-    for path in source.file.next_paths:
+    for path in source.next_paths:
         with open_source(path, "") as stream:
-            yield from _rows_of_file(
-                replace(source, file=replace(source.file, path=path), stream=stream, lines=0)
-            )
+            yield from _rows_of_file(replace(source, path=path, stream=stream, lines=0))
 
 
 def _rows_of_file(source: Source) -> Iterator[bytes]:
-    read = read_parquet if source.file.path.endswith((".parquet", ".pq")) else read_arrow
+    read = read_parquet if source.path.endswith((".parquet", ".pq")) else read_arrow
     try:
         for row in read(source):
             if isinstance(row, Reject):  # without it, the article would have a gap
@@ -129,22 +124,20 @@ def _rows_of_file(source: Source) -> Iterator[bytes]:
             yield (row.text or "").encode() or _BLANK_LINE
     except (BrokenStreamError, OSError) as error:
         reason = error.reason if isinstance(error, BrokenStreamError) else reject_reason(error)
-        place = f"{shown(source.file.path)}: "
+        place = f"{shown(source.path)}: "
         raise BrokenStreamError(source.lines, 0, place + reason) from error
 
 
-def holds_wikitext_rows(file: "InputFile", text_key: str) -> bool:
-    """Whether the rows of a Parquet or Arrow file are lines of WikiText, one of them a title."""
+def has_wikitext_rows(source: Source) -> bool:
+    """Whether the rows of a Parquet or Arrow file are lines of WikiText, one of them a title.
+
+    Raises OSError or BrokenStreamError.
+    """
     has_title = False
-    try:
-        with file.open() as stream:
-            source = Source(file, stream, 0, math.inf, text_key)
-            for row in islice(_rows_of_file(source), _MAX_ROWS_EXAMINED):
-                if not row.endswith(b"\n") or row.count(b"\n") > 1:
-                    return False
-                has_title = has_title or is_title(row)
-    except (OSError, BrokenStreamError):  # the reader reports it
-        return False
+    for row in islice(_rows_of_file(source), _MAX_ROWS_EXAMINED):
+        if not row.endswith(b"\n") or row.count(b"\n") > 1:
+            return False
+        has_title = has_title or is_title(row)
     return has_title
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import AfterValidator, Field, model_validator
 
 from data_pipeline.readers import IdRules, format_names
-from data_pipeline.readers.names import SPLIT_PATTERN, TRAIN
+from data_pipeline.readers.split_names import SPLIT_PATTERN, TRAIN
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.tokenizers.training import RECIPES, RecipeName, recipe_of
 

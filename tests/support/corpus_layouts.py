@@ -19,7 +19,7 @@ import zstandard
 from pyarrow import ipc, parquet
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.readers.names import split_order
+from data_pipeline.readers.split_names import split_order
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 

@@ -9,7 +9,7 @@ import typer
 
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.readers import format_names
-from data_pipeline.readers.names import parse_input
+from data_pipeline.readers.addresses import parse_input
 from data_pipeline.readers.records import did_you_mean
 from data_pipeline.system.sources import local_path
 from txl_dist.cli.data import print_totals, totals

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from data_pipeline.readers.ids import IdRules, text_of_value
+from data_pipeline.readers import IdRules
+from data_pipeline.readers.ids import text_of_value
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config.run_config import Precision
 from txl_dist.generation.decoder import BatchDecoder

@@ -100,7 +100,8 @@ def test_a_scan_of_texts_that_are_spilled_is_reused_only_with_a_version_mark(
     tmp_path: Path, mark: str
 ) -> None:
     source = compressed(tmp_path / "in" / "a.txt.gz", "abcd")
-    file = InputFile(str(source), "a.txt.gz", "text", "gz", source.stat().st_size, mark)
+    size = source.stat().st_size
+    file = InputFile(str(source), "a.txt.gz", "gz", size, mark, kind="text", is_spilled=True)
     (tmp_path / RECORDS).mkdir()
     (tmp_path / RECORDS / FINGERPRINT).write_text("same")
     task = Task(ScanUnit(0, (FileRange(0, file, 0, file.size),), "text"), tmp_path, "same")

@@ -35,7 +35,7 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
         table = pa.table({"n": list(range(7)), "body": body.cast(kind)})
         parquet.write_table(table, tmp_path / "in.parquet", row_group_size=3)
         file = one_file(tmp_path / "in.parquet")
-        assert (file.kind, file.rereadable) == ("parquet", False)
+        assert (file.kind, file.is_spilled) == ("parquet", True)
         records = read(file, text_key="body")
         assert texts(records) == values
         assert [record.line for record in records] == [1, 2, 3, 4, 5, 6, 7]

@@ -204,11 +204,11 @@ def test_an_object_replaced_by_one_of_the_same_size_has_another_mark(
 def test_keys_patterns_and_failures_of_s3(bucket: Any) -> None:
     bucket.pipe({"bucket/x/a.jsonl": JSONL, "bucket/x/y/b.jsonl": JSONL, "bucket/x/c.txt": b"c"})
     file = one_file("s3://bucket/x/a.jsonl")
-    assert (file.name, file.kind, file.size, file.rereadable) == (
+    assert (file.name, file.kind, file.size, file.is_spilled) == (
         "a.jsonl",
         "jsonl",
         len(JSONL),
-        False,
+        True,
     )
     assert texts(read(file)) == LINES
     input_files = find_files(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from data_pipeline.readers import find_files
-from data_pipeline.readers.names import split_of_words, splits_of_names
+from data_pipeline.readers.split_names import split_of_words, splits_of_names
 from tests.data_pipeline.preparation.preparing import texts_of
 from tests.data_pipeline.readers.test_columns import column
 

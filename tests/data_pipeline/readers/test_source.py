@@ -11,7 +11,6 @@ import pytest
 import zstandard
 
 from data_pipeline.readers import (
-    InputFile,
     Record,
     Reject,
     read_text_chunks,
@@ -37,11 +36,10 @@ def test_a_line_of_many_ranges_is_read_twice_at_most(
     monkeypatch.setattr("data_pipeline.readers.source.CHUNK_BYTES", 8)
     content = b"x" * 2000
     stream = CountsBytes(content + b"\nend")
-    file = InputFile("in", "in", "lines", "", len(content) + 4)
     records = []
     for start in range(0, len(content), 20):
         stream.seek(0)
-        source = Source(file, stream, start, start + 20, "text")
+        source = Source(stream, "in", start=start, stop=start + 20)
         records += [piece.offset for piece in read_line_chunks(source, past_stop=past_stop)]
     assert stream.read_bytes < 2.5 * len(content)
     assert records == sorted({*records}), "every piece once"

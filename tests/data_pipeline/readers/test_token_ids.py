@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import hashlib
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -16,15 +17,13 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers import (
     IdRules,
-    InputFile,
     Record,
     Reject,
     find_files,
     read_text_chunks,
     scan_ranges,
 )
-from data_pipeline.readers.id_arrays import IdDocument, text_of_document
-from data_pipeline.readers.ids import text_of_value
+from data_pipeline.readers.ids import IdDocument, text_of_document, text_of_value
 from data_pipeline.readers.records import BadRecordError
 from data_pipeline.readers.source import Source
 from tests.data_pipeline.readers.id_inputs import (
@@ -88,7 +87,7 @@ def test_any_ranges_give_the_documents_of_the_whole_file(
 def test_the_rows_of_an_array_of_two_dimensions_are_documents(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.array([[0, 5, 6], [7, 8, 0], [0, 9, 0], [0, 0, 0]], ">i4"))
     file = one_file(tmp_path / "in.npy", "ids", RULES)
-    assert file.rereadable
+    assert not file.is_spilled
     for unit_bytes in (1, 7, 12, 1000):
         assert texts(read(file, unit_bytes=unit_bytes)) == ["5 6", "7 8", "9", ""]
 
@@ -130,8 +129,7 @@ def test_a_document_in_chunks_is_that_of_its_whole_array(
     ids: list[int], cut: int, padding: int | None
 ) -> None:
     rules = replace(RULES, padding=padding)
-    file = InputFile("in", "in", "bin", "", 0, ids=rules)
-    source = Source(file, None, 0, 1, "ids")  # type: ignore[arg-type]
+    source = Source(io.BytesIO(), "in", "ids", ids=rules)
     document = IdDocument(source, offset=100, line=1)
     array = np.array(ids, "<u2")
     for start in range(0, len(ids), cut):
@@ -153,7 +151,7 @@ def test_a_document_in_chunks_is_that_of_its_whole_array(
 
 def test_a_long_document_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_pipeline.readers.source.HELD_BYTES", 2**12)
-    monkeypatch.setattr("data_pipeline.readers.id_arrays.CHUNK_BYTES", 2**10)
+    monkeypatch.setattr("data_pipeline.readers.ids.CHUNK_BYTES", 2**10)
     num_ids = 2**13 + 3
     np.full(num_ids, 400, "<u2").tofile(tmp_path / "in.bin")
     file = one_file(tmp_path / "in.bin", "ids", RULES)

@@ -109,7 +109,7 @@ class TrainingData:
         except ValueError as error:
             raise ConfigError(f"model, with the vocabulary of {directory}: {error}") from None
         evaluation = _evaluation(config, corpora)
-        plan = phase.plan(tgt_len=config.data.tgt_len)
+        plan = phase.plan(tgt_len=config.data.tgt_len, num_turns=config.data.num_turns)
         plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
         _require_segment_fits(plan, rows=config.data.rows)
         if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
@@ -143,7 +143,7 @@ class TrainingData:
 
     def plan_of(self, phase: Phase) -> LanePlan:
         """The lanes of a phase of these corpora."""
-        return phase.plan(tgt_len=self.plan.tgt_len)
+        return phase.plan(tgt_len=self.plan.tgt_len, num_turns=self.plan.num_turns)
 
     def source_of(self, phase: Phase, config: RunConfig) -> TokenSource | MixedSource:
         """The tokens of a phase of these corpora. Raises DataError for damaged shard indexes."""

@@ -111,7 +111,7 @@ class LearningCheck(Observer):
         )
 
     def report(self, state: TrainState, values: Values) -> None:
-        if warning := self.warning(state.tokens, LossSums(*state.unreported)):
+        if warning := self.warning(state.tokens, state.unreported_sums):
             log.warning("learning | WARNING: %s", warning)
 
     def warning(self, tokens: int, sums: LossSums) -> str | None:

@@ -36,7 +36,7 @@ def resolve_duration(config: RunConfig, plan: LanePlan) -> RunConfig:
         # Of one lane: the last tokens of an epoch, fewer than lanes, are not read.
         # As the decimal number that was written: 0.07 of 100 tokens are 7, not 7.000000000000001.
         lane_tokens = Fraction(str(training.num_epochs)) * plan.lane_tokens
-        num_steps = max(1, math.ceil(lane_tokens / plan.tgt_len)) * config.data.num_turns
+        num_steps = max(1, math.ceil(lane_tokens / plan.tgt_len)) * plan.num_turns
     assert num_steps is not None
     # Not validated again: num_steps may be set together with the setting that it was computed from.
     training = training.model_copy(update={"num_steps": num_steps})

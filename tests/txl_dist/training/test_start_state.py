@@ -2,8 +2,7 @@
 
 import pytest
 
-from txl_dist.training.start_state import count_tokens
-from txl_dist.training.state import CorpusEntry, Phase, TrainState, phases_from
+from txl_dist.training.state import CorpusEntry, Phase, TrainState, count_tokens, phases_from
 
 
 def phase(num_lanes: int, **fields: object) -> Phase:
@@ -29,7 +28,7 @@ def continued(**fields: object) -> Phase:
 )
 def test_lost_and_repeated_tokens_are_counted(after: Phase, lost: int, twice: int) -> None:
     state = TrainState(position=3, tokens=6, phases=(phase(2), after))
-    count = count_tokens((phase(2),), state)
+    count = count_tokens((phase(2),), state, after.plan())
     assert (count.lost, count.twice, count.targets_missing) == (lost, twice, 0)
     assert count.line.startswith(f"tokens lost by this resume {lost}, read twice {twice} | ")
 
@@ -41,13 +40,13 @@ def test_a_new_number_of_lanes_continues_the_epoch() -> None:
 
 def test_targets_that_were_not_trained_on_are_counted() -> None:
     state = TrainState(position=3, tokens=4, phases=(phase(2),))
-    assert count_tokens((phase(2),), state).targets_missing == 2
+    assert count_tokens((phase(2),), state, phase(2).plan()).targets_missing == 2
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_targets_of_lanes_that_are_a_segment_ahead_count(turn: int) -> None:
     """Five lanes of four tokens each; all have read two, and those of earlier turns a third."""
-    plan = phase(5)
+    phases = (phase(5),)
     tokens = 5 * 2 + sum(len(range(earlier, 5, 3)) for earlier in range(turn))
-    state = TrainState(position=2, turn=turn, tokens=tokens, phases=(plan,))
-    assert count_tokens((plan,), state, tgt_len=1, num_turns=3).targets_missing == 0
+    state = TrainState(position=2, turn=turn, tokens=tokens, phases=phases)
+    assert count_tokens(phases, state, phases[0].plan(num_turns=3)).targets_missing == 0

@@ -18,7 +18,6 @@ from data_pipeline.shards.manifest import (
 )
 from data_pipeline.shards.shard_files import FrameCache
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
-from data_pipeline.streams.cursor import unigram_entropy
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
 from data_pipeline.streams.order import Ordering
@@ -150,17 +149,6 @@ class TrainingData:
         split = config.data.train_split
         sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
         return mixed_source(phase, sources, ordering=config.data.ordering, seed=config.seed)
-
-    def unigram_entropy(self, phase: Phase, split: str) -> float:
-        """Entropy of the frequencies of tokens in a phase, in nats per token.
-
-        Reads a sample of tokens. Raises DataError for damaged shards.
-        """
-        return unigram_entropy(
-            [corpus.open(split) for corpus in self.corpora],
-            [phase.shares[corpus.name] for corpus in self.corpora],
-            vocab_size=self.vocabulary.vocab_size,
-        )
 
 
 def _require_segment_fits(plan: LanePlan, *, rows: int) -> None:

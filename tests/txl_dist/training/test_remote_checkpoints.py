@@ -25,8 +25,8 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.events import read_events
 from txl_dist.runtime.world import World
-from txl_dist.training.goodput import WallTime
 from txl_dist.training.build import build_trainer
+from txl_dist.training.goodput import WallTime
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 

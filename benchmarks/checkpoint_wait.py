@@ -27,11 +27,11 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from txl_dist.config.config_file import load_run_config
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World
-from txl_dist.training.context import open_inputs
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 MODEL = (
@@ -81,7 +81,7 @@ def build(folder: Path, stack: ExitStack, arguments: argparse.Namespace) -> Trai
     job = TrainJob(config=load_run_config(CONFIG, list(overrides)))
     directory = RunDirectory(job.run_path)
     directory.create()
-    return build_trainer(open_inputs(job, World(0, 1), directory, stack))
+    return build_trainer(Start.open(job, World(0, 1), directory, stack))
 
 
 class Timing:
@@ -93,7 +93,7 @@ class Timing:
         """Begin and end."""
         self.writes: list[tuple[float, float]] = []
         saver: Any = trainer.saver
-        step, save, write = trainer._step, saver.save, saver._write
+        step, save, write = trainer._compute, saver.save, saver._write
 
         def timed(function: Any, times: list[tuple[float, float]]) -> Any:
             def call(*args: Any) -> Any:
@@ -109,7 +109,7 @@ class Timing:
             save(*args)
             self.blocked_seconds.append(time.perf_counter() - start)
 
-        trainer._step = timed(step, self.steps)  # type: ignore[method-assign]
+        trainer._compute = timed(step, self.steps)  # type: ignore[method-assign]
         saver._write = timed(write, self.writes)
         saver.save = timed_save
 

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from training_step import OLD, TrainingStep, zipf_segment
 
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.batches import Batch
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.named_configs import named_configs
 from txl_dist.config.run_config import Precision, RunConfig
@@ -45,11 +45,12 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE, synchronize
 from txl_dist.runtime.world import World
+from txl_dist.training.batches import DeviceBatch
 from txl_dist.training.compilation import compile_model
 from txl_dist.training.cuda_graphs import record_layers
 from txl_dist.training.engine import create_engine
 from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
-from txl_dist.training.step import DeviceSegment, TrainStep
+from txl_dist.training.step import TrainStep
 
 # Shapes: B lanes, T segment tokens, M memory tokens
 
@@ -256,19 +257,30 @@ def _step_of_a_run(row: GpuRow, model: BenchModel, settings: Settings) -> Callab
         compile_model(network, settings.device)
     if settings.cuda_graphs:
         record_layers(network, settings.device)
+    lanes = range(row.num_lanes)
     shape: Any = {"num_micro_batches": 1, "micro_batch_rows": row.num_lanes}
     run = model.run.model_copy(update={"precision": settings.precision})
     step = TrainStep(
-        create_engine(network, run, world, **shape), world, lanes=range(row.num_lanes), seed=0,
+        create_engine(network, run, world, **shape), world, lanes_in_turns=[lanes], seed=0,
         byte_counts_V=np.ones(config.num_ids), **shape,
     )  # fmt: skip
     segment_shape = row.num_lanes, row.tgt_len
     input_BT, target_BT = (x.numpy() for x in zipf_segment(config.num_ids, segment_shape))
     age_BT = np.full(segment_shape, OLD, dtype=np.int32)
-    segment = DeviceSegment.of(Segment(input_BT, target_BT, age_BT, OLD, OLD), settings.device)
-    options: Any = {"num_targets": target_BT.size, "lr": 1e-4, "check": lambda sums, norm: None}
+    batch = DeviceBatch.of(
+        Batch(
+            input_BT, target_BT, age_BT, position=OLD, next_position=OLD, lanes=lanes,
+            num_targets=target_BT.size, turn=0, next_turn=0,
+        ),
+        settings.device,
+    )  # fmt: skip
     numbers = itertools.count(1)
-    return lambda: step(segment, step=next(numbers), **options)
+
+    def train() -> object:
+        computed = step.compute(batch, step=next(numbers))
+        return step.update(computed, lr=1e-4, check=lambda sums, norm: None)
+
+    return train
 
 
 def _median_seconds(step: Callable[[], object], settings: Settings) -> float:

@@ -13,7 +13,7 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,16 @@ import torch
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.batches import Batch
 from txl_dist.config.config_file import load_run_config
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World
-from txl_dist.training.context import open_inputs
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 LIMIT_PERCENT = 5.0
@@ -42,7 +42,7 @@ Parts = dict[str, list[float]]
 
 
 class BareStep:
-    """One step in plain torch, on a given segment."""
+    """One step in plain torch, on a given batch."""
 
     def __init__(self, trainer: Trainer, parts: Parts) -> None:
         optimizer, model = trainer.config.optimizer, trainer.step.engine.model
@@ -53,8 +53,8 @@ class BareStep:
         self.memory: Any = self.model.empty_memory(trainer.config.data.num_lanes)
         self.clipping, self.parts = optimizer.gradient_clipping, parts
 
-    def __call__(self, segment: Segment) -> None:
-        columns = (segment.input, segment.target, segment.age)
+    def __call__(self, batch: Batch) -> None:
+        columns = (batch.input, batch.target, batch.age)
         inputs = [torch.from_numpy(column) for column in columns]
         with timed(self.parts, "forward"):
             nats_BT, self.memory = self.model(*inputs, self.memory)
@@ -80,27 +80,24 @@ class timed:  # noqa: N801 - reads like a function
 
 
 class Alternation:
-    """The segments of a run. Asking for one ends a step of the run; then a bare step follows."""
+    """Reads the batches of a run. A read ends a step of the run; then a bare step follows."""
 
-    def __init__(self, segments: Iterator[Segment], bare: BareStep, parts: Parts) -> None:
-        self.segments, self.bare, self.parts = segments, bare, parts
-        self.segment: Segment | None = None
+    def __init__(self, read: Callable[[], Batch], bare: BareStep, parts: Parts) -> None:
+        self.original, self.bare, self.parts = read, bare, parts
+        self.batch: Batch | None = None
         self.ours: list[float] = []
         self.bare_seconds: list[float] = []
 
-    def __iter__(self) -> "Alternation":
-        return self
-
-    def __next__(self) -> Segment:
-        if self.segment is not None:
+    def read(self) -> Batch:
+        if self.batch is not None:
             self.ours.append(time.perf_counter() - self.start)
             start = time.perf_counter()
-            self.bare(self.segment)
+            self.bare(self.batch)
             self.bare_seconds.append(time.perf_counter() - start)
         self.start = time.perf_counter()
         with timed(self.parts, "data"):
-            self.segment = next(self.segments)
-        return self.segment
+            self.batch = self.original()
+        return self.batch
 
 
 def main() -> None:
@@ -134,7 +131,7 @@ def measure(folder: Path, num_steps: int, overrides: list[str]) -> None:
     with ExitStack() as stack:
         directory = RunDirectory(config.run_path)
         directory.create()
-        trainer = build_trainer(open_inputs(TrainJob(config=config), World(0, 1), directory, stack))
+        trainer = build_trainer(Start.open(TrainJob(config=config), World(0, 1), directory, stack))
         engine = trainer.step.engine
         for owner, name, part in (
             (engine, "forward", "forward"),
@@ -143,8 +140,8 @@ def measure(folder: Path, num_steps: int, overrides: list[str]) -> None:
             (trainer.observers, "line", "report, every tenth step"),
         ):
             setattr(owner, name, with_timer(getattr(owner, name), ours, part))
-        alternation = Alternation(trainer.segments, BareStep(trainer, bare), ours)
-        trainer.segments = alternation
+        alternation = Alternation(trainer.batches.read, BareStep(trainer, bare), ours)
+        trainer.batches.read = alternation.read  # type: ignore[method-assign]
         trainer.run()
     print_tables(alternation, ours, bare)
 

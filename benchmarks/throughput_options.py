@@ -14,7 +14,6 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.batches import Batch
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 OPTIONS: dict[str, list[str]] = {
@@ -81,10 +80,10 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     from txl_dist.config.config_file import load_run_config
     from txl_dist.runtime.process import keep_freed_memory
     from txl_dist.runtime.world import World
-    from txl_dist.training.context import open_inputs
+    from txl_dist.training.build import build_trainer
     from txl_dist.training.job import TrainJob
     from txl_dist.training.run_directory import RunDirectory
-    from txl_dist.training.setup import build_trainer
+    from txl_dist.training.start import Start
 
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -105,17 +104,18 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     started: list[float] = []
     peaks: list[float] = []
 
-    def observed(segments: Iterator[Segment]) -> Iterator[Segment]:
-        for segment in segments:
-            started.append(time.perf_counter())
-            peaks.append(kib("VmHWM"))  # before the checkpoint at the end of the run
-            yield segment
+    def observed() -> Batch:
+        batch = read()
+        started.append(time.perf_counter())
+        peaks.append(kib("VmHWM"))  # before the checkpoint at the end of the run
+        return batch
 
     with ExitStack() as stack:
         directory = RunDirectory(config.run_path)
         directory.create()
-        trainer = build_trainer(open_inputs(TrainJob(config=config), World(0, 1), directory, stack))
-        trainer.segments = observed(trainer.segments)
+        trainer = build_trainer(Start.open(TrainJob(config=config), World(0, 1), directory, stack))
+        read = trainer.batches.read
+        trainer.batches.read = observed  # type: ignore[method-assign]
         trainer.run()
     seconds = [end - start for start, end in pairwise(started)][WARM_UP_STEPS:]
     return statistics.median(seconds), (peaks[-1] - before) / 1024

@@ -6,4 +6,5 @@ lanes.py           which tokens each lane and each rank reads
 cursor.py          reads tokens and their ages at any position of an epoch's order
 segments.py        cuts the segments of some lanes: tokens, targets and ages
 segment_stream.py  the segments of one rank, prefetched by a thread; source of a WebDataset pipeline
+batches.py         the rows that a step reads: the last stage of that pipeline
 """

@@ -5,15 +5,12 @@ Tokens are read in chunks. With shuffled documents a chunk is a whole block; oth
 never read as a whole. A cursor keeps one chunk and returns ranges inside it without a copy. A jump
 to any position reads one chunk.
 
-The unigram entropy of tokens is here too: the loss of a model that knows how frequent tokens are.
-
 `shard_reader.py` reads the tokens of a block, `order.py` defines which block follows, and
 `lanes.py` defines the range that a lane needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -182,39 +179,3 @@ def rising_ages(first: int, stop: int) -> NDArray[np.int32]:
     if stop <= MAX_AGE:
         return np.arange(first, stop, dtype=np.int32)
     return np.minimum(np.arange(first, stop), MAX_AGE).astype(np.int32)
-
-
-# --- unigram entropy ------------------------------------------------------------------------------
-
-
-SAMPLE_TOKENS, SAMPLE_RANGES = 1 << 22, 32
-"""Of a larger split, this many tokens are read, in evenly spaced ranges."""
-
-
-def unigram_entropy(
-    sources: Sequence[TokenSource], shares: Sequence[float], *, vocab_size: int
-) -> float:
-    """The entropy of the token frequencies, in nats per token.
-
-    Source i gives the share `shares[i]` of all tokens; the shares add up to 1. Exact for sources
-    of at most `SAMPLE_TOKENS`. A sample of a larger one misses rare tokens, so the result is
-    slightly too low if the vocabulary is large.
-    """
-    frequency_V = np.zeros(vocab_size)
-    for source, share in zip(sources, shares, strict=True):
-        counts_V = _count_tokens(source, vocab_size)
-        frequency_V += share * counts_V / counts_V.sum()
-    frequency_V = frequency_V[frequency_V > 0]
-    return float(-(frequency_V * np.log(frequency_V)).sum())
-
-
-def _count_tokens(source: TokenSource, vocab_size: int) -> NDArray[np.int64]:
-    """Occurrences of each id in the sample of a source that has tokens, int64 [vocab_size]."""
-    order = EpochOrder.of(source.block_tokens, seed=0, epoch=0, ordering=ORDERINGS["none"])
-    num_ranges = SAMPLE_RANGES if order.num_tokens > SAMPLE_TOKENS else 1
-    range_tokens = min(order.num_tokens, SAMPLE_TOKENS) // num_ranges
-    counts_V, cursor = np.zeros(vocab_size, np.int64), LaneCursor()
-    for start in np.linspace(0, order.num_tokens - range_tokens, num_ranges, dtype=np.int64):
-        tokens, _, _ = cursor.read(source, order, int(start), int(start) + range_tokens)
-        counts_V += np.bincount(tokens, minlength=vocab_size)
-    return counts_V

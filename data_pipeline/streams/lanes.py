@@ -1,7 +1,7 @@
 """Lanes: which tokens each data-parallel rank reads, and in what order.
 
 A lane is one contiguous stream of tokens and one row of the global batch. (If steps read the lanes
-in turns, "step" means a round of turns here; `TrainState` has the turn.) In every lane, the
+in turns, "step" means a round of turns here; `batches.py` has the turns.) In every lane, the
 segment of step s + 1 starts at the token after the segment of step s, so the model's memory holds
 the layer inputs of the tokens directly before the segment, except at the start of a slice. With N
 tokens per epoch and L lanes (elsewhere L counts layers), each lane reads one slice of Q = N // L
@@ -42,7 +42,9 @@ Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2
 slices is `batchify` of the paper's code, here applied to every epoch and to any order.
 """
 
+import math
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -96,6 +98,8 @@ class LanePlan:
     """Number of the epoch that begins at `start`."""
     remainder: Remainder | None = None
     """The part of `first_epoch` that earlier phases have left; None: all of it."""
+    num_turns: int = 1
+    """Steps in which every lane is read once: each step reads every `num_turns`-th lane."""
 
     def __post_init__(self) -> None:
         if self.num_lanes < 1 or self.tgt_len < 1:
@@ -185,13 +189,13 @@ class LanePlan:
         )
 
     def rows_per_rank(self, num_ranks: int) -> int:
-        """Rows of every rank's batch, ceil(L / W), the same on all ranks.
+        """Rows of every rank's batch: ceil(L / W), divided by the number of turns, rounded up.
 
         A rank with one lane fewer masks its last row, so that all ranks compute the same number of
         micro-batches of the same shape. Raises ConfigError for more ranks than lanes.
         """
         self._require_lane_per_rank(num_ranks)
-        return -(-self.num_lanes // num_ranks)
+        return math.ceil(math.ceil(self.num_lanes / num_ranks) / self.num_turns)
 
     def _require_lane_per_rank(self, num_ranks: int) -> None:
         if num_ranks < 1:
@@ -226,21 +230,21 @@ class LanePlan:
         num_before = max(0, -(-(start - first_end) // self.lane_tokens))  # rounded up
         return range(first_end + num_before * self.lane_tokens, stop, self.lane_tokens)
 
-    def lanes_of_turn(self, turn: int, num_turns: int) -> range:
-        """The lanes that a step reads if steps read the lanes in turns: every `num_turns`-th one.
+    def lanes_of_turn(self, turn: int) -> range:
+        """The lanes that a step reads: every `num_turns`-th one.
 
         Every rank with at least `num_turns` lanes, which are consecutive, has one in each turn.
         """
-        return range(turn, self.num_lanes, num_turns)
+        return range(turn, self.num_lanes, self.num_turns)
 
-    def targets_in_step(self, position: int, turn: int = 0, num_turns: int = 1) -> int:
-        """Unmasked targets of the step at `position`, over its lanes of all ranks.
+    def lanes_in_turns(self, lanes: Iterable[int]) -> list[list[int]]:
+        """These lanes by the turn in which they are read."""
+        turns = range(self.num_turns)
+        return [[lane for lane in lanes if lane in self.lanes_of_turn(turn)] for turn in turns]
 
-        Known before the first micro-batch, so that every rank divides its loss sum by the same
-        number and no collective is needed to count targets.
-        """
-        lanes = self.lanes_of_turn(turn, num_turns)
-        return self.targets_between(position, position + self.tgt_len, lanes)
+    def targets_in_step(self, position: int, turn: int = 0) -> int:
+        """Unmasked targets of the step at `position`, over its lanes of all ranks."""
+        return self.targets_between(position, position + self.tgt_len, self.lanes_of_turn(turn))
 
     def targets_between(self, start: int, stop: int, lanes: range | None = None) -> int:
         """Unmasked targets at lane positions [start, stop), over `lanes` (None: all)."""

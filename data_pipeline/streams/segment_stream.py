@@ -1,6 +1,6 @@
 """SegmentStream: the endless stream of segments of one rank, prefetched by one thread.
 
-The source of a WebDataset pipeline:
+The source of a WebDataset pipeline, whose last stage makes the batches of training (`batches.py`):
 
     stream = SegmentStream(source, plan, lanes=plan.lanes_of_rank(rank, num_ranks), ...)
     for segment in wds.DataPipeline(stream, *stages): ...
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 
@@ -209,18 +209,3 @@ def _end_thread(thread: threading.Thread, channel: _Channel) -> None:
     channel.filled.put(ValueError("the segment stream was closed while it was read"))
     if thread is not threading.current_thread():  # the collector may run in the reading thread
         thread.join(CLOSE_TIMEOUT_SECONDS)
-
-
-Stage = Callable[[Iterable[Segment]], Iterable[Segment]]
-
-
-def segment_pipeline(stream: SegmentStream, *stages: Stage) -> Iterator[Segment]:
-    """Iterate `wds.DataPipeline(stream, *stages)`; a stage maps an iterable of segments to another.
-
-    A stage may change the content of segments, but not their number or order: the position of the
-    last segment that the pipeline returned is the run's reading state.
-    """
-    # Imported here: webdataset imports torch, which plain data commands do not need.
-    import webdataset as wds
-
-    return iter(wds.DataPipeline(stream, *stages))

@@ -61,6 +61,14 @@ class _Epoch(NamedTuple):
     source: TokenSource
     order: EpochOrder
 
+    @classmethod
+    def open(
+        cls, source: TokenSource | MixedSource, epoch: int, *, ordering: Ordering, seed: int
+    ) -> _Epoch:
+        source = source_of_epoch(source, epoch)
+        order = EpochOrder.of(source.block_tokens, seed=seed, epoch=epoch, ordering=ordering)
+        return cls(source, order)
+
 
 class SegmentReader:
     """Cuts segments of some lanes. Reading forwards is fast; a jump reads one chunk per lane."""
@@ -171,17 +179,11 @@ class SegmentReader:
     def _epochs_of(self, epoch_ranges: list[EpochRange]) -> list[_Epoch]:
         """The epoch of each part. Keeps only these, usually one, for the next call."""
         self._epochs = {
-            part.epoch: self._epochs.get(part.epoch) or self._open_epoch(part.epoch)
+            part.epoch: self._epochs.get(part.epoch)
+            or _Epoch.open(self._source, part.epoch, ordering=self._ordering, seed=self._seed)
             for part in epoch_ranges
         }
         return list(self._epochs.values())
-
-    def _open_epoch(self, epoch: int) -> _Epoch:
-        source = source_of_epoch(self._source, epoch)
-        order = EpochOrder.of(
-            source.block_tokens, seed=self._seed, epoch=epoch, ordering=self._ordering
-        )
-        return _Epoch(source, order)
 
 
 # --- the documents of lanes -----------------------------------------------------------------------
@@ -215,8 +217,7 @@ def documents_of_lanes(
     documents = []
     position = start
     for part in plan.epoch_ranges(start, stop):
-        tokens = source_of_epoch(source, part.epoch)
-        order = EpochOrder.of(tokens.block_tokens, seed=seed, epoch=part.epoch, ordering=ordering)
+        tokens, order = _Epoch.open(source, part.epoch, ordering=ordering, seed=seed)
         for lane in lanes:
             first_position = position
             for _, first, last, _ in plan.token_ranges(lane, part):

@@ -74,14 +74,14 @@ def test_rollback_ends_with_the_same_losses_on_one_and_two_ranks(
 
 def wait_for_the_sender(trainer: Any) -> None:
     """MLflow has all steps before the one that diverges, which a rollback takes back."""
-    roll_back, run = trainer.recovery.roll_back_step, trainer.config.run_path
+    roll_back, run = trainer.recovery.roll_back, trainer.config.run_path
 
-    def waiting(state: Any) -> Any:
+    def waiting(state: Any, error: Any) -> Any:
         if trainer.step.world.is_rank_zero:
             wait_until(lambda: _tracking(run).sent_step == 9, timeout_seconds=60)
-        return roll_back(state)
+        return roll_back(state, error)
 
-    trainer.recovery = _Replaced(trainer.recovery, roll_back_step=waiting)
+    trainer.recovery = _Replaced(trainer.recovery, roll_back=waiting)
 
 
 class _Replaced:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.streams.segments import Segment
 from tests.support.commands import children_of, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
@@ -30,7 +29,7 @@ from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.waiting import CollectiveWatch
 from txl_dist.runtime.world import World
-from txl_dist.training import rank, segment_source
+from txl_dist.training import batches, rank
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
@@ -132,12 +131,12 @@ def test_the_limit_reaches_the_gradients_at_every_stage(
 def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
     """Rank 1 needs 4 s for data of step 3 or to copy a checkpoint, or rank 0 8 s to write it."""
     write = Save.write_part
-    segment_pipeline = segment_source.segment_pipeline
+    pipeline = batches.pipeline
 
-    def slow_segments(*args: Any) -> Iterator[Segment]:
-        for number, segment in enumerate(segment_pipeline(*args), start=1):
+    def slow_batches(*args: Any) -> Iterator[Any]:
+        for number, batch in enumerate(pipeline(*args), start=1):
             time.sleep(4 if number == 3 and world.rank == 1 and slow == "data" else 0)
-            yield segment
+            yield batch
 
     def slow_snapshot(*args: Any) -> Snapshot:
         time.sleep(4 if world.rank == 1 and slow == "save" else 0)
@@ -150,7 +149,7 @@ def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
         write(save, staging, snapshot)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_source, "segment_pipeline", slow_segments)
+        patch.setattr(batches, "pipeline", slow_batches)
         patch.setattr("txl_dist.training.saving.Snapshot", slow_snapshot)
         patch.setattr(Save, "write_part", slow_write)
         patch.setattr(rank, "CollectiveWatch", partial(CollectiveWatch, notice_seconds=1.0))

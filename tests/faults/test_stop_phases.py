@@ -34,7 +34,7 @@ from txl_dist.checkpoint import copies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training import resume, segment_source
+from txl_dist.training import loading, resume
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
@@ -77,7 +77,7 @@ PHASES: dict[str, tuple[str, Any, str, Callable[..., bool]]] = {
     "first step": (START_UP, TrainStep, "_micro_batches", always),
     "later step": (LATER, TrainStep, "_micro_batches", lambda *_, step, **__: step == 9),
     "save": (LATER, CheckpointDirectory, "finish", lambda *arguments: arguments[-1] == 12),
-    "replay": (START_UP, segment_source, "fault_point", always),
+    "replay": (START_UP, loading, "fault_point", always),
     "upload": (LATER, copies, "fault_point", always),
 }
 """Phase -> whether a step is completed before it, and the function that blocks in it."""
@@ -189,7 +189,7 @@ def test_a_request_ends_an_upload_and_the_next_start_repeats_it(
 
 def train_some(world: World, job: TrainJob, *, num_steps: int) -> int:
     """Train `num_steps` steps of a longer run, which then fails."""
-    original = TrainStep.__call__
+    original = TrainStep.compute
 
     def failing(self: TrainStep, *args: Any, **options: Any) -> Any:
         if options["step"] > num_steps:
@@ -197,7 +197,7 @@ def train_some(world: World, job: TrainJob, *, num_steps: int) -> int:
         return original(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "__call__", failing)
+        patch.setattr(TrainStep, "compute", failing)
         return train(world, job)
 
 

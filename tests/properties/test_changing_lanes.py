@@ -21,8 +21,7 @@ from data_pipeline.streams.segments import IGNORED, SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource, numbered_sources
 from txl_dist.training.data import mixed_source
-from txl_dist.training.start_state import count_tokens
-from txl_dist.training.state import CorpusEntry, Phase, TrainState, phases_from
+from txl_dist.training.state import CorpusEntry, Phase, TrainState, count_tokens, phases_from
 
 quickly = examples(60)
 SEED = 5
@@ -203,10 +202,9 @@ def test_the_plan_computes_the_targets_of_a_step_before_it_is_read(run: Run) -> 
         for segment in run.reader(phase, leg).read(position, 2 * leg.num_steps):
             counted = int((segment.target != IGNORED).sum())
             assert plan.targets_in_step(segment.position) == counted
+            turns = replace(plan, num_turns=3)
             in_turns = [(segment.target[turn::3] != IGNORED).sum() for turn in range(3)]
-            assert in_turns == [
-                plan.targets_in_step(segment.position, turn, 3) for turn in range(3)
-            ]
+            assert in_turns == [turns.targets_in_step(segment.position, n) for n in range(3)]
 
 
 @quickly
@@ -237,7 +235,7 @@ def test_other_lanes_lose_no_token_and_the_same_lanes_begin_no_phase(run: Run) -
         if phase not in phases:
             before, phases = phases, (*phases, phase)
             state = TrainState(position=position, tokens=tokens, phases=phases)
-            count = count_tokens(before or phases, state)
+            count = count_tokens(before or phases, state, phase.plan())
             assert (count.lost, count.twice, count.targets_missing) == (0, 0, 0)
         stop = position + leg.num_steps * leg.tgt_len
         tokens += phase.plan().targets_between(position, stop)

@@ -8,13 +8,13 @@ from torch import nn
 
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.context import open_inputs
+from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.interface import Accept
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.observer import Observer
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 
 Fault = Callable[[Trainer], None]
@@ -36,7 +36,7 @@ def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, l
     directory.create()
     events: list[str] = []
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
+        trainer = build_trainer(Start.open(job, world, directory, stack))
         trainer.observers.all.append(Events(events))
         for fault in faults:
             fault(trainer)

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.batches import Batch
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import LiveBytes
 from txl_dist.model.transformer_xl import TransformerXL
@@ -102,24 +102,23 @@ def _measure(config: RunConfig, world: World, live: _LiveStep, num_steps: int) -
     step = TrainStep(
         engine,
         world,
-        lanes=range(rows * world.rank, rows * (world.rank + 1)),
+        lanes_in_turns=[range(rows * world.rank, rows * (world.rank + 1))],
         seed=config.seed,
         byte_counts_V=np.ones(config.model.vocab_size),
         memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
         num_micro_batches=num_micro_batches,
         micro_batch_rows=micro_batch_rows,
     )
-    num_targets = config.data.num_lanes * config.data.tgt_len
     seconds: list[float] = []
     peaks: list[int] = []
-    for number, segment in enumerate(_segments(config, rows, world.rank, num_steps), start=1):
+    for number, batch in enumerate(_batches(config, rows, world.rank, num_steps), start=1):
         gc.collect()  # cycles keep parts of the last step until Python happens to look for them
         world.barrier()
         live.reset_peak()
         live.num_bytes.clear()
         live.num_messages.clear()
         start = time.perf_counter()
-        step(segment, step=number, num_targets=num_targets, lr=1e-3, check=lambda *_: None)
+        step.update(step.compute(batch, step=number), lr=1e-3, check=lambda *_: None)
         seconds.append(time.perf_counter() - start)
         peaks.append(live.peak_bytes)
     return MeasuredSteps(
@@ -131,15 +130,19 @@ def _measure(config: RunConfig, world: World, live: _LiveStep, num_steps: int) -
     )
 
 
-def _segments(config: RunConfig, rows: int, rank: int, number: int) -> Iterator[Segment]:
+def _batches(config: RunConfig, rows: int, rank: int, number: int) -> Iterator[Batch]:
     """Random tokens, with a full memory."""
     tgt_len, random = config.data.tgt_len, np.random.default_rng(rank)
     for position in range(0, number * tgt_len, tgt_len):
         token_BT = random.integers(0, config.model.vocab_size, (rows, tgt_len), dtype=np.int64)
-        yield Segment(
+        yield Batch(
             input=token_BT,
             target=token_BT,
             age=np.full((rows, tgt_len), config.model.mem_len + tgt_len, dtype=np.int32),
             position=position,
             next_position=position + tgt_len,
+            lanes=range(rows * rank, rows * (rank + 1)),
+            num_targets=config.data.num_lanes * tgt_len,
+            turn=0,
+            next_turn=0,
         )

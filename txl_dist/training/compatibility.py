@@ -2,7 +2,7 @@
 
 There are three kinds of settings. Those that affect no number may differ freely. Those that change
 the trajectory, but for which weights and position stay valid, need `--allow-change KEY`; the memory
-is rebuilt if it does not fit (`segment_source.py`). All others define another model or another
+is rebuilt if it does not fit (`loading.py`). All others define another model or another
 token order, for which the checkpoint's weights or position would be wrong; they cannot change.
 """
 

@@ -18,7 +18,6 @@ from data_pipeline.shards.manifest import (
 )
 from data_pipeline.shards.shard_files import FrameCache
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
-from data_pipeline.streams.cursor import unigram_entropy
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
 from data_pipeline.streams.order import Ordering
@@ -109,7 +108,7 @@ class TrainingData:
         except ValueError as error:
             raise ConfigError(f"model, with the vocabulary of {directory}: {error}") from None
         evaluation = _evaluation(config, corpora)
-        plan = phase.plan(tgt_len=config.data.tgt_len)
+        plan = phase.plan(tgt_len=config.data.tgt_len, num_turns=config.data.num_turns)
         plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
         _require_segment_fits(plan, rows=config.data.rows)
         if num_ranks > (rows := config.data.lanes_per_step or num_ranks):
@@ -143,23 +142,12 @@ class TrainingData:
 
     def plan_of(self, phase: Phase) -> LanePlan:
         """The lanes of a phase of these corpora."""
-        return phase.plan(tgt_len=self.plan.tgt_len)
+        return phase.plan(tgt_len=self.plan.tgt_len, num_turns=self.plan.num_turns)
 
     def source_of(self, phase: Phase, config: RunConfig) -> TokenSource | MixedSource:
         """The tokens of a phase of these corpora. Raises DataError for damaged shard indexes."""
         sources = {corpus.manifest.digest: corpus.open(TRAIN_SPLIT) for corpus in self.corpora}
         return mixed_source(phase, sources, ordering=config.data.ordering, seed=config.seed)
-
-    def unigram_entropy(self, phase: Phase) -> float:
-        """Entropy of the frequencies of tokens in a phase, in nats per token.
-
-        Reads a sample of tokens. Raises DataError for damaged shards.
-        """
-        return unigram_entropy(
-            [corpus.open(TRAIN_SPLIT) for corpus in self.corpora],
-            [phase.shares[corpus.name] for corpus in self.corpora],
-            vocab_size=self.vocabulary.vocab_size,
-        )
 
 
 def _require_segment_fits(plan: LanePlan, *, rows: int) -> None:

@@ -14,12 +14,17 @@ warm-up: the loss stays at the unigram entropy of the data, a little lower at ea
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from data_pipeline.shards.shard_reader import TokenSource
+from data_pipeline.streams.cursor import read_range
+from txl_dist.config.data_config import TRAIN_SPLIT
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.data import TrainingData
@@ -31,6 +36,8 @@ MIN_TOKENS, MIN_STEPS, TOKENS_PER_ID = 250_000, 500, 100
 CLEARLY_BELOW = 0.92
 """A loss below this part of the entropy is clearly below it. The parts of a text differ by a few
 percent: a run that learned nothing ended at 0.95."""
+SAMPLE_TOKENS, SAMPLE_RANGES = 1 << 22, 32
+"""Of a larger split, this many tokens are read for the entropy, in evenly spaced ranges."""
 AVERAGED = 0.2
 """Part of the tokens before the verdict whose losses are averaged."""
 
@@ -98,7 +105,12 @@ class LearningCheck(Observer):
         after_tokens = tokens_before_check(config, vocab_size=data.vocabulary.vocab_size)
         if after_tokens is None:
             return None
-        entropy = data.unigram_entropy(state.phases[-1])
+        shares = state.phases[-1].shares
+        entropy = unigram_entropy(
+            [corpus.open(TRAIN_SPLIT) for corpus in data.corpora],
+            [shares[corpus.name] for corpus in data.corpora],
+            vocab_size=data.vocabulary.vocab_size,
+        )
         return cls(config, entropy, after_tokens, is_done=state.tokens >= after_tokens)
 
     def start(self, state: TrainState) -> None:
@@ -111,7 +123,7 @@ class LearningCheck(Observer):
         )
 
     def report(self, state: TrainState, values: Values) -> None:
-        if warning := self.warning(state.tokens, LossSums(*state.unreported)):
+        if warning := self.warning(state.tokens, state.unreported_sums):
             log.warning("learning | WARNING: %s", warning)
 
     def warning(self, tokens: int, sums: LossSums) -> str | None:
@@ -143,3 +155,25 @@ def tokens_before_check(config: RunConfig, *, vocab_size: int) -> int | None:
     # Shortly before the end of a shorter run: fewer targets are trained than tokens are read.
     num_tokens = min(num_tokens, config.tokens_after(0) * 9 // 10)
     return num_tokens if num_tokens >= MIN_TOKENS else None
+
+
+def unigram_entropy(
+    sources: Sequence[TokenSource], shares: Sequence[float], *, vocab_size: int
+) -> float:
+    """The entropy of the token frequencies, in nats per token.
+
+    Source i gives the share `shares[i]` of all tokens; the shares add up to 1. Exact for sources
+    of at most `SAMPLE_TOKENS`. A sample of a larger one misses rare tokens, so the result is
+    slightly too low if the vocabulary is large.
+    """
+    frequency_V = np.zeros(vocab_size)
+    for source, share in zip(sources, shares, strict=True):
+        num_tokens, counts_V = int(source.block_tokens.sum()), np.zeros(vocab_size, np.int64)
+        num_ranges = SAMPLE_RANGES if num_tokens > SAMPLE_TOKENS else 1
+        range_tokens = min(num_tokens, SAMPLE_TOKENS) // num_ranges
+        for start in np.linspace(0, num_tokens - range_tokens, num_ranges, dtype=np.int64):
+            tokens, _ = read_range(source, int(start), int(start) + range_tokens)
+            counts_V += np.bincount(tokens, minlength=vocab_size)
+        frequency_V += share * counts_V / counts_V.sum()
+    frequency_V = frequency_V[frequency_V > 0]
+    return float(-(frequency_V * np.log(frequency_V)).sum())

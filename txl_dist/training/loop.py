@@ -1,72 +1,77 @@
-"""The training loop: the order of events of a run.
+"""The training loop: the order of events of a run, in `Trainer.run`.
 
-    segment -> step (diverged? -> skip or rollback) -> state -> line -> checkpoint -> stop?
-            -> evaluation -> score
+    read -> compute -> (diverged? -> skip or rollback) -> record -> save -> evaluate -> stop?
 
 A rollback, also one because of a save or an evaluation, ends the events of its step, and the loop
 continues at the older step.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, observers report (`observer.py`), `saving.py` writes checkpoints,
-and `setup.py` creates these parts.
+`recovery.py` returns to them, and `build.py` creates these parts.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import astuple, dataclass
+from typing import Any, NoReturn, Protocol
 
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.batches import Batch
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
-from txl_dist.runtime.activity import Activity, Span
+from txl_dist.evaluation.scores import LossSums
+from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
+from txl_dist.training.batches import Batches
 from txl_dist.training.observer import Observers
-from txl_dist.training.recovery import Recovery
+from txl_dist.training.recovery import BadScoreError, Recovery
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
-from txl_dist.training.scores import Evaluate, ScoreTable
-from txl_dist.training.segment_source import SegmentSource
-from txl_dist.training.state import TrainState, after_step
+from txl_dist.training.scores import ScoreTable, StepScore
+from txl_dist.training.state import LastUpdate, TrainState
 from txl_dist.training.step import StepResult, TrainStep
 
 
-class RolledBackError(Exception):
-    """Ends the events of a step after a rollback. Never leaves the loop."""
+class Evaluate(Protocol):
+    """Scores a split with the weights of all ranks. Collective.
 
-    def __init__(self, state: TrainState) -> None:
-        super().__init__(state)
-        self.state = state
+    Returns the score of the weights of `state`, or None on all ranks if `stop` is true on any.
+    """
+
+    def __call__(self, state: TrainState, *, stop: object) -> StepScore | None: ...
+
+
+@dataclass
+class Evaluation:
+    """The evaluation of a run by its ranks."""
+
+    score: Evaluate | None
+    """None: the ranks evaluate nothing."""
+    table: ScoreTable | None
+    """On rank 0; also of scores by `txl eval --watch`."""
+    is_pending: bool
+    """Whether the ranks have to evaluate the current weights before the next step."""
 
 
 @dataclass(kw_only=True)
 class Trainer:
     """One rank's part of a run.
 
-    These calls are collective, so all ranks must make them at the same event: `step`, `evaluate`,
-    `recovery.roll_back_*`, of `saver` save, wait, wait_after and finish, and of `observers` start
-    and step. All others are local to the rank.
+    These calls are collective, so all ranks must make them at the same event: those of `step` and
+    `evaluation`, `recovery.roll_back`, of `saver` save, wait, wait_after and finish, and of
+    `observers` start and step. All others are local to the rank.
     """
 
     config: RunConfig
     state: TrainState
-    source: SegmentSource
-    segments: Iterator[Segment]
-    """Those of `source` from the position of `state` on."""
+    batches: Batches
+    """Those from `state` on."""
     step: TrainStep
-    recovery: Recovery
     observers: Observers
     saver: RunSaver
+    evaluation: Evaluation
+    recovery: Recovery
     stop: StopRequest
-    evaluate: Evaluate | None
-    """None: the ranks evaluate nothing."""
-    scores: ScoreTable | None
-    """On rank 0."""
-    evaluation_is_pending: bool = False
-    """The ranks have to evaluate the weights of `state` before the next step."""
-    _segment: Segment | None = field(default=None, init=False)
-    """The newest one."""
 
     def run(self) -> TrainState:
         """Train to the last step, save, and return the final state.
@@ -75,10 +80,56 @@ class Trainer:
         run (that step is not saved), and PreemptedError after a stop request, once the state is
         saved.
         """
+        training, num_steps = self.config.training, self.config.num_steps
+        with self._observed():
+            while True:
+                try:
+                    if self.evaluation.is_pending:
+                        self._evaluate()
+                    if self.state.step >= num_steps:
+                        self.saver.confirm()
+                        self._finish_saving(require_copies=True)
+                        return self.state
+
+                    batch = self._read()
+                    result = self._compute(batch)
+
+                    # Before anything that can raise: a running save may find the same bad weights.
+                    if result.event is not None:
+                        self.state = self.recovery.record(self.state, batch, result)
+                    if "save_failed" in result.raised:
+                        self.saver.wait()  # raises the error on every rank
+                    if result.is_update:
+                        # The step was accepted, so the checkpoint after the previous one is usable.
+                        self.saver.confirm()
+                    self.state = after_step(self.state, batch, result, self.config)
+                    self.observers.step(self.state, result)
+                    if self._is_due(training.log_interval_steps):
+                        self._write_line()
+
+                    self.evaluation.is_pending = self.evaluation.score is not None and self._is_due(
+                        self.config.evaluation.interval_steps
+                    )
+                    # Before the evaluation, which may take minutes: a kill would lose the save.
+                    is_due = self._is_due(training.checkpoint_interval_steps)
+                    if is_due or "save_due" in result.raised:
+                        self._save()
+
+                    # Agreed on by all ranks in the step's collective, so all stop after this step.
+                    has_work = self.state.step < num_steps or self.evaluation.is_pending
+                    if "stop" in result.raised and has_work:
+                        self._stop()
+                except DivergedError as error:
+                    self.state = self.recovery.roll_back(self.state, error)  # or raises an error
+                    self.evaluation.is_pending = False
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Tell the observers when the run starts, and how it ends."""
         is_complete = is_stopped = False
         self.observers.start(self.state)
         try:
-            self._train()
+            yield
             is_complete = True
         except PreemptedError:
             is_stopped = True
@@ -88,169 +139,133 @@ class Trainer:
             raise DivergedError(f"{cause}. {self.recovery.advice(self.state)}") from error
         finally:
             self.observers.end(self.state, is_complete=is_complete, is_stopped=is_stopped)
-        return self.state
-
-    def _train(self) -> None:
-        """All events, in their order."""
-        training, num_steps = self.config.training, self.config.num_steps
-        while True:
-            try:
-                if self.evaluation_is_pending:
-                    self._evaluate()
-                if self.state.step >= num_steps:
-                    self.saver.confirm()
-                    self._finish_saving(require_copies=True)
-                    return
-                segment = self._next_segment()
-                result = self._step(segment)
-                # Before anything that can raise: a running save may detect the same bad weights.
-                if result.event is not None:
-                    self._respond(segment, result)
-                if "save_failed" in result.raised:
-                    with self._finite_weights():
-                        self.saver.wait()  # raises the error on every rank
-                if result.is_update:
-                    # The step was accepted, so the checkpoint after the previous one is usable.
-                    self.saver.confirm()
-                self.state = after_step(self.state, segment, result, self.config)
-                self.observers.step(self.state, result)
-                if self._is_due(training.log_interval_steps):
-                    self._write_line()
-                self.evaluation_is_pending = self.evaluate is not None and self._is_due(
-                    self.config.evaluation.interval_steps
-                )
-                # Before the evaluation, which may take minutes: a stop would lose the checkpoint.
-                if self._is_due(training.checkpoint_interval_steps) or "save_due" in result.raised:
-                    self._save()
-                # Agreed on by all ranks in the step's collective, so all stop after the same step.
-                has_work = self.state.step < num_steps or self.evaluation_is_pending
-                if "stop" in result.raised and has_work:
-                    self._stop()
-            except RolledBackError as event:
-                self._continue_from(event.state)
-
-    @property
-    def _activity(self) -> Activity:
-        return self.step.world.activity
 
     def _is_due(self, interval_steps: int) -> bool:
         # A function of the step number only, so a resumed run has the same events.
         step = self.state.step
         return step % interval_steps == 0 or step == self.config.num_steps
 
-    def _next_segment(self) -> Segment:
-        self.observers.segment(self.state.step + 1)
-        self._activity.name = f"step {self.state.step + 1}"
-        self._activity.enter(Span.DATA_WAIT)
-        # The lanes of a segment may be read in turns, by several steps.
-        if self._segment is None or self._segment.position != self.state.position:
-            self._segment = next(self.segments)
-        segment = self._segment
-        self._activity.enter(Span.OTHER)
-        if self._activity.num_steps == 0:
+    def _read(self) -> Batch:
+        number, activity = self.state.step + 1, self.step.world.activity
+        self.observers.segment(number)
+        activity.name = f"step {number}"
+        activity.enter(Span.DATA_WAIT)
+        batch = self.batches.read()
+        activity.enter(Span.OTHER)
+        if activity.num_steps == 0:
             self.observers.event("first batch")
-        return segment
+        return batch
 
-    def _step(self, segment: Segment) -> StepResult:
-        number = self.state.step + 1
+    def _compute(self, batch: Batch) -> StepResult:
+        number, divergence = self.state.step + 1, self.state.divergence
         flags = {
             "stop": bool(self.stop),
             "save_due": self.saver.is_due,
             "save_failed": self.saver.has_failed,
             **self.observers.flags(),
         }
-        if number in self.state.divergence.skip_steps:
+        if number in divergence.skip_steps:
             self.observers.event("step %d is skipped: a rollback has excluded it", number)
             return self.step.skip(step=number, flags=flags)
-        result = self.step(
-            segment,
-            step=number,
-            turn=self.state.turn,
-            num_targets=self.source.plan.targets_in_step(
-                segment.position, self.state.turn, self.config.data.num_turns
-            ),
+        computed = self.step.compute(
+            batch, step=number, contiguous_from=self.state.contiguous_from, flags=flags
+        )
+        self.batches.prefetch()  # a GPU is busy with what was computed
+        result = self.step.update(
+            computed,
             lr=lr_at(number, self.config.optimizer, num_steps=self.config.num_steps),
-            check=lambda sums, norm: self.state.divergence.find_event(
+            check=lambda sums, norm: divergence.find_event(
                 self.config.divergence, step=number, sums=sums, gradient_norm=norm
             ),
-            contiguous_from=self.state.contiguous_from,
-            flags=flags,
         )
-        self._activity.end_step()
+        self.step.world.activity.end_step()
         return result
-
-    def _respond(self, segment: Segment, result: StepResult) -> None:
-        """Respond to a step that has diverged. Raises RolledBackError after a rollback."""
-        self.state = self.recovery.record(self.state, segment, result)
-        if self.config.divergence.policy == "rollback":
-            raise RolledBackError(self.recovery.roll_back_step(self.state))
-
-    def _continue_from(self, state: TrainState) -> None:
-        self._activity.enter(Span.OTHER)
-        self.state, self.evaluation_is_pending = state, False
-        self.segments, self._segment = self.source.open_at(state), None
 
     def _write_line(self) -> None:
         self.observers.line(self.state, {})
-        if self.state.unreported[1]:  # else the next line covers this step too
-            changes = {"unreported": (0.0, 0, 0), "unreported_steps": 0}
+        if self.state.unreported_sums.num_tokens:  # else the next line covers this step too
+            changes = {"unreported": astuple(LossSums()), "unreported_steps": 0}
             self.state = self.state.model_copy(update=changes)
 
     def _evaluate(self) -> None:
         """Score the weights of this step on all ranks."""
-        assert self.evaluate is not None
+        assert self.evaluation.score is not None
         fault_point("evaluation")
-        previous, step = self._activity.enter(Span.EVALUATION), self.state.step
-        score = self.evaluate(self.state, stop=self.stop)
-        self._activity.enter(previous)
+        activity, step = self.step.world.activity, self.state.step
+        previous = activity.enter(Span.EVALUATION)
+        score = self.evaluation.score(self.state, stop=self.stop)
+        activity.enter(previous)
         if score is None:
             self._stop()
         if score.nats is None:
-            error = DivergedError(score.reason)
-            raise RolledBackError(self.recovery.roll_back_weights(self.state, error, step))
-        self.evaluation_is_pending = False
+            raise BadScoreError(score.reason)
+        self.evaluation.is_pending = False
         # The file first: if this process is killed now, the next start writes the line.
-        gain = self.step.world.broadcast(self.scores and self.scores.add(score))
+        table = self.evaluation.table
+        gain = self.step.world.broadcast(table and table.add(score))
         self.observers.score(score, gain)
         if gain is not None and self.saver.saved_step != step:
             self._save()  # without a checkpoint at its step: save only the best ones
         if gain is not None:
             self.saver.mark_best()
 
-    @contextmanager
-    def _finite_weights(self) -> Iterator[None]:
-        """Around a wait for a save, which finds NaN and Inf in the weights."""
-        saved_step = self.saver.saved_step
-        try:
-            yield
-        except DivergedError as error:
-            assert saved_step is not None
-            state = self.recovery.roll_back_weights(self.state, error, saved_step)
-            raise RolledBackError(state) from error
-
     def _save(self) -> None:
-        previous = self._activity.enter(Span.SAVE_WAIT)
+        activity = self.step.world.activity
+        previous = activity.enter(Span.SAVE_WAIT)
         self.observers.save(self.state)
         # What `txl eval --watch` has scored since the last save.
-        for score, gain in self.scores.refresh() if self.scores else ():
+        table = self.evaluation.table
+        for score, gain in table.refresh() if table else ():
             self.observers.score(score, gain)
-        with self._finite_weights():
-            self.saver.save(self.state)
-        self._activity.enter(previous)
+        self.saver.save(self.state)
+        activity.enter(previous)
 
     def _finish_saving(self, *, require_copies: bool) -> None:
-        previous = self._activity.enter(Span.SAVE_WAIT)
-        with self._finite_weights():
-            self.saver.finish(require_copies=require_copies)
-        self._activity.enter(previous)
+        activity = self.step.world.activity
+        previous = activity.enter(Span.SAVE_WAIT)
+        self.saver.finish(require_copies=require_copies)
+        activity.enter(previous)
 
     def _stop(self) -> NoReturn:
         """Save and end the run, as requested by a signal or a stop file."""
         if self.saver.saved_step != self.state.step:
             self._save()
         self._finish_saving(require_copies=False)
-        pending = " It begins with the evaluation." if self.evaluation_is_pending else ""
+        pending = " It begins with the evaluation." if self.evaluation.is_pending else ""
         raise PreemptedError(
             f"stopped on request after step {self.state.step}; everything is saved. "
             f"The same command resumes from this step.{pending}"
         )
+
+
+def after_step(
+    state: TrainState, batch: Batch, result: StepResult, config: RunConfig
+) -> TrainState:
+    """The state after the step that has read `batch`.
+
+    A step that was skipped or rejected counts as a step, but not as an update.
+    """
+    changes: dict[str, Any] = {"step": state.step + 1, "turn": batch.next_turn}
+    if batch.next_turn == 0:
+        changes["position"] = batch.next_position
+    if result.is_update:
+        changes |= {
+            "tokens": state.tokens + result.sums.num_tokens,
+            "unreported": astuple(state.unreported_sums + result.sums),
+            "unreported_steps": state.unreported_steps + 1,
+            "last_update": LastUpdate(
+                step=state.step + 1,
+                gradient_norm=result.gradient_norm,
+                memory_valid=result.memory_valid,
+            ),
+            "divergence": state.divergence.with_accepted(
+                config.divergence, sums=result.sums, gradient_norm=result.gradient_norm
+            ),
+        }
+    else:
+        # The memory is that of the tokens before this batch: the next one must not attend to it.
+        changes |= {
+            "skipped_steps": state.skipped_steps + 1,
+            "contiguous_from": batch.next_position,
+        }
+    return state.model_copy(update=changes)

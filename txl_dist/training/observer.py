@@ -3,8 +3,9 @@
     start -> (segment -> step -> line -> save) ... -> end
                           score, rollback and event at any time
 
-The loop calls each method of all observers on every rank, in the order of their list. An observer
-that writes only on rank 0 exists only there. One with collectives exists on every rank, and uses
+The loop calls each method of all observers on every rank. No observer depends on the others: a
+value that one adds to a line is not read before `report`. An observer that writes only on rank 0
+exists only there. One with collectives exists on every rank, and uses
 `flags` to agree on the step after which they are called:
 
     class SlowStep(Observer):
@@ -16,7 +17,7 @@ that writes only on rank 0 exists only there. One with collectives exists on eve
                 ...
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from txl_dist.training.state import TrainState
@@ -82,32 +83,44 @@ class Observers(Observer):
     def flags(self) -> Mapping[str, bool]:
         return {name: flag for each in self.all for name, flag in each.flags().items()}
 
+    def start(self, state: TrainState) -> None:
+        for each in self.all:
+            each.start(state)
+
+    def segment(self, step: int) -> None:
+        for each in self.all:
+            each.segment(step)
+
+    def step(self, state: TrainState, result: "StepResult") -> None:
+        for each in self.all:
+            each.step(state, result)
+
     def line(self, state: TrainState, values: Values) -> None:
         for each in self.all:
             each.line(state, values)
         for each in self.all:
             each.report(state, values)
 
+    def save(self, state: TrainState) -> None:
+        for each in self.all:
+            each.save(state)
 
-def _of_all(name: str) -> Callable[..., None]:
-    """The method that calls the method `name` of all observers of a list."""
+    def score(self, score: "StepScore", gain: float | None) -> None:
+        for each in self.all:
+            each.score(score, gain)
 
-    def call(observers: Observers, *facts: Any, **more: Any) -> None:
-        for each in observers.all:
-            getattr(each, name)(*facts, **more)
+    def divergence(self, step: int, reason: str) -> None:
+        for each in self.all:
+            each.divergence(step, reason)
 
-    return call
+    def rollback(self, state: TrainState, reached_step: int) -> None:
+        for each in self.all:
+            each.rollback(state, reached_step)
 
+    def event(self, message: str, *values: Any) -> None:
+        for each in self.all:
+            each.event(message, *values)
 
-for _name in (
-    "start",
-    "segment",
-    "step",
-    "save",
-    "score",
-    "divergence",
-    "rollback",
-    "event",
-    "end",
-):
-    setattr(Observers, _name, _of_all(_name))
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        for each in self.all:
+            each.end(state, is_complete=is_complete, is_stopped=is_stopped)

@@ -16,11 +16,10 @@ from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.stop import StopDeadline, StopRequest
 from txl_dist.runtime.waiting import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.world import World
-from txl_dist.training.context import open_inputs
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
-from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 
 log = logging.getLogger("txl_dist.training")
@@ -61,8 +60,8 @@ def train_rank(
         log.info("rank %d is up", world.rank)
         with ExitStack() as stack:
             world.activity.reset()
-            trainer = build_trainer(open_inputs(job, world, directory, stack, stop=stop))
-            deadline.begin_steps(partial(_loss_of, trainer, directory.checkpoints))
+            trainer = build_trainer(Start.open(job, world, directory, stack, stop=stop))
+            deadline.begin_steps(lambda: describe_loss(trainer.state.step, directory.checkpoints))
             state = trainer.run()
         log.info("finished at step %d", state.step)
         return state
@@ -117,10 +116,6 @@ def _record_error(directory: RunDirectory, world: World, error: Exception) -> No
         directory.event_log.write("error", text, rank=rank)
     elif world.is_rank_zero:
         directory.event_log.write("rank_lost", text, rank=rank)
-
-
-def _loss_of(trainer: Trainer, checkpoints: CheckpointDirectory) -> str:
-    return describe_loss(trainer.state.step, checkpoints)
 
 
 def describe_loss(step: int, checkpoints: CheckpointDirectory) -> str:

@@ -16,23 +16,24 @@ ordinary loss, to compare them: RUN/events/divergence-step-NNNNNNNN-rank-R.json
 import json
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from data_pipeline.streams.segments import LaneDocument, Segment, documents_of_lanes
+from data_pipeline.streams.batches import Batch
+from data_pipeline.streams.segments import LaneDocument, documents_of_lanes
 from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.config.training_config import EVENT_STEPS
 from txl_dist.errors import DivergedError, TxlError
 from txl_dist.evaluation.scores import LossSums
-from txl_dist.training.context import RankContext
+from txl_dist.runtime.activity import Span
+from txl_dist.training.batches import Batches
+from txl_dist.training.loading import resume_at
 from txl_dist.training.observer import Observers
 from txl_dist.training.resume import newest_before
 from txl_dist.training.saving import RunSaver
-from txl_dist.training.start_state import resume_at
-from txl_dist.training.state import Phase, TrainState
+from txl_dist.training.start import Start
+from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult, TrainStep
 
 MAX_FILES = 100
@@ -41,37 +42,46 @@ MAX_FILES = 100
 log = logging.getLogger(__name__)
 
 
+class StepDivergedError(DivergedError):
+    """The step after a state has diverged; no rank has changed its weights. It is recorded."""
+
+
+class BadScoreError(DivergedError):
+    """The evaluation of the weights of a state finds that they are unusable."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Responds to events on one rank. Rollbacks are collective."""
+    """Responds to events on one rank."""
 
-    rank: RankContext
+    start: Start
     step: TrainStep
+    batches: Batches
     observers: Observers
     saver: RunSaver
 
-    def record(self, state: TrainState, segment: Segment, result: StepResult) -> TrainState:
-        """Write the event down; returns the state with it.
+    def record(self, state: TrainState, batch: Batch, result: StepResult) -> TrainState:
+        """Write the event of the step after `state` down; returns the state with it.
 
-        Raises DivergedError if the policy is `stop`, or if there were too many events.
+        Raises StepDivergedError unless the policy is `skip`, or after too many events.
         """
-        files = _Dump(self.rank, self.step.lanes).write(state, segment, result)
+        files = self._write_event(state, batch, result)
         facts = (
-            f"{result.event} (segment position {segment.position}, this rank's lanes "
-            f"{list(self.step.lanes)}); no rank has changed its weights. Losses and documents of "
+            f"{result.event} (segment position {batch.position}, this rank's lanes "
+            f"{self.step.lanes}); no rank has changed its weights. Losses and documents of "
             f"all lanes: {files}"
         )
+        self.observers.divergence(state.step + 1, facts)
+        if self.start.config.divergence.policy != "skip":
+            raise StepDivergedError(facts)
         return self._with_event(state, facts, step=state.step + 1)
 
     def _with_event(self, state: TrainState, facts: str, *, step: int) -> TrainState:
-        config = self.rank.config.divergence
-        self.observers.divergence(step, facts)
-        if config.policy == "stop":
-            raise DivergedError(facts)
+        config = self.start.config.divergence
         divergence = state.divergence.with_event(step=step)
         number = len(divergence.event_steps)
         if number > config.max_events:
-            raise DivergedError(
+            raise StepDivergedError(
                 f"{facts}. This is event {number} within {EVENT_STEPS} steps, "
                 f"more than divergence.max_events={config.max_events}"
             )
@@ -88,112 +98,106 @@ class Recovery:
         """What to do after a divergence that ends the run."""
         # Not the checkpoint of this step: resuming from it would produce the same numbers.
         last_update = state.divergence.last_update(state.step)
-        return divergence_advice(self.rank.config.run_path, before=last_update)
+        return divergence_advice(self.start.config.run_path, before=last_update)
 
-    def roll_back_step(self, state: TrainState) -> TrainState:
-        """Load the newest good checkpoint, after the step after `state` has diverged.
+    def roll_back(self, state: TrainState, error: DivergedError) -> TrainState:
+        """Return to the newest good checkpoint after `error`; the state to continue from.
 
-        Collective. Returns the state to continue from. Raises DivergedError if there is none.
+        `error` is of the step after `state`, of the evaluation of `state`, or of the newest save.
+        Collective. Raises it if the policy is not `rollback`, and DivergedError after too many
+        events, or if no checkpoint is good.
         """
-        step, last_update = state.step + 1, state.divergence.last_update(state.step)
-        return self._roll_back(
-            state,
-            f"step {step} has diverged",
-            last_update=last_update,
-            excluded={last_update, step},
-        )
-
-    def roll_back_weights(self, state: TrainState, error: DivergedError, step: int) -> TrainState:
-        """The same after the evaluation or the save of `step`, `state`'s or an earlier one.
-
-        Raises `error` if the policy is not `rollback`.
-        """
-        if self.rank.config.divergence.policy != "rollback":
-            self.observers.divergence(step, str(error))
+        world, cause = self.start.world, str(error)
+        world.activity.enter(Span.OTHER)
+        # The step after which the weights may be bad: a loss depends on the update before it.
+        weights_of = state.step
+        if not isinstance(error, StepDivergedError | BadScoreError):
+            assert self.saver.saved_step is not None
+            weights_of = self.saver.saved_step
+        is_step = isinstance(error, StepDivergedError)
+        if not is_step:
+            self.observers.divergence(weights_of, cause)
+        if self.start.config.divergence.policy != "rollback":
             raise error
-        last_update = state.divergence.last_update(step)
-        state = self._with_event(state, str(error), step=step)
-        return self._roll_back(state, str(error), last_update=last_update, excluded={last_update})
+        last_update = state.divergence.last_update(weights_of)
+        excluded = [last_update, state.step + 1] if is_step else [last_update]
+        state = self._with_event(state, cause, step=state.step + 1 if is_step else weights_of)
+        if is_step:
+            cause = f"step {state.step + 1} has diverged"
 
-    def _roll_back(
-        self, state: TrainState, cause: str, *, last_update: int, excluded: set[int]
-    ) -> TrainState:
-        world = self.rank.world
         world.activity.name = f"rollback after step {state.step}"
         self.saver.settle()  # a checkpoint may be being written
-        point = newest_before(last_update, self.rank.directory.checkpoints, world)
+        point = newest_before(last_update, self.start.directory.checkpoints, world)
         if point is None:
             raise DivergedError(
                 f"{cause}, and divergence.policy=rollback finds no checkpoint of a step before "
                 f"{last_update}, the last update of the weights. A lower "
                 "training.checkpoint_interval_steps would leave one"
             )
-        restored = resume_at(point, self.rank, self.step)
-        divergence = restored.divergence.model_copy(
-            update={
-                "event_steps": state.divergence.event_steps,
-                "skip_steps": tuple(
-                    sorted(
-                        {*restored.divergence.skip_steps, *state.divergence.skip_steps, *excluded}
-                    )
-                ),
-                "num_rollbacks": state.divergence.num_rollbacks + 1,
-            }
-        )
+        restored = resume_at(point, self.start, self.step, self.batches)
+        skip_steps = {*restored.divergence.skip_steps, *state.divergence.skip_steps, *excluded}
+        changes = {
+            "event_steps": state.divergence.event_steps,
+            "skip_steps": tuple(sorted(skip_steps)),
+            "num_rollbacks": state.divergence.num_rollbacks + 1,
+        }
+        divergence = restored.divergence.model_copy(update=changes)
         restored = restored.model_copy(update={"divergence": divergence})
         self.saver.rewind(restored)
         world.run_on_all(lambda: self.observers.rollback(restored, state.step))
         self.observers.event(
-            "returned from step %d to the checkpoint of step %d; the run continues without step%s",
+            "returned from step %d to the checkpoint of step %d; the run continues without %s %s",
             state.step,
             restored.step,
-            f"s {' and '.join(map(str, sorted(excluded)))}"
-            if len(excluded) > 1
-            else f" {last_update}",
+            "steps" if len(excluded) > 1 else "step",
+            " and ".join(map(str, excluded)),
         )
+        self.batches.open_at(restored)
         return restored
 
+    # --- the file of an event -------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class _Dump:
-    """Writes the files of one rank. Never raises for a disk or data that cannot be used."""
+    def _write_event(self, state: TrainState, batch: Batch, result: StepResult) -> str:
+        """Write this rank's file; returns the name for all ranks' files.
 
-    context: RankContext
-    lanes: Sequence[int]
-    """Lanes of this rank."""
-
-    def write(self, state: TrainState, segment: Segment, result: StepResult) -> str:
-        """Write the file of the step after `state`; returns the name for all ranks' files."""
+        Never raises for a disk or data that cannot be used.
+        """
+        folder, rank = self.start.directory.events, self.start.world.rank
         stem = f"divergence-step-{state.step + 1:08d}-rank-"
         try:
-            self.context.directory.events.mkdir(parents=True, exist_ok=True)
-            content = json.dumps(self._content(state, segment, result), indent=1)
-            write_file(
-                self.context.directory.events / f"{stem}{self.context.world.rank}.json",
-                content.encode() + b"\n",
-            )
-            for path in self._own_files()[:-MAX_FILES]:
+            folder.mkdir(parents=True, exist_ok=True)
+            content = json.dumps(self._content(state, batch, result), indent=1)
+            write_file(folder / f"{stem}{rank}.json", content.encode() + b"\n")
+            # Sorted by name, so by step.
+            for path in sorted(folder.glob(f"divergence-step-*-rank-{rank}.json"))[:-MAX_FILES]:
                 path.unlink()
         except OSError as error:
-            log.warning("%s cannot be written: %s", self.context.directory.events, error.strerror)
-        return str(self.context.directory.events / f"{stem}*.json")
+            log.warning("%s cannot be written: %s", folder, error.strerror)
+        return str(folder / f"{stem}*.json")
 
-    def _content(self, state: TrainState, segment: Segment, result: StepResult) -> dict[str, Any]:
-        sums, phase = result.sums, state.phases[-1]
-        parts = self.context.data.plan_of(phase).epoch_ranges(
-            segment.position, segment.next_position
-        )
+    def _content(self, state: TrainState, batch: Batch, result: StepResult) -> dict[str, Any]:
+        data, config, phase = self.start.data, self.start.config, state.phases[-1]
+        plan = data.plan_of(phase)
+        parts = plan.epoch_ranges(batch.position, batch.next_position)
         content: dict[str, Any] = {
             "step": state.step + 1,
             "event": result.event,
-            "position": segment.position,
+            "position": batch.position,
             "epochs": [part._asdict() for part in parts],
-            "loss": _mean(sums),
+            "loss": _mean(result.sums),
             "gradient_norm": _json(result.gradient_norm),
         }
         documents: list[LaneDocument] = []
         try:
-            documents = self._documents(phase, segment)
+            documents = documents_of_lanes(
+                data.source_of(phase, config),
+                plan,
+                lanes=list(result.lane_sums),
+                start=batch.position,
+                stop=batch.next_position,
+                ordering=config.data.ordering,
+                seed=config.seed,
+            )
         except (TxlError, OSError) as error:  # the event matters more than a list of documents
             content["documents_error"] = str(error)
         content["lanes"] = [
@@ -217,26 +221,6 @@ class _Dump:
             for lane, lane_sums in result.lane_sums.items()
         ]
         return content
-
-    def _documents(self, phase: Phase, segment: Segment) -> list[LaneDocument]:
-        """The documents of this rank's lanes. Raises TxlError or OSError for damaged data."""
-        return documents_of_lanes(
-            self.context.data.source_of(phase, self.context.config),
-            self.context.data.plan_of(phase),
-            lanes=self.lanes,
-            start=segment.position,
-            stop=segment.next_position,
-            ordering=self.context.config.data.ordering,
-            seed=self.context.config.seed,
-        )
-
-    def _own_files(self) -> list[Path]:
-        """This rank's files, oldest step first."""
-        return sorted(
-            self.context.directory.events.glob(
-                f"divergence-step-*-rank-{self.context.world.rank}.json"
-            )
-        )
 
 
 def _mean(sums: LossSums) -> float | str | None:

@@ -14,20 +14,20 @@ from typing import Any
 from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
-from txl_dist.evaluation.scores import LossSums, in_lines
+from txl_dist.evaluation.scores import in_lines
 from txl_dist.events import AttemptStart
 from txl_dist.model.attention import choose_implementation
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine, warn_if_busy
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import StepScore
-from txl_dist.training.start_state import count_tokens, remaining_work
-from txl_dist.training.state import TrainState, realised_shares
+from txl_dist.training.speed import Utilisation
+from txl_dist.training.start import Start
+from txl_dist.training.state import TrainState, count_tokens, realised_shares
 from txl_dist.training.step import StepResult
 
 EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
@@ -46,8 +46,10 @@ class Report(Observer):
         config: RunConfig,
         *,
         scored: str | None = None,
+        utilisation: Utilisation | None = None,
     ) -> None:
         """`scored`: `EvaluatedSplit.label` of the split that the ranks score."""
+        self._utilisation = utilisation
         self._journal, self._activity, self._config = journal, activity, config
         self._scored = scored
         self._before: dict[Span, float] | None = None
@@ -71,8 +73,8 @@ class Report(Observer):
         # Without trained targets (skipped steps, a segment of one token), only the counters: the
         # next line covers these steps too.
         last = state.last_update
-        if state.unreported[1] and last is not None:
-            sums = LossSums(*state.unreported)
+        sums = state.unreported_sums
+        if sums.num_tokens and last is not None:
             values |= {
                 **sums.metrics,
                 "lr": lr_at(last.step, self._config.optimizer, num_steps=self._config.num_steps),
@@ -81,6 +83,10 @@ class Report(Observer):
                 **self._speed(sums.num_tokens / state.unreported_steps),
             }
             values["seconds_left"] = self._seconds_left(state, values)
+            if self._utilisation is not None:
+                speed = values["tokens_per_second"]
+                values["mfu"] = self._utilisation.share(tokens_per_second=speed)
+                values["peak_flops"] = self._utilisation.peak_flops
         values |= _counters(state)
 
     def _speed(self, tokens_per_step: float) -> Values:
@@ -167,19 +173,14 @@ class Report(Observer):
 
 
 def log_start(
-    rank: RankContext,
-    beginning: Beginning,
-    state: TrainState,
-    *,
-    shapes: Mapping[str, Sequence[int]],
-    reached_step: int,
+    start: Start, state: TrainState, *, shapes: Mapping[str, Sequence[int]], reached_step: int
 ) -> None:
     """Log what is trained and from where, and what is going to be evaluated; write the event.
 
     `shapes` of the parameters: at stage 3 the model itself holds empty ones. `reached_step`: the
     last step that earlier attempts have trained.
     """
-    config, world, point = rank.config, rank.world, beginning.point
+    config, world, point = start.config, start.world, start.point
     host, machine = socket.gethostname(), describe_machine(world.device)
     log.info("machine | host %s: %s", host, machine)
     warn_if_busy(world.device)
@@ -187,7 +188,7 @@ def log_start(
     computation = _computation(config, world)
     begin = f"resuming at step {state.step} from {point.path}" if point else "a new run"
     ranks = f"{counted(world.num_ranks, 'rank')} on {world.device.type} | {computation}"
-    rank.directory.event_log.write(
+    start.directory.event_log.write(
         "start",
         f"{begin} | {ranks}",
         step=state.step,
@@ -203,12 +204,11 @@ def log_start(
             process_seconds=sum(world.activity.seconds().values()),
         ),
     )
-    remaining = remaining_work(
-        state,
-        num_steps=config.num_steps,
-        evaluation_is_pending=beginning.evaluation_is_pending,
-    )
-    if remaining is None:
+    evaluation = f"the evaluation of step {state.step}" if start.evaluation_is_pending else ""
+    is_done = state.step >= config.num_steps
+    steps = "" if is_done else f"steps {state.step + 1} to {config.num_steps}"
+    remaining = ", then ".join(filter(None, (evaluation, steps)))
+    if not remaining:
         log.info(
             "this run is finished: %d of training.num_steps=%d steps are done. To train it "
             "further: training.num_steps=MORE (or num_tokens, num_epochs, as in the config) "
@@ -220,15 +220,13 @@ def log_start(
         log.info(
             f"{begin} | {num_parameters:,} parameters | {ranks} "
             f"| {counted(config.data.num_lanes, 'lane')} of "
-            f"{rank.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
+            f"{start.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
         )
     if point is not None:
-        count = count_tokens(
-            point.state.phases, state, tgt_len=config.data.tgt_len, num_turns=config.data.num_turns
-        )
-        log.info("%s", count.line)
-    _log_data(config, rank.data)
-    if config.optimizer.averaging and rank.data.evaluation:
+        plan = start.data.plan_of(state.phases[-1])
+        log.info("%s", count_tokens(point.state.phases, state, plan).line)
+    _log_data(config, start.data)
+    if config.optimizer.averaging and start.data.evaluation:
         log.info("evaluation | scores the average of the weights (%s)", config.optimizer.averaging)
 
 

@@ -39,8 +39,8 @@ from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.world import do_on_rank_zero, wait_for_queues
 from txl_dist.tracking.process import TrackingProcess
-from txl_dist.training.context import Beginning, RankContext
 from txl_dist.training.scores import ScoreTable
+from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
@@ -50,30 +50,28 @@ CLOSE_TIMEOUT_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
-def open_saver(
-    rank: RankContext, beginning: Beginning, step: TrainStep, tracker: TrackingProcess | None
-) -> "RunSaver":
+def open_saver(start: Start, step: TrainStep, tracker: TrackingProcess | None) -> "RunSaver":
     """The saver of a run. Collective. Records a new attempt at `training.checkpoint_url` too."""
-    config, directory = rank.config.training, rank.directory.checkpoints
+    config, directory = start.config.training, start.directory.checkpoints
     retention = Retention(
         keep=config.keep_checkpoints, keep_interval_steps=config.keep_interval_steps
     )
     uploader = None
-    if config.checkpoint_url and rank.world.is_rank_zero:
+    if config.checkpoint_url and start.world.is_rank_zero:
         copies = CheckpointCopies(RemotePath(config.checkpoint_url))
         uploader = Uploader(copies, directory, retention)
-    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader else None)
+    start.world.run_on_rank_zero(lambda: uploader.open() if uploader else None)
     saver = RunSaver(
         Checkpoints(directory, uploader, retention=retention),
-        header=rank.checkpoint_header,
+        header=start.checkpoint_header,
         step=step,
         tracker=tracker,
         config=config,
-        scores=beginning.scores,
-        saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
-        saved_step=beginning.kept_step or None,
+        scores=start.scores,
+        saved_file=Path(start.job.saved_file) if start.job.saved_file else None,
+        saved_step=start.kept_step or None,
     )
-    return rank.stack.enter_context(closing(saver))
+    return start.stack.enter_context(closing(saver))
 
 
 class RunSaver:

@@ -5,16 +5,14 @@ all other code reads `RunConfig.num_steps` and `OptimizerConfig.warmup_steps`. A
 the resolved config, so that a resume compares steps; RUN/config.yaml keeps what the user wrote. A
 resume has no scheduler state to restore.
 
-The warm-up is a line from 0 to `lr`, which step `warmup_steps` reaches. `_SHAPES` follow after it.
+The warm-up is a line from 0 to `lr`, which step `warmup_steps` reaches.
 
 `schedule_of_paper_code` gives the rates of the training script of the paper (arXiv:1901.02860),
 which differ: `_rate_of_paper_code`, and docs/decisions/0021.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from fractions import Fraction
-from types import MappingProxyType
 
 from data_pipeline.streams.lanes import LanePlan
 from txl_dist.config.optimizer_config import OptimizerConfig
@@ -36,7 +34,7 @@ def resolve_duration(config: RunConfig, plan: LanePlan) -> RunConfig:
         # Of one lane: the last tokens of an epoch, fewer than lanes, are not read.
         # As the decimal number that was written: 0.07 of 100 tokens are 7, not 7.000000000000001.
         lane_tokens = Fraction(str(training.num_epochs)) * plan.lane_tokens
-        num_steps = max(1, math.ceil(lane_tokens / plan.tgt_len)) * config.data.num_turns
+        num_steps = max(1, math.ceil(lane_tokens / plan.tgt_len)) * plan.num_turns
     assert num_steps is not None
     # Not validated again: num_steps may be set together with the setting that it was computed from.
     training = training.model_copy(update={"num_steps": num_steps})
@@ -49,48 +47,25 @@ def lr_at(step: int, config: OptimizerConfig, *, num_steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 1."""
     if config.schedule_of_paper_code:
         return _rate_of_paper_code(step - 1, config, num_steps=num_steps)
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    return _SHAPES[config.schedule](step, config, num_steps)
-
-
-def _cosine(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.min_lr + (config.lr - config.min_lr) * cosine
-
-
-def _linear(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    return _line(config, start=config.warmup_steps, step=step, end=num_steps)
-
-
-def _wsd(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    assert config.decay_steps is not None
-    return _line(config, start=num_steps - config.decay_steps, step=step, end=num_steps)
-
-
-def _line(config: OptimizerConfig, *, start: int, step: int, end: int) -> float:
-    """`lr` up to step `start`, then a line down to `min_lr` at step `end`."""
-    progress = (step - start) / max(1, end - start)
-    return config.lr + (config.min_lr - config.lr) * min(1.0, max(0.0, progress))
-
-
-def _inverse_sqrt(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    return config.lr * math.sqrt(max(1, config.warmup_steps) / step)
-
-
-def _constant(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    return config.lr
-
-
-_SHAPES: Mapping[str, Callable[[int, OptimizerConfig, int], float]] = MappingProxyType({
-    "cosine": _cosine,
-    "linear": _linear,
-    "wsd": _wsd,
-    "inverse_sqrt": _inverse_sqrt,
-    "constant": _constant,
-})  # fmt: skip
-"""Rates after the warm-up, as functions of (step, config, num_steps)."""
+    lr, min_lr, warmup = config.lr, config.min_lr, config.warmup_steps
+    if step <= warmup:
+        return lr * step / warmup
+    match config.schedule:
+        case "constant":
+            return lr
+        case "inverse_sqrt":
+            return lr * math.sqrt(max(1, warmup) / step)
+        case "cosine":
+            progress = (step - warmup) / max(1, num_steps - warmup)
+            cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+            return min_lr + (lr - min_lr) * cosine
+        case "linear" | "wsd":
+            start = warmup
+            if config.schedule == "wsd":
+                assert config.decay_steps is not None
+                start = num_steps - config.decay_steps
+            progress = (step - start) / max(1, num_steps - start)
+            return lr + (min_lr - lr) * min(1.0, max(0.0, progress))
 
 
 def _rate_of_paper_code(done: int, config: OptimizerConfig, *, num_steps: int) -> float:

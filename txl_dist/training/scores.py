@@ -19,7 +19,6 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 from pydantic import ValidationError
 
@@ -31,9 +30,6 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.scores import FOLDER, LossSums
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
-
-if TYPE_CHECKING:
-    from txl_dist.training.state import TrainState
 
 _NAME = re.compile(r"step-(\d{8,})\.json")
 
@@ -262,12 +258,3 @@ def due_in(config: RunConfig) -> Callable[[int], bool]:
     """
     interval_steps, num_steps = config.evaluation.interval_steps, config.num_steps
     return lambda step: step > 0 and (step % interval_steps == 0 or step == num_steps)
-
-
-class Evaluate(Protocol):
-    """Scores a split with the weights of all ranks. Collective.
-
-    Returns the score of the weights of `state`, or None on all ranks if `stop` is true on any.
-    """
-
-    def __call__(self, state: "TrainState", *, stop: object) -> StepScore | None: ...

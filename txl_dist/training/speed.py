@@ -25,7 +25,7 @@ import torch
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.device import synchronize
 from txl_dist.runtime.world import World
-from txl_dist.training.observer import Observer, Values
+from txl_dist.training.observer import Observer
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
 
@@ -44,17 +44,12 @@ MIN_SHARE = 0.05
 log = logging.getLogger(__name__)
 
 
-class Utilisation(Observer):
+class Utilisation:
     """Share of the peak FLOP/s that a run reaches. Creating it is collective."""
 
     def __init__(self, world: World, dtype: torch.dtype, *, flops_per_token: float) -> None:
         self._flops_per_token = flops_per_token
         self.peak_flops = measure_peak_flops(world, dtype)
-
-    def line(self, state: TrainState, values: Values) -> None:
-        if (speed := values.get("tokens_per_second")) is not None:
-            values["mfu"] = self.share(tokens_per_second=speed)
-            values["peak_flops"] = self.peak_flops
 
     def share(self, *, tokens_per_second: float) -> float:
         """The MFU, at most 1: a rate above the measured peak becomes the peak."""

@@ -9,7 +9,7 @@ change, with a new division of the tokens into lanes.
 
 If only the number of lanes changes, the new phase reads the unread remainder of the epoch first, so
 every token is still read once per epoch, except fewer than `num_lanes`. The memory of a new lane is
-rebuilt from the tokens before it (segment_source.py), and ages count from the first of these.
+rebuilt from the tokens before it (loading.py), and ages count from the first of these.
 
 If the corpora or weights change, ages restart at 0, as at the end of an epoch. Each corpus is read
 cyclically (data_pipeline/streams/mixture.py) and continues after the last epoch that was begun, so
@@ -18,30 +18,22 @@ path for the same data changes nothing.
 """
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import tokens_per_epoch
-from data_pipeline.streams.order import Remainder
+from data_pipeline.streams.order import Remainder, merged, num_tokens
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
-from txl_dist.config.run_config import RunConfig
-from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.divergence import DivergenceState
 from txl_dist.training.scores import StepScore
-
-if TYPE_CHECKING:
-    from data_pipeline.streams.segments import Segment
-    from txl_dist.training.step import StepResult
-import math
-from dataclasses import dataclass
-
-from data_pipeline.streams.order import num_tokens
 
 
 class CorpusEntry(StrictModel):
@@ -74,8 +66,8 @@ class Phase(StrictModel):
         """The part of `first_epoch` that this phase reads; None: all of it."""
         return Remainder(self.unread, self.context_tokens) if self.unread else None
 
-    def plan(self, *, tgt_len: int = 1) -> LanePlan:
-        """The lanes of the phase. Without `tgt_len`, for questions that do not depend on it."""
+    def plan(self, *, tgt_len: int = 1, num_turns: int = 1) -> LanePlan:
+        """The lanes of the phase. Without sizes, for questions that do not depend on them."""
         return LanePlan(
             num_tokens=self.num_tokens,
             num_lanes=self.num_lanes,
@@ -83,6 +75,7 @@ class Phase(StrictModel):
             start=self.position,
             first_epoch=self.first_epoch,
             remainder=self.remainder,
+            num_turns=num_turns,
         )
 
     @property
@@ -129,7 +122,7 @@ class TrainState(StrictModel):
     best: StepScore | None = None
     """The best score when the checkpoint was saved; None in a run that trains (`scores.py`)."""
     unreported: tuple[float, Count, int] = (0.0, 0, 0)
-    """Nats, tokens and bytes since the last line of metrics.jsonl."""
+    """LossSums since the last line of metrics.jsonl."""
     unreported_steps: Count = 0
     last_update: LastUpdate | None = None
     """None before the first one."""
@@ -142,6 +135,10 @@ class TrainState(StrictModel):
     forked_from: str | None = None
     """The checkpoint of another run where this run began: PATH of `--resume PATH`, absolute."""
 
+    @property
+    def unreported_sums(self) -> LossSums:
+        return LossSums(*self.unreported)
+
 
 def load_state(path: DatasetPath, manifest: CheckpointManifest) -> TrainState:
     """The state in the manifest of checkpoint `path`. Raises CheckpointError if it is invalid."""
@@ -153,49 +150,6 @@ def load_state(path: DatasetPath, manifest: CheckpointManifest) -> TrainState:
             f"{path / MANIFEST_NAME}: state.{first_problem(error)}. The checkpoint was written by "
             f"{manifest.written_by}; resume with that version, or choose another checkpoint"
         ) from None
-
-
-def after_step(
-    state: TrainState, segment: "Segment", result: "StepResult", config: RunConfig
-) -> TrainState:
-    """The state after the step that has read `segment`, or its part of the lanes.
-
-    A step that was skipped or rejected counts as a step, but not as an update.
-    """
-    changes = (
-        _updated(state, result, config.divergence) if result.is_update else _skipped(state, segment)
-    )
-    turn = (state.turn + 1) % config.data.num_turns
-    position = {"step": state.step + 1, "turn": turn}
-    if turn == 0:
-        position["position"] = segment.next_position
-    return state.model_copy(update={**position, **changes})
-
-
-def _updated(state: TrainState, result: "StepResult", config: DivergenceConfig) -> dict[str, Any]:
-    unreported = LossSums(*state.unreported) + result.sums
-    divergence = state.divergence.with_accepted(
-        config, sums=result.sums, gradient_norm=result.gradient_norm
-    )
-    return {
-        "tokens": state.tokens + result.sums.num_tokens,
-        "unreported": (unreported.nats, unreported.num_tokens, unreported.num_bytes),
-        "unreported_steps": state.unreported_steps + 1,
-        "last_update": LastUpdate(
-            step=state.step + 1,
-            gradient_norm=result.gradient_norm,
-            memory_valid=result.memory_valid,
-        ),
-        "divergence": divergence,
-    }
-
-
-def _skipped(state: TrainState, segment: "Segment") -> dict[str, Any]:
-    # The memory is that of the tokens before this segment: the next one must not attend to it.
-    return {
-        "skipped_steps": state.skipped_steps + 1,
-        "contiguous_from": segment.next_position,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,3 +269,63 @@ def realised_shares(phase: Phase) -> list[RealisedShare]:
         )
         for corpus in phase.corpora
     ]
+
+
+# --- the tokens of a resume -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """Tokens of the epoch in which a run resumes."""
+
+    epoch: int
+    read: int
+    unread: int
+    """Tokens that the run is going to read in this epoch, with the tail that no lane gets."""
+    lost: int
+    """Neither read nor going to be read, if they are enough for one token per lane."""
+    twice: int
+    """Read already and going to be read again."""
+    targets_missing: int
+    """Targets up to the resume, less those that were trained on; 0 if no step was skipped."""
+
+    @property
+    def line(self) -> str:
+        """`tokens lost by this resume 0, read twice 0 | epoch 3: 1,000 tokens read, 500 unread`."""
+        trained = f" | targets not trained on {self.targets_missing:,}"
+        return (
+            f"tokens lost by this resume {self.lost:,}, read twice {self.twice:,}"
+            f" | epoch {self.epoch}: {self.read:,} tokens read, {self.unread:,} unread"
+            f"{trained if self.targets_missing else ''}"
+        )
+
+
+def count_tokens(before: tuple[Phase, ...], state: TrainState, plan: LanePlan) -> TokenCount:
+    """Count the tokens that a resume would lose or read twice, without the rules of `phases_from`.
+
+    Compares what the phases of a checkpoint, `before`, have read of the epoch with what `plan`, of
+    the last phase of `state`, is going to read.
+    """
+    plans = [phase.plan() for phase in before]
+    stops = [*(phase.position for phase in before[1:]), state.position]
+    progress = [past.progress(stop) for past, stop in zip(plans, stops, strict=True)]
+    epoch = progress[-1].epoch
+    read = [part for past in progress if past.epoch == epoch for part in past.read]
+    next_epoch, _, unread = plan.progress(state.position)
+    unread = unread if next_epoch == epoch else ()
+    covered = num_tokens(merged([*read, *unread]))
+    missing = before[-1].num_tokens - covered
+    targets = sum(
+        earlier.targets_between(earlier.start, stop)
+        for earlier, stop in zip(plans, stops, strict=True)
+    )
+    # The lanes of earlier turns are a segment ahead, and have no other plan there.
+    targets += sum(plan.targets_in_step(state.position, turn) for turn in range(state.turn))
+    return TokenCount(
+        epoch=epoch,
+        read=num_tokens(read),
+        unread=num_tokens(unread),
+        lost=missing if missing >= plan.num_lanes else 0,
+        twice=num_tokens(read) + num_tokens(unread) - covered,
+        targets_missing=targets - state.tokens,
+    )

@@ -1,9 +1,6 @@
-"""The cursor: which blocks a seek reads, in what chunks, the ages, and the unigram entropy."""
+"""The cursor: which blocks a seek reads, in what chunks, and the ages."""
 
 import itertools
-from collections import Counter
-from itertools import pairwise
-from math import log
 from typing import Any
 
 import numpy as np
@@ -13,12 +10,11 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from data_pipeline.streams import cursor
-from data_pipeline.streams.cursor import LaneCursor, _permute, read_range, unigram_entropy
+from data_pipeline.streams.cursor import _permute, read_range
 from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.data_pipeline.streams.numbered_stream import plan_of, stream_of
-from tests.support.hypothesis_examples import examples
-from tests.support.token_sources import NumberedSource, TextSource, random_corpus
+from tests.support.token_sources import NumberedSource
 
 
 def test_a_range_of_the_split_keeps_ages_from_before_its_start() -> None:
@@ -78,41 +74,3 @@ def test_short_and_long_documents_are_permuted_as_wholes(lengths: list[int], dat
     assert_array_equal(tokens, np.concatenate(expected))
     assert_array_equal(age, np.concatenate([np.arange(len(part)) for part in expected]))
     assert (tokens.dtype, age.dtype) == (np.uint16, np.int32)
-
-
-documents = st.lists(st.integers(0, 6), min_size=1, max_size=9)
-corpora = st.lists(st.lists(documents, min_size=1, max_size=3), min_size=1, max_size=4)
-
-
-@examples(100)
-@given(first=corpora, second=corpora, share=st.floats(0.1, 0.9))
-def test_it_is_the_entropy_of_the_frequencies_of_all_corpora_by_their_shares(
-    first: list[list[list[int]]], second: list[list[list[int]]], share: float
-) -> None:
-    frequency: Counter[int] = Counter()
-    sources = [TextSource(first), TextSource(second)]
-    for source, weight in zip(sources, (share, 1 - share), strict=True):
-        tokens = [token for document in source.documents for token in document]
-        for token in tokens:
-            frequency[token] += weight / len(tokens)  # type: ignore[assignment]
-    expected = -sum(p * log(p) for p in frequency.values())
-    assert unigram_entropy(sources, [share, 1 - share], vocab_size=7) == pytest.approx(expected)
-
-
-def test_a_large_source_is_sampled_at_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, reads = random_corpus([[50]] * 400, vocab_size=5, seed=1), []
-    read = LaneCursor.read
-
-    def record(*arguments: Any) -> Any:
-        reads.append(arguments[-2:])
-        return read(*arguments)
-
-    monkeypatch.setattr(LaneCursor, "read", record)
-    whole = unigram_entropy([source], [1.0], vocab_size=5)
-    assert reads == [(0, 20_000)]
-    reads.clear()
-    monkeypatch.setattr(cursor, "SAMPLE_TOKENS", 3200)
-    assert unigram_entropy([source], [1.0], vocab_size=5) == pytest.approx(whole, rel=0.01)
-    assert [stop - start for start, stop in reads] == [100] * 32
-    assert (reads[0][0], reads[-1][1]) == (0, 20_000)
-    assert max(b[0] - a[0] for a, b in pairwise(reads)) < 700

@@ -14,7 +14,7 @@ import pytest
 import webdataset as wds
 
 from data_pipeline.errors import DataError
-from data_pipeline.streams.segment_stream import segment_pipeline
+from data_pipeline.streams.batches import pipeline
 from data_pipeline.streams.segments import Segment
 from tests.data_pipeline.streams.numbered_stream import stream_of
 from tests.support.token_sources import NumberedSource
@@ -166,7 +166,7 @@ def test_a_new_pipeline_continues_at_the_streams_position() -> None:
 
     stages = shifted, wds.map(lambda pair: pair)
     with stream_of(NumberedSource([1000]), num_lanes=1) as stream:
-        pipeline = segment_pipeline(stream, *stages)
-        assert list(itertools.islice(pipeline, 3)) == [(0, 1), (4, 5), (8, 9)]
-        repeated = segment_pipeline(stream, *stages)
+        first = pipeline(stream, *stages)
+        assert list(itertools.islice(first, 3)) == [(0, 1), (4, 5), (8, 9)]
+        repeated = pipeline(stream, *stages)
         assert list(itertools.islice(repeated, 2)) == [(12, 13), (16, 17)]

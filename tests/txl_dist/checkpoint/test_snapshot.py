@@ -27,7 +27,7 @@ def peak():
 
 NUM_LANES, SHAPE, DTYPE = 16, (2**10, 2**10), getattr(torch, sys.argv[1])
 step = object.__new__(TrainStep)
-step.micro_batch_rows, step._lanes_of_turns = NUM_LANES, [range(NUM_LANES)]
+step.micro_batch_rows, step.lanes_in_turns = NUM_LANES, [range(NUM_LANES)]
 layers = tuple(torch.ones(NUM_LANES, *SHAPE, dtype=DTYPE) for _ in range(2))
 step.memories = [[RecurrentMemory(layers)]]
 weights = [Fragment(f"w{n}", SHAPE, 0, torch.ones(2**20), {}) for n in range(4)]

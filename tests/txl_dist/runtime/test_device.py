@@ -30,11 +30,11 @@ from txl_dist.runtime.device import (
     warn_if_busy,
 )
 from txl_dist.runtime.world import World
+from txl_dist.training.build import build_trainer
 from txl_dist.training.compatibility import check_config
-from txl_dist.training.context import open_inputs
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BF16 = "precision=bf16"
@@ -180,15 +180,15 @@ def test_a_resume_is_bit_for_bit(
 
 
 def forward_both_ways(world: World, job: TrainJob) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats of the first segment: from the engine, under `runtime.device.autocast`, in fp32."""
+    """Nats of the first batch: from the engine, under `runtime.device.autocast`, in fp32."""
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
-        engine, segment = trainer.step.engine, next(trainer.segments)
-        columns = (segment.input, segment.target, segment.age)
+        trainer = build_trainer(Start.open(job, world, directory, stack))
+        engine, batch = trainer.step.engine, trainer.batches.read()
+        columns = (batch.input, batch.target, batch.age)
         inputs = [torch.from_numpy(column) for column in columns]
-        memory = engine.model.empty_memory(len(segment.input))
+        memory = engine.model.empty_memory(len(batch.input))
         from_engine_BT, _ = engine.forward(*inputs, memory, None)
         with autocast("bf16", world.device):
             autocast_BT, _ = engine.model(*inputs, memory, None)

@@ -1,13 +1,22 @@
 """Traces of steps, and the warning of a run that does not learn."""
 
 import json
+from collections import Counter
+from itertools import pairwise
+from math import log
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.streams.cursor import LaneCursor
 from tests.support.gloo_ranks import RankGroups
+from tests.support.hypothesis_examples import examples
+from tests.support.token_sources import TextSource, random_corpus
 from tests.support.training_runs import NO_EVALUATION, TINY, metrics, tiny_job, train
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
@@ -15,7 +24,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
 from txl_dist.training import diagnostics
-from txl_dist.training.diagnostics import LearningCheck, tokens_before_check
+from txl_dist.training.diagnostics import LearningCheck, tokens_before_check, unigram_entropy
 from txl_dist.training.job import TrainJob
 
 # Traces of the steps and ranks that were asked for, and no files otherwise.
@@ -162,3 +171,44 @@ def test_a_run_says_whether_it_learns_from_the_context(
     assert "best so far" not in evaluations[0]
     if learns:
         assert f"best so far, by {scores[0] - scores[1]:.2g}" in evaluations[1]
+
+
+# The unigram entropy of a corpus, or of a sample of it.
+
+
+documents = st.lists(st.integers(0, 6), min_size=1, max_size=9)
+corpora = st.lists(st.lists(documents, min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+@examples(100)
+@given(first=corpora, second=corpora, share=st.floats(0.1, 0.9))
+def test_the_entropy_is_that_of_the_frequencies_of_all_corpora_by_their_shares(
+    first: list[list[list[int]]], second: list[list[list[int]]], share: float
+) -> None:
+    frequency: Counter[int] = Counter()
+    sources = [TextSource(first), TextSource(second)]
+    for source, weight in zip(sources, (share, 1 - share), strict=True):
+        tokens = [token for document in source.documents for token in document]
+        for token in tokens:
+            frequency[token] += weight / len(tokens)  # type: ignore[assignment]
+    expected = -sum(p * log(p) for p in frequency.values())
+    assert unigram_entropy(sources, [share, 1 - share], vocab_size=7) == pytest.approx(expected)
+
+
+def test_a_large_source_is_sampled_at_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reads = random_corpus([[50]] * 400, vocab_size=5, seed=1), []
+    read = LaneCursor.read
+
+    def record(*arguments: Any) -> Any:
+        reads.append(arguments[-2:])
+        return read(*arguments)
+
+    monkeypatch.setattr(LaneCursor, "read", record)
+    whole = unigram_entropy([source], [1.0], vocab_size=5)
+    assert reads == [(0, 20_000)]
+    reads.clear()
+    monkeypatch.setattr(diagnostics, "SAMPLE_TOKENS", 3200)
+    assert unigram_entropy([source], [1.0], vocab_size=5) == pytest.approx(whole, rel=0.01)
+    assert [stop - start for start, stop in reads] == [100] * 32
+    assert (reads[0][0], reads[-1][1]) == (0, 20_000)
+    assert max(b[0] - a[0] for a, b in pairwise(reads)) < 700

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.batches import NO_LANE, Batch
 from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
 from tests.support.running_mean import KINDS
 from tests.support.small_models import VOCAB_SIZE, small_model
@@ -28,7 +28,8 @@ from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import Precision, autocast
 from txl_dist.runtime.world import World
-from txl_dist.training.step import DeviceSegments, TrainStep
+from txl_dist.training.batches import DeviceBatches
+from txl_dist.training.step import TrainStep
 
 ENCODINGS: dict[str, dict[str, Any]] = {
     "sinusoidal": {"same_length": True},
@@ -96,8 +97,8 @@ class ModelAlone:
         self.gradients.append(backward(loss))
 
 
-def segments() -> list[Segment]:
-    """Two segments of three lanes, of which the last row of the second micro-batch is padding."""
+def batches() -> list[Batch]:
+    """Two batches of three lanes, of which the last row of the second micro-batch is padding."""
     generator = np.random.default_rng(0)
     shape = (2 * LANES, TGT_LEN)
     result = []
@@ -105,7 +106,12 @@ def segments() -> list[Segment]:
         token, target = generator.integers(0, VOCAB_SIZE, (2, *shape))
         target[0, 1] = target[-1] = -1
         age = np.full(shape, position, dtype=np.int32)
-        result.append(Segment(token, target, age, position, position + TGT_LEN))
+        result.append(
+            Batch(
+                token, target, age, position, position + TGT_LEN, [4, 7, 2, NO_LANE],
+                num_targets=9, turn=0, next_turn=0,
+            )
+        )  # fmt: skip
     return result
 
 
@@ -120,16 +126,15 @@ def test_a_step_until_its_only_synchronisation(
         to_fake_cuda(model)
         engine: Any = ModelAlone(model, precision)
         step = TrainStep(
-            engine, GpuWorld(0, 1), lanes=[4, 7, 2], micro_batch_rows=LANES, num_micro_batches=2,
-            seed=3, byte_counts_V=byte_counts_V,
+            engine, GpuWorld(0, 1), lanes_in_turns=[[4, 7, 2]], micro_batch_rows=LANES,
+            num_micro_batches=2, seed=3, byte_counts_V=byte_counts_V,
         )  # fmt: skip
-        stream = DeviceSegments(iter(segments()), CUDA, is_ready=lambda: True)
+        stream = DeviceBatches(iter(batches()), CUDA, is_ready=lambda: True)
         for number in (1, 2):
-            segment = next(stream)
-            batches = step._micro_batches(segment, 0, step=number, num_targets=9)
+            computed = step.compute(next(stream), step=number, flags={"stop": False})
             stream.prefetch()
-            values = step._local_values(segment, 0, batches, {"stop": False})
-            step.memories = [[batch.memory for batch in batches]]
+            step.memories = [[each.memory for each in computed.micro_batches]]
+        values = computed.agreed
         assert values.device == CUDA
         assert values.shape == (6,)
     assert len(engine.gradients) == 4
@@ -183,7 +188,7 @@ def test_evaluation_and_generation(
     with fake_cuda(), autocast(precision, CUDA):
         to_fake_cuda(model)
         cache = model.inference_state(LANES)
-        first = segments()[0]
+        first = batches()[0]
         input_BT, age_BT = (torch.from_numpy(x[:LANES]).to(CUDA) for x in (first.input, first.age))
         nats_BT, _ = model(input_BT, torch.from_numpy(first.target[:LANES]), age_BT, cache)
         cache.select([1], [2])

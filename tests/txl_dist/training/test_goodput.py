@@ -227,7 +227,7 @@ def test_a_rollback_inside_a_process_counts_its_steps_as_lost(
 
 def train_until(world: World, job: TrainJob, last: int) -> int:
     """Fail in the step after `last`, as a bug or a lost GPU would."""
-    original = TrainStep.__call__
+    original = TrainStep.compute
 
     def failing(self: TrainStep, *args: Any, **options: Any) -> Any:
         if options["step"] > last:
@@ -235,7 +235,7 @@ def train_until(world: World, job: TrainJob, last: int) -> int:
         return original(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainStep, "__call__", failing)
+        patch.setattr(TrainStep, "compute", failing)
         with pytest.raises(RuntimeError, match="failed"):
             train(world, job)
     return 0

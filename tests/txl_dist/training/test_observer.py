@@ -9,12 +9,12 @@ from tests.support.diverging_runs import NanHidden
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import metrics, tiny_job
 from txl_dist.runtime.world import World
-from txl_dist.training.context import open_inputs
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import StepScore
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
 
@@ -66,7 +66,7 @@ def train_observed(world: World, job: TrainJob, *faults: Any) -> list[tuple[str,
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
+        trainer = build_trainer(Start.open(job, world, directory, stack))
         trainer.observers.all.append(everything := Everything(world))
         for fault in faults:
             fault(trainer)

@@ -25,10 +25,10 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.events import read_events
 from txl_dist.runtime.world import World
+from txl_dist.training.build import build_trainer
 from txl_dist.training.goodput import WallTime
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
-from txl_dist.training.setup import build_trainer
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -66,16 +66,15 @@ def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
 
 def continue_elsewhere(trainer: Trainer, step: int, command: list[str]) -> None:
     """Before a step, another process continues the run to its end from the copies."""
-    segments = trainer.segments
+    read = trainer.batches.read
 
     def interrupted() -> Any:
-        while True:
-            if trainer.state.step == step:
-                trainer.saver.finish(require_copies=True)
-                subprocess.run(command, check=True, capture_output=True, timeout=100)
-            yield next(segments)
+        if trainer.state.step == step:
+            trainer.saver.finish(require_copies=True)
+            subprocess.run(command, check=True, capture_output=True, timeout=100)
+        return read()
 
-    trainer.segments = interrupted()
+    trainer.batches.read = interrupted  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

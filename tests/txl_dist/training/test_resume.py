@@ -21,11 +21,11 @@ from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
-from txl_dist.training.context import open_inputs
+from txl_dist.training.build import build_trainer
 from txl_dist.training.divergence import DivergenceState
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 
 SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
 
@@ -66,7 +66,7 @@ def build_and_end(world: World, job: TrainJob) -> int | str:
     directory.create()
     try:
         with ExitStack() as stack:
-            return build_trainer(open_inputs(job, world, directory, stack)).state.step
+            return build_trainer(Start.open(job, world, directory, stack)).state.step
     except TxlError as error:
         return str(error)
 

@@ -30,13 +30,13 @@ from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.context import open_inputs
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.observer import Observer
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import StepScore
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
@@ -56,7 +56,7 @@ def train_changed(
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
+        trainer = build_trainer(Start.open(job, world, directory, stack))
         change(trainer, *args)
         try:
             trainer.run()
@@ -87,7 +87,7 @@ class StopInEvaluation:
 
     def __bool__(self) -> bool:
         state = self.trainer.state
-        if state.step == self.step and self.trainer.evaluation_is_pending:
+        if state.step == self.step and self.trainer.evaluation.is_pending:
             self.polls -= 1
         return self.polls <= 0
 
@@ -331,7 +331,7 @@ def unchanged(trainer: Trainer) -> None:
 
 
 def nan_in_evaluation(trainer: Trainer, step: int) -> None:
-    evaluate = trainer.evaluate
+    evaluate = trainer.evaluation.score
     assert evaluate is not None
 
     def poisoned(state: TrainState, *, stop: object) -> StepScore | None:
@@ -340,7 +340,7 @@ def nan_in_evaluation(trainer: Trainer, step: int) -> None:
                 next(model.parameters()).data.view(-1)[:] = float("nan")
         return evaluate(state, stop=stop)
 
-    trainer.evaluate = poisoned
+    trainer.evaluation.score = poisoned
 
 
 def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(

@@ -50,7 +50,7 @@ def test_tokens_and_epochs_are_rounded_up_to_whole_steps(length: str, num_steps:
 
 def test_lanes_in_turns_need_more_steps_for_as_many_tokens() -> None:
     """Six lanes of 10 tokens, four segments each; two lanes per step: three turns."""
-    plan = LanePlan(num_tokens=64, num_lanes=6, tgt_len=3)
+    plan = LanePlan(num_tokens=64, num_lanes=6, tgt_len=3, num_turns=3)
     turns = (*ALL_UNSET, "optimizer.warmup_steps=0", "data.num_lanes=6", "data.lanes_per_step=2")
     for length, num_steps in (("num_tokens=60", 10), ("num_epochs=1", 12), ("num_epochs=2", 21)):
         written = config(*turns, f"training.{length}")

@@ -1,6 +1,6 @@
 """`txl eval --watch`: the scores and BEST of an evaluation on the ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,19 +127,18 @@ class ScoreBetweenSteps:
         self.step, self.scored = step, scored
 
     def __call__(self, trainer: Any) -> None:
-        segments, folder = trainer.segments, trainer.saver._checkpoints.run / FOLDER
+        read, folder = trainer.batches.read, trainer.saver._checkpoints.run / FOLDER
 
-        def delayed() -> Iterator[Any]:
-            for segment in segments:
-                if trainer.state.step + 1 == self.step:
-                    folder.mkdir()
-                    for number in range(5, self.step, 5):
-                        name = f"step-{number:08d}.json"
-                        (folder / name).write_bytes((self.scored / FOLDER / name).read_bytes())
-                    ScoreTable(trainer.saver._checkpoints, bool).mark_best()
-                yield segment
+        def delayed() -> Any:
+            if trainer.state.step + 1 == self.step:
+                folder.mkdir()
+                for number in range(5, self.step, 5):
+                    name = f"step-{number:08d}.json"
+                    (folder / name).write_bytes((self.scored / FOLDER / name).read_bytes())
+                ScoreTable(trainer.saver._checkpoints, bool).mark_best()
+            return read()
 
-        trainer.segments = delayed()
+        trainer.batches.read = delayed
 
 
 def test_a_run_that_trains_logs_the_scores_and_keeps_the_best_checkpoint(

@@ -11,11 +11,10 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.streams.cursor import unigram_entropy
 from tests.support.commands import start_txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, metrics
 from txl_dist.config.config_file import starting_file
-from txl_dist.training.diagnostics import CLEARLY_BELOW
+from txl_dist.training.diagnostics import CLEARLY_BELOW, unigram_entropy
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"

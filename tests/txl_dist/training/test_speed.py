@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.streams.segments import Segment
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, tiny_job, train
 from txl_dist.runtime.world import World
-from txl_dist.training import segment_source, speed
+from txl_dist.training import batches, speed
 from txl_dist.training.job import TrainJob
 from txl_dist.training.speed import RankTime, Utilisation, describe_slowest
 
@@ -49,15 +48,15 @@ def test_the_slowest_rank_is_named_if_it_costs_time(
 
 def train_with_slow_data(world: World, job: TrainJob) -> int:
     """Rank 1 waits 100 ms for each of its segments."""
-    original = segment_source.segment_pipeline
+    original = batches.pipeline
 
-    def slow(*args: Any) -> Iterator[Segment]:
-        for segment in original(*args):
+    def slow(*args: Any) -> Iterator[Any]:
+        for batch in original(*args):
             time.sleep(0.1 * world.rank)
-            yield segment
+            yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_source, "segment_pipeline", slow)
+        patch.setattr(batches, "pipeline", slow)
         patch.setattr(speed, "INTERVAL_SECONDS", 0.0)
         return train(world, job)
 

@@ -13,19 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.errors import DataError
-from data_pipeline.streams.segments import IGNORED, Segment
+from data_pipeline.streams.batches import NO_LANE, Batch
+from data_pipeline.streams.segments import IGNORED
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, tiny_job
 from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
-from txl_dist.training.context import open_inputs
+from txl_dist.training.batches import DeviceBatches
+from txl_dist.training.build import build_trainer
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.setup import build_trainer
-from txl_dist.training.step import DeviceSegments
+from txl_dist.training.start import Start
+from txl_dist.training.step import StepResult
 
 
 def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, bool]:
@@ -33,7 +35,7 @@ def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, boo
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
+        trainer = build_trainer(Start.open(job, world, directory, stack))
         engine = trainer.step.engine
         before: list[Tensor] = []
 
@@ -89,15 +91,20 @@ def snapshot(trainer: Trainer) -> list[Tensor]:
     ]
 
 
-def compute(trainer: Trainer, segment: Segment, step: int, *, is_accepted: bool = True) -> None:
-    result = trainer.step(
-        segment,
-        step=step,
-        num_targets=trainer.source.plan.targets_in_step(segment.position),
-        lr=0.01,
-        check=lambda sums, norm: None if is_accepted else "rejected",
-    )
-    assert result.event == (None if is_accepted else "rejected")
+def compute(
+    trainer: Trainer,
+    batch: Batch,
+    step: int,
+    *,
+    lr: float = 0.01,
+    is_accepted: bool = True,
+    contiguous_from: int = 0,
+) -> StepResult:
+    computed = trainer.step.compute(batch, step=step, contiguous_from=contiguous_from)
+    event = None if is_accepted else "rejected"
+    result = trainer.step.update(computed, lr=lr, check=lambda sums, norm: event)
+    assert result.event == event
+    return result
 
 
 def with_and_without_a_rejected_step(world: World, job: TrainJob) -> list[list[Tensor]]:
@@ -105,9 +112,9 @@ def with_and_without_a_rejected_step(world: World, job: TrainJob) -> list[list[T
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
-        engine, first = trainer.step.engine, next(trainer.segments)
-        bad, last = next(trainer.segments), next(trainer.segments)
+        trainer = build_trainer(Start.open(job, world, directory, stack))
+        engine, first = trainer.step.engine, trainer.batches.read()
+        bad, last = trainer.batches.read(), trainer.batches.read()
         compute(trainer, first, 1)
         seen = [snapshot(trainer)]
         memories = [[*turn] for turn in trainer.step.memories]
@@ -157,20 +164,9 @@ def steps_in_turns(world: World, job: TrainJob) -> dict[str, Any]:
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
-        segment, num_turns = next(trainer.segments), len(trainer.step.memories)
-        at = segment.position
-        results = [
-            trainer.step(
-                segment,
-                step=1,
-                num_targets=trainer.source.plan.targets_in_step(at, turn, num_turns),
-                lr=0.01,
-                check=lambda sums, norm: "rejected",
-                turn=turn,
-            )
-            for turn in range(num_turns)
-        ]
+        trainer = build_trainer(Start.open(job, world, directory, stack))
+        batches = [trainer.batches.read() for _ in trainer.step.memories]
+        results = [compute(trainer, batch, 1, is_accepted=False) for batch in batches]
         engine, losses = trainer.step.engine, list[float]()
         before, backward = masters(engine), engine.backward
 
@@ -179,14 +175,10 @@ def steps_in_turns(world: World, job: TrainJob) -> dict[str, Any]:
             backward(loss)
 
         engine.backward = recorded  # type: ignore[method-assign]
-        segment = replace(segment, target=np.full_like(segment.target, IGNORED))
-        last = trainer.step(
-            segment, step=2, num_targets=0, lr=0.0, check=lambda sums, norm: None, turn=0
-        )
+        target = np.full_like(batches[0].target, IGNORED)
+        last = compute(trainer, replace(batches[0], target=target, num_targets=0), 2, lr=0.0)
         return {
-            "lanes": [
-                [*trainer.source.plan.lanes_of_turn(turn, num_turns)] for turn in range(num_turns)
-            ],
+            "lanes": [[lane for lane in batch.lanes if lane != NO_LANE] for batch in batches],
             "results": results,
             "last": last,
             "losses": losses,
@@ -211,20 +203,13 @@ def test_a_step_names_the_lanes_of_its_turn_and_one_without_targets_changes_noth
 
 
 def loss_with_memory(
-    trainer: Trainer, segment: Segment, fill: float, contiguous_from: int
+    trainer: Trainer, batch: Batch, fill: float, contiguous_from: int
 ) -> tuple[float, float]:
     """Loss and share of valid memory of a rejected step with this memory."""
     for memory in trainer.step.memories[0]:
         for tensor in memory.tensors().values():
             tensor.fill_(fill)
-    result = trainer.step(
-        segment,
-        step=5,
-        num_targets=trainer.source.plan.targets_in_step(segment.position),
-        lr=0.01,
-        check=lambda sums, norm: "rejected",
-        contiguous_from=contiguous_from,
-    )
+    result = compute(trainer, batch, 5, is_accepted=False, contiguous_from=contiguous_from)
     return result.sums.nats, result.memory_valid
 
 
@@ -233,13 +218,13 @@ def losses_after_gaps(world: World, job: TrainJob) -> dict[int, tuple[bool, floa
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
-        segment = [next(trainer.segments) for _ in range(4)][-1]
+        trainer = build_trainer(Start.open(job, world, directory, stack))
+        batch = [trainer.batches.read() for _ in range(4)][-1]
         seen = {}
         for distance in (0, 1, 7, 9):
-            start = segment.position - distance
-            nats_0, share = loss_with_memory(trainer, segment, 0.0, start)
-            nats_1, _ = loss_with_memory(trainer, segment, 1.0, start)
+            start = batch.position - distance
+            nats_0, share = loss_with_memory(trainer, batch, 0.0, start)
+            nats_1, _ = loss_with_memory(trainer, batch, 1.0, start)
             seen[distance] = (nats_0 != nats_1, share)
     return seen
 
@@ -261,46 +246,47 @@ def test_no_token_reads_across_a_gap(
 CPU = torch.device("cpu")
 
 
-def stream(num_segments: int) -> Iterator[Segment]:
-    for position in range(num_segments):
+def stream(num_batches: int) -> Iterator[Batch]:
+    for position in range(num_batches):
         row = np.full((2, 3), position)
-        yield Segment(row, row + 1, row.astype(np.int32), position, position + 1)
+        arrays = row, row + 1, row.astype(np.int32)
+        yield Batch(*arrays, position, position + 1, (0, 1), num_targets=6, turn=0, next_turn=0)
     raise DataError("damaged")
 
 
 @pytest.mark.parametrize("calls", [(0, 0, 0), (1, 1, 1), (2, 0, 1)], ids=str)
-def test_no_segment_is_lost_or_read_twice(calls: tuple[int, ...]) -> None:
-    """`calls` of prefetch before each segment."""
-    segments = DeviceSegments(stream(3), CPU, is_ready=lambda: True)
+def test_no_batch_is_lost_or_read_twice(calls: tuple[int, ...]) -> None:
+    """`calls` of prefetch before each batch."""
+    batches = DeviceBatches(stream(3), CPU, is_ready=lambda: True)
     for position, num_calls in enumerate(calls):
         for _ in range(num_calls):
-            segments.prefetch()
-        segment = next(segments)
-        assert segment.position == position
-        assert torch.equal(segment.input_BT, torch.from_numpy(segment.input))
-        assert torch.equal(segment.age_BT, torch.from_numpy(segment.age))
+            batches.prefetch()
+        batch = next(batches)
+        assert batch.position == position
+        assert torch.equal(batch.input_BT, torch.from_numpy(batch.input))
+        assert torch.equal(batch.age_BT, torch.from_numpy(batch.age))
 
 
-def test_a_segment_that_is_not_ready_is_not_waited_for() -> None:
+def test_a_batch_that_is_not_ready_is_not_waited_for() -> None:
     taken: list[int] = []
 
-    def recorded() -> Iterator[Segment]:
-        for segment in stream(2):
-            taken.append(segment.position)
-            yield segment
+    def recorded() -> Iterator[Batch]:
+        for batch in stream(2):
+            taken.append(batch.position)
+            yield batch
 
-    segments = DeviceSegments(recorded(), CPU, is_ready=lambda: False)
-    segments.prefetch()
+    batches = DeviceBatches(recorded(), CPU, is_ready=lambda: False)
+    batches.prefetch()
     assert taken == []
-    assert next(segments).position == 0
+    assert next(batches).position == 0
 
 
-def test_an_error_of_the_stream_is_raised_at_its_segment() -> None:
-    segments = DeviceSegments(stream(1), CPU, is_ready=lambda: True)
-    assert next(segments).position == 0
-    segments.prefetch()  # the step that is running must not fail
+def test_an_error_of_the_stream_is_raised_at_its_batch() -> None:
+    batches = DeviceBatches(stream(1), CPU, is_ready=lambda: True)
+    assert next(batches).position == 0
+    batches.prefetch()  # the step that is running must not fail
     with pytest.raises(DataError, match="damaged"):
-        next(segments)
+        next(batches)
 
 
 # --- a replay -----------------------------------------------------------------------------------
@@ -311,24 +297,18 @@ def read_and_replayed(world: World, job: TrainJob) -> list[list[Tensor]]:
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
+        trainer = build_trainer(Start.open(job, world, directory, stack))
         step, memories = trainer.step, []
         empty = [[*turn] for turn in step.memories]
-        segments = [next(trainer.segments), next(trainer.segments)]
-        for number, segment in enumerate(segments, start=1):
-            step(
-                segment,
-                step=number,
-                num_targets=trainer.source.plan.targets_in_step(segment.position),
-                lr=0.0,
-                check=lambda sums, norm: None,
-            )
+        batches = [trainer.batches.read(), trainer.batches.read()]
+        for number, batch in enumerate(batches, start=1):
+            compute(trainer, batch, number, lr=0.0)
         memories.append([x.clone() for _, row in step.memory_of_lanes() for x in row.values()])
         step.memories = empty
         with step.engine.whole_model() as model:
             model.eval()
-            for segment in segments:
-                step.replay(segment, model, "fp32")
+            for batch in batches:
+                step.replay(batch, model, "fp32")
         memories.append([x.clone() for _, row in step.memory_of_lanes() for x in row.values()])
     return memories
 

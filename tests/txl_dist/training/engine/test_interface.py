@@ -14,11 +14,11 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
 from txl_dist.config.training_config import DeepSpeedConfig
 from txl_dist.runtime.world import World
-from txl_dist.training.context import open_inputs
+from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.stages import Stage0Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.setup import build_trainer
+from txl_dist.training.start import Start
 
 Parts = list[tuple[str, int, Tensor]]
 
@@ -28,7 +28,7 @@ def train_and_collect(world: World, job: TrainJob) -> tuple[Parts, dict[str, Ten
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(open_inputs(job, world, directory, stack))
+        trainer = build_trainer(Start.open(job, world, directory, stack))
         trainer.run()
         engine = trainer.step.engine
         parts = [(f.name, f.start, f.master.clone()) for f in engine.fragments()]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from txl_dist.errors import ConfigError
-from txl_dist.training.computation import _require_attention
+from txl_dist.training.build import _require_attention
 
 
 def test_attention_that_cannot_run_is_refused_with_what_to_do(

@@ -1,0 +1,129 @@
+"""Opens the batches that a rank reads, and copies them to its device while a step is computed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from data_pipeline.streams.batches import Batch, in_turns, pipeline, rows_of_segments
+from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.streams.segments import Segment
+from txl_dist.model.devices import to_device
+from txl_dist.training.start import Start
+from txl_dist.training.state import TrainState
+
+DATA_TIMEOUT_SHARE = 0.9
+"""Time limit for one read of the data, as a fraction of training.rank_timeout_seconds."""
+PREFETCH_SEGMENTS = 16
+"""Size of the queue of segments that a reader thread fills."""
+
+
+class Batches:
+    """The batches of `num_rows` rows of this rank's lanes; at most one stream is open."""
+
+    def __init__(self, start: Start, *, num_rows: int) -> None:
+        self._start, self._num_rows = start, num_rows
+        self._lanes = start.data.plan.lanes_of_rank(start.world.rank, start.world.num_ranks)
+        self._streams = start.stack.enter_context(ExitStack())
+        self._batches: Iterator[Batch] | DeviceBatches = iter(())
+
+    def open_at(self, state: TrainState) -> None:
+        """Continue with the batch that `state` reads next."""
+        self._streams.close()  # that of superseded steps
+        stream = self._streams.enter_context(closing(self._stream(state)))
+        batches: Iterator[Batch] = pipeline(stream, self._in_turns(state, turn=state.turn))
+        device = self._start.world.device
+        if device.type != "cpu":
+            batches = DeviceBatches(batches, device, is_ready=lambda: stream.has_segment)
+        self._batches = batches
+
+    def read(self) -> Batch:
+        """The next batch. Raises the errors of `SegmentStream`."""
+        return next(self._batches)
+
+    def prefetch(self) -> None:
+        """On a GPU, start to copy the next batch, if it has been read already."""
+        if isinstance(self._batches, DeviceBatches):
+            self._batches.prefetch()
+
+    def before(self, state: TrainState, *, num_segments: int) -> list[Batch]:
+        """The batches of the segments before the position of `state`, to replay them."""
+        with closing(self._stream(state)) as stream:
+            return [*self._in_turns(state, turn=0)(stream.segments_before(num_segments))]
+
+    def _in_turns(
+        self, state: TrainState, *, turn: int
+    ) -> Callable[[Iterable[Segment]], Iterator[Batch]]:
+        plan = self._start.data.plan_of(state.phases[-1])
+        return in_turns(plan, self._lanes, num_rows=self._num_rows, turn=turn)
+
+    def _stream(self, state: TrainState) -> SegmentStream:
+        config, data, phase = self._start.config, self._start.data, state.phases[-1]
+        plan = data.plan_of(phase)
+        return SegmentStream(
+            data.source_of(phase, config),
+            plan,
+            lanes=self._lanes,
+            num_rows=rows_of_segments(plan, self._lanes, num_rows=self._num_rows),
+            reset=config.data.reset,
+            ordering=config.data.ordering,
+            seed=config.seed,
+            position=state.position,
+            prefetch_segments=PREFETCH_SEGMENTS,
+            # Before the other ranks give up: then the error that ends the run names the file.
+            timeout_seconds=DATA_TIMEOUT_SHARE * config.training.rank_timeout_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch(Batch):
+    """A batch whose input and ages are also on a device. Targets are used on the host only."""
+
+    input_BT: Tensor
+    age_BT: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Self:
+        """Start the copies; the host does not wait for them."""
+        return cls(
+            **{field.name: getattr(batch, field.name) for field in fields(Batch)},
+            input_BT=to_device(torch.from_numpy(batch.input), device),
+            age_BT=to_device(torch.from_numpy(batch.age), device),
+        )
+
+
+class DeviceBatches:
+    """The batches of `source` as DeviceBatches, the next one copied while a step is computed.
+
+    Only on GPUs: on a CPU, the step reads the arrays of the stream itself. `is_ready`: whether
+    `next(source)` has a batch without waiting.
+    """
+
+    def __init__(
+        self, source: Iterator[Batch], device: torch.device, *, is_ready: Callable[[], bool]
+    ) -> None:
+        self._source, self._device, self._is_ready = source, device, is_ready
+        self._next: DeviceBatch | Exception | None = None
+
+    def prefetch(self) -> None:
+        """Take the next batch and start its copies, if the stream has read it already."""
+        if self._next is None and self._is_ready():
+            try:
+                self._next = self._take()
+            except Exception as error:  # damaged data; the step that is running does not need it
+                self._next = error
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> DeviceBatch:
+        batch, self._next = self._next, None
+        if isinstance(batch, Exception):
+            raise batch
+        return self._take() if batch is None else batch
+
+    def _take(self) -> DeviceBatch:
+        return DeviceBatch.of(next(self._source), self._device)

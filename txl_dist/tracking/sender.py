@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -320,16 +320,20 @@ def _warn_training(run_dir: Path, reason: str) -> None:
         rank_log.write(f"{time.strftime('%H:%M:%S')} tracking: {line}\n")
 
 
-def take_lock(run_dir: Path, training: TrainingEnd | None = None) -> bool:
-    """Take the run's lock, which the sender of a killed training process holds until its deadline.
+@contextlib.contextmanager
+def lock_of(run_dir: Path, training: TrainingEnd | None = None) -> Iterator[bool]:
+    """Hold the run's lock, which the sender of a killed training process has until its deadline.
 
-    False if it is not free by the deadline of `training`. The lock ends with this process.
+    False if it is not free by the deadline of `training`.
     """
     descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    while training is None or time.monotonic() < training.deadline:
-        if wait_for_lock(descriptor, timeout_seconds=POLL_SECONDS):
-            return True
-    return False
+    try:
+        is_held = False
+        while not is_held and (training is None or time.monotonic() < training.deadline):
+            is_held = wait_for_lock(descriptor, timeout_seconds=POLL_SECONDS)
+        yield is_held
+    finally:
+        os.close(descriptor)
 
 
 def deliver_evaluations(run_dir: Path) -> None:
@@ -337,9 +341,9 @@ def deliver_evaluations(run_dir: Path) -> None:
 
     The caller limits the time of this process.
     """
-    take_lock(run_dir)
-    if (state := TrackingState.load(run_dir / STATE)) is not None:
-        send_evaluations(open_tracker(state.server, run_dir), run_dir, state)
+    with lock_of(run_dir):
+        if (state := TrackingState.load(run_dir / STATE)) is not None:
+            send_evaluations(open_tracker(state.server, run_dir), run_dir, state)
 
 
 def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) -> str:
@@ -359,9 +363,10 @@ def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) 
         return f"{run_dir} has no tracking request; was this run started with tracking?"
     if not sync:
         request.without_secrets().save(run_dir / REQUEST)
-    if not take_lock(run_dir, training):
-        return f"another process still sends this run (it holds {LOCK})"
-    return deliver(Sender(run_dir, request), training)
+    with lock_of(run_dir, training) as is_held:
+        if not is_held:
+            return f"another process still sends this run (it holds {LOCK})"
+        return deliver(Sender(run_dir, request), training)
 
 
 def main() -> int:

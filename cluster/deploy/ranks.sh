@@ -21,14 +21,16 @@ export LOCAL_WORLD_SIZE=$ranks WORLD_SIZE=$((NUM_HOSTS * ranks)) MASTER_ADDR
 export MASTER_PORT=${MASTER_PORT:-29500} TORCHELASTIC_RUN_ID=${TORCHELASTIC_RUN_ID:-txl-ranks}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-pids=()
+pids=() stop_requested=
+# Kubernetes signals only this process, and kills what is left after the grace period.
+trap 'stop_requested=1; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT USR1
 for ((local_rank = 0; local_rank < ranks; local_rank++)); do
     RANK=$((HOST_INDEX * ranks + local_rank)) LOCAL_RANK=$local_rank \
         "${TXL_PYTHON:-python}" -m txl_dist train "$@" &
     pids+=($!)
 done
-# Kubernetes signals only this process, and kills what is left after the grace period.
-trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT USR1
+# A signal between two starts has reached only the ranks before it.
+[[ -z $stop_requested ]] || kill -TERM "${pids[@]}" 2>/dev/null || true
 
 highest=0
 for pid in "${pids[@]}"; do

@@ -13,6 +13,7 @@ from data_pipeline.streams.segments import SegmentReader
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_job, train
 from txl_dist.runtime.world import World
+from txl_dist.training import batches
 from txl_dist.training.job import TrainJob
 
 SHORT = (NO_EVALUATION, "training.num_steps=6")
@@ -66,6 +67,7 @@ def train_on_a_slow_disk(world: World, job: TrainJob) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SegmentReader, "read", slow_read)
+        patch.setattr(batches, "PREFETCH_SEGMENTS", 1)  # else one read has all segments of the run
         return train(world, job)
 
 

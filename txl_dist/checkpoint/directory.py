@@ -103,7 +103,7 @@ class CheckpointDirectory:
         # Any other error is raised: a directory that cannot be listed is not an empty one.
         try:
             return list(self.path.iterdir())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def superseded(self) -> list[Path]:

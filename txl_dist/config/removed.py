@@ -4,15 +4,15 @@ A removed setting that has the value which all runs have now is dropped silently
 checkpoints of earlier versions stay usable. Any other value is refused, with the way that works.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
     """What became of a setting."""
 
-    remaining: tuple[Any, ...]
-    """The values that do what every run does now."""
+    remaining: Collection[Any]
+    """The values that do what every run does now, or nothing that changes a result."""
     instead: str
     """What to use instead: a sentence without a full stop."""
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Removed] = {
     "data.train_split": Removed(
         ("train",), "prepare the data with names of splits: txl prepare train=PATH valid=PATH"
     ),
-    "data.prefetch_segments": Removed((16,), "leave it out: 16 segments are read ahead"),
+    "data.prefetch_segments": Removed(range(2**31), "leave it out: 16 segments are read ahead"),
     "divergence.max_events_interval_steps": Removed(
         (1000,), "leave it out: divergence.max_events counts the last 1,000 steps"
     ),

@@ -273,7 +273,7 @@ def test_archives_are_read_by_name_or_pattern_and_with_the_format_also_in_folder
         (tmp_path / "in" / name).write_bytes(archive(*GOOD))
 
     def kinds(address: Path, format: str = "auto") -> dict[str, int]:
-        found = find_files([str(address)], format=format, out=Path("/nowhere"))
+        found = find_files([str(address)], format=format, out=tmp_path / "out")
         return dict(found.kinds)
 
     assert kinds(tmp_path / "in" / "*.tar") == kinds(tmp_path / "in", "tar") == {"tar": 2}

@@ -58,7 +58,7 @@ def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Pa
     # On a busy machine it takes long enough for lines of progress.
     lines = [line for line in output.splitlines() if not line.startswith("scoring: ")]
     header, train, valid, _, *protocols = lines
-    assert header.split()[:4] == ["checkpoint", "split", "targets", "nats/token"]
+    assert header.split()[:6] == ["checkpoint", "split", "targets", "nats", "per", "token"]
     assert "step-00000020" in train
     assert [line.split()[1] for line in (train, valid)] == ["train", "valid"]
     name = f"{dataset.name} (sha256 {load_manifest(dataset).digest[:12]})"

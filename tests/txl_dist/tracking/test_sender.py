@@ -159,7 +159,7 @@ def test_points_arrive_once_although_calls_fail(
     run_dir: Path, server: MlflowServer, fault: str
 ) -> None:
     """A third of all calls fails; with a lost response the call was executed nevertheless."""
-    generator = random.Random(0)
+    generator = random.Random(1)
     failed = []
 
     def a_third(path: str, body: bytes) -> str:

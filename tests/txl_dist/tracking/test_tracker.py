@@ -71,5 +71,5 @@ def test_a_damaged_file_is_read_as_none(tmp_path: Path, content: str) -> None:
 def test_a_request_of_an_earlier_version_is_read_without_its_unknown_fields(tmp_path: Path) -> None:
     path = tmp_path / "tracking-request.json"
     request = TrackingRequest(server=None, experiment="tests", params={"a": "1"})
-    path.write_text(json.dumps({**json.loads(request.to_json()), "new_run_key": "0123"}))
+    path.write_text(json.dumps({**json.loads(request.model_dump_json()), "new_run_key": "0123"}))
     assert TrackingRequest.load(path) == request

@@ -196,11 +196,11 @@ class RefuseSave:
     def __call__(self, trainer: Trainer) -> None:
         write = trainer.saver._write
 
-        def refuse(save: Any, snapshot: Any, state: Any, mlflow_run_id: str | None) -> None:
-            is_first = not state.divergence.num_rollbacks
+        def refuse(save: Any, snapshot: Any) -> None:
+            is_first = not trainer.state.divergence.num_rollbacks
             if (save.step, save.rank, is_first) == (self.step, self.rank, True):
                 raise DivergedError(f"weights of step {save.step} are not finite")
-            write(save, snapshot, state, mlflow_run_id)
+            write(save, snapshot)
 
         trainer.saver._write = refuse  # type: ignore[method-assign]
 

@@ -127,7 +127,7 @@ class ScoreBetweenSteps:
         self.step, self.scored = step, scored
 
     def __call__(self, trainer: Any) -> None:
-        read, folder = trainer.batches.read, trainer.saver._checkpoints.run / FOLDER
+        read, folder = trainer.batches.read, trainer.saver._checkpoints.directory.path.parent / FOLDER
 
         def delayed() -> Any:
             if trainer.state.step + 1 == self.step:
@@ -135,7 +135,7 @@ class ScoreBetweenSteps:
                 for number in range(5, self.step, 5):
                     name = f"step-{number:08d}.json"
                     (folder / name).write_bytes((self.scored / FOLDER / name).read_bytes())
-                ScoreTable(trainer.saver._checkpoints, bool).mark_best()
+                ScoreTable(trainer.saver._checkpoints.directory, bool).mark_best()
             return read()
 
         trainer.batches.read = delayed

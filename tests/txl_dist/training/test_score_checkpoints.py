@@ -127,7 +127,10 @@ class ScoreBetweenSteps:
         self.step, self.scored = step, scored
 
     def __call__(self, trainer: Any) -> None:
-        read, folder = trainer.batches.read, trainer.saver._checkpoints.directory.path.parent / FOLDER
+        read, folder = (
+            trainer.batches.read,
+            trainer.saver._checkpoints.directory.path.parent / FOLDER,
+        )
 
         def delayed() -> Any:
             if trainer.state.step + 1 == self.step:

@@ -18,7 +18,7 @@ from txl_dist.training.diagnostics import CLEARLY_BELOW, unigram_entropy
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
-ELSEWHERE = ("paper", "nvidia", "wt103-", "tiny", "30m", "125m", "350m")
+ELSEWHERE = ("paper", "nvidia", "wt103-", "tiny", "30m", "125m", "350m", "64-gpus")
 """A CPU is too slow for them; tiny.yaml, with 15 tokens per step, is in test_diagnostics.py."""
 INIT = "txl config init"
 

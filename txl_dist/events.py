@@ -9,7 +9,7 @@
     score           that was evaluated                       rank 0
     divergence      that has diverged                        rank 0
     rollback        to which the run returns     seconds     rank 0
-    error                                        rank        a rank that an error of its own ends
+    error                                        rank        a rank that its own error has stopped
     rank_lost                                    rank        launcher or rank 0, which has noticed
     restart                                                  launcher
     finished, stopped, failed                                launcher: the end of a launch

@@ -91,7 +91,9 @@ def _status(run: Path) -> tuple[str, str]:
 def test_a_run_that_fails_is_finished_by_its_next_start(dataset: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
-    command = ("train", TINY, *settings, "training.num_steps=60", "--on", "processes")
+    # The last step before the failure is saved, so no step of the first start is undone.
+    steps = ("training.num_steps=60", "training.checkpoint_interval_steps=30")
+    command = ("train", TINY, *settings, *steps, "--on", "processes")
     failed = txl(*command, environment={"TXL_FAULT": "step:raise:31"})
     assert failed.returncode == 1, failed.stderr + failed.stdout
     wait_until(lambda: (s := _state(run)) is not None and s.delivered)

@@ -1,4 +1,4 @@
-"""The picture of the README: what the memory is worth, drawn from tables of docs/experiments.md.
+"""The picture of the README: what the memory is worth, drawn from docs/experiments/memory.md.
 
     python benchmarks/memory_picture.py        # writes docs/figures/memory.svg
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERIMENTS = ROOT / "docs" / "experiments.md"
+EXPERIMENTS = ROOT / "docs" / "experiments" / "memory.md"
 PICTURE = ROOT / "docs" / "figures" / "memory.svg"
 WIDTH, HEIGHT = 760, 300
 STYLE = """
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def picture(experiments: str) -> str:
-    """The SVG, from the text of docs/experiments.md. Raises ValueError if a figure is missing."""
+    """The SVG, from the text of docs/experiments/memory.md. Raises ValueError if a figure is missing."""
     rows = re.findall(r"^\| stdlib, 1 \| .*$", experiments, re.MULTILINE)
     columns = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     later = re.search(

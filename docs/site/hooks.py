@@ -23,7 +23,7 @@ from references import filled
 from sources import ROOT, linked_files, page_of, source_page, with_site_links
 
 API = "<!-- api -->"
-DATED = ("decisions/0", "experiments.md")
+DATED = ("decisions/0", "experiments")
 _pages: dict[str, tuple[Page, str]] = {}
 """Every page by its path in docs/, with its Markdown as it is in the site."""
 _in_navigation: list[Page] = []

@@ -35,7 +35,7 @@ _GENERATED = re.compile(
 _INDENTED = re.compile(r"^ {4,}(?:txl|python|make|ray|torchrun|pip|mlflow) .*", re.MULTILINE)
 _IN_COMMENT = re.compile(r"^# *(?:.*: )?(txl [a-z].*(?:\n# {4,}\S.*)*)", re.MULTILINE)
 _EXAMPLE = re.compile(r"Example: (txl .*(?:\n(?!\s*(?:Example|$)).*)*)")
-_DATED = ("docs/decisions/", "docs/experiments.md")
+_DATED = ("docs/decisions/", "docs/experiments")
 """Commands of their day."""
 HAS_OWN_MARKS = "docs/how_to/run_on_a_cluster.md"
 """tests/cluster/deploy/test_how_to.py runs its blocks word for word."""

@@ -47,8 +47,9 @@ def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
     assert len(died) == 1, output
     assert "(node " in died[0]
     assert "restart" in died[0]
-    # What is left are the lines of two starts, of the loss and of the end: no dump of Ray's.
-    assert len(other_lines) < 27, output
+    # What is left are the lines of two starts (10 each), of the loss and of the end, and no dump of
+    # Ray's, which has dozens. The rank that stays may have time for its summary, or not.
+    assert len(other_lines) < 30, output
     assert "Traceback" not in output
     assert "raylet" in (run / "logs" / "ray.log").read_text().lower()
     assert losses(run) == losses(straight)

@@ -37,7 +37,8 @@ def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPath
 
 def kill_and_resume(dataset: Path, run: Path, *settings: str, victim: str) -> None:
     process = start_txl(*command(dataset, run, *settings))
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 60)
+    # A save in the background may take longer than the steps.
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 60 and (run / "LATEST").exists())
     ranks = children_of(process.pid)
     assert len(ranks) == 2
     os.kill(process.pid if victim == "launcher" else ranks[1], signal.SIGKILL)

@@ -78,7 +78,7 @@ def wait_for_the_sender(trainer: Any) -> None:
 
     def waiting(state: Any, error: Any) -> Any:
         if trainer.step.world.is_rank_zero:
-            wait_until(lambda: _tracking(run).sent_step == 9, timeout_seconds=60)
+            wait_until(lambda: _newest_recorded(run) == 9, timeout_seconds=60, poll_seconds=0.25)
         return roll_back(state, error)
 
     trainer.recovery = _Replaced(trainer.recovery, roll_back=waiting)
@@ -107,6 +107,11 @@ def _points(run: Path, run_id: str) -> list[tuple[str, int, float]]:
             "SELECT key, step, value FROM metrics WHERE run_uuid = ?", (run_id,)
         )
         return sorted(rows)
+
+
+def _newest_recorded(run: Path) -> int:
+    run_id = _tracking(run).run_id
+    return max((step for _, step, _ in _points(run, run_id)), default=0) if run_id else 0
 
 
 @pytest.mark.fault_row(28)

@@ -32,6 +32,12 @@ def _recorded(run: Path, run_id: str) -> list[tuple[str, int, float]]:
         return sorted(rows)
 
 
+def _newest_recorded(run: Path) -> int:
+    state = _state(run)
+    points = _recorded(run, state.run_id) if state and state.run_id else []
+    return max((step for _, step, _ in points), default=0)
+
+
 def _journalled(run: Path) -> list[tuple[str, int, float]]:
     return sorted(
         (name, line["step"], value)
@@ -54,7 +60,7 @@ def test_after_a_sigkill_and_a_resume_the_curves_equal_the_journal(
     (rank, *_) = children_of(process.pid)
     os.kill(rank, signal.SIGSTOP)  # so that the sender catches up
     journalled = max(line["step"] for line in read_metrics(run / "metrics.jsonl"))
-    wait_until(lambda: ((s := _state(run)) and s.sent_step) == journalled)
+    wait_until(lambda: _newest_recorded(run) == journalled, poll_seconds=0.25)
     os.kill(rank, signal.SIGKILL)
     process.communicate(timeout=120)
     assert not is_alive(rank)

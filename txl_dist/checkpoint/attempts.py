@@ -67,7 +67,7 @@ class AttemptRecord(StrictModel):
 
     @property
     def file_name(self) -> str:
-        return f"attempt-{self.number:08d}.{self.id}.json"
+        return _file_name(self.number, self.id)
 
     def __str__(self) -> str:
         process = f"host {printable(self.host)}, pid {self.pid}"
@@ -98,18 +98,18 @@ class Attempt:
         else:
             path.write_bytes(data)
         self.require_newest()
-        for name in _names(self.folder)[:-MAX_RECORDS]:
+        for attempt in _attempts(self.folder)[:-MAX_RECORDS]:
             with suppress(OSError):  # the next attempt tries again
-                old = self.folder / name
+                old = self.folder / _file_name(*attempt)
                 old.unlink(missing_ok=True) if isinstance(old, Path) else old.remove()
 
     def require_newest(self) -> None:
         """Raise FencedError if the folder has a newer attempt, OSError if it cannot be listed."""
-        names = _names(self.folder)
-        if not names or _order(names[-1]) <= (self.record.number, self.record.id):
+        newest = max(_attempts(self.folder), default=(0, ""))
+        if newest <= (self.record.number, self.record.id):
             return
         # If the file cannot be read, its number alone is reason enough.
-        successor = newest_record(self.folder) or f"attempt {_order(names[-1])[0]} ({names[-1]})"
+        successor = newest_record(self.folder) or f"attempt {newest[0]} ({_file_name(*newest)})"
         raise FencedError(
             f"this process, {self.record}, was replaced: {successor} took "
             f"over this run ({self.folder}). Stopping without touching its checkpoints. Both ran "
@@ -117,22 +117,10 @@ class Attempt:
             "cut off. Nothing has to be repaired"
         )
 
-    @property
-    def is_newest(self) -> bool:
-        """Whether no newer attempt is known; True if the folder cannot be listed now."""
-        try:
-            self.require_newest()
-        except FencedError:
-            return False
-        except OSError:
-            return True
-        return True
-
 
 def newest_number(folder: DatasetPath) -> int:
     """The highest number of an attempt in a folder; 0 without any. Raises OSError."""
-    names = _names(folder)
-    return _order(names[-1])[0] if names else 0
+    return max((number for number, _ in _attempts(folder)), default=0)
 
 
 def newest_record(folder: DatasetPath, *, launch_id: str | None = None) -> AttemptRecord | None:
@@ -141,22 +129,20 @@ def newest_record(folder: DatasetPath, *, launch_id: str | None = None) -> Attem
     With `launch_id`: None also if it is of another launch.
     """
     with suppress(OSError, ValueError, IndexError):
-        newest = (folder / _names(folder)[-1]).read_bytes()
-        record = AttemptRecord.model_validate_json(newest)
+        path = folder / _file_name(*_attempts(folder)[-1])
+        record = AttemptRecord.model_validate_json(path.read_bytes())
         return record if launch_id in (None, record.launch_id) else None
     return None
 
 
-def _names(folder: DatasetPath) -> list[str]:
-    """The files of attempts, the newest last."""
+def _attempts(folder: DatasetPath) -> list[tuple[int, str]]:
+    """Number and id of the attempts in a folder, the newest last."""
     try:
-        names = (path.name for path in folder.iterdir())
-        return sorted((name for name in names if _NAME.fullmatch(name)), key=_order)
+        matches = [_NAME.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:  # no attempt has been recorded
         return []
+    return sorted((int(match[1]), match[2]) for match in matches if match)
 
 
-def _order(name: str) -> tuple[int, str]:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), match[2]
+def _file_name(number: int, attempt_id: str) -> str:
+    return f"attempt-{number:08d}.{attempt_id}.json"

@@ -49,14 +49,6 @@ class Checkpoints:
     ) -> None:
         self.directory, self.uploader, self._retention = directory, uploader, retention
 
-    def newest(self) -> int | None:
-        """Step of the newest complete checkpoint."""
-        return self.directory.newest_step()
-
-    def best(self) -> int | None:
-        """Step of the checkpoint with the best score."""
-        return self.directory.pointer("BEST")
-
     def save(self, save: Save, snapshot: Snapshot, header: CheckpointHeader) -> Path | None:
         """Write the part of this rank; rank 0 publishes the checkpoint and returns its path.
 
@@ -94,7 +86,7 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove what is not kept. Copies are removed at the next upload."""
         with self.explained():
-            self.directory.prune(self._retention, best_step=self.best())
+            self.directory.prune(self._retention, best_step=self.directory.pointer("BEST"))
 
     def upload(self) -> None:
         """Copy what the URL lacks, in the background."""

@@ -34,7 +34,7 @@ from data_pipeline.errors import printable
 from data_pipeline.system.files import write_file, write_synced
 from data_pipeline.system.remote_path import RemotePath
 from data_pipeline.system.workers import BackgroundQueue
-from txl_dist.checkpoint.attempts import FOLDER, Attempt
+from txl_dist.checkpoint.attempts import FOLDER
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention, reading
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -219,10 +219,8 @@ class Uploader:
         self, copies: CheckpointCopies, directory: CheckpointDirectory, retention: Retention
     ) -> None:
         self._copies, self._directory, self._retention = copies, directory, retention
-        self._attempt: Attempt | None = None
-        """That of the run directory, at the URL."""
-        if directory.attempt is not None:
-            self._attempt = replace(directory.attempt, folder=copies.attempts)
+        assert directory.attempt is not None
+        self._attempt = replace(directory.attempt, folder=copies.attempts)
         self._is_added = False
         """Whether the URL has the attempt."""
         self._sent_manifests: dict[str, bytes] = {}
@@ -248,7 +246,7 @@ class Uploader:
                     log.warning("removing %s | the run continues from step %d", name, newest)
                     self._copies.remove(name)
         except OSError as error:
-            if self._attempt is None or self._attempt.previous is None:
+            if self._attempt.previous is None:
                 raise self._copies.unreachable(error) from error
             reason = error.strerror
             log.warning("%s does not respond (%s). Copies are made later", self._copies.url, reason)
@@ -328,21 +326,16 @@ class Uploader:
                     log.info("checkpoint at step %d | not copied: %s", step, error)
         if not present:
             return
-        self._check_attempt()
+        self._attempt.require_newest()
         if newest := next((name for name in present.values() if name), None):
             (self._copies.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
         self._upload_run_files()
         self._prune(present)
 
     def _add_attempt(self) -> None:
-        if self._attempt is not None and not self._is_added:
+        if not self._is_added:
             self._attempt.add()
         self._is_added = True
-
-    def _check_attempt(self) -> None:
-        """Raise FencedError if another process has continued the run from the copies."""
-        if self._attempt is not None:
-            self._attempt.require_newest()
 
     def _upload(self, step: int) -> str:
         """Upload the files of a checkpoint, its manifest last; returns the name of the copy."""
@@ -360,7 +353,7 @@ class Uploader:
                     (target / file).write_from(path / file)
             content = (path / MANIFEST_NAME).read_bytes()
             if self._sent_manifests.get(name) != content:
-                self._check_attempt()
+                self._attempt.require_newest()
                 # Before the manifest: a resume from this copy needs the metrics up to its step.
                 self._upload_run_files()
                 (target / MANIFEST_NAME).write_bytes(content)
@@ -376,7 +369,7 @@ class Uploader:
     def _prune(self, present: dict[int, str | None]) -> None:
         """Remove copies, given those of the checkpoints in the run directory."""
         superseded = names_of(self._directory.superseded())
-        self._check_attempt()
+        self._attempt.require_newest()
         names, newest = self._copies.names(), max(present)
         steps = sorted({step_of(name) for name in names if step_of(name) <= newest})
         manifest = self._directory.newest_manifest()
@@ -391,16 +384,13 @@ class Uploader:
 
 
 def _download(source: RemotePath, target: Path, entry: FileEntry) -> None:
-    sha256, num_bytes = hashlib.sha256(), 0
+    sha256 = hashlib.sha256()
     with source.open() as stream, target.open("wb") as file:
         while block := stream.read(_BLOCK_BYTES):
             file.write(block)
             sha256.update(block)
-            num_bytes += len(block)
         file.flush()
         os.fsync(file.fileno())
-    if num_bytes != entry.bytes:
-        raise CheckpointError(f"{source} has {num_bytes:,} bytes, expected {entry.bytes:,}")
     if sha256.hexdigest() != entry.sha256:
         raise CheckpointError(f"{source} has sha256 {sha256.hexdigest()}, expected {entry.sha256}")
 

@@ -20,11 +20,11 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, count
 from pathlib import Path
 
 from data_pipeline.system.files import (
     fsync_directory,
+    open_descriptor,
     publish_directory,
     remove_directory,
     remove_leftovers,
@@ -213,13 +213,9 @@ class CheckpointDirectory:
         later = [other for other in self.steps() if other > step]
         if later:
             for entry in self.superseded():
-                _remove_unless_read(entry)
+                _remove(entry)
             for other in later:
-                name = f"superseded-{self.at(other).name}"
-                # One that is being read may still have that name.
-                names = chain([name], (f"{name}-{number}" for number in count(2)))
-                paths = (self.path / each for each in names)
-                self.at(other).rename(next(path for path in paths if not path.exists()))
+                self.at(other).rename(self.path / f"superseded-{self.at(other).name}")
             fsync_directory(self.path)
         remaining = self.steps()
         self._point_or_remove("LATEST", remaining[-1] if remaining else None)
@@ -268,17 +264,13 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def _remove_unless_read(path: Path) -> None:
-    descriptor = -1
-    with suppress(OSError):  # removed by someone else, or not readable: `_remove` explains it
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if descriptor >= 0 and not try_lock(descriptor):
-            log.info("%s is being read, so it is removed later", path)
-        else:
+    with suppress(OSError), open_descriptor(path) as descriptor:
+        if try_lock(descriptor):
             _remove(path)
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        else:
+            log.info("%s is being read, so it is removed later", path)
+        return
+    _remove(path)  # it cannot be opened, and this says why
 
 
 def _remove(path: Path) -> None:

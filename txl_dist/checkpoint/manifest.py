@@ -37,7 +37,6 @@ FileName = Annotated[
 ]
 SaveId = Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}\z")]
 Kind = Literal["weights", "optimizer", "memory"]
-_RANK = re.compile(r"-rank-(\d{5})\.")
 
 
 def file_name(kind: Kind, rank: int) -> str:
@@ -48,12 +47,6 @@ def file_name(kind: Kind, rank: int) -> str:
 def part_name(rank: int) -> str:
     """Name of the list of a rank's files while a checkpoint is being written."""
     return f"part-rank-{rank:05d}.json"
-
-
-def rank_of(file: str) -> int:
-    """The rank that writes a file of a checkpoint; 0 for files that belong to no rank."""
-    match = _RANK.search(file)
-    return int(match[1]) if match else 0
 
 
 def lane_key(lane: int) -> str:

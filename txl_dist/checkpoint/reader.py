@@ -82,13 +82,10 @@ def load_model(
         model = TransformerXL(config or manifest.architecture)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         check_parameters(directory, manifest, shapes)
-        with _Slices(directory, manifest) as slices, torch.no_grad():
+        slices, state = _Slices(directory, manifest), AVERAGE if averaged else None
+        with torch.no_grad():
             for name, parameter in model.named_parameters():
-                span = (name, 0, parameter.numel())
-                values = (
-                    slices.optimizer(*span, state=AVERAGE) if averaged else slices.weights(*span)
-                )
-                parameter.view(-1).copy_(values)
+                parameter.view(-1).copy_(slices.range(name, 0, parameter.numel(), state))
         tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
     return model.eval(), tokenizer, manifest
 
@@ -113,20 +110,21 @@ def load_fragments(
 
     The files must have been verified, also by `check_parameters`.
     """
-    with _Slices(directory, manifest) as slices, torch.no_grad():
+    slices = _Slices(directory, manifest)
+    with torch.no_grad():
         for fragment in fragments:
             span = (fragment.name, fragment.start, fragment.stop)
-            fragment.master.copy_(slices.weights(*span))
+            fragment.master.copy_(slices.range(*span))
             for state, tensor in fragment.states.items():
-                tensor.copy_(slices.optimizer(*span, state=state))
+                tensor.copy_(slices.range(*span, state))
 
 
 def load_memory(
     directory: Path, manifest: CheckpointManifest, lanes: Iterable[int]
 ) -> dict[int, dict[str, Tensor]]:
     """Lane -> tensors of its memory by name, for the given lanes."""
-    with _Slices(directory, manifest) as slices:
-        return {lane: slices.memory(lane) for lane in lanes}
+    slices = _Slices(directory, manifest)
+    return {lane: slices.memory(lane) for lane in lanes}
 
 
 def check_parameters(
@@ -167,26 +165,10 @@ class _Slices:
         self._directory, self._manifest = directory, manifest
         self._open: dict[str, safe_open] = {}
 
-    def __enter__(self) -> "_Slices":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-
-    def weights(self, name: str, start: int, stop: int) -> Tensor:
-        return self._range("weights", name, name, start, stop)
-
-    def optimizer(self, name: str, start: int, stop: int, *, state: str) -> Tensor:
-        return self._range("optimizer", name, f"{name}/{state}", start, stop)
-
-    def memory(self, lane: int) -> dict[str, Tensor]:
-        file = self._file(file_name("memory", self._manifest.rank_of_lane[lane]))
-        prefix = lane_key(lane)
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-
-    def _range(self, kind: Kind, name: str, key: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of flattened parameter `name`, fp32."""
+    def range(self, name: str, start: int, stop: int, state: str | None = None) -> Tensor:
+        """Elements [start, stop) of a flattened parameter, or of a state of it; fp32."""
+        kind: Kind = "optimizer" if state else "weights"
+        key = f"{name}/{state}" if state else name
         parts = []
         for part in self._manifest.parameters[name].slices:
             low, high = max(start, part.start), min(stop, part.stop)
@@ -201,6 +183,12 @@ class _Slices:
                         "written with another optimizer, or by another version of txl"
                     ) from None
         return torch.cat(parts)
+
+    def memory(self, lane: int) -> dict[str, Tensor]:
+        file = self._file(file_name("memory", self._manifest.rank_of_lane[lane]))
+        prefix = lane_key(lane)
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
 
     def _file(self, name: str) -> safe_open:
         # Opened once per checkpoint and memory-mapped; a rank opens only the files it needs.

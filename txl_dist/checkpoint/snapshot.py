@@ -12,17 +12,12 @@ tensors. Files are equal, byte by byte, to those of the library, which reads the
 Source: https://github.com/huggingface/safetensors#format
 """
 
-import errno
-import fcntl
 import hashlib
 import json
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
@@ -41,8 +36,6 @@ from txl_dist.errors import DivergedError
 AVERAGE = "average"
 """Name of the average of the weights over steps, kept like a state of the optimizer."""
 BLOCK_BYTES = 8 * 2**20
-BUFFER_BYTES = 8 * 2**20
-_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has no such flag
 _ALIGNMENT = 8
 """The header is padded with spaces, so that the tensors are aligned in a memory map."""
 
@@ -143,14 +136,15 @@ def write_tensors(
     Calls `before_block` before each block of a tensor; an exception it raises ends the writing. The
     file is not atomic: write it into a staging directory.
     """
-    sha256, num_bytes = hashlib.sha256(), 0
-    with DirectFile(path) as file:
+    sha256 = hashlib.sha256()
+    with path.open("wb") as file:
         for block in _blocks(arrays):
             before_block()
             file.write(block)
             sha256.update(block)
-            num_bytes += len(block)
-    return FileEntry(bytes=num_bytes, sha256=sha256.hexdigest())
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(bytes=path.stat().st_size, sha256=sha256.hexdigest())
 
 
 def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
@@ -173,73 +167,3 @@ def _header(arrays: Mapping[str, np.ndarray]) -> bytes:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-class DirectFile:
-    """A new large file, written from start to end without the page cache of the operating system.
-
-    Leaving the context without an error syncs it. With the cache, the system copies the data into
-    new pages, and kernel threads write them later. That takes RAM, and about as much CPU time as
-    hashing the data, from the programs that compute meanwhile (docs/experiments.md, 2026-11-24).
-    On a file system without direct I/O, writes go through the page cache.
-    """
-
-    def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        try:
-            self._descriptor = os.open(path, flags | _DIRECT, 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._descriptor = os.open(path, flags, 0o666)
-        # Direct writes need addresses and sizes in whole pages. A map begins at a page.
-        self._buffer = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8)
-        self._num_buffered = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None:
-                self._end_direct_writes()  # the rest is no whole page
-                self._flush()
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`. Raises OSError."""
-        source = np.frombuffer(data, dtype=np.uint8)
-        while source.size:
-            target = self._buffer[self._num_buffered :][: source.size]
-            np.copyto(target, source[: target.size])  # releases the GIL
-            source = source[target.size :]
-            self._num_buffered += target.size
-            if self._num_buffered == BUFFER_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        pending = self._buffer[: self._num_buffered].data
-        while pending:
-            pending = pending[self._write_some(pending) :]
-        self._num_buffered = 0
-
-    def _write_some(self, data: memoryview) -> int:
-        try:
-            return os.write(self._descriptor, data)
-        except OSError as error:
-            # Some file systems accept the flag and refuse the write, or need other sizes.
-            if error.errno != errno.EINVAL:
-                raise
-        self._end_direct_writes()
-        return os.write(self._descriptor, data)
-
-    def _end_direct_writes(self) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)

@@ -35,9 +35,9 @@ from txl_dist.checkpoint.manifest import (
     RankPart,
     RunEntries,
     Slice,
+    file_name,
     load_checkpoint_manifest,
     part_name,
-    rank_of,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.errors import CheckpointError, LostRankError, TxlError
@@ -110,11 +110,12 @@ class Save:
             now = time.monotonic()
             # Not at every poll: a network file system is asked for each file.
             if now >= next_look:
-                next_look, size = now + _LOOK_SECONDS, _written_bytes(staging, missing)
+                next_look, size = now + _LOOK_SECONDS, _written_bytes(staging)
                 if size != num_bytes:
                     num_bytes, deadline = size, now + timeout_seconds
             if now > deadline:
-                raise _stalled(missing, timeout_seconds, has_begun=num_bytes > 0)
+                has_begun = any((staging / file_name("weights", rank)).exists() for rank in missing)
+                raise _stalled(missing, timeout_seconds, has_begun=has_begun)
             time.sleep(_POLL_SECONDS)
 
     def _write_manifest(
@@ -122,7 +123,8 @@ class Save:
     ) -> None:
         tokenizer = staging / TOKENIZER_NAME
         write_synced(tokenizer, header.tokenizer_json.encode())
-        files = {TOKENIZER_NAME: _file_entry(tokenizer)}
+        entry = FileEntry(bytes=tokenizer.stat().st_size, sha256=sha256_file(tokenizer))
+        files = {TOKENIZER_NAME: entry}
         for part in parts:
             files |= part.files
         # Which ranks had which lanes is stored, because a resume may distribute them differently.
@@ -151,11 +153,9 @@ def update_state(directory: CheckpointDirectory, step: int, changes: Mapping[str
     write_file(path / MANIFEST_NAME, updated.to_json())
 
 
-def _written_bytes(staging: Path, ranks: set[int]) -> int:
-    """Bytes of the unfinished files of some ranks."""
+def _written_bytes(staging: Path) -> int:
     with suppress(OSError):  # a file that is renamed now
-        sizes = ((rank_of(path.name), path.stat().st_size) for path in staging.iterdir())
-        return sum(size for rank, size in sizes if rank in ranks)
+        return sum(path.stat().st_size for path in staging.iterdir())
     return 0
 
 
@@ -175,21 +175,14 @@ def _stalled(ranks: set[int], seconds: float, *, has_begun: bool) -> TxlError:
 def _read_part(staging: Path, rank: int) -> RankPart:
     path = staging / part_name(rank)
     try:
-        part = RankPart.model_validate_json(path.read_bytes())
+        return RankPart.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise CheckpointError(f"{path}: {first_problem(error)}") from None
-    if part.rank != rank:
-        raise CheckpointError(f"{path} lists files of rank {part.rank}, expected rank {rank}")
-    return part
 
 
 def _ranks(ranks: set[int]) -> str:
     names = ", ".join(map(str, sorted(ranks)))
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-
-
-def _file_entry(path: Path) -> FileEntry:
-    return FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
 
 
 def _join_slices(parts: list[RankPart]) -> dict[str, ParameterEntry]:

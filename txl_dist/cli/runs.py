@@ -183,7 +183,7 @@ def sync(
             f"{run} was tracked at {request.server}, whose credentials are not stored. Give them: "
             "MLFLOW_TRACKING_URI=URI txl track sync RUN"
         ) from None
-    words = (str(run), "--sync", "--flush-seconds", str(timeout_seconds))
+    words = (str(run), "--flush-seconds", str(timeout_seconds))
     with running(f"delivering {run} to MLflow", quiet=as_json):
         reason = run_module(SENDER, *words, timeout_seconds=timeout_seconds + MLFLOW_SECONDS)
     state = TrackingState.load(run / STATE)

@@ -9,21 +9,20 @@ the same file and the same run. `TrackingState.evaluations` has the names of tho
 has; one that it has got although the state does not say so is found by its key.
 
 Scores become metrics such as `valid/mem_len_64/perplexity`, at the step of the checkpoint;
-confidence intervals `..._low` and `..._high`; settings parameters, and the protocol the tag
-`txl.protocol`. The tables of `details` are left out.
+settings parameters, and the protocol the description. The tables of `details` are left out.
 """
 
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from txl_dist.config.redaction import redact
-from txl_dist.evaluation.scores import SCORES, kept_results
+from txl_dist.evaluation.result import Result
+from txl_dist.evaluation.scores import kept_results
 from txl_dist.tracking.tracker import (
+    STATE,
     Point,
     RefusedError,
     TrackedDataset,
@@ -33,11 +32,10 @@ from txl_dist.tracking.tracker import (
     UnavailableError,
     as_text,
     dataset_name,
+    open_tracker,
 )
 
-_COUNTS = ("nats", "tokens_scored", "bytes_scored", "characters_scored", "words_scored")
-_EDITED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-"""Errors of a file that somebody has edited."""
+_COUNTS = {"tokens_scored", "bytes_scored", "characters_scored", "words_scored"}
 _STEP_NAME = re.compile(r"(?:superseded-)?step-(\d{8,})")
 
 log = logging.getLogger("txl_dist.tracking")
@@ -48,76 +46,68 @@ def unsent_evaluations(run_dir: Path, state: TrackingState) -> list[Path]:
     return [path for path in kept_results(run_dir) if path.name not in state.evaluations]
 
 
+def deliver_evaluations(run_dir: Path) -> None:
+    """Record the results of a run that does not train. Raises UnavailableError and OSError."""
+    if (state := TrackingState.load(run_dir / STATE)) is not None:
+        send_evaluations(open_tracker(state.server, run_dir), run_dir, state)
+
+
 def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> TrackingState:
     """Record all results that the server lacks; returns the state with what it has.
 
-    Raises UnavailableError, also if the server has no run yet to which they belong.
+    Raises OSError, and UnavailableError, also if the server has no run yet to which they belong.
     """
     if state.run_id is None:
         raise UnavailableError("its training run is not there yet")
     for path in unsent_evaluations(run_dir, state):
         try:
-            _record(tracker, path, state, state.run_id)
-        except OSError as error:  # a network file system that fails now
-            raise UnavailableError(str(error)) from None
-        except (RefusedError, *_EDITED) as error:
+            result = Result.model_validate(json.loads(path.read_bytes()))
+            _record(tracker, path, result, state, state.run_id)
+        except (RefusedError, ValueError, RecursionError) as error:  # a file that somebody edited
             log.warning("%s was refused: %s", path, redact(str(error)))
         state = state.changed(run_dir, evaluations=(*state.evaluations, path.name))
     return state
 
 
-def _record(tracker: Tracker, path: Path, state: TrackingState, training_run: str) -> None:
+def _record(
+    tracker: Tracker, path: Path, result: Result, state: TrackingState, training_run: str
+) -> None:
     """Record one result as a run below the training run. May be repeated."""
-    result = json.loads(path.read_bytes())
-    checkpoint, split = Path(result["checkpoint"]).name, str(result["split"])
+    checkpoint, name = Path(result.checkpoint).name, f"{result.split}, mem_len {result.mem_len}"
     match = _STEP_NAME.fullmatch(checkpoint)
-    step, mem_len = int(match[1]) if match else 0, result["mem_len"]
-    scores = _scores(result)
-    left_out = {*scores, "details", "protocol", "save_id"}
-    settings = {**result, "checkpoint": checkpoint}
-    settings = redact({key: value for key, value in settings.items() if key not in left_out})
-    data, protocol = str(result["data"]), redact(str(result["protocol"]))
-    run = TrackedRun(
-        key=f"{state.key}/{path.stem}",
-        name=f"eval step {step}: {split}, mem_len {mem_len}",
-        experiment=state.experiment,
-        command="txl eval",
-        note=protocol,
-        params={key: as_text(value) for key, value in settings.items()},
-        tags={
-            "txl.kind": "evaluation",
-            "txl.training_run": training_run,
-            "txl.protocol": protocol,
-        },
-        parent=training_run,
-        datasets=[
-            TrackedDataset(
-                name=dataset_name(data, split),
-                digest=str(result["data_sha256"]),
-                source=redact(data),
-                context="evaluation",
-                profile={key: result[key] for key in _COUNTS[1:] if result.get(key) is not None},
-            )
-        ],
+    step = int(match[1]) if match else 0
+    content = result.to_json()
+    counts = {key: value for key, value in content.items() if key in _COUNTS and value is not None}
+    scores = {"nats": result.nats, **counts, **result.known_scores}
+    left_out = {"nats", *_COUNTS, *result.scores, "details", "protocol", "save_id"}
+    settings = {key: value for key, value in content.items() if key not in left_out}
+    settings = redact({**settings, "checkpoint": checkpoint})
+    dataset = TrackedDataset(
+        name=dataset_name(result.data, result.split),
+        digest=result.data_sha256,
+        source=redact(result.data),
+        context="evaluation",
+        profile=counts,
+    )
+    run_id = tracker.start(
+        TrackedRun(
+            key=f"{state.key}/{path.stem}",
+            name=f"eval step {step}: {name}",
+            experiment=state.experiment,
+            note=redact(result.protocol),
+            params={key: as_text(value) for key, value in settings.items()},
+            tags={"txl.kind": "evaluation"},
+            parent=training_run,
+            datasets=[dataset],
+        )
     )
     milliseconds = int(path.stat().st_mtime * 1000)
     points = [
-        Point(f"{split}/mem_len_{mem_len}/{name}", float(value), step, milliseconds)
-        for name, value in scores.items()
-        if type(value) in (int, float) and math.isfinite(value)
+        Point(f"{result.split}/mem_len_{result.mem_len}/{key}", float(value), step, milliseconds)
+        for key, value in scores.items()
+        if math.isfinite(value)
     ]
-    run_id = tracker.start(run)
     # All or none of the points were recorded, so one of them tells.
-    if points and not tracker.recorded(run_id, points[0].metric):
+    if not tracker.recorded(run_id, points[0].metric):
         tracker.log(run_id, points)
     tracker.end(run_id, "finished")
-
-
-def _scores(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The scores and counts, and the ends of their intervals, by name."""
-    scores = {key: result[key] for key in (*_COUNTS, *SCORES) if key in result}
-    intervals = (result.get("details") or {}).get("interval") or {}
-    for name, bounds in intervals.items():
-        if isinstance(bounds, list) and None not in bounds:  # None: out of the range of a float
-            scores |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
-    return scores

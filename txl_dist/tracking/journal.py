@@ -7,7 +7,6 @@ as the strings "nan", "inf" and "-inf", and `read_metrics` returns them as float
 the lines.
 """
 
-import contextlib
 import errno
 import itertools
 import json
@@ -18,9 +17,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
-from data_pipeline.system.files import fsync_directory
+from data_pipeline.system.files import write_file
 from txl_dist.tracking.tracker import Recorded, points_of
 
 JOURNAL = "metrics.jsonl"
@@ -71,7 +70,7 @@ class MetricsJournal:
                 self._append(self._held[0])
                 self._held.popleft()
             if sync:
-                os.fsync(self._file)
+                os.fsync(self._file.fileno())
         except OSError as error:
             if not self._has_warned:
                 _log.warning(
@@ -84,13 +83,13 @@ class MetricsJournal:
 
     def _append(self, line: bytes) -> None:
         # One write per line, so that a kill cuts at most this line.
-        size = os.fstat(self._file).st_size
+        size = os.fstat(self._file.fileno()).st_size
         written = 0
         try:
-            written = os.write(self._file, line)
+            written = self._file.write(line)
         finally:
             if written != len(line):  # a disk that becomes full takes a part of the line
-                os.ftruncate(self._file, size)
+                self._file.truncate(size)
         if written != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -104,31 +103,25 @@ class MetricsJournal:
         Lines that are not JSON objects, which a disk failure can leave, are dropped.
         """
         self._superseded.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as remaining, self._superseded.open("ab") as superseded:
-                with self.path.open("rb") as journal:
-                    for raw in journal:
-                        line = parse_line(raw)
-                        if line is not None:
-                            is_redone = redone.get(line["step"]) in line
-                            stays = line["step"] <= step and not is_redone
-                            (remaining if stays else superseded).write(raw)
-                for file in (superseded, remaining):
-                    file.flush()
-                    os.fsync(file.fileno())
-            temporary.replace(self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        fsync_directory(self.path.parent)
+        with self._superseded.open("ab") as superseded:
+            superseded.writelines(raw for raw, stays in self._lines(step, redone) if not stays)
+            superseded.flush()
+            os.fsync(superseded.fileno())
+        write_file(self.path, (raw for raw, stays in self._lines(step, redone) if stays))
         self.close()
         self._file = self._open()
 
+    def _lines(self, step: int, redone: Mapping[int, str]) -> Iterator[tuple[bytes, bool]]:
+        """Every line, and whether it stays in `truncate_after`."""
+        with self.path.open("rb") as journal:
+            for raw in journal:
+                if (line := parse_line(raw)) is not None:
+                    is_redone = redone.get(line["step"]) in line
+                    yield raw, line["step"] <= step and not is_redone
+
     def close(self) -> None:
         """Close the file. May be called more than once."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -136,53 +129,43 @@ class MetricsJournal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        descriptor = os.open(self.path, flags, mode=0o644)
-        _repair_end(descriptor)
-        return descriptor
+    def _open(self) -> BinaryIO:
+        file = self.path.open("ab+", buffering=0)
+        _remove_torn_line(file)
+        return file
 
 
 class JournalTail:
     """Reads the complete lines of a journal while it is written, from its beginning.
 
-    If `is_replaced` (a resume discarded steps), `rewind` starts again with the new file.
+    If `is_replaced` (a resume discarded steps), `rewind` starts again with the new file. A journal
+    that does not exist yet is created.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = -1
-        self._offset = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._file, self._offset = self._path.open("ab+"), 0
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """The lines since the last call, at most READ_BYTES of them."""
-        if self._descriptor < 0:
-            self.rewind()
-        if self._descriptor < 0:
-            return
-        data = os.pread(self._descriptor, READ_BYTES, self._offset)
+        data = os.pread(self._file.fileno(), READ_BYTES, self._offset)
         complete = data[: data.rfind(b"\n") + 1]  # training may be in the middle of a line
         self._offset += len(complete)
         yield from _parse_lines(complete.split(b"\n"))
 
     def rewind(self) -> None:
         """Start again from the beginning of the file that has the path now."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor, self._offset = -1, 0
-        with contextlib.suppress(FileNotFoundError):  # training has not written yet
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file.close()
+        self._open()
 
     def is_replaced(self) -> bool:
-        """Whether the file was shortened or replaced since it was opened."""
-        if self._descriptor < 0:
-            return False
-        opened = os.fstat(self._descriptor)
-        try:
-            current = self._path.stat()
-        except OSError:  # removed, or a network file system that fails now
-            return False
-        return not os.path.samestat(opened, current) or opened.st_size < self._offset
+        """Whether the file was shortened or replaced since it was opened. Raises OSError."""
+        opened = os.fstat(self._file.fileno())
+        is_other = not os.path.samestat(opened, self._path.stat())
+        return is_other or opened.st_size < self._offset
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -254,15 +237,12 @@ def _to_json(value: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _repair_end(descriptor: int) -> None:
-    """Complete or remove the text after the last line end."""
-    size = start = os.fstat(descriptor).st_size
-    tail = b""
-    while start > 0 and b"\n" not in tail:
-        start = max(0, start - (1 << 16))
-        tail = os.pread(descriptor, size - start, start)
-    torn = tail[tail.rfind(b"\n") + 1 :]
-    if torn and parse_line(torn) is not None:  # only its line end is missing
-        os.write(descriptor, b"\n")
+def _remove_torn_line(file: BinaryIO) -> None:
+    """Remove the text after the last line end, or complete it if only its line end is missing."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - READ_BYTES))
+    torn = file.read().rpartition(b"\n")[2]
+    if torn and parse_line(torn) is not None:
+        file.write(b"\n")
     elif torn:
-        os.ftruncate(descriptor, size - len(torn))
+        file.truncate(size - len(torn))

@@ -6,14 +6,12 @@ child of the run that supersedes it (decision 52).
 """
 
 import contextlib
-import getpass
 import json
 import logging
 import math
 import os
 import re
 import sqlite3
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -29,6 +27,7 @@ os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.tracking.context.registry import resolve_tags
 from sqlalchemy.engine import make_url
 
 from txl_dist.config.redaction import redact
@@ -109,18 +108,21 @@ class MlflowTracker:
         self._client = MlflowClient(tracking_uri=server)
         self._key = self._run_id = ""
         self._to_describe: list[Callable[[], None]] = []
-        self._files: Mapping[str, Path] = {}
-        self._not_finite: set[str] = set()
 
     def start(self, run: TrackedRun) -> str:
         if self._key != run.key:
-            self._run_id = self._find_or_create(run)
-            self._to_describe = self._description(run, self._run_id)
-            self._key, self._files, self._not_finite = run.key, run.files, set()
+            run_id = self._run_id = self._find_or_create(run)
+            self._to_describe = [
+                lambda: self._set_status(run_id, "running"),
+                lambda: self._set_tags(run_id, {"txl.status": "running", **run.tags}),
+                lambda: self._log_params(run_id, run.params),
+                lambda: self._adopt(run, run_id),
+                lambda: self._log_inputs(run_id, run.datasets),
+            ]
+            self._key = run.key
         while self._to_describe:  # one call at a time: a failure repeats only that one
             try:
-                with _translated():
-                    self._to_describe[0]()
+                self._to_describe[0]()
             except RefusedError as error:
                 log.warning("tags, parameters or inputs not recorded: %s", error)
             del self._to_describe[0]
@@ -132,31 +134,30 @@ class MlflowTracker:
         return {(point.step, point.timestamp) for point in history}
 
     def log(self, run_id: str, points: Sequence[Point]) -> None:
-        # MLflow would store infinity as 1.8e308: the first such step of a metric becomes a tag.
-        tags: dict[str, str] = {}
-        metrics = []
-        for point in points:
-            if math.isfinite(point.value):
-                key = clean_key(point.metric)
-                metrics.append(Metric(key, point.value, point.milliseconds, point.step))
-            elif point.metric not in self._not_finite:
-                tags.setdefault(point.metric, f"first at step {point.step}")
+        finite = [
+            Metric(clean_key(point.metric), point.value, point.milliseconds, point.step)
+            for point in points
+            if math.isfinite(point.value)
+        ]
+        # MLflow would store infinity as 1.8e308.
+        tags = {
+            clean_key(f"txl.not_finite.{point.metric}"): f"at step {point.step}"
+            for point in points
+            if not math.isfinite(point.value)
+        }
         try:
             with _translated():
-                self._client.log_batch(run_id, metrics=metrics)
+                items = [RunTag(key, text) for key, text in tags.items()]
+                self._client.log_batch(run_id, metrics=finite, tags=items)
         except RefusedError as error:
             # MLflow reports a deleted run in a batch as an invalid parameter.
             if not self._is_active(run_id):
                 raise RunGoneError(str(error)) from error
             raise
-        self._set_tags(run_id, {f"txl.not_finite.{name}": text for name, text in tags.items()})
-        self._not_finite |= tags.keys()
-        self._log_files(run_id)  # after the metrics, which must not wait for them
 
     def end(self, run_id: str, status: str) -> None:
         self._set_tags(run_id, {"txl.status": status})
         self._set_status(run_id, status)
-        self._log_files(run_id)
 
     @_translated()
     def _find_or_create(self, run: TrackedRun) -> str:
@@ -168,17 +169,15 @@ class MlflowTracker:
             return str(found.info.run_id)
         tags = {
             "txl.key": run.key,
-            "mlflow.user": _user(),
-            "mlflow.source.name": run.command,
-            "mlflow.source.type": "LOCAL",
+            "mlflow.source.name": "txl eval" if run.parent else "txl train",
             "mlflow.note.content": run.note,
         }
         if run.previous:
             tags["txl.parent"] = run.previous
         if run.parent:
             tags["mlflow.parentRunId"] = run.parent
-        elif commit := _git_commit():
-            tags["mlflow.source.git.commit"] = commit
+        # Also the user and the commit of the code. The address of its repository may have a token.
+        tags = {name: redact(text) for name, text in resolve_tags(tags).items()}
         created = self._client.create_run(experiment_id, tags=tags, run_name=run.name)
         return str(created.info.run_id)
 
@@ -186,24 +185,10 @@ class MlflowTracker:
         """The id of the experiment `name`; creates or restores it if necessary."""
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            try:
-                return str(self._client.create_experiment(name, self._artifact_location))
-            except MlflowException:
-                experiment = self._client.get_experiment_by_name(name)
-                if experiment is None:  # else another run has created it in the meantime
-                    raise
+            return str(self._client.create_experiment(name, self._artifact_location))
         if experiment.lifecycle_stage == "deleted":
             self._client.restore_experiment(experiment.experiment_id)
         return str(experiment.experiment_id)
-
-    def _description(self, run: TrackedRun, run_id: str) -> list[Callable[[], None]]:
-        return [
-            lambda: self._set_status(run_id, "running"),
-            lambda: self._set_tags(run_id, {"txl.status": "running", **run.tags}),
-            lambda: self._log_params(run_id, run.params),
-            lambda: self._adopt(run, run_id),
-            lambda: self._log_inputs(run_id, run.datasets),
-        ]
 
     def _adopt(self, run: TrackedRun, run_id: str) -> None:
         superseded = run.supersedes
@@ -251,42 +236,13 @@ class MlflowTracker:
 
     @_translated()
     def _log_params(self, run_id: str, params: Mapping[str, str]) -> None:
-        wanted = dict(_split_long(params))
+        wanted = {clean_key(key): value[:MAX_PARAM_LENGTH] for key, value in params.items()}
         present = self._client.get_run(run_id).data.params
         new = [Param(key, value) for key, value in wanted.items() if key not in present]
         for start in range(0, len(new), MAX_ITEMS):
             self._client.log_batch(run_id, params=new[start : start + MAX_ITEMS])
         changed = {key: value for key, value in wanted.items() if present.get(key, value) != value}
         self._set_tags(run_id, {f"txl.changed.{key}": value for key, value in changed.items()})
-
-    def _log_files(self, run_id: str) -> None:
-        files, self._files = self._files, {}
-        for name, path in files.items():
-            try:
-                with _translated():
-                    self._client.log_text(run_id, redact(path.read_text(encoding="utf-8")), name)
-            except (UnavailableError, RefusedError) as error:
-                # Not tried again: artifacts may be in a store that this host cannot reach at all.
-                log.warning("artifact %s not recorded: %s", name, error)
-
-
-def _user() -> str:
-    """The user of this process; its number in a container that has no name for it."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
-
-
-def _git_commit() -> str | None:
-    """The commit of this code if it runs from a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def clean_key(key: str) -> str:
@@ -296,31 +252,15 @@ def clean_key(key: str) -> str:
 
 
 def _dataset(dataset: TrackedDataset) -> Dataset:
-    scheme = urlsplit(dataset.source).scheme
-    kind = {"": "local", "https": "http"}.get(scheme, scheme)
-    profile, schema = {**dataset.profile, "sha256": dataset.digest}, None
-    if dtype := profile.get("dtype"):
-        tensor = {"name": "token_ids", "type": "tensor"}
-        tensor |= {"tensor-spec": {"dtype": dtype, "shape": [-1]}}  # type: ignore[dict-item]
-        features = {"features": json.dumps([tensor]), "targets": None}
-        schema = json.dumps({"mlflow_tensorspec": features})
+    scheme = urlsplit(dataset.source).scheme or "local"
     return Dataset(
         name=dataset.name,
         digest=dataset.digest[:MAX_DIGEST_LENGTH],
-        source_type=kind,
-        source=json.dumps({"url" if kind == "http" else "uri": dataset.source}),
-        schema=schema,
-        profile=json.dumps(profile),
+        source_type="http" if scheme == "https" else scheme,
+        # MLflow reads one of the two, by type.
+        source=json.dumps({"uri": dataset.source, "url": dataset.source}),
+        profile=json.dumps({**dataset.profile, "sha256": dataset.digest}),
     )
-
-
-def _split_long(params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Values longer than MAX_PARAM_LENGTH become several parameters: x, x.part2, ..."""
-    for key, value in params.items():
-        yield clean_key(key), value[:MAX_PARAM_LENGTH]
-        for start in range(MAX_PARAM_LENGTH, len(value), MAX_PARAM_LENGTH):
-            part = f"{key}.part{start // MAX_PARAM_LENGTH + 1}"
-            yield clean_key(part), value[start : start + MAX_PARAM_LENGTH]
 
 
 def _create_database(path: Path) -> None:

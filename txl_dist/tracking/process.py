@@ -2,7 +2,8 @@
 
 Rank 0 starts `sender.py` with a file in RAM that has the request as JSON, and later writes the
 status to its standard input. If the pipe closes, or the sender's parent process changes, training
-has ended, also by SIGKILL.
+has ended, also by SIGKILL. The sender has the lock of the run from its first moment, so the
+launcher sees it however long its start takes.
 
 Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and the sender
 sends them. Once the ranks have ended, the launcher waits for the sender (`wait_for_delivery`): in a
@@ -20,12 +21,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Self
 
-from data_pipeline.system.files import is_locked
+from data_pipeline.system.files import is_locked, try_lock
 from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import run_of
 from txl_dist.config.redaction import redact
@@ -33,13 +34,12 @@ from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.tracker import (
     LOCK,
     LOG,
-    REQUEST,
     STATE,
     TrackedDataset,
     TrackingRequest,
     TrackingState,
     as_text,
-    child_environment,
+    open_lock,
     server_of,
 )
 
@@ -52,11 +52,18 @@ FLUSH_SECONDS = 30.0
 CLOSE_SECONDS = 1.5
 """How long rank 0 waits at its end for the sender, which then continues without it. A server that
 has everything but the last lines takes less; a database that does not exist yet takes more."""
-START_SECONDS = 2.0
-"""How long the launcher waits for a sender that has not begun."""
 WAIT_POLL_SECONDS = 0.1
-EVALUATION_SECONDS, RESULT_SECONDS = 30.0, 2.0
-"""How long `log_evaluations` waits for one result, and for each further result of a table."""
+EVALUATION_SECONDS = 60.0
+"""How long `log_evaluations` waits for the results of one run."""
+_STATUSES = {
+    NoneType: "finished",
+    PreemptedError: "preempted",
+    DivergedError: "diverged",
+    FencedError: "running",  # the newer attempt continues the same run
+    KeyboardInterrupt: "interrupted",
+    BaseException: "failed",
+}
+"""How a run ends by the error that ends it; the first that fits."""
 
 log = logging.getLogger("txl_dist.tracking")
 
@@ -79,7 +86,7 @@ def run_module(module: str, *words: str, timeout_seconds: float, server: str | N
             errors="replace",  # native code may write other bytes to standard error
             timeout=timeout_seconds,
             check=False,
-            env=child_environment() | ({"MLFLOW_TRACKING_URI": server} if server else {}),
+            env={**os.environ, **({"MLFLOW_TRACKING_URI": server} if server else {})},
         )
     except subprocess.TimeoutExpired:
         return f"no response within {timeout_seconds:g} s"
@@ -99,34 +106,27 @@ class TrackingProcess:
     """
 
     def __init__(
-        self, run_dir: Path, start_sender: Callable[[], subprocess.Popen[bytes]] | None
-    ) -> None:
-        """`start_sender`: None if nothing is tracked."""
-        self._run_dir, self._start_sender, self._is_closed = run_dir, start_sender, False
-        self._sender = start_sender() if start_sender else None
-
-    @classmethod
-    def start(
-        cls,
+        self,
         run_dir: Path,
         config: "RunConfig",
         *,
         tags: Mapping[str, str] | None = None,
         datasets: Sequence[TrackedDataset] = (),
-    ) -> Self:
+    ) -> None:
         """Start to send RUN/metrics.jsonl in the background. Returns immediately; never raises.
 
         `tags` are recorded as `txl.<name>`. A run directory that was tracked before continues its
         run on the server.
         """
+        self._run_dir = run_dir
+        self._flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
+        self._sender: subprocess.Popen[bytes] | None = None
+        self._status: str | None = None
         try:
-            if config.tracking.enabled:
-                flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
-                request = _request(run_dir, config, tags or {}, datasets)
-                return cls(run_dir, partial(_start_sender, run_dir, request, flush_seconds))
+            self._request = _request(run_dir, config, tags or {}, datasets)
+            self._sender = self._start_sender()
         except Exception as error:
             log.warning("tracking is off: %s: %s", type(error).__name__, error)
-        return cls(run_dir, None)
 
     @property
     def run_id(self) -> str | None:
@@ -141,60 +141,47 @@ class TrackingProcess:
         Waits at most `timeout_seconds` for the delivery; after that the sender continues for a
         bounded time. Never raises. Only the first call has an effect.
         """
-        sender = self._sender
-        if sender is None or self._is_closed:
+        if self._sender is None or self._status is not None:
             return
-        self._is_closed = True
-        if sender.poll() and self._start_sender is not None:
-            with contextlib.suppress(OSError):
-                sender = self._start_sender()
-        assert sender.stdin is not None
-        with contextlib.suppress(OSError):  # it has died
-            sender.stdin.write(f"{status}\n".encode())
-        with contextlib.suppress(OSError):
-            sender.stdin.close()
-        try:
-            code = sender.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            log.info("tracking: the rest is sent in the background")
-            return
-        if code:
-            log.warning(
-                "tracking: not everything was delivered (see %s); it is in metrics.jsonl. To send "
-                "it later: %s",
-                LOG,
-                sync_command(self._run_dir),
-            )
+        self._status = status
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if self._sender.poll():  # it has died
+                self._sender = self._start_sender()
+            assert self._sender.stdin is not None
+            with self._sender.stdin as pipe:
+                pipe.write(f"{status}\n".encode())
+            self._sender.wait(timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close(_status_of(error))
+        self.close(next(_STATUSES[kind] for kind in _STATUSES if isinstance(error, kind)))
 
-
-def _start_sender(
-    run_dir: Path, request: TrackingRequest, flush_seconds: float
-) -> subprocess.Popen[bytes]:
-    log_path = run_dir / LOG
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    # Not through the pipe: a request may be larger than its buffer, and a write would wait until
-    # the sender has imported its libraries. Not on a disk: it contains secrets.
-    memory = os.memfd_create("tracking-request")
-    with os.fdopen(memory, "wb") as request_file, log_path.open("ab") as log_file:
-        request_file.write(request.model_dump_json().encode())
-        request_file.flush()
-        command = [sys.executable, "-m", SENDER, str(run_dir), "--request", f"/dev/fd/{memory}"]
-        return subprocess.Popen(
-            [*command, "--flush-seconds", str(flush_seconds)],
-            pass_fds=[memory],
-            stdin=subprocess.PIPE,
-            stdout=log_file,
-            stderr=log_file,
-            bufsize=0,
-            env=child_environment(),
-            start_new_session=True,  # Ctrl-C and a job's SIGTERM must reach only training
-        )
+    def _start_sender(self) -> subprocess.Popen[bytes]:
+        log_path = self._run_dir / LOG
+        lock = open_lock(self._run_dir)
+        # Not through the pipe: a request may be larger than its buffer, and a write would wait
+        # until the sender has imported its libraries. Not on a disk: it contains secrets.
+        memory = os.memfd_create("tracking-request")
+        command = [sys.executable, "-m", SENDER, str(self._run_dir), "--lock", str(lock)]
+        command += ["--request", f"/dev/fd/{memory}", "--flush-seconds", str(self._flush_seconds)]
+        try:
+            try_lock(lock)  # else the sender of a killed process has it, and the new one waits
+            with os.fdopen(memory, "wb") as request_file, log_path.open("ab") as log_file:
+                request_file.write(self._request.model_dump_json().encode())
+                request_file.flush()
+                return subprocess.Popen(
+                    command,
+                    pass_fds=[memory, lock],
+                    stdin=subprocess.PIPE,
+                    stdout=log_file,
+                    stderr=log_file,
+                    bufsize=0,
+                    start_new_session=True,  # Ctrl-C and a job's SIGTERM must reach only training
+                )
+        finally:
+            os.close(lock)
 
 
 def wait_for_delivery(
@@ -209,22 +196,21 @@ def wait_for_delivery(
     and after a stop request no longer than `training.grace_seconds` since then. A stop request
     during the wait ends it.
     """
-    if not config.tracking.enabled or not (run_dir / REQUEST).exists():
+    if not config.tracking.enabled or not (run_dir / LOCK).exists():
         return
     seconds, was_stopped = config.tracking.end_timeout_seconds, bool(signals)
     if was_stopped:
-        seconds = min(seconds, config.training.grace_seconds - signals.seconds_since_request)
-    begin, has_printed = time.monotonic(), False
-    while is_sending := _is_sending(run_dir, time.monotonic() - begin):
-        waited = time.monotonic() - begin
-        if waited >= seconds or (signals and not was_stopped):
+        left_seconds = config.training.grace_seconds - signals.seconds_since_request
+        seconds = max(0.0, min(seconds, left_seconds))
+    deadline = time.monotonic() + seconds
+    if _is_sending(run_dir):
+        print_line(
+            f"waiting up to {seconds:.0f} s for MLflow to receive the last metrics "
+            "(tracking.end_timeout_seconds); Ctrl-C ends the wait"
+        )
+    while is_sending := _is_sending(run_dir):
+        if time.monotonic() >= deadline or (signals and not was_stopped):
             break
-        if waited >= START_SECONDS and not has_printed:
-            has_printed = True
-            print_line(
-                f"waiting up to {seconds:.0f} s for MLflow to receive the last metrics "
-                "(tracking.end_timeout_seconds); Ctrl-C ends the wait"
-            )
         time.sleep(WAIT_POLL_SECONDS)
     state = TrackingState.load(run_dir / STATE)
     if is_sending or state is None or not state.delivered:
@@ -239,27 +225,24 @@ def wait_for_delivery(
 def log_evaluations(checkpoints: Iterable[Path]) -> None:
     """Record the results of `txl eval` that the runs of these checkpoints keep.
 
-    The sender of a run that trains does it for that run. Never raises, and waits
-    EVALUATION_SECONDS for one result. What the server does not have then is a warning: the next
+    The sender of a run that trains does it for that run. Never raises, and waits at most
+    EVALUATION_SECONDS for each run. What the server does not have then is a warning: the next
     start of the run delivers it, or `txl track sync`.
     """
     from txl_dist.tracking.evaluations import unsent_evaluations
 
-    unsent: dict[Path, int] = {}
-    for run in filter(None, (run_of(checkpoint.resolve()) for checkpoint in checkpoints)):
+    runs = {run_of(checkpoint.resolve()) for checkpoint in checkpoints}
+    for run in filter(None, runs):
         state = TrackingState.load(run / STATE)
-        paths = unsent_evaluations(run, state) if state else []
-        if paths and not is_locked(run / LOCK):
-            unsent[run] = len(paths)
-    if not unsent:
-        return
-    seconds = EVALUATION_SECONDS + RESULT_SECONDS * (sum(unsent.values()) - 1)
-    if reason := run_module(SENDER, *map(str, unsent), "--evaluations", timeout_seconds=seconds):
-        log.warning(
-            "the evaluation was not recorded in MLflow yet: %s. To send it later: %s",
-            reason,
-            " and ".join(map(sync_command, unsent)),
-        )
+        if state is None or not unsent_evaluations(run, state) or is_locked(run / LOCK):
+            continue
+        words = (str(run), "--evaluations")
+        if reason := run_module(SENDER, *words, timeout_seconds=EVALUATION_SECONDS):
+            log.warning(
+                "the evaluation was not recorded in MLflow yet: %s. To send it later: %s",
+                reason,
+                sync_command(run),
+            )
 
 
 def page_command(run_dir: Path, uri: str | None) -> str:
@@ -270,13 +253,10 @@ def page_command(run_dir: Path, uri: str | None) -> str:
     return f"mlflow ui --backend-store-uri {shlex.quote(redact(server))}"
 
 
-def _is_sending(run_dir: Path, waited_seconds: float) -> bool:
-    """Whether the sender runs, or may still begin."""
+def _is_sending(run_dir: Path) -> bool:
     state = TrackingState.load(run_dir / STATE)
-    is_delivered = state is not None and state.delivered
     # A file system without locks: only the state tells.
-    is_running = is_locked(run_dir / LOCK, if_unsupported=not is_delivered)
-    return is_running or (not is_delivered and waited_seconds < START_SECONDS)
+    return is_locked(run_dir / LOCK, if_unsupported=state is None or not state.delivered)
 
 
 def _request(
@@ -298,15 +278,3 @@ def _request(
         },
         datasets=tuple(datasets),
     )
-
-
-def _status_of(error: BaseException | None) -> str:
-    if error is None:
-        return "finished"
-    if isinstance(error, PreemptedError):
-        return "preempted"
-    if isinstance(error, DivergedError):
-        return "diverged"
-    if isinstance(error, FencedError):
-        return "running"  # the newer attempt continues the same run
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -1,8 +1,8 @@
 """The sender: a process that sends a run's journal to its tracker while training runs.
 
-    python -m txl_dist.tracking.sender RUN --request FILE     `TrackingProcess`, with a pipe
-    python -m txl_dist.tracking.sender RUN --sync             `txl track sync`, of an ended run
-    python -m txl_dist.tracking.sender RUN... --evaluations   `log_evaluations`: only scores
+    python -m txl_dist.tracking.sender RUN --request FILE   `TrackingProcess`, with a pipe
+    python -m txl_dist.tracking.sender RUN                  `txl track sync`, of an ended run
+    python -m txl_dist.tracking.sender RUN --evaluations    `log_evaluations`: only scores
 
 When training has ended, also by SIGKILL, the sender delivers the rest within a bounded time and
 exits. A server that fails is one line of RUN/logs/tracking.log and of the log of rank 0.
@@ -20,20 +20,22 @@ import argparse
 import contextlib
 import itertools
 import logging
+import math
 import os
 import select
-import shlex
+import signal
 import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.system.files import wait_for_lock
-from txl_dist.tracking.evaluations import send_evaluations, unsent_evaluations
+from txl_dist.tracking.evaluations import deliver_evaluations, send_evaluations
 from txl_dist.tracking.journal import (
     JOURNAL,
     JournalTail,
@@ -55,6 +57,7 @@ from txl_dist.tracking.tracker import (
     TrackingState,
     UnavailableError,
     directory_identity,
+    open_lock,
     open_tracker,
     points_of,
 )
@@ -80,6 +83,8 @@ class Sender:
         self._state = _first_state(run_dir, request)
         self._tail = JournalTail(run_dir / JOURNAL)
         self._tracker: Tracker | None = None
+        self._started_key = ""
+        """Key of the run that is described on the server."""
         self._unsent: list[Point] = []
         self._recorded: dict[str, Recorded] = {}
         """Per metric, the points that the server had when it was queried. Points that this process
@@ -92,14 +97,12 @@ class Sender:
         """Send everything that is in the run directory now, the metrics first."""
         self._try(self._pump)
 
-    def set_end_status(self, status: str) -> None:
-        """Store how the run ended, also for a later `--sync` if the server is unreachable now."""
-        self._update(status=status)
+    def finish(self, status: str) -> None:
+        """Send the rest, end the run, then read back its points and send those that are missing.
 
-    def finish(self) -> None:
-        """End the run, then read back its points and send those that are missing."""
-        self._try(self._end_and_verify)
-        self._update(delivered=True)
+        The status is stored first, for a later `txl track sync` if the server is unreachable now.
+        """
+        self._try(partial(self._finish, status))
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
@@ -107,10 +110,11 @@ class Sender:
                 work()
             except RunGoneError:
                 log.warning("run %s was deleted; a new one replaces it", self._state.run_id)
-                self._tracker, self._has_ended = None, False
+                self._tracker, self._started_key, self._has_ended = None, "", False
                 self._read_again()
                 work()
-        except (RefusedError, RunGoneError) as error:
+        # OSError: a full disk, or a network file system that fails now.
+        except (RefusedError, RunGoneError, OSError) as error:
             raise UnavailableError(str(error)) from error
 
     def _pump(self) -> None:
@@ -122,18 +126,18 @@ class Sender:
                 break
             self._send(tracker, self._unsent[:MAX_POINTS])
             del self._unsent[:MAX_POINTS]
-        if unsent_evaluations(self.run_dir, self._state):
-            # Not the tracker of this run, which knows what of it is still to be described.
-            tracker = open_tracker(self._request.server, self.run_dir)
-            self._state = send_evaluations(tracker, self.run_dir, self._state)
+        self._state = send_evaluations(tracker, self.run_dir, self._state)
 
-    def _end_and_verify(self) -> None:
+    def _finish(self, status: str) -> None:
+        self._update(status=status)
+        self._pump()
         # Verify, because a server behind a proxy can confirm a call that it never executed.
         if not self._has_ended:  # else the server failed during the verification: continue it
-            self._connect().end(self._run_id, self._state.status)
+            self._connect().end(self._run_id, status)
             self._read_again()
             self._has_ended = True
-        self._pump()
+            self._pump()
+        self._update(delivered=True)
 
     def _connect(self) -> Tracker:
         """The tracker, once its run is known to have no point that the journal does not have."""
@@ -143,12 +147,9 @@ class Sender:
         if self._tail.is_replaced():
             self._read_again()
         while not self._is_compared:
-            run_id = self._tracker.start(self._tracked_run())
-            if run_id != self._state.run_id:
-                self._update(run_id=run_id, previous=self._state.run_id or self._state.previous)
-                log.info("run %s", run_id)
+            self._start(self._tracker)
             for key in journal_metrics(self.run_dir) - self._recorded.keys():
-                self._recorded[key] = self._tracker.recorded(run_id, key)
+                self._recorded[key] = self._tracker.recorded(self._run_id, key)
             step = first_step_not_in_journal(self.run_dir, self._recorded)
             self._is_compared = step is None
             if step is not None:
@@ -156,28 +157,34 @@ class Sender:
                     "training resumed before step %d, which run %s has: a new run supersedes it "
                     "and gets the whole journal",
                     step,
-                    run_id,
+                    self._run_id,
                 )
                 self._read_again()
-                new_key = uuid.uuid4().hex
-                self._update(key=new_key, run_id=None, previous=run_id, supersedes=run_id)
+                old = {"previous": self._run_id, "supersedes": self._run_id}
+                self._update(key=uuid.uuid4().hex, run_id=None, **old)
         return self._tracker
 
-    def _tracked_run(self) -> TrackedRun:
+    def _start(self, tracker: Tracker) -> None:
+        """Create or find the run, and describe it. Not again after its end."""
+        if self._started_key == self._state.key:
+            return
         directory = self.run_dir.resolve()
-        return TrackedRun(
+        run = TrackedRun(
             key=self._state.key,
             name=directory.name,
             experiment=self._request.experiment,
-            note=f"Run directory `{directory}` on host {socket.gethostname()}. A page about it: "
-            f"`txl report {shlex.quote(str(directory))}`",
+            note=f"Run directory `{directory}` on host {socket.gethostname()}",
             params=self._request.params,
             tags=self._request.tags,
-            files={"config.yaml": self.run_dir / "config.yaml"},
             previous=self._state.run_id or self._state.previous,
             supersedes=self._state.supersedes,
             datasets=self._request.datasets,
         )
+        run_id = tracker.start(run)
+        self._started_key = self._state.key
+        if run_id != self._state.run_id:
+            self._update(run_id=run_id, previous=run.previous)
+            log.info("run %s", run_id)
 
     @property
     def _run_id(self) -> str:
@@ -195,15 +202,11 @@ class Sender:
         self._tail.rewind()
 
     def _send(self, tracker: Tracker, points: list[Point]) -> None:
-        new = []
-        for point in points:
-            if point.metric not in self._recorded:
-                self._recorded[point.metric] = tracker.recorded(self._run_id, point.metric)
-            if (point.step, point.milliseconds) not in self._recorded[point.metric]:
-                new.append(point)
+        for key in {point.metric for point in points} - self._recorded.keys():
+            self._recorded[key] = tracker.recorded(self._run_id, key)
+        new = [p for p in points if (p.step, p.milliseconds) not in self._recorded[p.metric]]
         if new:
             self._log(tracker, new)
-            self._update(sent_step=new[-1].step)
 
     def _log(self, tracker: Tracker, points: list[Point]) -> None:
         """One call. A batch is rejected as a whole, so halve it down to the rejected points."""
@@ -226,8 +229,6 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
     server, directory = request.without_secrets().server, directory_identity(run_dir)
     state = TrackingState.load(run_dir / STATE)
     is_copy = state is not None and state.directory not in (None, directory)
-    if state is not None and is_copy:
-        log.info("a copy of the directory of run %s: it gets a run for itself", state.run_id)
     if state is None or is_copy or state.server != server:  # another server lacks the old run
         return TrackingState(
             key=uuid.uuid4().hex,
@@ -243,29 +244,24 @@ def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
 
 
 class TrainingEnd:
-    """How and when training has ended. `listen` finds out from standard input."""
+    """How and when training has ended, from standard input."""
 
     def __init__(self, *, flush_seconds: float) -> None:
         self.status = "interrupted"
+        """`interrupted` until training says how it ended."""
         self.has_ended = threading.Event()
-        self.deadline = float("inf")
+        self.deadline = math.inf
         """On the monotonic clock; finite once `has_ended` is set."""
         self._flush_seconds, self._parent = flush_seconds, os.getppid()
 
     def end(self) -> None:
         """Note that training has ended: the remaining time is now bounded."""
         self.deadline = time.monotonic() + self._flush_seconds
-        watchdog_seconds = self._flush_seconds + WATCHDOG_SECONDS
-        watchdog = threading.Timer(watchdog_seconds, os._exit, [EXIT_UNDELIVERED])
-        watchdog.daemon = True
-        watchdog.start()
+        signal.alarm(math.ceil(self._flush_seconds + WATCHDOG_SECONDS))  # ends this process
         self.has_ended.set()
 
-    def listen(self) -> None:
-        """Wait for the status in a thread: a call to the server can block for minutes."""
-        threading.Thread(target=self._wait, daemon=True).start()
-
-    def _wait(self) -> None:
+    def wait_for_end(self) -> None:
+        """Wait until the status arrives, or training ends without one."""
         # Not system/signals.py: it ends the process immediately, and this one must deliver first.
         # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
         while not select.select([0], [], [], POLL_SECONDS)[0]:
@@ -282,27 +278,25 @@ def deliver(sender: Sender, training: TrainingEnd) -> str:
 
     Or until the deadline; then it returns why the server does not have everything.
     """
-    backoff_seconds, has_failed, is_last, reason = POLL_SECONDS, False, False, ""
+    backoff_seconds, has_failed = POLL_SECONDS, False
     while True:
         # Tested before the journal is read: then that read sees every line.
-        if not is_last and training.has_ended.is_set():
-            is_last = True
-            sender.set_end_status(training.status)
+        is_last = training.has_ended.is_set()
         try:
-            sender.pump()
             if is_last:
-                sender.finish()
+                sender.finish(training.status)
                 return ""
+            sender.pump()
             backoff_seconds = POLL_SECONDS
         except UnavailableError as error:
-            reason = str(error)
             if not has_failed:
                 has_failed = True
-                _warn_training(sender.run_dir, reason)
+                _warn_training(sender.run_dir, str(error))
             backoff_seconds = min(MAX_BACKOFF_SECONDS, backoff_seconds * 2)
-        if is_last:  # not before: the state must tell a later `--sync` how the run ended
-            if time.monotonic() > training.deadline:
-                return reason
+            # Not before the last pass: the state must tell a later sync how the run ended.
+            if is_last and time.monotonic() > training.deadline:
+                return str(error)
+        if is_last:
             time.sleep(POLL_SECONDS)
         else:
             training.has_ended.wait(backoff_seconds)
@@ -313,84 +307,60 @@ def _warn_training(run_dir: Path, reason: str) -> None:
     warning = (
         f"the tracking server cannot be reached ({reason}). Training is not affected: metrics are "
         "in metrics.jsonl and are sent when the server responds again"
-    )
+    ).replace("\n", " ")
     log.warning("%s", warning)
     with contextlib.suppress(OSError), (run_dir / RANK_LOG).open("a") as rank_log:
-        line = warning.replace("\n", " ")
-        rank_log.write(f"{time.strftime('%H:%M:%S')} tracking: {line}\n")
+        rank_log.write(f"{time.strftime('%H:%M:%S')} tracking: {warning}\n")
 
 
-@contextlib.contextmanager
-def lock_of(run_dir: Path, training: TrainingEnd | None = None) -> Iterator[bool]:
-    """Hold the run's lock, which the sender of a killed training process has until its deadline.
+def run(run_dir: Path, request_path: Path | None, lock: int, *, flush_seconds: float) -> str:
+    """Deliver the journal of a run; returns why not everything was delivered, or "".
 
-    False if it is not free by the deadline of `training`.
+    Without `request_path` as its last start requested it, with the status of its end.
     """
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        is_held = False
-        while not is_held and (training is None or time.monotonic() < training.deadline):
-            is_held = wait_for_lock(descriptor, timeout_seconds=POLL_SECONDS)
-        yield is_held
-    finally:
-        os.close(descriptor)
-
-
-def deliver_evaluations(run_dir: Path) -> None:
-    """Record the results of `txl eval` of a run that does not train. Raises UnavailableError.
-
-    The caller limits the time of this process.
-    """
-    with lock_of(run_dir):
-        if (state := TrackingState.load(run_dir / STATE)) is not None:
-            send_evaluations(open_tracker(state.server, run_dir), run_dir, state)
-
-
-def run(run_dir: Path, request_path: Path, *, sync: bool, flush_seconds: float) -> str:
-    """Everything a sender does; returns why not everything was delivered, or ""."""
     training = TrainingEnd(flush_seconds=flush_seconds)
-    request = TrackingRequest.load(request_path)
-    if sync:
-        import txl_dist.tracking.mlflow_tracker  # noqa: F401 - takes seconds, before the time counts
-
-        state = TrackingState.load(run_dir / STATE)
-        if state is not None and state.status != "running":
-            training.status = state.status
-        training.end()
-    else:
-        training.listen()
+    request = TrackingRequest.load(request_path or run_dir / REQUEST)
     if request is None:
         return f"{run_dir} has no tracking request; was this run started with tracking?"
-    if not sync:
+    if request_path is not None:
         request.without_secrets().save(run_dir / REQUEST)
-    with lock_of(run_dir, training) as is_held:
-        if not is_held:
+    elif (state := TrackingState.load(run_dir / STATE)) and state.status != "running":
+        training.status = state.status
+    # Before the time counts: on a busy machine, at the end of a short run, it may take longer.
+    import txl_dist.tracking.mlflow_tracker  # noqa: F401
+
+    # In a thread: a call to the server can block for minutes.
+    threading.Thread(target=training.wait_for_end, daemon=True).start()
+    # The sender of a killed training process has the lock until its deadline.
+    while not wait_for_lock(lock, timeout_seconds=POLL_SECONDS):
+        if time.monotonic() > training.deadline:
             return f"another process still sends this run (it holds {LOCK})"
-        return deliver(Sender(run_dir, request), training)
+    return deliver(Sender(run_dir, request), training)
 
 
 def main() -> int:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m txl_dist.tracking.sender")
-    parser.add_argument("run_dir", type=Path, nargs="+")
+    parser.add_argument("run_dir", type=Path)
     parser.add_argument("--evaluations", action="store_true", help="send only scores of txl eval")
     parser.add_argument("--request", type=Path, help="default: that of the last start of the run")
-    parser.add_argument("--sync", action="store_true", help="deliver the rest of an ended run")
+    parser.add_argument("--lock", type=int, help="an inherited descriptor of the run's lock")
     parser.add_argument("--flush-seconds", type=float, default=30.0, help="time after the end")
     options = parser.parse_args()
+    run_dir, lock, seconds = options.run_dir, options.lock, options.flush_seconds
+    if lock is None:
+        lock = open_lock(run_dir)
     if options.evaluations:
-        for run_dir in options.run_dir:
-            # The last line of an error's traceback is what log_evaluations reports.
-            deliver_evaluations(run_dir)
+        wait_for_lock(lock, timeout_seconds=math.inf)  # the caller limits the time of this process
+        # The last line of an error's traceback is what log_evaluations reports.
+        deliver_evaluations(run_dir)
         return 0
-    (run_dir,) = options.run_dir
-    # `txl track sync` shows the last line.
-    line = "%(message)s" if options.sync else "%(asctime)s %(message)s"
+    line = "%(asctime)s %(message)s"
     logging.basicConfig(level=logging.WARNING, format=line, datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("txl_dist").setLevel(logging.INFO)
-    request, seconds = options.request or run_dir / REQUEST, options.flush_seconds
-    if reason := run(run_dir, request, sync=options.sync, flush_seconds=seconds):
-        log.warning("not everything was delivered after %g s: %s", seconds, reason)
+    if reason := run(run_dir, options.request, lock, flush_seconds=seconds):
+        # `txl track sync` shows this line.
+        print(f"not everything was delivered after {seconds:g} s: {reason}", file=sys.stderr)
         return EXIT_UNDELIVERED
     return 0
 

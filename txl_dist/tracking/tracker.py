@@ -12,7 +12,6 @@ Only the sender writes the files `TrackingRequest` (what to record, without secr
 """
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +27,8 @@ from txl_dist.config.redaction import HIDDEN, redact
 STATE = "tracking.json"
 REQUEST = "logs/tracking-request.json"
 LOCK = "logs/tracking.lock"
-"""Held by the sender. Never written, so its time of change identifies the directory."""
+"""Held while a sender lives. Never written, so its time of change identifies the directory."""
 LOG = "logs/tracking.log"
-
-log = logging.getLogger("txl_dist.tracking")
 
 
 def server_of(uri: str | None, run_dir: Path) -> str:
@@ -82,8 +79,7 @@ class Point:
 
 def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
     """The metrics of one journal line, including infinities and NaN."""
-    seconds = line.get("time")  # anything, in a journal that was edited
-    milliseconds = int(seconds * 1000) if isinstance(seconds, int | float) else 0
+    milliseconds = int(line.get("time", 0) * 1000)
     for name, value in line.items():
         if name not in ("step", "time") and type(value) in (int, float):
             yield Point(name, float(value), line["step"], milliseconds)
@@ -118,16 +114,13 @@ class TrackedRun:
     """Identifies the run, also if the response to its creation was lost."""
     name: str
     experiment: str
-    command: str = "txl train"
-    """The command that created the run."""
     note: str = ""
     """Description of a new run, in Markdown. People may edit it on the server."""
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, Path] = field(default_factory=dict)
-    """Text files to keep with the run, by name. Recorded without secrets, or else not at all."""
     parent: str | None = None
-    """Id of the run below which it is shown, in whose experiment it is."""
+    """Id of the run below which it is shown, in whose experiment it is: that of a score is its
+    training run."""
     previous: str | None = None
     """Id of the run that it continues, for the description of a new run."""
     supersedes: str | None = None
@@ -147,20 +140,16 @@ class Tracker(Protocol):
 
         Returns its id on the server.
         """
-        ...
 
     def recorded(self, run_id: str, metric: str) -> Recorded:
         """Every point of a metric that the server has: those are not sent again."""
-        ...
 
     def log(self, run_id: str, points: Sequence[Point]) -> None:
         """Record at most MAX_POINTS points, all or none."""
-        ...
 
     def end(self, run_id: str, status: str) -> None:
         """Record how a run ended: finished, preempted, interrupted, diverged or failed, or running
         if another process continues it."""
-        ...
 
 
 MAX_POINTS = 1000
@@ -228,24 +217,15 @@ class TrackingState(_JsonFile):
     directory that this one is a copy of."""
     supersedes: str | None = None
     status: str = "running"
-    sent_step: int | None = None
-    """The last step sent. For display only; the sender queries the server."""
     delivered: bool = False
     """Whether the run ended and the server has every point of the journal."""
     evaluations: tuple[str, ...] = ()
     """Names of the results of `txl eval` that the server has."""
 
     def changed(self, run_dir: Path, **changes: Any) -> "TrackingState":
-        """A copy with other values, written to the file of the run.
-
-        A failure is a warning: the run can still be found by its key, for example after a full
-        disk.
-        """
+        """A copy with other values, written to the file of the run. Raises OSError."""
         state = self.model_copy(update=changes)
-        try:
-            state.save(run_dir / STATE)
-        except OSError as error:
-            log.warning("%s not written: %s", STATE, error)
+        state.save(run_dir / STATE)
         return state
 
 
@@ -256,13 +236,15 @@ def directory_identity(run_dir: Path) -> str:
     No program can set this time, so no copy has it. `chmod`, `chown` and a move to another file
     system change it too, and then the directory counts as a copy.
     """
+    os.close(open_lock(run_dir))
+    return str((run_dir / LOCK).stat().st_ctime_ns)
+
+
+def open_lock(run_dir: Path) -> int:
+    """A descriptor of LOCK, which is created if necessary. The caller takes the lock."""
     (run_dir / LOCK).parent.mkdir(parents=True, exist_ok=True)
     # Not Path.touch, which changes the time of a file that exists.
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        return str(os.fstat(descriptor).st_ctime_ns)
-    finally:
-        os.close(descriptor)
+    return os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def dataset_name(source: str, split: str) -> str:
@@ -273,10 +255,3 @@ def dataset_name(source: str, split: str) -> str:
 def as_text(value: Any) -> str:
     """A setting as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def child_environment() -> dict[str, str]:
-    """The environment of this process; a child process imports this same copy of the package."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    search_path = filter(None, [package_root, os.environ.get("PYTHONPATH")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}

@@ -249,11 +249,8 @@ def start_tracker(start: Start) -> TrackingProcess | None:
     tags = {"num_ranks": str(start.world.num_ranks)}
     if len(corpora) > 1:
         tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
-    tracker = TrackingProcess.start(
-        start.directory.path,
-        start.config,
-        tags=tags,
-        datasets=tracked_datasets(start.data),
+    tracker = TrackingProcess(
+        start.directory.path, start.config, tags=tags, datasets=tracked_datasets(start.data)
     )
     return start.stack.enter_context(tracker)
 

@@ -131,9 +131,8 @@ def begin_attempt(
     start may be refused. Raises StoreError if the URL cannot be read, except at a restart by the
     same launch, and ConfigError if it has checkpoints of another run.
     """
-    attempts: list[Attempt] = []
 
-    def begin() -> None:
+    def begin() -> Attempt:
         folder = directory.path / FOLDER
         previous = newest_record(folder, launch_id=job.launch_id)
         numbers = [newest_number(folder)]
@@ -150,10 +149,11 @@ def begin_attempt(
                     raise copies.unreachable(error) from error
         number, launch_id = 1 + max(numbers), job.launch_id
         record = AttemptRecord.of_this_process(number=number, launch_id=launch_id)
-        attempts.append(Attempt(record, folder, previous))
-        attempts[0].add()
+        attempt = Attempt(record, folder, previous)
+        attempt.add()
         log.info("%s", record)
+        return attempt
 
-    world.run_on_rank_zero(begin)
-    attempt: Attempt = world.broadcast(attempts[0] if attempts else None)
+    attempt = world.run_on_all(lambda: begin() if world.is_rank_zero else None)[0]
+    assert attempt is not None
     return attempt

@@ -49,16 +49,11 @@ def save(
     *,
     step: int,
     best: StepScore | None = BEST,
-    start: bool = True,
     change: Callable[[str, torch.Tensor], None] = leave,
 ) -> Path:
-    """Save a checkpoint whose tensors are a function of `step`, changed by `change`.
-
-    `start`: create the checkpoint directory first, as at the start of a run.
-    """
+    """Save a checkpoint whose tensors are a function of `step`, changed by `change`."""
     directory = CheckpointDirectory(run)
-    if start:
-        directory.open()
+    directory.open()
     state = TrainState(step=step, position=4 * step, best=best)
     return save_on_one_rank(directory, state, snapshot(step, change=change))
 

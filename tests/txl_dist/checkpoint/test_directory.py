@@ -165,17 +165,6 @@ def test_only_the_checkpoints_of_the_last_rewind_stay_superseded(
     ]
 
 
-def test_a_superseded_checkpoint_that_is_read_is_not_removed(
-    directory: CheckpointDirectory,
-) -> None:
-    directory.rewind(4)
-    with reading(directory.path / "superseded-step-00000005"):
-        save(directory.run, step=5)
-        directory.rewind(4)
-    superseded = [name for name in names(directory) if name.startswith("superseded")]
-    assert superseded == ["superseded-step-00000005", "superseded-step-00000005-2"]
-
-
 def test_advice_names_only_existing_checkpoints(tmp_path: Path) -> None:
     assert "no checkpoint" in resume_advice(tmp_path)
     assert "no good checkpoint" in divergence_advice(tmp_path, before=9)

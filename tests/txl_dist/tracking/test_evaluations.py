@@ -12,8 +12,8 @@ from mlflow.tracking import MlflowClient
 
 from data_pipeline.system.files import open_descriptor, try_lock
 from txl_dist.tracking import process
+from txl_dist.tracking.evaluations import deliver_evaluations
 from txl_dist.tracking.process import log_evaluations
-from txl_dist.tracking.sender import deliver_evaluations
 from txl_dist.tracking.tracker import LOCK, TrackingState, UnavailableError
 
 from .conftest import (
@@ -34,18 +34,21 @@ def _result(**changes: Any) -> dict[str, Any]:
     """Parts of a result that `txl eval` keeps."""
     return {
         "nats": 12.5,
+        "nats_per_token": 3.125,
         "tokens_scored": 4,
         "perplexity": 2.5,
         "bits_per_byte": None,
         "split": "valid",
         "mem_len": 64,
         "mode": "exact",
+        "tgt_len": 32,
+        "model_sha256": DIGEST,
         "data": "/data/books",
         "data_sha256": DIGEST,
         "checkpoint": "run/checkpoints/step-00000005",
         "save_id": f"{5:032x}",
         "protocol": "split valid, 4 tokens scored",
-        "details": {"interval": {"level": 0.95, "perplexity": [2.0, 3.0], "bits_per_byte": None}},
+        "details": {"interval": {"level": 0.95, "perplexity": [2.0, 3.0]}},
         **changes,
     }
 
@@ -81,14 +84,16 @@ def test_an_evaluation_is_a_child_run_with_its_data_and_its_settings(
     assert sorted(names) == ["eval step 5: valid, mem_len 0", "eval step 5: valid, mem_len 64"]
     second = names["eval step 5: valid, mem_len 64"]
     tags = tags_of(database, second)
-    assert tags["txl.protocol"] == tags["mlflow.note.content"] == "split valid, 4 tokens scored"
+    assert tags["txl.kind"] == "evaluation"
+    assert tags["mlflow.note.content"] == "split valid, 4 tokens scored"
     assert tags["mlflow.source.name"] == "txl eval"
     assert status_of(database, second) == "FINISHED"
-    assert recorded_steps(database, second, "valid/mem_len_64/perplexity_low") == [5]
+    assert recorded_steps(database, second, "valid/mem_len_64/perplexity") == [5]
     client = MlflowClient(f"sqlite:///{database}")
     run = client.get_run(second)
     assert run.data.metrics["valid/mem_len_64/nats"] == 12.5
     assert (run.data.params["mem_len"], run.data.params["mode"]) == ("64", "exact")
+    assert not {"details", "perplexity", "bits_per_byte", "save_id"} & run.data.params.keys()
     (data,) = run.inputs.dataset_inputs
     assert (data.dataset.name, data.tags[0].value) == ("books/valid", "evaluation")
     assert data.dataset.digest == DIGEST[:36]
@@ -142,10 +147,7 @@ def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
     assert not caplog.text, "never tracked"
     server.open()
     write_steps(run_dir, range(1, 6))
-    sender = sender_for(run_dir, server.uri)
-    sender.pump()
-    sender.set_end_status("finished")
-    sender.finish()
+    sender_for(run_dir, server.uri).finish("finished")
     server.close()
     monkeypatch.setattr(process, "EVALUATION_SECONDS", 0.2)
     _keep(run_dir, mem_len=0)
@@ -155,10 +157,7 @@ def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
     (child,) = _children(server.database, run_dir)
     assert recorded_steps(server.database, child, "valid/mem_len_0/nats") == []
     server.open()
-    synced = sender_for(run_dir, server.uri)
-    synced.pump()
-    synced.set_end_status("finished")
-    synced.finish()
+    sender_for(run_dir, server.uri).finish("finished")
     children = _children(server.database, run_dir)
     recorded = [
         recorded_steps(server.database, run, f"valid/mem_len_{mem_len}/nats")
@@ -207,26 +206,19 @@ def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
 
 
 @pytest.mark.parametrize("damage", ["not JSON", "[1]", "{}", '{"split": 5}', "[" * 10**5])
-def test_a_damaged_result_does_not_stop_the_delivery(run_dir: Path, damage: str) -> None:
+def test_a_damaged_result_does_not_stop_the_delivery_of_others(run_dir: Path, damage: str) -> None:
+    """Nor do other files in the folder of the results."""
     sender = sender_for(run_dir)
     sender.pump()
     _keep(run_dir)
     (run_dir / "evaluations" / "valid-0.json").write_text(damage)
+    (run_dir / "evaluations" / "step-00000005.json").write_text(json.dumps(_result()))
+    (run_dir / "evaluations" / "valid-1.jsonl").write_text("{}")
     sender.pump()
     assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
     assert len(state.evaluations) == 2, "it is not tried again"
-
-
-def test_only_results_of_txl_eval_are_sent(run_dir: Path) -> None:
-    sender = sender_for(run_dir)
-    sender.pump()
-    _keep(run_dir)
-    (run_dir / "evaluations" / "step-00000005.json").write_text(json.dumps(_result()))
-    (run_dir / "evaluations" / "valid-1.jsonl").write_text("{}")
-    sender.pump()
-    assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
 
 
 def test_a_repeated_evaluation_is_one_run(run_dir: Path) -> None:
@@ -246,7 +238,7 @@ def test_a_repeated_evaluation_is_one_run(run_dir: Path) -> None:
     assert status_of(database, child) == "FINISHED"
 
 
-def test_a_full_disk_does_not_end_the_sender(
+def test_after_a_full_disk_an_evaluation_is_there_once(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = sender_for(run_dir)
@@ -256,8 +248,11 @@ def test_a_full_disk_does_not_end_the_sender(
     def full(*_: Any) -> Any:
         raise OSError("no space left")
 
-    monkeypatch.setattr(TrackingState, "save", full)
-    sender.pump()
+    with monkeypatch.context() as patch:
+        patch.setattr(TrackingState, "save", full)
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="no space left"):
+                sender.pump()
     sender.pump()
     assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
 
@@ -274,5 +269,6 @@ def test_a_copy_of_the_directory_leaves_the_evaluations_of_the_original_as_they_
     sender_for(copy).pump()
     database = run_dir.parent / "mlflow.db"
     (child,) = _children(database, run_dir)
-    assert tags_of(database, child)["txl.training_run"] == run_id_of(run_dir) != run_id_of(copy)
+    assert run_id_of(run_dir) != run_id_of(copy)
+    assert recorded_steps(database, child, "valid/mem_len_64/nats") == [5]
     assert _children(database, copy) == []

@@ -5,6 +5,7 @@ import random
 import re
 import sqlite3
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import mlflow
@@ -62,10 +63,7 @@ def test_a_rollback_continues_in_a_new_run_that_equals_the_journal(run_dir: Path
     _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 51), since=START + 1000, gradient=3.0)
 
-    sender = sender_for(run_dir)
-    sender.pump()
-    sender.set_end_status("finished")
-    sender.finish()
+    sender_for(run_dir).finish("finished")
 
     second = run_id_of(run_dir)
     assert _curves(database, second) == _journalled(run_dir)
@@ -78,23 +76,6 @@ def test_a_rollback_continues_in_a_new_run_that_equals_the_journal(run_dir: Path
     assert tags_of(database, second)["txl.parent"] == first
 
 
-def test_the_runs_of_several_rollbacks_are_children_of_those_that_supersede_them(
-    run_dir: Path,
-) -> None:
-    database = run_dir.parent / "mlflow.db"
-    for rollback, last in enumerate((40, 35, 50)):
-        write_steps(run_dir, range(1 + 10 * rollback, last + 1), since=START + 1000 * rollback)
-        sender_for(run_dir).pump()
-        if last != 50:
-            _roll_back(run_dir, 10 * (rollback + 1))
-    newest = run_id_of(run_dir)
-    assert _curves(database, newest) == _journalled(run_dir)
-    parents = {run: tags_of(database, run).get("mlflow.parentRunId") for run in run_ids(database)}
-    (second,) = [run for run, parent in parents.items() if parent == newest]
-    (first,) = [run for run, parent in parents.items() if parent == second]
-    assert parents == {first: second, second: newest, newest: None}
-
-
 def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> None:
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 31))
@@ -104,10 +85,7 @@ def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> N
     client.set_tag(run_id_of(run_dir), "mlflow.note.content", "the one with a bug")
     _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 51), since=START + 1000)
-    sender = sender_for(run_dir, params={"lr": "2"})
-    sender.pump()
-    sender.set_end_status("preempted")
-    sender.finish()
+    sender_for(run_dir, params={"lr": "2"}).finish("preempted")
 
     assert run_ids(database) == [run_id_of(run_dir)]
     own = [point for point in _curves(database, run_id_of(run_dir)) if point[0] != "by a user"]
@@ -122,10 +100,7 @@ def _train_to(
 ) -> str:
     """Continue a run as training and its sender do; returns the id of its MLflow run."""
     write_steps(run_dir, steps, since=since)
-    sender = sender_for(run_dir)
-    sender.pump()
-    sender.set_end_status(status)
-    sender.finish()
+    sender_for(run_dir).finish(status)
     return run_id_of(run_dir)
 
 
@@ -150,21 +125,6 @@ def test_a_copy_of_a_run_directory_is_a_fork_with_a_run_of_its_own(
     assert tags_of(database, fork)["txl.parent"] == original
 
 
-def test_syncing_a_copy_does_not_write_to_the_run_of_the_original(run_dir: Path) -> None:
-    write_steps(run_dir, range(1, 6), since=START)
-    sender = sender_for(run_dir)
-    sender.pump()
-    sender.finish()
-    original, other = run_id_of(run_dir), run_dir.parent / "other"
-    subprocess.run(["cp", "-r", run_dir, other], check=True)
-    # `txl track sync` reads the request that was copied with the directory.
-    synced = sender_for(other)
-    synced.pump()
-    synced.finish()
-    assert run_id_of(other) != original
-    assert tags_of(run_dir.parent / "mlflow.db", run_id_of(other))["txl.parent"] == original
-
-
 def test_a_renamed_run_directory_keeps_its_mlflow_run(run_dir: Path) -> None:
     first = _train_to(run_dir, steps=range(1, 6), status="preempted")
     run_dir.rename(run_dir.parent / "renamed")
@@ -179,10 +139,7 @@ def test_points_that_no_later_step_replaces_are_not_in_the_curve(run_dir: Path) 
     write_steps(run_dir, range(41, 42), scored_once=5.0)
     sender_for(run_dir).pump()
     _roll_back(run_dir, 30)
-    sender = sender_for(run_dir)
-    sender.pump()
-    sender.set_end_status("finished")
-    sender.finish()
+    sender_for(run_dir).finish("finished")
     assert _curves(database, run_id_of(run_dir)) == _journalled(run_dir)
     (superseded,) = set(run_ids(database)) - {run_id_of(run_dir)}
     assert tags_of(database, superseded)["txl.status"] == "superseded"
@@ -204,19 +161,22 @@ def test_a_running_delivery_notices_a_rollback(run_dir: Path) -> None:
 def test_a_rollback_in_outages_records_every_point_once(
     run_dir: Path, server: MlflowServer, fault: str
 ) -> None:
-    """A third of all calls fails; with a lost response the call was executed nevertheless."""
+    """A third of all calls fails; with a lost response the call was executed nevertheless.
+
+    A superseded run is a child of the run that supersedes it.
+    """
     generator = random.Random(0)
     experiment = f"rollback with {fault}"
     server.open()
     server.fault = lambda path, body: fault if generator.random() < 1 / 3 else ""
+    runs: list[str] = []
     for rollback in range(3):
         since = START + 1000 * rollback
         write_steps(run_dir, range(5 * rollback + 1, 5 * rollback + 11), since=since, other=1.5)
         sender = sender_for(run_dir, server.uri, experiment=experiment)
         for _ in range(300):
             try:
-                sender.pump()
-                sender.finish()
+                sender.finish("finished")
                 break
             except UnavailableError:
                 continue
@@ -224,10 +184,11 @@ def test_a_rollback_in_outages_records_every_point_once(
             pytest.fail("never delivered")
         newest = run_id_of(run_dir)
         assert _curves(server.database, newest) == _journalled(run_dir)
-        others = set(run_ids(server.database, experiment)) - {newest}
-        statuses = {tags_of(server.database, other)["txl.status"] for other in others}
-        assert statuses <= {"superseded"}
-        assert len(others) == rollback
+        for superseded, by in pairwise([*runs, newest]):
+            tags = tags_of(server.database, superseded)
+            assert (tags["txl.status"], tags["mlflow.parentRunId"]) == ("superseded", by)
+        runs.append(newest)
+        assert sorted(run_ids(server.database, experiment)) == sorted(runs)
         _roll_back(run_dir, 5 * (rollback + 1))
 
 
@@ -315,7 +276,7 @@ def test_the_how_to_finds_the_best_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_real_run_has_its_data(dataset: Path, run_dir: Path) -> None:
+def test_a_real_run_has_its_data_and_the_commit_of_the_code(dataset: Path, run_dir: Path) -> None:
     run = run_dir.with_name("real")
     done = txl(
         *("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes"),
@@ -324,5 +285,7 @@ def test_a_real_run_has_its_data(dataset: Path, run_dir: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
-    contexts = client.get_run(run_id_of(run)).inputs.dataset_inputs
+    recorded = client.get_run(run_id_of(run))
+    contexts = recorded.inputs.dataset_inputs
     assert sorted(i.tags[0].value for i in contexts) == ["evaluation", "training"]
+    assert re.fullmatch(r"[0-9a-f]{40}", recorded.data.tags["mlflow.source.git.commit"])

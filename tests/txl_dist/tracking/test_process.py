@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,9 +22,9 @@ from tests.txl_dist.tracking.conftest import (
     status_of,
 )
 from tests.txl_dist.tracking.real_senders import senders_of, tracking_config
-from txl_dist.errors import DivergedError, PreemptedError
+from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.process import TrackingProcess
-from txl_dist.tracking.tracker import child_environment
+from txl_dist.training.build import start_tracker
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,7 @@ from txl_dist.tracking.tracker import child_environment
         (PreemptedError(), "preempted"),
         (DivergedError(), "diverged"),
         (KeyboardInterrupt(), "interrupted"),
+        (FencedError(), "running"),
         (RuntimeError(), "failed"),
     ],
 )
@@ -40,7 +43,8 @@ def test_the_status_follows_from_the_error_that_ends_the_run(
 ) -> None:
     statuses: list[str] = []
     monkeypatch.setattr(TrackingProcess, "close", lambda self, status: statuses.append(status))
-    tracker = TrackingProcess.start(run_dir, tracking_config(run_dir, enabled=False))
+    monkeypatch.setattr(TrackingProcess, "_start_sender", lambda self: None)
+    tracker = TrackingProcess(run_dir, tracking_config(run_dir))
     tracker.__exit__(type(error), error, None)
     assert statuses == [status]
 
@@ -48,16 +52,18 @@ def test_the_status_follows_from_the_error_that_ends_the_run(
 def test_tracking_that_is_off_or_cannot_start_does_not_raise(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with TrackingProcess.start(run_dir, tracking_config(run_dir, enabled=False)) as tracker:
-        assert tracker.run_id is None
+    config = tracking_config(run_dir, enabled=False)
+    start: Any = SimpleNamespace(config=config, world=SimpleNamespace(is_rank_zero=True))
+    assert start_tracker(start) is None
     assert not list(run_dir.iterdir())
 
     (run_dir / "logs").write_text("a file where the directory should be")
     with caplog.at_level(logging.WARNING):
-        tracker = TrackingProcess.start(run_dir, tracking_config(run_dir))
+        tracker = TrackingProcess(run_dir, tracking_config(run_dir))
         tracker.close("finished")
         tracker.close("finished")
     assert "tracking is off" in caplog.text
+    assert tracker.run_id is None
 
 
 def test_importing_the_training_side_imports_no_mlflow() -> None:
@@ -65,7 +71,7 @@ def test_importing_the_training_side_imports_no_mlflow() -> None:
         "import sys, txl_dist.tracking.process, txl_dist.tracking.journal;"
         "assert not {'mlflow', 'torch'} & set(sys.modules), 'heavy'"
     )
-    subprocess.run([sys.executable, "-c", code], env=child_environment(), check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def _train(dataset: Path, run: Path, uri: str, *settings: object) -> tuple[object, ...]:

@@ -53,7 +53,7 @@ def test_a_tracker_of_another_package_gets_every_point_once_and_the_end(
     run.mkdir()
     for status, steps in (("preempted", range(1, 4)), ("finished", range(4, 6))):
         write_steps(run, steps)
-        tracker = TrackingProcess.start(run, tracking_config(run, f"lines://{written}"))
+        tracker = TrackingProcess(run, tracking_config(run, f"lines://{written}"))
         tracker.close(status, timeout_seconds=120)
     lines = [json.loads(line) for line in written.read_text().splitlines()]
     assert lines[0] == ["start", "tests", "10"]

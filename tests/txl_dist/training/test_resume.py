@@ -250,6 +250,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_ste
     assert "step-00000020/weights-rank-00000.safetensors has sha256" in log
     assert "Resuming from step 10 instead; 10 steps are lost" in log
     assert losses(run) == pytest.approx(expected, rel=2e-6)
+    superseded = (run / "logs" / "metrics-superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == list(range(11, 21))
 
 
 @pytest.mark.fault_row(24)
@@ -322,28 +324,10 @@ def prepare_other_data(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_never_resuming_does_not_touch_a_directory_with_a_run(
-    ranks: RankGroups, dataset: Path, run: Path
-) -> None:
-    before = (run / "metrics.jsonl").read_bytes()
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, resume="never")) == [2]
-    assert "--resume auto" in refusal(run)
-    assert (run / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_finished_run_is_not_changed(ranks: RankGroups, dataset: Path, run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
     assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_lines_of_steps_trained_again_are_moved_to_another_file(
-    ranks: RankGroups, dataset: Path, run: Path
-) -> None:
-    flip(run, 20, "weights")
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
-    superseded = (run / "logs" / "metrics-superseded.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in superseded] == [16, 17, 18, 19, 20]
 
 
 def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(

@@ -3,8 +3,6 @@
 `test_run_saver.py` has the saver alone.
 """
 
-import errno
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -199,40 +197,6 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its
             for job in (straight, slow)
         )
         assert actual == expected, "the same bytes"
-
-
-def fail_on_rank(trainer: Trainer, rank: int, step: int) -> None:
-    """The disk of one rank is full at the save of a step."""
-    saver: Any = trainer.saver
-    write = saver._write
-
-    def failing(save: Save, snapshot: Any) -> None:
-        if save.rank == rank and save.step == step:
-
-            def full(_: Path) -> Any:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            saver._checkpoints.directory.begin = full
-        write(save, snapshot)
-
-    saver._write = failing
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "step"), [(0, 10), (1, 20)])
-def test_a_full_disk_of_one_rank_ends_all_ranks_at_the_same_step(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, rank: int, step: int
-) -> None:
-    ends = ranks(2).run(
-        train_changed, tiny_job(dataset, tmp_path, *SAVES), fail_on_rank, rank, step
-    )
-    for code, message in ends:
-        assert code == 4
-        assert f"rank {rank}: OSError: [Errno 28] No space left on device" in message
-        assert f"resumes from the newest checkpoint, that of step {step - 5}" in message
-    directory = CheckpointDirectory(tmp_path)
-    assert directory.steps() == list(range(5, step, 5))
-    assert not list(directory.path.glob(".*"))
 
 
 @pytest.mark.slow

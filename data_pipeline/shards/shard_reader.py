@@ -51,9 +51,6 @@ class TokenSource(Protocol):
     def document_starts(self, block: int) -> np.ndarray:
         """int64 [documents of the block]: first token of each in the block, rising from 0."""
 
-    def document_ids(self, block: int) -> list[str]:
-        """Ids of these documents, in the same order."""
-
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a block, 1-D."""
 
@@ -129,17 +126,6 @@ class SplitReader:
         view = index.document_starts[first:last]
         view.flags.writeable = False  # of the cached index
         return view
-
-    def document_ids(self, block: int) -> list[str]:
-        """Ids of the documents of a block, in the order of `document_starts`.
-
-        Ids are not kept in RAM, so each call reads the index of the shard again.
-        """
-        shard, number = self._locate(block)
-        index = self._read_index(self.entry.shards[shard])
-        first = int(index.block_documents[:number].sum())
-        stop = first + int(index.block_documents[number])
-        return [index.ids.id_of(document) for document in range(first, stop)]
 
     def documents(self) -> Iterator[StoredDocument]:
         """Every document in order, read from one index after another."""

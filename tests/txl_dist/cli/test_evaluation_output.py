@@ -142,7 +142,7 @@ def expected_scores(job: EvaluationJob) -> list[dict[str, Any]]:
             nats_BT, memory = model(*segment, age_BT, memory)
             nats += nats_BT[0].double().tolist()
     documents: list[dict[str, Any]] = []
-    names = [id_ for block in range(len(source.block_tokens)) for id_ in source.document_ids(block)]
+    names = [document.id for document in source.documents()]
     num_bytes = tokenizer.token_bytes()
     for position, token in enumerate(tokens.tolist()):
         if age[position] == 0:

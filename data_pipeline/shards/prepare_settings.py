@@ -7,18 +7,22 @@ from pydantic import AfterValidator, Field, model_validator
 
 from data_pipeline.readers import IdRules, format_names
 from data_pipeline.readers.split_names import SPLIT_PATTERN, TRAIN
-from data_pipeline.system.strict import StrictModel
-from data_pipeline.tokenizers.training import RECIPES, RecipeName, recipe_of
+from data_pipeline.tokenizers.training import (
+    DEFAULT_TRAIN_BYTES,
+    NOT_IF_UNSET,
+    RECIPES,
+    OptionalId,
+    TokenizerSettings,
+    needs_training,
+    recipe_of,
+)
 
 SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]
-DEFAULT_TRAIN_BYTES = 256 * 2**20
 MIN_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE = 4, 258
 IdType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
 
 SplitBy = Literal["document", "file", "position"]
-_NOT_IF_UNSET = Field(exclude_if=lambda value: value is None or value is False)
-OptionalId = Annotated[Annotated[int, Field(ge=0)] | None, _NOT_IF_UNSET]
 
 
 def _require_known_format(name: str) -> str:
@@ -27,37 +31,22 @@ def _require_known_format(name: str) -> str:
     return name
 
 
-class PrepareSettings(StrictModel):
+class PrepareSettings(TokenizerSettings):
     """All settings that determine the bytes of a dataset. The manifest contains them."""
 
     format: Annotated[str, AfterValidator(_require_known_format)] = "auto"
     text_key: str = "text"
     """Key of the text in a JSON line, or column in Parquet; "ids" by default if format is ids."""
-    tokenizer: Literal["byte", "char", "word", "bpe", "file", "ids"] = "byte"
-    """`file`: an existing tokenizer file. The digest in the manifest identifies it. `ids`: the
-    input has token ids; required by the format ids, and its default."""
-    recipe: RecipeName | None = None
-    """Conventions of one of the paper's datasets, with its tokenizer and min_freq as defaults; null
-    adds none."""
-    vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
-    """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
-    # The options of ids are left out if they are null, so that other manifests do not change.
-    end_of_document: OptionalId = None
-    """Format ids: the id that begins documents, and separates them in arrays."""
     padding: OptionalId = None
     """Format ids: the id that fills up documents of different lengths, dropped at both ends."""
-    dtype: Annotated[IdType | None, _NOT_IF_UNSET] = None
+    dtype: Annotated[IdType | None, NOT_IF_UNSET] = None
     """Format ids: the type of the integers in raw .bin files, little-endian."""
-    min_freq: Annotated[int, Field(ge=1)] | None = None
-    """Minimum count of a symbol, or of a pair to merge, to get an id."""
-    train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
-    """bpe is trained on this many bytes from the beginning of train."""
     split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = Field(default={})
     """Fraction of the documents per held-out split; the rest is `train`. Empty: the splits that the
     input gives, all in train if it gives none."""
-    merge_splits: Annotated[bool, _NOT_IF_UNSET] = False
+    merge_splits: Annotated[bool, NOT_IF_UNSET] = False
     """Ignore the splits that the names of the input files give."""
-    split_by: Annotated[SplitBy | None, _NOT_IF_UNSET] = None
+    split_by: Annotated[SplitBy | None, NOT_IF_UNSET] = None
     """What `split` keeps together: a document, or the documents of a file. position: cut the only
     document, the held-out splits at its end. null: as `preparation/splits.py` says."""
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -125,7 +114,7 @@ class PrepareSettings(StrictModel):
     @model_validator(mode="after")
     def _check_tokenizer_options(self) -> Self:
         kind, allowed = self.tokenizer, recipe_of(self.recipe).tokenizers
-        is_trained = kind in ("char", "word", "bpe")
+        is_trained = needs_training(self)
         if kind not in allowed:
             raise ValueError(f"recipe: {self.recipe} is for tokenizer {' or '.join(allowed)}")
         if kind == "bpe" and (self.vocab_size or 0) < MIN_BPE_VOCAB_SIZE:

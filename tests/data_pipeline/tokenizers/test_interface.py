@@ -137,9 +137,7 @@ def test_a_long_text_is_cut_at_the_last_place_allowed(
     text: str, start: int, max_chars: int
 ) -> None:
     text = "x" * start + text
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_pipeline.tokenizers.interface._SEARCH_CHARS", 3)
-        first, *others = text_parts([text, "y" * max_chars], max_chars=max_chars)
+    first, *others = text_parts([text, "y" * max_chars], max_chars=max_chars)
     whole = text + "y" * max_chars
     allowed = [
         position

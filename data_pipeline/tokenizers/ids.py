@@ -134,8 +134,10 @@ def _names(content: Any) -> dict[int, str]:
     layout = _LAYOUTS.validate_python(content)
     if isinstance(layout, list):
         return {id_: name for id_, name in enumerate(layout) if name}
-    names = {key: value for key, value in layout.items() if isinstance(key, int)}
-    names |= {value: key for key, value in layout.items() if isinstance(value, int)}
+    names: dict[int, str] = {}
+    for one, other in layout.items():
+        id_, name = (one, other) if isinstance(one, int) else (other, one)
+        names[int(id_)] = str(name)
     if len(names) < len(content):
         raise ValueError("an id has two names")
     return names

@@ -66,9 +66,9 @@ def read_description(path: DatasetPath) -> Any:
 def tokenizer_of(content: object, *, source: str) -> Tokenizer:
     """The tokenizer of parsed JSON. `source` names it in errors. Raises DataError."""
     fields = content if isinstance(content, dict) else {}
-    kind, version = fields.get("type"), fields.get("version")
+    kind, version = str(fields.get("type")), fields.get("version")
     try:
-        if str(kind) not in KINDS or type(version) is not int or version != 1:
+        if kind not in KINDS or type(version) is not int or version != 1:
             raise ValueError(
                 f"its type is {kind!r}, version {version!r}; supported are {', '.join(KINDS)}, "
                 "version 1"

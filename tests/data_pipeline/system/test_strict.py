@@ -8,7 +8,6 @@ from typing import Any, Literal
 import pytest
 from pydantic import ValidationError
 
-from data_pipeline.system import strict
 from data_pipeline.system.strict import (
     StrictModel,
     WrongFormatError,
@@ -103,17 +102,6 @@ def test_another_format_or_version_is_a_wrong_format(
 ) -> None:
     path.write_bytes(manifest_bytes({**CONTENT, **change}))
     with pytest.raises(WrongFormatError, match=reason):
-        load_manifest_file(path, Small)
-
-
-def test_a_file_above_the_size_limit_is_not_read(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path.write_bytes(manifest_bytes(CONTENT))
-    monkeypatch.setattr(strict, "MAX_MANIFEST_BYTES", path.stat().st_size)
-    assert load_manifest_file(path, Small)
-    monkeypatch.setattr(strict, "MAX_MANIFEST_BYTES", path.stat().st_size - 1)
-    with pytest.raises(WrongFormatError, match="is larger than"):
         load_manifest_file(path, Small)
 
 

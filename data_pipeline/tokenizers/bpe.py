@@ -33,7 +33,7 @@ from data_pipeline.tokenizers.pretrained import (
 
 DEFAULT_MIN_FREQ = 2
 SAMPLE_BYTES = 32 * 2**20
-"""Bytes of words from which the merges are learned."""
+"""Bytes of words from which the merges are learned. Changing it changes vocabularies."""
 _PART_CHARS = 2**16
 _COUNT_BYTES = 4 * 2**20
 """Bytes of text that gigatoken counts in one call."""

@@ -142,8 +142,3 @@ def test_a_file_that_is_not_json_is_refused(path: Path, text: str) -> None:
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match="is not valid JSON"):
         load_manifest_file(path, Small)
-
-
-def test_a_missing_file_is_an_os_error(path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_manifest_file(path, Small)

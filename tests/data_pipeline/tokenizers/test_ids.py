@@ -95,9 +95,9 @@ def test_a_bad_file_of_names_is_refused(tmp_path: Path, content: str, cause: str
     ("names", "cause"),
     [
         ({7: "a"}, "the vocabulary has 7 ids"),
-        ({1: "a b"}, "has whitespace"),
-        ({1: "60"}, "is a number"),
-        ({1: "a", 2: "a"}, "is the name of id 1 and of id 2"),
+        ({1: "a b"}, "'a b' of id 1 has whitespace"),
+        ({1: "60"}, "'60' of id 1 .* is a number"),
+        ({1: "a", 2: "a"}, "two ids have the same name"),
     ],
 )
 def test_names_that_cannot_be_read_back_are_refused(names: dict[int, str], cause: str) -> None:

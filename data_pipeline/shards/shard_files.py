@@ -183,9 +183,11 @@ class FrameCache:
     def get(self, sha256: str, first: int, size: int) -> bytes | None:
         """The entry, marked as used now, or None. It may be damaged: check it, and `drop` it."""
         path = self._path(sha256, first, size)
-        if not self.limit_bytes or not path.is_file():  # not a named pipe, which would block
+        if not self.limit_bytes:
             return None
         with contextlib.suppress(OSError):
+            if not path.is_file():  # reading a named pipe would block
+                return None
             data = path.read_bytes()
             with contextlib.suppress(OSError):  # another user's file: it may be evicted early
                 os.utime(path)

@@ -129,8 +129,6 @@ def text_parts(fragments: Iterable[str], *, max_chars: int, cuts: Cuts = "space"
     text. This is part of the encoding. The parts depend on the joined text alone, not on how it is
     divided into `fragments`. Holds at most twice `max_chars`, or twice the longest fragment.
     """
-    if max_chars < 1:
-        raise ValueError(f"max_chars={max_chars} must be at least 1")
     buffer: list[str] = []
     num_chars = 0
     for fragment in fragments:

@@ -123,8 +123,6 @@ def test_the_last_harmless_place_is_taken_and_else_the_limit() -> None:
     assert list(text_parts(["ab cd  efghij"], max_chars=7)) == ["ab cd", "  efghi", "j"]
     assert list(text_parts(["a\nb\ncdef"], max_chars=5, cuts="line")) == ["a\nb\n", "cdef"]
     assert list(text_parts(["", ""], max_chars=5)) == []
-    with pytest.raises(ValueError, match="max_chars"):
-        list(text_parts(["a"], max_chars=0))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from cluster.connection import HEAD_SECONDS, ConnectionThread, lines_of, ray_log
 from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
 from data_pipeline.errors import TxlError, UnfinishedError
-from data_pipeline.system.progress import WorkerStatus
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 from txl_dist.launch.group import RankGroup, RankRange
 from txl_dist.launch.launcher import Launcher
@@ -72,8 +71,6 @@ class _WorkerHandle:
         self.location = ""
         self.task: tuple[int, Any] | None = None
         """Number and unit; None while it starts or is idle."""
-        self.begin = 0.0
-        """Time at which it got its unit."""
 
     def __str__(self) -> str:
         return f"worker {self.number}{self.location}"
@@ -160,17 +157,14 @@ class RayWorkers:
             self._queue.clear()
             self._deaths.clear()
 
-    def status(self) -> list[WorkerStatus]:
-        return [
-            WorkerStatus(str(handle), str(task[1]), time.monotonic() - handle.begin)
-            for handle in list(self._calls.values())
-            if (task := handle.task)
-        ]
+    def unfinished_bytes(self) -> int:
+        return 0  # actors do not report them
 
     def missing(self) -> str:
-        num_missing = sum(handle.task is None for handle in list(self._calls.values()))
+        handles = list(self._calls.values())
+        num_missing = sum(handle.task is None for handle in handles)
         state, resource = self._monitor.state, self._monitor.resource
-        if not num_missing or state is None:
+        if num_missing < len(handles) or not num_missing or state is None:
             return ""
         workers = "1 more worker needs" if num_missing == 1 else f"{num_missing} more workers need"
         return (
@@ -187,7 +181,6 @@ class RayWorkers:
         while self._queue and self._idle:
             handle = self._idle.pop()
             handle.task = self._queue.popleft()
-            handle.begin = time.monotonic()
             self._calls[handle.actor.run.remote(function, handle.task[1])] = handle
             num_busy += 1
         num_starting = len(self._calls) - num_busy

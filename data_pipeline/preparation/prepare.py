@@ -61,11 +61,10 @@ from data_pipeline.system.progress import Progress
 from data_pipeline.system.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.tokenizers import (
     Tokenizer,
-    counts_from_bytes,
     load_tokenizer,
-    merge_counts,
     needs_training,
     ready_tokenizer,
+    sum_of_counts,
     token_dtype,
     tokenizer_of_counts,
 )
@@ -254,9 +253,9 @@ def _train_tokenizer(
         for number, (numbers, context) in enumerate(counted)
     )
     results = runner.run("counting", units, total_bytes)
-    paths = sorted(result["counts"] for _, result in results)
+    paths = [staging / result["counts"] for _, result in results]
     runner.progress("training the tokenizer", 0, 0)
-    counts = merge_counts(counts_from_bytes((staging / name).read_bytes()) for name in paths)
+    counts = sum_of_counts(paths)
     tokenizer = tokenizer_of_counts(settings, counts)
     _save_tokenizer(tokenizer, staging)
     files = [FinishedFile(TOKENIZER_NAME, path.stat().st_size, sha256_file(path))]

@@ -37,10 +37,11 @@ from data_pipeline.system.files import (
     write_synced,
 )
 from data_pipeline.system.progress import Progress, count_bytes
+from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.system.workers import Workers
 from data_pipeline.tokenizers import Tokenizer, cuts_of, load_tokenizer, token_dtype
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS, text_parts
-from data_pipeline.tokenizers.training import count_symbols, counts_to_bytes
+from data_pipeline.tokenizers.training import count_symbols
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +175,7 @@ def _count_symbols(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
             yield from text_parts(text, max_chars=MAX_PART_CHARS, cuts=cuts_of(settings))
 
     path = scratch / f"{unit.name}s"
-    write_synced(path, counts_to_bytes(count_symbols(settings, parts())))
+    write_synced(path, canonical_json(count_symbols(settings, parts())).encode())
     file = _move_to_staging(path, staging)
     return {"counts": file.path}, [file]
 

@@ -52,10 +52,6 @@ class FrameWriter:
     """
 
     def __init__(self, file: BinaryIO, *, frame_bytes: int) -> None:
-        if not _CUT_UNIT <= frame_bytes <= MAX_FRAME_BYTES // 2:
-            raise ValueError(
-                f"frame_bytes={frame_bytes} must be in [{_CUT_UNIT}, {MAX_FRAME_BYTES // 2}]"
-            )
         self.frames: list[Frame] = []
         self.num_bytes = 0
         """Compressed bytes written."""

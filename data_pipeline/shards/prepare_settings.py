@@ -1,5 +1,7 @@
 """The settings that determine the bytes of a dataset, validated before any input is read."""
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -7,18 +9,24 @@ from pydantic import AfterValidator, Field, model_validator
 
 from data_pipeline.readers import IdRules, format_names
 from data_pipeline.readers.split_names import SPLIT_PATTERN, TRAIN
-from data_pipeline.system.strict import StrictModel
-from data_pipeline.tokenizers.training import RECIPES, RecipeName, recipe_of
+from data_pipeline.tokenizers.training import (
+    DEFAULT_TRAIN_BYTES,
+    NOT_IF_UNSET,
+    RECIPES,
+    OptionalId,
+    TokenizerSettings,
+    needs_training,
+    recipe_of,
+)
 
 SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]
-DEFAULT_TRAIN_BYTES = 256 * 2**20
 MIN_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE = 4, 258
 IdType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
 
 SplitBy = Literal["document", "file", "position"]
-_NOT_IF_UNSET = Field(exclude_if=lambda value: value is None or value is False)
-OptionalId = Annotated[Annotated[int, Field(ge=0)] | None, _NOT_IF_UNSET]
+Rules = Iterator[tuple[bool, str]]
+"""Whether each rule holds, and what is wrong if it does not."""
 
 
 def _require_known_format(name: str) -> str:
@@ -27,37 +35,22 @@ def _require_known_format(name: str) -> str:
     return name
 
 
-class PrepareSettings(StrictModel):
+class PrepareSettings(TokenizerSettings):
     """All settings that determine the bytes of a dataset. The manifest contains them."""
 
     format: Annotated[str, AfterValidator(_require_known_format)] = "auto"
     text_key: str = "text"
     """Key of the text in a JSON line, or column in Parquet; "ids" by default if format is ids."""
-    tokenizer: Literal["byte", "char", "word", "bpe", "file", "ids"] = "byte"
-    """`file`: an existing tokenizer file. The digest in the manifest identifies it. `ids`: the
-    input has token ids; required by the format ids, and its default."""
-    recipe: RecipeName | None = None
-    """Conventions of one of the paper's datasets, with its tokenizer and min_freq as defaults; null
-    adds none."""
-    vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
-    """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
-    # The options of ids are left out if they are null, so that other manifests do not change.
-    end_of_document: OptionalId = None
-    """Format ids: the id that begins documents, and separates them in arrays."""
     padding: OptionalId = None
     """Format ids: the id that fills up documents of different lengths, dropped at both ends."""
-    dtype: Annotated[IdType | None, _NOT_IF_UNSET] = None
+    dtype: Annotated[IdType | None, NOT_IF_UNSET] = None
     """Format ids: the type of the integers in raw .bin files, little-endian."""
-    min_freq: Annotated[int, Field(ge=1)] | None = None
-    """Minimum count of a symbol, or of a pair to merge, to get an id."""
-    train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
-    """bpe is trained on this many bytes from the beginning of train."""
     split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = Field(default={})
     """Fraction of the documents per held-out split; the rest is `train`. Empty: the splits that the
     input gives, all in train if it gives none."""
-    merge_splits: Annotated[bool, _NOT_IF_UNSET] = False
+    merge_splits: Annotated[bool, NOT_IF_UNSET] = False
     """Ignore the splits that the names of the input files give."""
-    split_by: Annotated[SplitBy | None, _NOT_IF_UNSET] = None
+    split_by: Annotated[SplitBy | None, NOT_IF_UNSET] = None
     """What `split` keeps together: a document, or the documents of a file. position: cut the only
     document, the held-out splits at its end. null: as `preparation/splits.py` says."""
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -92,65 +85,75 @@ class PrepareSettings(StrictModel):
         return IdRules(self.vocab_size, self.end_of_document, dtype, self.padding)
 
     @model_validator(mode="after")
-    def _check_id_options(self) -> Self:
-        if self.format != "ids":
-            for name in ("end_of_document", "padding", "dtype"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name}: is for format ids; omit it")
-            if self.tokenizer == "ids":
-                raise ValueError("tokenizer: ids needs format ids")
-            return self
-        if self.tokenizer != "ids":
-            raise ValueError(
-                "tokenizer: format ids has token ids, so it takes only the tokenizer.json of a "
-                "vocabulary of ids; omit it"
-            )
-        if self.vocab_size is None:
-            raise ValueError("vocab_size: format ids needs the number of ids of the vocabulary")
-        if self.end_of_document is None:
-            raise ValueError(
-                "end_of_document: format ids needs the id that marks the beginning of a document. "
-                f"If the vocabulary has none, add one: the id {self.vocab_size} and vocab-size "
-                f"{self.vocab_size + 1}"
-            )
-        if self.end_of_document >= self.vocab_size:
-            raise ValueError(
-                f"end_of_document: is not in the vocabulary of {self.vocab_size} ids. To add it, "
-                f"give vocab-size {self.end_of_document + 1}"
-            )
-        if self.padding is not None and self.padding >= self.vocab_size:
-            raise ValueError(f"padding: is not in the vocabulary of {self.vocab_size} ids")
+    def _options_agree(self) -> Self:
+        id_rules = self._rules_of_ids() if self.format == "ids" else self._rules_of_text()
+        for holds, problem in chain(id_rules, self._rules_of_tokenizers(), self._rules_of_splits()):
+            if not holds:
+                raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _check_tokenizer_options(self) -> Self:
-        kind, allowed = self.tokenizer, recipe_of(self.recipe).tokenizers
-        is_trained = kind in ("char", "word", "bpe")
-        if kind not in allowed:
-            raise ValueError(f"recipe: {self.recipe} is for tokenizer {' or '.join(allowed)}")
-        if kind == "bpe" and (self.vocab_size or 0) < MIN_BPE_VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size: tokenizer bpe needs at least {MIN_BPE_VOCAB_SIZE} (256 bytes, one "
-                "merge, end-of-document), for example 32768"
-            )
-        if kind != "ids" and (self.vocab_size or MIN_VOCAB_SIZE) < MIN_VOCAB_SIZE:
-            raise ValueError(f"vocab_size: must be at least {MIN_VOCAB_SIZE}")
-        if not is_trained and kind != "ids" and self.vocab_size is not None:
-            raise ValueError(f"vocab_size: tokenizer {kind} has a fixed vocabulary; omit it")
-        if not is_trained and self.min_freq is not None:
-            raise ValueError(f"min_freq: tokenizer {kind} is not trained; omit it")
-        if kind != "bpe" and self.train_bytes != DEFAULT_TRAIN_BYTES:
-            raise ValueError(f"train_bytes: is for tokenizer bpe, not {kind}; omit it")
-        return self
+    def _rules_of_text(self) -> Rules:
+        for name in ("end_of_document", "padding", "dtype"):
+            yield getattr(self, name) is None, f"{name}: is for format ids; omit it"
+        yield self.tokenizer != "ids", "tokenizer: ids needs format ids"
 
-    @model_validator(mode="after")
-    def _check_splits(self) -> Self:
-        if TRAIN in self.split:
-            raise ValueError("split: train gets the remaining documents; omit its fraction")
-        if self.split and recipe_of(self.recipe).fixed_split:
-            raise ValueError(f"split: recipe {self.recipe} has its own valid and test; omit it")
-        if sum(self.split.values()) >= 1:
-            raise ValueError(f"split: the sum {sum(self.split.values())} leaves none for train")
-        if self.split_by and not self.split:
-            raise ValueError("split_by: is for --split NAME=FRACTION; give that or omit it")
-        return self
+    def _rules_of_ids(self) -> Rules:
+        size, end, padding = self.vocab_size or 0, self.end_of_document, self.padding
+        yield (
+            self.tokenizer == "ids",
+            "tokenizer: format ids has token ids, so it takes only the tokenizer.json of a "
+            "vocabulary of ids; omit it",
+        )
+        yield size > 0, "vocab_size: format ids needs the number of ids of the vocabulary"
+        yield (
+            end is not None,
+            "end_of_document: format ids needs the id that marks the beginning of a document. If "
+            f"the vocabulary has none, add one: the id {size} and vocab-size {size + 1}",
+        )
+        yield (
+            (end or 0) < size,
+            f"end_of_document: is not in the vocabulary of {size} ids. To add it, give vocab-size "
+            f"{(end or 0) + 1}",
+        )
+        yield (padding or 0) < size, f"padding: is not in the vocabulary of {size} ids"
+
+    def _rules_of_tokenizers(self) -> Rules:
+        kind, size, allowed = self.tokenizer, self.vocab_size, recipe_of(self.recipe).tokenizers
+        yield kind in allowed, f"recipe: {self.recipe} is for tokenizer {' or '.join(allowed)}"
+        yield (
+            kind != "bpe" or (size or 0) >= MIN_BPE_VOCAB_SIZE,
+            f"vocab_size: tokenizer bpe needs at least {MIN_BPE_VOCAB_SIZE} (256 bytes, one merge, "
+            "end-of-document), for example 32768",
+        )
+        yield (
+            kind == "ids" or size is None or size >= MIN_VOCAB_SIZE,
+            f"vocab_size: must be at least {MIN_VOCAB_SIZE}",
+        )
+        yield (
+            needs_training(self) or kind == "ids" or size is None,
+            f"vocab_size: tokenizer {kind} has a fixed vocabulary; omit it",
+        )
+        yield (
+            needs_training(self) or self.min_freq is None,
+            f"min_freq: tokenizer {kind} is not trained; omit it",
+        )
+        yield (
+            kind == "bpe" or self.train_bytes == DEFAULT_TRAIN_BYTES,
+            f"train_bytes: is for tokenizer bpe, not {kind}; omit it",
+        )
+
+    def _rules_of_splits(self) -> Rules:
+        total = sum(self.split.values())
+        yield (
+            TRAIN not in self.split,
+            "split: train gets the other documents; omit its fraction",
+        )
+        yield (
+            not (self.split and recipe_of(self.recipe).fixed_split),
+            f"split: recipe {self.recipe} has its own valid and test; omit it",
+        )
+        yield total < 1, f"split: the sum {total} leaves none for train"
+        yield (
+            self.split_by is None or bool(self.split),
+            "split_by: is for --split NAME=FRACTION; give that or omit it",
+        )

@@ -47,7 +47,7 @@ def push_dataset(
     sizes = {name: (directory / name).stat().st_size for name in names}
     shard_files = manifest.shard_files
     with _explain_store_errors(target):
-        remote_sizes = target.sizes(missing_ok=True)
+        remote_sizes = target.sizes()
         _require_same_dataset(target, manifest, remote_sizes)
         # Without a manifest, a remote file may be from an interrupted push of other data.
         if MANIFEST_NAME in remote_sizes:

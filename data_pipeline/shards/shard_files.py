@@ -143,9 +143,8 @@ DIRECTORY_VARIABLE, BYTES_VARIABLE = "TXL_CACHE_DIR", "TXL_CACHE_BYTES"
 
 _NAME = re.compile(r"txl-frame-[0-9a-f]{64}-\d{1,19}-\d{1,19}(\.\d{1,19}\.\d{1,19}\.tmp)?")
 # Listing the directory for every new entry would be slow. A process lists it after writing 1/32 of
-# the limit; an eviction reduces the cache to 28/32 of it. So up to four processes stay below the
-# limit, and more may exceed it by 1/32 each.
-_SLACK = 32
+# the limit, and then reduces it to 7/8. Several processes may exceed the limit by 1/32 each.
+_SHARE_BETWEEN_LISTS = 1 / 32
 _SHARE_AFTER_EVICTION = 7 / 8
 
 
@@ -160,7 +159,6 @@ class FrameCache:
         self.directory, self.limit_bytes = directory, limit_bytes
         # Bytes written since the directory was last listed. The first entry lists it.
         self._unlisted_bytes = limit_bytes
-        self._lock = threading.Lock()
 
     @classmethod
     def of_user(cls) -> Self:
@@ -188,12 +186,12 @@ class FrameCache:
         if not self.limit_bytes:
             return None
         with contextlib.suppress(OSError):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_size == size:
-                data = path.read_bytes()
-                with contextlib.suppress(OSError):  # another user's file: it may be evicted early
-                    os.utime(path)
-                return data
+            if not path.is_file():  # reading a named pipe would block
+                return None
+            data = path.read_bytes()
+            with contextlib.suppress(OSError):  # another user's file: it may be evicted early
+                os.utime(path)
+            return data if len(data) == size else None
         return None
 
     def put(self, sha256: str, first: int, data: bytes) -> None:
@@ -202,50 +200,41 @@ class FrameCache:
             return
         path = self._path(sha256, first, len(data))
         temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-        try:
+        with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)  # left by a killed process with the same ids
-            with temporary.open("xb") as file:  # "x": never writes through an existing link
-                file.write(data)
-            temporary.replace(path)  # no fsync: a damaged entry is only fetched again
-        except OSError:
-            with contextlib.suppress(OSError):
+            try:
+                with temporary.open("xb") as file:  # "x": never writes through an existing link
+                    file.write(data)
+                temporary.replace(path)  # no fsync: a damaged entry is only fetched again
+            finally:
                 temporary.unlink(missing_ok=True)
-            return
-        self._limit_size(len(data))
+            self._limit_size(len(data))
 
     def drop(self, sha256: str, first: int, size: int) -> None:
         """Remove an entry."""
         with contextlib.suppress(OSError):
-            self._path(sha256, first, size).unlink(missing_ok=True)
+            self._path(sha256, first, size).unlink()
 
     def _path(self, sha256: str, first: int, size: int) -> Path:
         return self.directory / f"txl-frame-{sha256}-{first}-{size}"
 
     def _limit_size(self, num_written: int) -> None:
-        with self._lock:
-            self._unlisted_bytes += num_written
-            if self._unlisted_bytes <= self.limit_bytes // _SLACK:
-                return
-            self._unlisted_bytes = 0
-        with contextlib.suppress(OSError):
-            self._evict()
-
-    def _evict(self) -> None:
-        """Reduce the directory below the limit, least recently used entries first."""
-        cached = []
-        with os.scandir(self.directory) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # another process evicts as well
-                    status = entry.stat(follow_symlinks=False)
-                    if _NAME.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
-                        cached.append((status.st_mtime_ns, status.st_size, entry.name))
-        total = sum(size for _, size, _ in cached)
-        if total <= self.limit_bytes * (1 - 1 / _SLACK):
+        """From time to time, reduce the directory, least recently used entries first."""
+        self._unlisted_bytes += num_written  # a lost update of another thread only delays it
+        if self._unlisted_bytes <= self.limit_bytes * _SHARE_BETWEEN_LISTS:
             return
-        for _, size, name in sorted(cached):
-            if total <= self.limit_bytes * _SHARE_AFTER_EVICTION:
-                break
-            with contextlib.suppress(OSError):
-                (self.directory / name).unlink(missing_ok=True)
+        self._unlisted_bytes = 0
+        cached = []
+        for path in self.directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process evicts as well
+                status = path.lstat()
+                if _NAME.fullmatch(path.name) and stat.S_ISREG(status.st_mode):
+                    cached.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in cached)
+        if total <= self.limit_bytes * (1 - _SHARE_BETWEEN_LISTS):
+            return
+        for _, size, path in sorted(cached):
+            if total > self.limit_bytes * _SHARE_AFTER_EVICTION:
+                path.unlink(missing_ok=True)
                 total -= size

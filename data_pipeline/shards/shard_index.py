@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -78,8 +79,13 @@ class ShardIndex:
     block_documents: np.ndarray
     """int64 [N]: documents of every block."""
     document_starts: np.ndarray
-    """int64 [D]: first token of every document, relative to its block's start."""
-    ids: DocumentIds
+    """int64 [D]: first token of every document, relative to its block's start. Read-only."""
+
+    @cached_property
+    def frame_ends(self) -> np.ndarray:
+        """int64 [F]: raw byte after every frame."""
+        ends: np.ndarray = self.frames[:, 2] + self.frames[:, 3]
+        return ends
 
     def frame(self, number: int) -> Frame:
         return Frame(*self.frames[number].tolist())
@@ -115,8 +121,8 @@ def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
 
 def checked_index(
     data: bytes, directory: DatasetPath, entry: ShardEntry, itemsize: int
-) -> ShardIndex:
-    """Check the index in `data`, the content of an index file.
+) -> tuple[ShardIndex, DocumentIds]:
+    """Check the index in `data`, the content of an index file. Returns it with the documents' ids.
 
     Raises DataError naming the file and the problem.
     """
@@ -133,7 +139,8 @@ def checked_index(
     except (SafetensorError, KeyError, ValueError, AttributeError) as error:
         problem = f"contradicts the manifest or itself: {error}"
         raise damaged_file(path, problem) from error
-    return ShardIndex(**arrays, document_starts=starts, ids=ids)
+    starts.flags.writeable = False  # the reader returns parts of it
+    return ShardIndex(**arrays, document_starts=starts), ids
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: int) -> None:
@@ -191,21 +198,14 @@ def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
     start = read_bytes_at(path, 0, size)
     header_end = 8 + int.from_bytes(start[:8], "little")
     try:
-        if header_end > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header is longer than {_MAX_HEADER_BYTES:,} bytes")
-        column = parse_json(start[8:header_end])["block_tokens"]
-        if (column["dtype"], column["shape"]) != ("I64", [entry.blocks]):
-            raise ValueError(f"block_tokens is {column['dtype']} {column['shape']}")
-        first, last = (header_end + offset for offset in column["data_offsets"])
-        if last - first != 8 * entry.blocks or not header_end <= first <= last <= len(start):
-            raise ValueError("block_tokens has wrong offsets")
-        tokens = np.frombuffer(start[first:last], "<i8").astype(np.int64, copy=False)
-        if (tokens <= 0).any() or tokens.sum() != entry.tokens:
-            raise ValueError(f"blocks do not sum to {entry.tokens:,} tokens")
+        first, last = parse_json(start[8:header_end])["block_tokens"]["data_offsets"]
+        tokens = np.frombuffer(start[header_end + first : header_end + last], "<i8")
+        if len(tokens) != entry.blocks or (tokens <= 0).any() or tokens.sum() != entry.tokens:
+            raise ValueError(f"its blocks do not sum to {entry.tokens:,} tokens")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"contradicts the manifest or itself: {printable(str(error))[:200]}"
         raise damaged_file(path, problem) from error
-    return tokens
+    return tokens.astype(np.int64, copy=False)
 
 
 # --- the table of documents -----------------------------------------------------------------------

@@ -6,8 +6,6 @@ is decoded. The sha256 of whole shards is not checked here: that would read all 
 the first step (`verify.py` does it).
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -16,7 +14,6 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
 from data_pipeline.shards.shard_files import (
     FrameCache,
@@ -27,6 +24,7 @@ from data_pipeline.shards.shard_files import (
     read_bytes_at,
 )
 from data_pipeline.shards.shard_index import (
+    DocumentIds,
     ShardIndex,
     checked_index,
     read_block_tokens,
@@ -34,8 +32,8 @@ from data_pipeline.shards.shard_index import (
 from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 
 DEFAULT_CACHE_FRAMES = 64
-INDEX_CACHE_BYTES = 256 * 2**20
-"""RAM for loaded indexes: about 250 shards of 128M tokens in documents of 1,000 tokens."""
+CACHED_INDEXES = 128
+"""Indexes of shards that are kept in RAM: 1 MB for 100,000 documents, 4 MB for sentences."""
 _PARALLEL_REQUESTS = 16
 T = TypeVar("T")
 
@@ -50,9 +48,6 @@ class TokenSource(Protocol):
 
     def document_starts(self, block: int) -> np.ndarray:
         """int64 [documents of the block]: first token of each in the block, rising from 0."""
-
-    def document_ids(self, block: int) -> list[str]:
-        """Ids of these documents, in the same order."""
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a block, 1-D."""
@@ -70,18 +65,6 @@ class StoredDocument(NamedTuple):
     def num_tokens(self) -> int:
         """Its tokens, including its first, the end-of-document token."""
         return self.stop - self.start
-
-
-class _OpenShard:
-    """The arrays of one shard's index that reading needs, without the document ids."""
-
-    def __init__(self, index: ShardIndex) -> None:
-        self.frames = index.frames
-        self.frame_ends = index.frames[:, 2] + index.frames[:, 3]
-        self.block_offset = index.block_offset
-        self.first_document = np.concatenate([[0], np.cumsum(index.block_documents)])
-        self.document_starts = index.document_starts
-        self.num_bytes = sum(array.nbytes for array in vars(self).values())
 
 
 class SplitReader:
@@ -106,10 +89,9 @@ class SplitReader:
         self.dtype = np.dtype(manifest.dtype)
         # Two threads may both decode a frame, but no thread waits for another.
         self._frame = lru_cache(cache_frames)(self._read_frame)
-        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._index = lru_cache(CACHED_INDEXES)(self._load_index)
         is_remote = isinstance(self.directory, RemotePath)
         self._frame_cache = frame_cache or (FrameCache.of_user() if is_remote else None)
-        self._lock = threading.Lock()
         check_sizes(self.directory, self.entry.shards)
         with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
             read_tokens = partial(read_block_tokens, self.directory)
@@ -125,32 +107,19 @@ class SplitReader:
         """int64 [documents of the block], rising from 0; a read-only view."""
         shard, number = self._locate(block)
         index = self._index(shard)
-        first, last = index.first_document[number : number + 2]
-        view = index.document_starts[first:last]
-        view.flags.writeable = False  # of the cached index
-        return view
-
-    def document_ids(self, block: int) -> list[str]:
-        """Ids of the documents of a block, in the order of `document_starts`.
-
-        Ids are not kept in RAM, so each call reads the index of the shard again.
-        """
-        shard, number = self._locate(block)
-        index = self._read_index(self.entry.shards[shard])
         first = int(index.block_documents[:number].sum())
-        stop = first + int(index.block_documents[number])
-        return [index.ids.id_of(document) for document in range(first, stop)]
+        return index.document_starts[first : first + int(index.block_documents[number])]
 
     def documents(self) -> Iterator[StoredDocument]:
         """Every document in order, read from one index after another."""
         for entry, first_block in zip(self.entry.shards, self._first_block.tolist(), strict=False):
-            index = self._read_index(entry)
+            index, ids = self._read_index(entry)
             blocks = np.repeat(np.arange(entry.blocks) + first_block, index.block_documents)
             stops = np.append(index.document_starts[1:], 0)
             stops[np.cumsum(index.block_documents) - 1] = index.block_tokens
             places = (column.tolist() for column in (blocks, index.document_starts, stops))
             for number, place in enumerate(zip(*places, strict=True)):
-                yield StoredDocument(index.ids.id_of(number), *place)
+                yield StoredDocument(ids.id_of(number), *place)
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of `block`, a new 1-D array of `dtype`.
@@ -184,27 +153,17 @@ class SplitReader:
         shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
         return shard, block - int(self._first_block[shard])
 
-    def _index(self, shard: int) -> _OpenShard:
-        """A shard's index: from RAM, else loaded and checked."""
-        with self._lock:
-            if shard in self._open:
-                self._open.move_to_end(shard)
-                return self._open[shard]
+    def _load_index(self, shard: int) -> ShardIndex:
+        """A shard's index, without the document ids."""
         entry = self.entry.shards[shard]
-        index = self._read_index(entry)
+        index, _ = self._read_index(entry)
         first, last = self._first_block[shard : shard + 2]
         if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
             path = self.directory / entry.index_name
             raise damaged_file(path, "had other block sizes when the split was opened")
-        opened = _OpenShard(index)
-        with self._lock:
-            self._open[shard] = opened
-            num_bytes = sum(index.num_bytes for index in self._open.values())
-            while num_bytes > INDEX_CACHE_BYTES and len(self._open) > 1:
-                num_bytes -= self._open.popitem(last=False)[1].num_bytes
-        return opened
+        return index
 
-    def _read_index(self, entry: ShardEntry) -> ShardIndex:
+    def _read_index(self, entry: ShardEntry) -> tuple[ShardIndex, DocumentIds]:
         key = entry.index_sha256, 0, entry.index_bytes
         path, itemsize = self.directory / entry.index_name, self.dtype.itemsize
         check = partial(checked_index, directory=self.directory, entry=entry, itemsize=itemsize)
@@ -248,7 +207,7 @@ class SplitReader:
 
     def _read_frame(self, shard: int, number: int) -> bytes:
         """A decoded frame of a shard."""
-        entry, frame = self.entry.shards[shard], Frame(*self._index(shard).frames[number].tolist())
+        entry, frame = self.entry.shards[shard], self._index(shard).frame(number)
         path = self.directory / entry.name
         key = entry.sha256, frame.compressed_offset, frame.compressed_size
         check = partial(checked_frame, path=path, frame=frame, number=number)

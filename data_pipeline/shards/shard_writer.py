@@ -14,7 +14,6 @@ writes them, because importing webdataset loads torch: 190 MB in every worker.
 import contextlib
 import hashlib
 import io
-import itertools
 import os
 import tarfile
 import tempfile
@@ -89,20 +88,35 @@ class ShardWriter:
         `text_bytes` is the UTF-8 length of its text. Raises ValueError for ids outside the
         vocabulary, DataError for a document larger than a tar member can be.
         """
-        buffered = [np.empty(0, self._dtype)]
-        size, checked = 0, self._checked(document_id, chunks)
-        for chunk in checked:
-            buffered.append(chunk)
-            size += chunk.nbytes
-            if size > self._block_bytes:
-                # More than a block: from here on to a file, so that at most a block is in RAM.
-                self._flush()
-                self._add_giant(document_id, itertools.chain(buffered, checked))
-                self._text_bytes += text_bytes
+        # Tokens of more than a block go to a file, behind room for the npy header, which has their
+        # number. numpy pads headers so that their length does not depend on it.
+        header_bytes, itemsize = len(_npy_header(np.empty(0, self._dtype))), self._dtype.itemsize
+        with tempfile.SpooledTemporaryFile(self._block_bytes, dir=str(self.path.parent)) as file:
+            file.seek(header_bytes)
+            for chunk in self._checked(document_id, chunks):
+                file.write(chunk.tobytes())
+                if file.tell() - header_bytes > MAX_DOCUMENT_BYTES:
+                    raise DataError(
+                        f"document {printable(document_id)} has more than {MAX_DOCUMENT_BYTES:,} "
+                        "bytes of tokens, the limit of a tar member. Split its text into several "
+                        "files or records, and run this again."
+                    )
+            num_tokens = (file.tell() - header_bytes) // itemsize
+            ids = DocumentIds.of([document_id])
+            if num_tokens * itemsize <= self._block_bytes:
+                file.seek(header_bytes)
+                tokens = np.frombuffer(file.read(), self._dtype)
+                self.add_batch(ids, tokens, np.array([num_tokens]), text_bytes=text_bytes)
                 return
-        tokens = np.concatenate(buffered)
-        lengths = np.array([len(tokens)])
-        self.add_batch(DocumentIds.of([document_id]), tokens, lengths, text_bytes=text_bytes)
+            self._flush()
+            file.seek(0)
+            # An array of this shape that takes no RAM: all elements are one.
+            array = np.broadcast_to(np.empty(1, self._dtype), (num_tokens,))
+            file.write(_npy_header(array))
+            self._write_block({"npy": cast(BinaryIO, file)}, num_tokens)
+        self._starts.append(np.zeros(1, np.int64))
+        self._ids.append(ids)
+        self._text_bytes += text_bytes
 
     def add_batch(
         self, ids: DocumentIds, tokens: np.ndarray, lengths: np.ndarray, *, text_bytes: int
@@ -128,7 +142,7 @@ class ShardWriter:
                 continue
             self._flush()
             if sizes[first] > self._block_bytes:
-                self._add_giant(ids.id_of(first), iter([tokens[start : ends[first]]]))
+                self.add(ids.id_of(first), [tokens[start : ends[first]]], text_bytes=0)
                 first += 1
         self._text_bytes += text_bytes
 
@@ -204,33 +218,6 @@ class ShardWriter:
         self._starts.append(starts)
         self._ids += block.ids
         self._blocks[-1] = (*self._blocks[-1][:2], len(lengths))
-
-    def _add_giant(self, document_id: str, chunks: Iterable[np.ndarray]) -> None:
-        """Write a document as one block, through a temporary file in the shard's directory."""
-        with tempfile.TemporaryFile(dir=self.path.parent) as file:
-            # The npy header, written last, has the number of tokens. numpy pads headers so that
-            # their length does not depend on it.
-            reserved = len(_npy_header(np.empty(0, self._dtype)))
-            file.seek(reserved)
-            num_tokens = 0
-            for chunk in chunks:
-                num_tokens += len(chunk)
-                if num_tokens * self._dtype.itemsize > MAX_DOCUMENT_BYTES:
-                    raise DataError(
-                        f"document {printable(document_id)} has more than {MAX_DOCUMENT_BYTES:,} "
-                        "bytes of tokens, the limit of a tar member. Split its text into several "
-                        "files or records, and run this again."
-                    )
-                file.write(chunk.tobytes())
-            # An array of this shape that takes no RAM: all elements are one.
-            header = _npy_header(np.broadcast_to(np.empty(1, self._dtype), (num_tokens,)))
-            assert len(header) == reserved
-            file.seek(0)
-            file.write(header)
-            file.seek(0)
-            self._write_block({"npy": file}, num_tokens)
-        self._starts.append(np.zeros(1, np.int64))
-        self._ids.append(DocumentIds.of([document_id]))
 
     def _write_block(self, members: dict[str, BinaryIO], num_tokens: int) -> None:
         sizes = {name: content.seek(0, io.SEEK_END) for name, content in members.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.errors import DataError, ReadFailureError, printable
+from data_pipeline.errors import DataError, ReadFailureError, UnreadableError, printable
 from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
     SHARD_SUFFIX,
@@ -56,13 +56,10 @@ def verify_dataset(
     try:
         manifest = load_manifest(directory)
         problems = _extra_files(directory, manifest)
-    except (DataError, OSError) as error:
-        if not is_read_failure(error):
-            raise
-        reason = getattr(error, "strerror", None) or str(error)
+    except (UnreadableError, OSError) as error:
         raise ReadFailureError(
-            f"{directory} could not be read now: {reason.removesuffix('.')}. Check "
-            f"{what_to_check(directory)}, then run this again: the data may be intact."
+            f"{directory} could not be read now ({error}). Check {what_to_check(directory)}, then "
+            "run this again: the data may be intact."
         ) from error
     unread: list[str] = []
     try:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
 
 CHUNK_TOKENS = 1 << 18
-LONG_DOCUMENT_TOKENS = 256
-"""From this mean length on, copying document by document is faster than gathering tokens
-(measured)."""
 MAX_AGE = int(np.iinfo(np.int32).max)
 """Ages are capped here. No memory is that long, so the cap changes no attention mask."""
 
@@ -146,14 +143,7 @@ def _permute(
     stored: NDArray[Any], starts: NDArray[np.int64], documents: NDArray[np.int64]
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
     """A block's tokens with its documents in the order `documents`, and their document ages."""
-    stops = np.append(starts[1:], len(stored))
-    lengths = (stops - starts)[documents]
-    if len(stored) >= LONG_DOCUMENT_TOKENS * len(starts):
-        # One slice copy per document. For short documents the calls cost more than the copies.
-        bounds = zip(starts[documents].tolist(), stops[documents].tolist(), strict=True)
-        ramp = np.arange(lengths.max(), dtype=np.int32)
-        age = np.concatenate([ramp[:length] for length in lengths.tolist()])
-        return np.concatenate([stored[start:stop] for start, stop in bounds]), age
+    lengths = np.diff(starts, append=len(stored))[documents]
     new_starts = np.cumsum(lengths) - lengths
     # int32 is enough: only blocks of one document, which are not permuted, can be longer.
     age = np.arange(len(stored), dtype=np.int32)
@@ -168,14 +158,10 @@ def _document_age(starts: NDArray[np.int64], first: int, stop: int) -> NDArray[n
     low = int(np.searchsorted(starts, first, side="right")) - 1
     high = int(np.searchsorted(starts, stop, side="left"))
     lengths = np.diff(np.append(np.clip(starts[low:high], first, stop), stop))
-    if high - low == 1:  # all tokens are of one document, as in most chunks of a giant one
-        return rising_ages(first - int(starts[low]), stop - int(starts[low]))
     age = np.arange(first, stop) - np.repeat(starts[low:high], lengths)
     return np.minimum(age, MAX_AGE).astype(np.int32)
 
 
 def rising_ages(first: int, stop: int) -> NDArray[np.int32]:
     """first, first + 1, ..., stop - 1, capped at MAX_AGE, as int32."""
-    if stop <= MAX_AGE:
-        return np.arange(first, stop, dtype=np.int32)
     return np.minimum(np.arange(first, stop), MAX_AGE).astype(np.int32)

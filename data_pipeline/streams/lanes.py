@@ -64,7 +64,6 @@ class EpochRange(NamedTuple):
 class TokenRange(NamedTuple):
     """Tokens [start, stop) of an epoch's order, which a lane reads at consecutive positions."""
 
-    epoch: int
     start: int
     stop: int
     age: int
@@ -148,7 +147,7 @@ class LanePlan:
             low, high = max(part.start, offset), min(part.stop, offset + stop - start)
             if low < high:
                 age = low - offset
-                token_ranges.append(TokenRange(part.epoch, start + age, start + high - offset, age))
+                token_ranges.append(TokenRange(start + age, start + high - offset, age))
             offset += stop - start
         return token_ranges
 
@@ -180,8 +179,6 @@ class LanePlan:
         Raises ConfigError for more ranks than lanes.
         """
         self._require_lane_per_rank(num_ranks)
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank={rank} is not in 0 .. num_ranks - 1 = {num_ranks - 1}")
         # Consecutive lanes: the ranks' rows, one after the other, are the lanes in order.
         return range(
             rank * self.num_lanes // num_ranks,
@@ -198,8 +195,6 @@ class LanePlan:
         return math.ceil(math.ceil(self.num_lanes / num_ranks) / self.num_turns)
 
     def _require_lane_per_rank(self, num_ranks: int) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks={num_ranks} must be at least 1")
         if num_ranks > self.num_lanes:
             raise ConfigError(
                 f"{num_ranks} ranks for data.num_lanes={self.num_lanes}: every rank needs a lane. "

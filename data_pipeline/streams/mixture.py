@@ -138,12 +138,10 @@ class MixedEpoch:
         """
         source, corpus_block, first = self._locate(block)
         starts = source.document_starts(corpus_block)
-        return np.maximum(starts[self._documents(block)] - first, 0)
-
-    def document_ids(self, block: int) -> list[str]:
-        """Ids of the documents of a part, in the order of `document_starts`."""
-        source, corpus_block, _ = self._locate(block)
-        return source.document_ids(corpus_block)[self._documents(block)]
+        # From the document that contains the part's first token to the last that starts in it.
+        low = int(np.searchsorted(starts, first, side="right")) - 1
+        high = int(np.searchsorted(starts, first + self.block_tokens[block], side="left"))
+        return np.maximum(starts[low:high] - first, 0)
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a part. Raises the errors of the corpus's source."""
@@ -153,15 +151,6 @@ class MixedEpoch:
             )
         source, corpus_block, first = self._locate(block)
         return source.read(corpus_block, first + start, first + stop)
-
-    def _documents(self, block: int) -> slice:
-        """The documents of a part, among those of its block in the corpus."""
-        source, corpus_block, first = self._locate(block)
-        starts = source.document_starts(corpus_block)
-        # From the document that contains the part's first token to the last that starts in it.
-        low = np.searchsorted(starts, first, side="right") - 1
-        high = np.searchsorted(starts, first + self.block_tokens[block], side="left")
-        return slice(int(low), int(high))
 
     def _locate(self, block: int) -> tuple[TokenSource, int, int]:
         source = self.corpora[int(self.corpus[block])].source

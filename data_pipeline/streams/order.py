@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,15 +106,6 @@ ORDERINGS = {
 """The orders by name (`data.shuffle`)."""
 
 
-class BlockPlace(NamedTuple):
-    """A block and its position in the order of an epoch."""
-
-    block: int
-    """The block's number in corpus order."""
-    start: int
-    """Tokens of the epoch before the block."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochOrder:
     """The order of one epoch over one split: whole blocks, permuted. Build with `of`.
@@ -153,14 +144,15 @@ class EpochOrder:
     def num_tokens(self) -> int:
         return int(self.starts[-1])
 
-    def locate(self, position: int) -> BlockPlace:
-        """The block that holds token `position` of the text, 0 <= position < num_tokens."""
+    def locate(self, position: int) -> tuple[int, int]:
+        """The block (its number in corpus order) that holds token `position` of the text, and the
+        tokens before the block."""
         if not 0 <= position < self.num_tokens:
             raise ValueError(
                 f"position={position} is outside the epoch's {self.num_tokens:,} tokens"
             )
         place = int(np.searchsorted(self.starts, position, side="right")) - 1
-        return BlockPlace(block=int(self.blocks[place]), start=int(self.starts[place]))
+        return int(self.blocks[place]), int(self.starts[place])
 
     def document_order(self, block: int, num_documents: int) -> NDArray[np.int64] | None:
         """Document numbers of a block in reading order, [num_documents]; None for stored order."""
@@ -188,21 +180,6 @@ class EpochOrder:
         order = hashed(self.seed, self.epoch, group[0], num_ids=num_shuffled)
         starts[:num_shuffled] = starts[order]
         return [(start, min(start + piece_len, group[1])) for start in starts.tolist()]
-
-    def ranges_in_text(self, start: int, stop: int) -> list[Range]:
-        """What the epoch reads at its positions [start, stop), as positions in the text."""
-        if self.ordering.piece_len is None:
-            return [(start, stop)]
-        ranges = []
-        while start < stop:
-            place, group_stop = group = self.group(start)
-            for first, end in self.pieces_of_group(group):
-                low, high = max(start, place), min(stop, place + end - first)
-                if low < high:
-                    ranges.append((first + low - place, first + high - place))
-                place += end - first
-            start = group_stop
-        return ranges
 
 
 # --- the unread part of an epoch ------------------------------------------------------------------

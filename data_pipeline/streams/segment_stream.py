@@ -29,6 +29,7 @@ from data_pipeline.streams.segments import Reset, Segment, SegmentReader
 
 if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
+    from data_pipeline.system.remote_path import DatasetPath
 
 GROUP_TOKENS = 1 << 16
 """Tokens that the thread reads in one call: enough to amortize the call, small enough for the CPU's
@@ -78,14 +79,12 @@ class SegmentStream:
         )
         self._position, self._tgt_len = position, plan.tgt_len
         self._timeout_seconds = timeout_seconds
-        self._thread: threading.Thread | None = None
         # One segment per call for long segments, several for short ones: a call has a fixed cost.
         segment_tokens = max(1, self._reader.num_rows) * plan.tgt_len
         self._group_segments = max(1, min(GROUP_TOKENS // segment_tokens, prefetch_segments))
         self._channel = _Channel(num_groups=prefetch_segments // self._group_segments)
         self._group: list[Segment] = []
-        self._failure: BaseException | None = None
-        self._finalizer: weakref.finalize | None = None
+        self._end_thread = weakref.finalize(self, self._channel.close)
 
     @property
     def position(self) -> int:
@@ -99,7 +98,7 @@ class SegmentStream:
 
     def segments_before(self, num_segments: int) -> list[Segment]:
         """The segments before `position`, to replay them. Call it before the first `next`."""
-        assert self._finalizer is None, "the thread uses the reader"
+        assert self._channel.thread is None, "the thread uses the reader"
         start = self._position - num_segments * self._tgt_len
         return self._reader.read(start, num_segments) if num_segments else []
 
@@ -122,24 +121,27 @@ class SegmentStream:
 
         Starts the thread on the first call.
         """
-        if self._failure is not None:
-            raise self._failure
-        if self._channel.closed:
+        channel = self._channel
+        if channel.closed:
             raise ValueError("the segment stream is closed; open another at its position")
-        if self._finalizer is None:
-            self._start()
+        if channel.thread is None:
+            # The thread must not reference the stream, or it would never be collected.
+            arguments = self._reader, self._position, self._group_segments, channel
+            channel.thread = threading.Thread(
+                target=_prefetch, args=arguments, name="segment-stream", daemon=True
+            )
+            channel.thread.start()
         try:
-            group = self._channel.filled.get(timeout=self._timeout_seconds)
+            group = channel.filled.get(timeout=self._timeout_seconds)
         except Empty:
-            group = self._stalled_error()
-        self._channel.free.put(None)
+            group = self._stalled_error(file_read_by(channel.thread.ident))
         if isinstance(group, BaseException):
-            self._failure = group
+            channel.filled.put(group)  # for the next call
             raise group
+        channel.free.put(None)
         return group[::-1]
 
-    def _stalled_error(self) -> UnreadableError:
-        file = file_read_by(self._thread.ident) if self._thread else None
+    def _stalled_error(self, file: DatasetPath | None) -> UnreadableError:
         place = f"{file} could not be read" if file else "no tokens could be read"
         causes = what_to_check(file) if file else "the disk or the network"
         return UnreadableError(
@@ -147,25 +149,10 @@ class SegmentStream:
             f"{causes}, then run it again: nothing was changed."
         )
 
-    def _start(self) -> None:
-        # The thread must not reference the stream, or the stream would never be collected.
-        self._thread = thread = threading.Thread(
-            target=_prefetch,
-            args=(self._reader, self._position, self._group_segments, self._channel),
-            name="segment-stream",
-            daemon=True,
-        )
-        thread.start()
-        self._finalizer = weakref.finalize(self, _end_thread, thread, self._channel)
-        if self._channel.closed:  # another thread or a signal handler closed it before this line
-            self._finalizer()
-
     def close(self) -> None:
         """End the thread. `next` then raises ValueError; `position` remains valid."""
         self._group = []
-        self._channel.closed = True
-        if self._finalizer is not None:
-            self._finalizer()
+        self._end_thread()
 
     def __enter__(self) -> Self:
         return self
@@ -185,9 +172,19 @@ class _Channel:
     def __init__(self, num_groups: int) -> None:
         self.filled: SimpleQueue[list[Segment] | BaseException] = SimpleQueue()
         self.free: SimpleQueue[None] = SimpleQueue()
+        self.thread: threading.Thread | None = None
         self.closed = False
         for _ in range(num_groups):
             self.free.put(None)
+
+    def close(self) -> None:
+        """End the thread, and a `next` that waits for it."""
+        self.closed = True
+        self.free.put(None)  # wakes the thread
+        self.filled.put(ValueError("the segment stream was closed while it was read"))
+        # The collector may run in the reading thread; a thread without ident has not begun.
+        if self.thread and self.thread.ident not in (None, threading.get_ident()):
+            self.thread.join(CLOSE_TIMEOUT_SECONDS)
 
 
 def _prefetch(reader: SegmentReader, position: int, num_segments: int, channel: _Channel) -> None:
@@ -201,11 +198,3 @@ def _prefetch(reader: SegmentReader, position: int, num_segments: int, channel: 
             channel.filled.put(group)
     except BaseException as error:  # `next` raises it in the consumer's thread
         channel.filled.put(error)
-
-
-def _end_thread(thread: threading.Thread, channel: _Channel) -> None:
-    channel.closed = True
-    channel.free.put(None)  # wakes the thread
-    channel.filled.put(ValueError("the segment stream was closed while it was read"))
-    if thread is not threading.current_thread():  # the collector may run in the reading thread
-        thread.join(CLOSE_TIMEOUT_SECONDS)

@@ -3,9 +3,6 @@
 `SegmentReader` cuts segments for some lanes of a plan. `segment_stream.py` calls it in a
 thread, before the training loop needs the segments.
 
-`documents_of_lanes` names the documents at the same positions, for messages about the data of a
-step. It reads indexes only, no tokens.
-
 The code of the paper lets a lane's memory continue into the next document (`reset: stream`). With
 `reset: document`, `age` limits attention to the current document.
 
@@ -14,17 +11,17 @@ Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import lru_cache, reduce
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.streams.cursor import LaneCursor, rising_ages
 from data_pipeline.streams.lanes import EpochRange, LanePlan
-from data_pipeline.streams.mixture import MixedEpoch, MixedSource, source_of_epoch
+from data_pipeline.streams.mixture import MixedSource, source_of_epoch
 from data_pipeline.streams.order import EpochOrder, Ordering
 
 if TYPE_CHECKING:
@@ -57,19 +54,6 @@ class Segment:
     """Lane position of the next segment: the complete reading state to save."""
 
 
-class _Epoch(NamedTuple):
-    source: TokenSource
-    order: EpochOrder
-
-    @classmethod
-    def open(
-        cls, source: TokenSource | MixedSource, epoch: int, *, ordering: Ordering, seed: int
-    ) -> _Epoch:
-        source = source_of_epoch(source, epoch)
-        order = EpochOrder.of(source.block_tokens, seed=seed, epoch=epoch, ordering=ordering)
-        return cls(source, order)
-
-
 class SegmentReader:
     """Cuts segments of some lanes. Reading forwards is fast; a jump reads one chunk per lane."""
 
@@ -96,7 +80,7 @@ class SegmentReader:
         self.num_rows, self._lanes = num_rows, lanes
         # Lanes are far apart: a shared cursor would read one chunk per lane and step.
         self._cursors = [LaneCursor() for _ in lanes]
-        self._epochs: dict[int, _Epoch] = {}
+        self._epoch = lru_cache(maxsize=2)(self._open_epoch)  # a read needs one, rarely two
 
     def read(self, position: int, num_segments: int) -> list[Segment]:
         """The next `num_segments` segments from lane position `position` on.
@@ -113,10 +97,9 @@ class SegmentReader:
 
         # One token more than the inputs: the last target.
         epoch_ranges = self._plan.epoch_ranges(position, stop + 1)
-        epochs = self._epochs_of(epoch_ranges)
         ends = []
         for row in range(len(self._cursors)):
-            tokens, age, following, lasts = self._read_lane(row, epoch_ranges, epochs)
+            tokens, age, following, lasts = self._read_lane(row, epoch_ranges)
             input_KBT[:, row] = tokens[:-1].reshape(shape_KT)
             age_KBT[:, row] = age[:-1].reshape(shape_KT)
             if following is None:
@@ -142,15 +125,18 @@ class SegmentReader:
         ]
 
     def _read_lane(
-        self, row: int, epoch_ranges: list[EpochRange], epochs: list[_Epoch]
+        self, row: int, epoch_ranges: list[EpochRange]
     ) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any] | None, list[int]]:
         """Tokens and ages of one row's lane, the tokens that follow them if the order has pieces,
         and the indices of tokens that have no target."""
         parts, num_tokens = [], 0
-        for epoch_range, epoch in zip(epoch_ranges, epochs, strict=True):
+        for epoch_range in epoch_ranges:
             num_tokens += epoch_range.stop - epoch_range.start
-            for _, start, stop, age in self._plan.token_ranges(self._lanes[row], epoch_range):
-                tokens, document_age, following = self._cursors[row].read(*epoch, start, stop)
+            source, order = self._epoch(epoch_range.epoch)
+            for start, stop, age in self._plan.token_ranges(self._lanes[row], epoch_range):
+                tokens, document_age, following = self._cursors[row].read(
+                    source, order, start, stop
+                )
                 parts.append((tokens, self._age(document_age, age, start), following))
         if len(parts) == 1 and len(parts[0][0]) == num_tokens:
             return *parts[0], []
@@ -176,90 +162,8 @@ class SegmentReader:
             ages.append((np.arange(start, stop) % piece_len).astype(np.int32))
         return reduce(np.minimum, ages)
 
-    def _epochs_of(self, epoch_ranges: list[EpochRange]) -> list[_Epoch]:
-        """The epoch of each part. Keeps only these, usually one, for the next call."""
-        self._epochs = {
-            part.epoch: self._epochs.get(part.epoch)
-            or _Epoch.open(self._source, part.epoch, ordering=self._ordering, seed=self._seed)
-            for part in epoch_ranges
-        }
-        return list(self._epochs.values())
-
-
-# --- the documents of lanes -----------------------------------------------------------------------
-
-
-class LaneDocument(NamedTuple):
-    """A document with tokens in a range of lane positions."""
-
-    lane: int
-    epoch: int
-    corpus: int
-    """The document's corpus, as its place in the mixture; 0 without a mixture."""
-    id: str
-    position: int
-    """First lane position of the range at which a token of the document is."""
-    num_tokens: int
-    """Tokens of the document in the range."""
-
-
-def documents_of_lanes(
-    source: TokenSource | MixedSource,
-    plan: LanePlan,
-    *,
-    lanes: Sequence[int],
-    start: int,
-    stop: int,
-    ordering: Ordering,
-    seed: int,
-) -> list[LaneDocument]:
-    """The documents of lane positions [start, stop) of these lanes, by position, then by lane."""
-    documents = []
-    position = start
-    for part in plan.epoch_ranges(start, stop):
-        tokens, order = _Epoch.open(source, part.epoch, ordering=ordering, seed=seed)
-        for lane in lanes:
-            first_position = position
-            for _, first, last, _ in plan.token_ranges(lane, part):
-                documents += [
-                    LaneDocument(
-                        lane, part.epoch, corpus, id_, first_position + begin - first, end - begin
-                    )
-                    for corpus, id_, begin, end in _documents(tokens, order, first, last)
-                ]
-                first_position += last - first
-        position += part.stop - part.start
-    return documents
-
-
-def _documents(
-    source: TokenSource, order: EpochOrder, start: int, stop: int
-) -> Iterator[tuple[int, str, int, int]]:
-    """(corpus, id, first token, end) of each document in tokens [start, stop) of the order."""
-    for first, last in order.ranges_in_text(start, stop):
-        for corpus, id_, begin, end in _documents_in_text(source, order, first, last):
-            yield corpus, id_, begin + start - first, end + start - first
-        start += last - first
-
-
-def _documents_in_text(
-    source: TokenSource, order: EpochOrder, start: int, stop: int
-) -> Iterator[tuple[int, str, int, int]]:
-    """The same for positions [start, stop) in the text, which has no pieces."""
-    while start < stop:
-        block, block_start = order.locate(start)
-        num_tokens = int(source.block_tokens[block])
-        starts = source.document_starts(block)
-        documents = order.document_order(block, len(starts))
-        if documents is None:
-            documents = np.arange(len(starts))
-        ids = source.document_ids(block)
-        corpus = int(source.corpus[block]) if isinstance(source, MixedEpoch) else 0
-        ends = block_start + np.cumsum(np.diff([*starts, num_tokens])[documents])
-        block_stop = min(stop, block_start + num_tokens)
-        for place in range(int(np.searchsorted(ends, start, side="right")), len(documents)):
-            end = min(int(ends[place]), block_stop)
-            yield corpus, ids[documents[place]], start, end
-            start = end
-            if start == block_stop:
-                break
+    def _open_epoch(self, epoch: int) -> tuple[TokenSource, EpochOrder]:
+        source = source_of_epoch(self._source, epoch)
+        return source, EpochOrder.of(
+            source.block_tokens, seed=self._seed, epoch=epoch, ordering=self._ordering
+        )

@@ -257,7 +257,6 @@ class StagedDirectory:
     interrupted: by any exception except ConfigError and DataError, or by UnfinishedError. With
     `keeps_unused`, that of an earlier process also stays if `stage` was not called.
     `keep_staging` is true on entry if there is a staging folder already; set it after staging
-    `keep_staging` is true on entry if there is a staging folder already; set it after staging
     files that can be reused.
     """
 

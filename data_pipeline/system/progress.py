@@ -1,9 +1,8 @@
-"""Progress of long operations: a counter inside a unit of work, and what each worker is doing."""
+"""Progress of long operations: a counter inside a unit of work."""
 
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 Progress = Callable[[str, int, int], None]
@@ -44,19 +43,3 @@ def counting_bytes(counter: Any = None) -> Iterator[None]:
 def counted_bytes() -> int:
     """The bytes counted in the current unit of this process; 0 if there is none."""
     return getattr(_counter, "value", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """What one busy worker is doing."""
-
-    name: str
-    """`worker 2 (pid 812)`, on a cluster also its node."""
-    unit: str
-    busy_seconds: float
-    """Time since it got its unit."""
-    done_bytes: int = 0
-    """Bytes done of the current unit, if the worker counts them."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.unit}, {self.busy_seconds:,.0f} s"

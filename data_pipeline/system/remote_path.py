@@ -81,29 +81,24 @@ class RemotePath:
             return bool(self._request(lambda system: system.ls(self.url, detail=False)))
         return False
 
-    def sizes(self, *, missing_ok: bool = False) -> dict[str, int]:
-        """Bytes of every file in this directory, by name. Empty for web servers, which do not list.
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file in this directory, by name; none if it does not exist, and for web
+        servers, which do not list.
 
-        S3 lists 1,000 files per request, where `stat` needs one request per file. Raises
-        FileNotFoundError if there is no such directory, unless `missing_ok`.
+        S3 lists 1,000 files per request, where `stat` needs one request per file.
         """
         if scheme_of(self.url) in ("http", "https"):
             return {}
-        listed = self._list(missing_ok=missing_ok)
-        return {name: int(info["size"]) for name, info in listed if info["type"] == "file"}
+        return {name: int(info["size"]) for name, info in self._list() if info["type"] == "file"}
 
     def folders(self) -> list[str]:
         """Names of the folders in this directory, sorted; none if it does not exist."""
-        listed = self._list(missing_ok=True)
-        return sorted(name for name, info in listed if info["type"] != "file")
+        return sorted(name for name, info in self._list() if info["type"] != "file")
 
-    def _list(self, *, missing_ok: bool) -> list[tuple[str, dict[str, Any]]]:
-        try:
+    def _list(self) -> list[tuple[str, dict[str, Any]]]:
+        listed: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError):  # a folder exists once it contains a file
             listed = self._request(lambda system: system.ls(self.url, detail=True))
-        except FileNotFoundError:  # a folder of object storage exists once it contains a file
-            if not missing_ok:
-                raise
-            listed = []
         return [(PurePosixPath(info["name"]).name, info) for info in listed]
 
     def iterdir(self) -> Iterator["RemotePath"]:

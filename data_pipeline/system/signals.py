@@ -83,7 +83,8 @@ class StopSignals:
         # Python's C handler writes the number of a signal here, whatever the threads are doing.
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         # nohup ignores SIGHUP, and means it.
-        caught = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not _is_ignored(n)]
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        caught = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_nohup]
         self._previous = {n: signal.signal(n, _ignore_in_main_thread) for n in caught}
         return self
 
@@ -135,10 +136,6 @@ def _leave_terminal() -> None:
             with suppress(OSError):  # closed
                 if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                     os.dup2(nowhere.fileno(), descriptor)
-
-
-def _is_ignored(number: int) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def _ignore_in_main_thread(_number: int, _frame: FrameType | None) -> None:

@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict_json import parse_json, sha256_of
 
-MAX_MANIFEST_BYTES = 256 * 2**20
-"""A larger file is refused unread. About a million shards need less."""
 M = TypeVar("M", bound="StrictModel")
 
 
@@ -53,10 +51,6 @@ def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
     Raises OSError if it cannot be read, WrongFormatError for a different format or version, and
     ValueError for damaged or edited content. A caller prints `f"{path} {error}"`.
     """
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise WrongFormatError(
-            f"is larger than {MAX_MANIFEST_BYTES:,} bytes, so it is not a manifest"
-        )
     try:
         content = parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:

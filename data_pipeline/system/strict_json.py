@@ -20,10 +20,6 @@ def sha256_of(content: object) -> str:
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
-class DuplicateKeyError(ValueError):
-    """A key twice in one object."""
-
-
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON. Raises ValueError for invalid text or a duplicate key, RecursionError if deep."""
     return json.loads(text, object_pairs_hook=_reject_duplicates)
@@ -35,7 +31,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) != len(pairs):
         keys = [key for key, _ in pairs]
         duplicate = next(key for key in keys if keys.count(key) > 1)
-        raise DuplicateKeyError(f'key "{printable(duplicate)[:40]}" twice in one object')
+        raise ValueError(f'key "{printable(duplicate)[:40]}" twice in one object')
     return content
 
 

@@ -11,18 +11,17 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import Queue
 from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
-from data_pipeline.system.progress import WorkerStatus, counting_bytes
+from data_pipeline.system.progress import counted_bytes, counting_bytes
 from data_pipeline.system.signals import end_with_parent, ignore_interrupts, interrupts_blocked
 
 U = TypeVar("U")
@@ -64,11 +63,13 @@ class Workers(Protocol):
         of a unit unchanged, and WorkerDiedError for a unit that killed MAX_DEATHS workers.
         """
 
-    def status(self) -> list[WorkerStatus]:
-        """The busy workers. Any thread may call this and `missing`."""
+    def unfinished_bytes(self) -> int:
+        """The bytes that are done of units that are not, if the workers count them. Any thread may
+        call this and `missing`.
+        """
 
     def missing(self) -> str:
-        """What the workers that have not started are waiting for; "" if there are none."""
+        """What the workers wait for before any of them can start; "" if they work."""
 
 
 class InProcess:
@@ -83,8 +84,8 @@ class InProcess:
                 result = function(unit)
             yield number, result
 
-    def status(self) -> list[WorkerStatus]:
-        return []  # the progress display already shows it
+    def unfinished_bytes(self) -> int:
+        return counted_bytes()
 
     def missing(self) -> str:
         return ""
@@ -100,7 +101,6 @@ class ProcessWorkers:
         self.peak_memory_bytes = 0
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, tuple[int, Any]] = {}
-        self._num_started = 0
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -146,16 +146,8 @@ class ProcessWorkers:
                 worker.kill()
             self._busy.clear()
 
-    def status(self) -> list[WorkerStatus]:
-        return [
-            WorkerStatus(
-                f"worker {worker.number} (pid {worker.process.pid})",
-                str(unit),
-                time.monotonic() - worker.begin,
-                worker.counter.value,
-            )
-            for worker, (_, unit) in self._busy.copy().items()
-        ]
+    def unfinished_bytes(self) -> int:
+        return sum(worker.counter.value for worker in self._busy.copy())
 
     def missing(self) -> str:
         return ""
@@ -165,12 +157,7 @@ class ProcessWorkers:
             self._start(function, number, unit)
 
     def _start(self, function: Callable[[U], R], number: int, unit: U) -> None:
-        if self._idle:
-            worker = self._idle.pop()
-        else:
-            worker = _Worker(self._num_started)
-            self._num_started += 1
-        worker.begin = time.monotonic()
+        worker = self._idle.pop() if self._idle else _Worker()
         worker.counter.value = 0
         self._busy[worker] = (number, unit)
         if self._is_closed:
@@ -186,8 +173,7 @@ class ProcessWorkers:
 class _Worker:
     """One process and the pipe to it. The kernel closes the pipe when the process dies."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.begin = number, 0.0
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, child_connection = context.Pipe()
         self.counter = context.RawValue("q", 0)  # bytes done of the current unit
@@ -247,9 +233,7 @@ class BackgroundQueue:
     """
 
     def __init__(self, name: str) -> None:
-        self._condition = threading.Condition()
-        self._jobs: deque[Callable[[], object]] = deque()
-        self._is_running = self._is_closed = False
+        self._jobs: Queue[Callable[[], object] | None] = Queue()
         self.progress = 0
         """Increased by long jobs, so that a job that is slow and one that hangs look different."""
         self.error: Exception | None = None
@@ -258,47 +242,30 @@ class BackgroundQueue:
 
     def submit(self, job: Callable[[], object]) -> None:
         """Run `job` after all earlier jobs; returns immediately."""
-        with self._condition:
-            if self.error is None:
-                self._jobs.append(job)
-                self._condition.notify_all()
+        self._jobs.put(job)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until all jobs are done or one has failed; returns whether that is so now."""
-        with self._condition:
-            return self._condition.wait_for(lambda: not self._is_busy, timeout_seconds)
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._is_running or bool(self._jobs)
+        with self._jobs.all_tasks_done:
+            return self._jobs.all_tasks_done.wait_for(
+                lambda: not self._jobs.unfinished_tasks, timeout_seconds
+            )
 
     def close(self, timeout_seconds: float) -> bool:
         """Run the remaining jobs, then end the thread; False if it still runs after the time."""
-        with self._condition:
-            self._is_closed = True
-            self._condition.notify_all()
+        self._jobs.put(None)
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # refused in some containers
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: bool(self._jobs) or self._is_closed)
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
-                self._is_running = True
-            error = None
+        while job := self._jobs.get():
             try:
-                job()
-            except Exception as exception:
-                error = exception
+                if self.error is None:
+                    job()
+            except Exception as error:
+                self.error = error
             del job  # it may hold large arrays
-            with self._condition:
-                self._is_running = False
-                if error is not None:
-                    self.error = error
-                    self._jobs.clear()
-                self._condition.notify_all()
+            self._jobs.task_done()
+        self._jobs.task_done()

@@ -22,11 +22,10 @@ from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer, token_dtype
 from data_pipeline.tokenizers.loading import load_tokenizer
 from data_pipeline.tokenizers.training import (
-    counts_from_bytes,
     cuts_of,
-    merge_counts,
     needs_training,
     ready_tokenizer,
+    sum_of_counts,
     tokenizer_of_counts,
     train_tokenizer,
 )
@@ -35,12 +34,11 @@ __all__ = [
     "ByteTokenizer",
     "Cuts",
     "Tokenizer",
-    "counts_from_bytes",
     "cuts_of",
     "load_tokenizer",
-    "merge_counts",
     "needs_training",
     "ready_tokenizer",
+    "sum_of_counts",
     "token_dtype",
     "tokenizer_of_counts",
     "train_tokenizer",

@@ -13,7 +13,7 @@ between two words: the original whitespace is lost.
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -92,9 +92,6 @@ class ByteTokenizer(Tokenizer):
         raws = [text.encode("utf-8") for text in texts]
         return np.frombuffer(b"".join(raws), np.uint8).astype(np.uint16), lengths_of(raws)
 
-    def decode(self, ids: npt.ArrayLike) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         array = checked_ids(ids, self.vocab_size)
         return array[array != self.end_of_document].astype(np.uint8).tobytes()
@@ -110,10 +107,10 @@ class _SymbolTokenizer(Tokenizer):
 
     lossless = False
 
-    def __init__(self, symbols: list[str], *, opens_documents: bool) -> None:
-        if len({*symbols}) < len(symbols):
-            (symbol, _), *_ = Counter(symbols).most_common(1)
-            raise ValueError(f"symbol {symbol!r} occurs twice")
+    def __init__(self, symbols: list[str], required: set[str], *, opens_documents: bool) -> None:
+        if len({*symbols}) < len(symbols) or not {*symbols} >= required:
+            raise ValueError(f"its symbols are not distinct, or not all of {required} are there")
+        "".join(symbols).encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
         self.symbols, self.opens_documents = symbols, opens_documents
         self.end_of_document = len(symbols)
         self.vocab_size = len(symbols) + 1
@@ -128,12 +125,9 @@ class CharTokenizer(_SymbolTokenizer):
     cuts = "anywhere"
 
     def __init__(self, symbols: list[str], *, opens_documents: bool = True) -> None:
-        super().__init__(symbols, opens_documents=opens_documents)
-        if UNKNOWN_CHARACTER not in symbols:
-            raise ValueError("the symbol for unknown characters, an empty string, is missing")
-        for symbol in symbols:
-            if symbol and (len(symbol) != 1 or "\ud800" <= symbol <= "\udfff"):
-                raise ValueError(f"symbol {symbol[:20]!r} is not one character")
+        super().__init__(symbols, {UNKNOWN_CHARACTER}, opens_documents=opens_documents)
+        if max(map(len, symbols)) > 1:
+            raise ValueError("its symbols are not characters")
         self.description = CharDescription(symbols=symbols, opens_documents=opens_documents)
         self._unknown = symbols.index(UNKNOWN_CHARACTER)
 
@@ -168,20 +162,15 @@ class CharTokenizer(_SymbolTokenizer):
         is_unknown = self.encode(text) == self._unknown
         return Counter(text[place] for place in np.flatnonzero(is_unknown).tolist())
 
-    def decode(self, ids: npt.ArrayLike) -> str:
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         array = checked_ids(ids, self.vocab_size)
         points = self._code_points[array[array != self.end_of_document]]
-        return points.tobytes().decode("utf-32-le")
+        return points.tobytes().decode("utf-32-le").encode()
 
     def token_bytes(self) -> np.ndarray:
         lengths = [len(symbol.encode()) for symbol in self.symbols]
         lengths[self._unknown] = UNKNOWN_BYTES
         return np.array([*lengths, 0], dtype=np.int64)
-
-
-class _Ids(dict[str, int]):
-    def __missing__(self, word: str) -> int:
-        return self[UNKNOWN_WORD]
 
 
 class WordTokenizer(_SymbolTokenizer):
@@ -193,19 +182,16 @@ class WordTokenizer(_SymbolTokenizer):
     def __init__(
         self, symbols: list[str], *, lines: Lines = "end", opens_documents: bool = True
     ) -> None:
-        super().__init__(symbols, opens_documents=opens_documents)
-        for symbol in symbols:
-            if symbol != LINE_END and symbol.split() != [symbol]:
-                raise ValueError(f"symbol {symbol[:20]!r} is not one word")
-            symbol.encode()
-        if missing := {UNKNOWN_WORD, LINE_END} - {*symbols}:
-            raise ValueError(f"symbol {min(missing)!r} is missing")
+        super().__init__(symbols, {UNKNOWN_WORD, LINE_END}, opens_documents=opens_documents)
+        words = [symbol for symbol in symbols if symbol != LINE_END]
+        if " ".join(words).split() != words:
+            raise ValueError("its symbols are not words")
         self.description = WordDescription(
             symbols=symbols, lines=lines, opens_documents=opens_documents
         )
         self.lines = lines
         self.cuts = "space" if lines == "end" else "line"
-        self._id_of = _Ids({symbol: number for number, symbol in enumerate(symbols)})
+        self._id_of = {symbol: number for number, symbol in enumerate(symbols)}
 
     @classmethod
     def from_description(cls, content: dict[str, Any]) -> "WordTokenizer":
@@ -217,16 +203,15 @@ class WordTokenizer(_SymbolTokenizer):
         """[words and line ends]. Raises UnicodeEncodeError for lone surrogates."""
         text.encode("utf-8")
         symbols = chain.from_iterable(symbols_of(text, self.lines))
-        return np.array(
-            list(map(self._id_of.__getitem__, symbols)), dtype=token_dtype(self.vocab_size)
-        )
+        ids = map(self._id_of.get, symbols, repeat(self._id_of[UNKNOWN_WORD]))
+        return np.fromiter(ids, dtype=token_dtype(self.vocab_size))
 
     def unknown_symbols(self, text: str) -> Counter[str]:
         """Words without an id. The word `<unk>`, which prepared datasets contain, has one."""
         symbols = chain.from_iterable(symbols_of(text, self.lines))
         return Counter(symbol for symbol in symbols if symbol not in self._id_of)
 
-    def decode(self, ids: npt.ArrayLike) -> str:
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         """Joins the words of a line with spaces. With `lines` "both", blank lines are lost."""
         text, after_word = [], False
         for id_ in checked_ids(ids, self.vocab_size).tolist():
@@ -238,7 +223,7 @@ class WordTokenizer(_SymbolTokenizer):
             elif after_word or self.lines == "end":
                 text.append("\n")
                 after_word = False
-        return "".join(text)
+        return "".join(text).encode()
 
 
 def symbols_of(text: str, lines: Lines) -> Iterator[list[str]]:

@@ -15,16 +15,12 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, Strict, TypeAdapter
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import parse_json, sha256_of
-from data_pipeline.tokenizers.interface import (
-    Tokenizer,
-    checked_ids,
-    token_dtype,
-)
+from data_pipeline.tokenizers.interface import Tokenizer, checked_ids, token_dtype
 
 _DECIMAL = "0123456789 "
 
@@ -89,10 +85,10 @@ class IdTokenizer(Tokenizer):
             )
         return ids.astype(token_dtype(self.vocab_size))
 
-    def decode(self, ids: npt.ArrayLike) -> str:
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         array = checked_ids(ids, self.vocab_size)
         words = array[array != self.end_of_document].tolist()
-        return " ".join(self.names.get(id_) or str(id_) for id_ in words)
+        return " ".join(self.names.get(id_) or str(id_) for id_ in words).encode()
 
     def _id(self, word: str) -> int:
         if word in self._id_of:
@@ -113,14 +109,15 @@ class IdTokenizer(Tokenizer):
 # --- reading names --------------------------------------------------------------------------------
 
 
-_MAX_BYTES = 256 * 2**20
+_Name = Annotated[str, Strict()]
+_LAYOUTS: TypeAdapter[list[str] | dict[str, int] | dict[int, str]] = TypeAdapter(
+    list[_Name] | dict[_Name, Annotated[int, Strict()]] | dict[int, _Name]
+)
 
 
 def read_names(path: Path) -> dict[int, str]:
     """Id to name. Raises DataError for a file that has no such content."""
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
         return _names(parse_json(path.read_text("utf-8")))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
@@ -132,37 +129,18 @@ def read_names(path: Path) -> dict[int, str]:
 
 
 def _names(content: Any) -> dict[int, str]:
-    if isinstance(content, dict) and "miditok_version" in content:
-        raise ValueError(
-            "it is a tokenizer of MidiTok. Write its names in Python: "
-            "json.dump(tokenizer.vocab, open('names.json', 'w')); those of a trained one are in "
-            "docs/removed.md"
-        )
     if isinstance(content, dict) and content.get("type") == "ids":
         content = content.get("names")
-    if isinstance(content, list):
-        pairs: list[tuple[Any, Any]] = list(enumerate(content))
-    elif isinstance(content, dict) and all(type(value) is int for value in content.values()):
-        pairs = [(id_, name) for name, id_ in content.items()]
-    elif isinstance(content, dict):
-        pairs = [(_decimal(key), name) for key, name in content.items()]
-    else:
-        raise ValueError(f"it is {type(content).__name__}, not an array or an object")
+    layout = _LAYOUTS.validate_python(content)
+    if isinstance(layout, list):
+        return {id_: name for id_, name in enumerate(layout) if name}
     names: dict[int, str] = {}
-    for id_, name in pairs:
-        if not isinstance(name, str):
-            raise ValueError(f"the name of id {id_} is {type(name).__name__}, not a string")
-        if id_ in names:
-            raise ValueError(f"id {id_} has the names {names[id_][:40]!r} and {name[:40]!r}")
-        if name:
-            names[id_] = name
+    for one, other in layout.items():
+        id_, name = (one, other) if isinstance(one, int) else (other, one)
+        names[int(id_)] = str(name)
+    if len(names) < len(content):
+        raise ValueError("an id has two names")
     return names
-
-
-def _decimal(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and str(int(key[:11])) == key):
-        raise ValueError(f"the key {key[:40]!r} is not a token id")
-    return int(key)
 
 
 def require_usable_names(names: dict[int, str], vocab_size: int) -> None:
@@ -170,15 +148,11 @@ def require_usable_names(names: dict[int, str], vocab_size: int) -> None:
 
     Names are therefore distinct, without whitespace, and no decimal number.
     """
-    seen: dict[str, int] = {}
     for id_, name in names.items():
         if not 0 <= id_ < vocab_size:
             raise ValueError(f"{name[:40]!r} names id {id_}, the vocabulary has {vocab_size} ids")
-        if name.split() != [name]:
-            raise ValueError(f"the name {name[:40]!r} of id {id_} has whitespace; write _ for it")
-        if name.isascii() and name.isdecimal():
-            raise ValueError(f"the name {name[:40]!r} of id {id_} is a number, as ids are")
-        if name in seen:
-            raise ValueError(f"{name[:40]!r} is the name of id {seen[name]} and of id {id_}")
-        name.encode("utf-8")
-        seen[name] = id_
+        if name.split() != [name] or (name.isascii() and name.isdecimal()):
+            raise ValueError(f"the name {name[:40]!r} of id {id_} has whitespace or is a number")
+    if len({*names.values()}) < len(names):
+        raise ValueError("two ids have the same name")
+    "".join(names.values()).encode()  # raises UnicodeEncodeError for lone surrogates

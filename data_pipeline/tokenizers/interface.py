@@ -1,6 +1,5 @@
 """The base class of all tokenizers, which shards, evaluation and generation use."""
 
-import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_pipeline.system.strict import StrictModel
-from data_pipeline.system.strict_json import canonical_json
+from data_pipeline.system.strict_json import canonical_json, sha256_of
 
 UNKNOWN_BYTES = -(2**40)
 """Bytes of a token that are not known. They make every sum negative, which is then not known."""
@@ -65,14 +64,10 @@ class Tokenizer(ABC):
     @cached_property
     def digest(self) -> str:
         """Hex sha256 of the canonical JSON."""
-        return hashlib.sha256(self._json.encode()).hexdigest()
+        return sha256_of(self.description.model_dump())
 
     def to_json(self) -> str:
         """Canonical JSON, the content of `tokenizer.json`."""
-        return self._json
-
-    @cached_property
-    def _json(self) -> str:
         return canonical_json(self.description.model_dump())
 
     @abstractmethod
@@ -91,13 +86,13 @@ class Tokenizer(ABC):
         """How often each symbol of `text` occurs that `encode` replaces by an unknown token."""
         return Counter()
 
-    @abstractmethod
     def decode(self, ids: npt.ArrayLike) -> str:
         """Text of `ids`, without `end_of_document`. Invalid UTF-8 becomes U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    @abstractmethod
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         """The bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
-        return self.decode(ids).encode()
 
     def token_bytes(self) -> np.ndarray:
         """int64 [vocab_size]: UTF-8 bytes of text per id, 0 for `end_of_document`.
@@ -114,8 +109,7 @@ class Tokenizer(ABC):
 # It decides the tokens of texts that have no position to cut at: changing it changes datasets.
 MAX_PART_CHARS = 2**19
 # ASCII only: Python and the patterns of BPE disagree on other whitespace.
-_BLANK_AFTER_WORD = re.compile(r"(?<=\S)[ \t\n\r]")
-_SEARCH_CHARS = 256
+_UP_TO_LAST_BLANK_AFTER_WORD = re.compile(r"(?s:.*)(?<=\S)[ \t\n\r]")
 
 
 def text_parts(fragments: Iterable[str], *, max_chars: int, cuts: Cuts = "space") -> Iterator[str]:
@@ -135,8 +129,6 @@ def text_parts(fragments: Iterable[str], *, max_chars: int, cuts: Cuts = "space"
     text. This is part of the encoding. The parts depend on the joined text alone, not on how it is
     divided into `fragments`. Holds at most twice `max_chars`, or twice the longest fragment.
     """
-    if max_chars < 1:
-        raise ValueError(f"max_chars={max_chars} must be at least 1")
     buffer: list[str] = []
     num_chars = 0
     for fragment in fragments:
@@ -157,13 +149,8 @@ def _cut(text: str, start: int, limit: int, cuts: Cuts) -> int:
     """The last position in (start, limit] where `text` may be cut; `limit` if there is none."""
     if cuts == "line":
         return text.rfind("\n", start, limit) + 1 or limit
-    if cuts == "space":
-        # Backwards in growing windows: the last position is usually near the limit.
-        stop, num_chars = limit + 1, _SEARCH_CHARS
-        while stop > start + 1:
-            first = max(stop - num_chars, start + 1)
-            matches = [match.start() for match in _BLANK_AFTER_WORD.finditer(text, first, stop)]
-            if matches:
-                return matches[-1]
-            stop, num_chars = first, 2 * num_chars
+    if cuts == "space" and (
+        match := _UP_TO_LAST_BLANK_AFTER_WORD.match(text, start + 1, limit + 1)
+    ):
+        return match.end() - 1
     return limit

@@ -6,7 +6,6 @@ first, because the library would encode their names in a text as the special tok
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import version
@@ -26,12 +25,7 @@ from data_pipeline.tokenizers.encoders import (
     reason_without_gigatoken,
     require_gpt2_bpe,
 )
-from data_pipeline.tokenizers.interface import (
-    Tokenizer,
-    checked_ids,
-    lengths_of,
-    token_dtype,
-)
+from data_pipeline.tokenizers.interface import Tokenizer, checked_ids, token_dtype
 
 HARD_STRINGS = (
     "don't I'LL we've it's they'd you're 'tis '' 's's",
@@ -110,17 +104,10 @@ class PretrainedTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        parts = [self._encode(text) for text in texts]
-        ids = np.concatenate([np.empty(0, np.uint32), *parts])
-        return ids.astype(token_dtype(self.vocab_size)), lengths_of(parts)
-
-    def _encode(self, text: str) -> np.ndarray:
-        """uint32 [tokens]."""
         ids = self._gigatoken.encode(text) if self._gigatoken else None
-        return self._encode_with_library(text) if ids is None else ids
+        if ids is None:
+            ids = self._encode_with_library(text)
+        return ids.astype(token_dtype(self.vocab_size))
 
     def _encode_with_library(self, text: str) -> np.ndarray:
         text.encode("utf-8")
@@ -147,9 +134,6 @@ class PretrainedTokenizer(Tokenizer):
     def _unknown(self) -> int | None:
         """The id of unknown text, if there is one."""
         return _unknown_id(self.description.tokenizer["model"], self._library.get_vocab())
-
-    def decode(self, ids: npt.ArrayLike) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         array = checked_ids(ids, self.vocab_size)
@@ -214,23 +198,44 @@ def _convert(content: dict[str, Any]) -> PretrainedTokenizer:
         "padding": None,
         "post_processor": None,
     }
-    before = library_tokenizer(canonical_json(content)).get_vocab(with_added_tokens=True)
-    after = library_tokenizer(canonical_json(plain)).get_vocab(with_added_tokens=True)
-    if moved := sorted(token for token, id_ in after.items() if before.get(token) != id_):
-        raise ValueError(f"its special tokens precede other tokens, such as {moved[0][:40]!r}")
-    new_id = max(after.values(), default=-1) + 1
-    end = before[special[0]] if len(special) == 1 else new_id
-    if end == _unknown_id(content["model"], before):  # text with unknown characters encodes to it
-        end = new_id
+    id_of = _ids(content)
+    model = content["model"]
+    if moved := _moved(plain, id_of):
+        # Other tokens follow special ones (Qwen 2.5). To keep the ids, special tokens become tokens
+        # of the model, to which no merge leads.
+        last = max(id_of[token] for token in moved)
+        earlier = {token: id_ for token, id_ in id_of.items() if id_ < last}
+        plain["model"] = {**model, "vocab": {**model["vocab"], **earlier}}
+        if model.get("type") != "BPE" or _moved(plain, id_of):
+            raise ValueError(f"its special tokens precede other tokens, such as {moved[0][:40]!r}")
+    new_id = max(_ids(plain).values(), default=-1) + 1
     description = PretrainedDescription(type="file", end_of_document=new_id, tokenizer=plain)
-    if end < new_id:  # it is in the vocabulary of the model: check whether a text can encode to it
-        tokenizer = PretrainedTokenizer(description)
-        if end in tokenizer.encode(f"{special[0]} x{special[0]}"):
-            return tokenizer
-        description = description.model_copy(update={"end_of_document": end})
     tokenizer = PretrainedTokenizer(description)
+
+    def is_written(token: str) -> bool:
+        """Whether a text can encode to the token."""
+        texts = token, f"{token} x{token}"
+        return any(id_of[token] in tokenizer.encode(text) for text in texts)
+
+    if moved and any(map(is_written, special)):
+        raise ValueError("a text encodes to its special tokens, which precede other tokens")
+    end = id_of[special[0]] if len(special) == 1 else new_id
+    # Text with unknown characters encodes to the unknown token.
+    if end < new_id and end != _unknown_id(model, id_of):
+        if is_written(special[0]):
+            return tokenizer
+        tokenizer = PretrainedTokenizer(description.model_copy(update={"end_of_document": end}))
     require_same_ids(tokenizer)
     return tokenizer
+
+
+def _ids(content: dict[str, Any]) -> dict[str, int]:
+    return library_tokenizer(canonical_json(content)).get_vocab(with_added_tokens=True)
+
+
+def _moved(content: dict[str, Any], id_of: dict[str, int]) -> list[str]:
+    """The tokens that have other ids than `id_of`, sorted."""
+    return sorted(token for token, id_ in _ids(content).items() if id_of.get(token) != id_)
 
 
 def _unknown_id(model: dict[str, Any], ids: dict[str, int]) -> int | None:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.system.strict_json import canonical_json
+from data_pipeline.system.strict import StrictModel
 from data_pipeline.tokenizers.byte_char_word import (
     LINE_END,
     UNKNOWN_CHARACTER,
@@ -35,26 +37,29 @@ from data_pipeline.tokenizers.interface import Cuts, Tokenizer
 
 Texts = Callable[[], Iterator[str]]
 RecipeName = Literal["wt103", "wt2", "ptb", "lm1b", "enwik8", "text8"]
+DEFAULT_TRAIN_BYTES = 256 * 2**20
+# Options that are left out if they are not given, so that other manifests do not change.
+NOT_IF_UNSET = Field(exclude_if=lambda value: value is None or value is False)
+OptionalId = Annotated[Annotated[int, Field(ge=0)] | None, NOT_IF_UNSET]
 
 
-class TokenizerSettings(Protocol):
-    """The settings that choose and train a tokenizer (`PrepareSettings`, which documents them).
+class TokenizerSettings(StrictModel):
+    """The settings that choose and train a tokenizer."""
 
-    A protocol, because this package must not import the settings of a whole dataset.
-    """
-
-    @property
-    def tokenizer(self) -> str: ...
-    @property
-    def recipe(self) -> RecipeName | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def end_of_document(self) -> int | None: ...
-    @property
-    def min_freq(self) -> int | None: ...
-    @property
-    def train_bytes(self) -> int: ...
+    tokenizer: Literal["byte", "char", "word", "bpe", "file", "ids"] = "byte"
+    """`file`: an existing tokenizer file. The digest in the manifest identifies it. `ids`: the
+    input has token ids; required by the format ids, and its default."""
+    recipe: RecipeName | None = None
+    """Conventions of one of the paper's datasets, with its tokenizer and min_freq as defaults; null
+    adds none."""
+    vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
+    """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
+    end_of_document: OptionalId = None
+    """Format ids: the id that begins documents, and separates them in arrays."""
+    min_freq: Annotated[int, Field(ge=1)] | None = None
+    """Minimum count of a symbol, or of a pair to merge, to get an id."""
+    train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
+    """bpe is trained on this many bytes from the beginning of train."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +131,7 @@ def train_tokenizer(settings: TokenizerSettings, texts: Texts) -> Tokenizer:
 
 
 def tokenizer_of_counts(settings: TokenizerSettings, counts: Counter[str]) -> Tokenizer:
-    """The char, word or bpe tokenizer of a text with these symbol counts, which bpe empties."""
+    """The char, word or bpe tokenizer of a text with these symbol counts."""
     if settings.tokenizer == "bpe":
         from data_pipeline.tokenizers.bpe import bpe_of_counts
 
@@ -182,15 +187,12 @@ def count_symbols(settings: TokenizerSettings, texts: Iterable[str]) -> Counter[
     """Occurrences of each symbol: characters, words and line ends, or for bpe the words of BPE.
 
     bpe counts the first `settings.train_bytes` bytes only. `texts` may be parts of texts, cut where
-    the tokenizer's `cuts` allows. Raises UnicodeEncodeError for lone surrogates, ValueError for a
-    tokenizer without such a vocabulary.
+    the tokenizer's `cuts` allows. Raises UnicodeEncodeError for lone surrogates.
     """
     if settings.tokenizer == "bpe":
         from data_pipeline.tokenizers.bpe import count_words
 
         return count_words(texts, max_bytes=settings.train_bytes)
-    if settings.tokenizer not in ("char", "word"):
-        raise ValueError(f"tokenizer {settings.tokenizer!r} has no vocabulary of symbols")
     counts: Counter[str] = Counter()
     lines = recipe_of(settings.recipe).lines
     for text in texts:
@@ -203,19 +205,9 @@ def count_symbols(settings: TokenizerSettings, texts: Iterable[str]) -> Counter[
     return counts
 
 
-def merge_counts(parts: Iterable[Counter[str]]) -> Counter[str]:
-    """The sum of all counts. The order of `parts` does not matter."""
+def sum_of_counts(files: Iterable[Path]) -> Counter[str]:
+    """The sum of the counts in JSON files. The order of `files` does not matter."""
     total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
+    for path in files:
+        total.update(json.loads(path.read_bytes()))
     return total
-
-
-def counts_to_bytes(counts: Counter[str]) -> bytes:
-    """Canonical JSON: equal counts have equal bytes."""
-    return canonical_json(counts).encode()
-
-
-def counts_from_bytes(data: bytes) -> Counter[str]:
-    """Parse what `counts_to_bytes` wrote."""
-    return Counter(json.loads(data))

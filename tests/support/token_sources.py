@@ -25,9 +25,6 @@ class TextSource:
     def document_starts(self, block: int) -> np.ndarray:
         return np.cumsum([0, *map(len, self.blocks[block][:-1])])
 
-    def document_ids(self, block: int) -> list[str]:
-        return [f"block {block}, document {number}" for number in range(len(self.blocks[block]))]
-
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start < stop <= self.block_tokens[block]
         return np.concatenate(self.blocks[block])[start:stop].astype(self.dtype)

@@ -72,6 +72,16 @@ def _qwen() -> tokenizers.Tokenizer:
     return library
 
 
+def _qwen25() -> tokenizers.Tokenizer:
+    library = _split_byte_level()
+    library.normalizer = normalizers.NFC()
+    library.add_special_tokens(["<|endoftext|>", "<|im_start|>"])
+    library.add_tokens(["<tool_call>", "é。"])
+    library.add_special_tokens(["<|fim_pad|>"])
+    library.add_tokens(["<think>"])
+    return library
+
+
 def _neox() -> tokenizers.Tokenizer:
     library = _byte_level()
     library.normalizer = normalizers.NFC()
@@ -146,6 +156,7 @@ LIBRARY_OF: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "gpt2": _gpt2,
     "llama3": _llama3,
     "qwen": _qwen,
+    "qwen2.5": _qwen25,
     "neox": _neox,
     "llama2": _llama2,
     "gemma": _gemma,
@@ -153,7 +164,7 @@ LIBRARY_OF: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "bert": _bert,
 }
 """By family. Mistral's is that of Llama 2, XLNet's that of T5."""
-IN_BYTES = ("gpt2", "llama3", "qwen", "neox", "llama2", "gemma")
+IN_BYTES = ("gpt2", "llama3", "qwen", "qwen2.5", "neox", "llama2", "gemma")
 """Families that write unknown characters in bytes."""
 
 

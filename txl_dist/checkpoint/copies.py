@@ -344,7 +344,7 @@ class Uploader:
             manifest = load_checkpoint_manifest(path)
             name = copy_name(manifest)
             target = self._copies.at(name)
-            present = target.sizes(missing_ok=True)
+            present = target.sizes()
             fault_point("upload")
             for file, entry in manifest.files.items():
                 if self._closing.is_set():

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from data_pipeline.system.progress import counted_bytes
-
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
 
@@ -139,8 +137,7 @@ class _Work:
         """`done`, with the bytes of the units that workers are at, at most `total`."""
         if self.workers is None or self.unit is not MIB:
             return self.done
-        unfinished = counted_bytes() + sum(each.done_bytes for each in self.workers.status())
-        return min(self.done + unfinished, self.total)
+        return min(self.done + self.workers.unfinished_bytes(), self.total)
 
     def amount(self, done: int) -> str:
         """`reading: 60.0 of 90.0 MiB (67%)`."""
@@ -164,7 +161,7 @@ class _Work:
             left = max(0.0, (self.total - self.done) / rate - waited)
             return f"{amount}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
         seconds = time.monotonic() - self.start
-        if self.workers and not self.workers.status() and (missing := self.workers.missing()):
+        if self.workers and (missing := self.workers.missing()):
             return f"waiting {seconds:,.0f} s for {missing}"
         return f"{amount}, {seconds:,.0f} s"
 

@@ -9,8 +9,8 @@ uses no checkpoint of update n - 1. After an evaluation or a save that finds NaN
 the last update before it. Steps are skipped by number in `TrainState.divergence`, which is written
 immediately to the checkpoint that the run returns to: they stay skipped after a kill.
 
-At an event each rank writes the loss and the documents of all its lanes, also of those with an
-ordinary loss, to compare them: RUN/events/divergence-step-NNNNNNNN-rank-R.json
+At an event each rank writes the loss and the text of all its lanes, also of those with an ordinary
+loss, to compare them: RUN/events/divergence-step-NNNNNNNN-rank-R.json
 """
 
 import json
@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.streams.batches import Batch
-from data_pipeline.streams.segments import LaneDocument, documents_of_lanes
 from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.config.training_config import EVENT_STEPS
-from txl_dist.errors import DivergedError, TxlError
+from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.activity import Span
 from txl_dist.training.batches import Batches
@@ -68,8 +67,8 @@ class Recovery:
         files = self._write_event(state, batch, result)
         facts = (
             f"{result.event} (segment position {batch.position}, this rank's lanes "
-            f"{self.step.lanes}); no rank has changed its weights. Losses and documents of "
-            f"all lanes: {files}"
+            f"{self.step.lanes}); no rank has changed its weights. Losses and text of all "
+            f"lanes: {files}"
         )
         self.observers.divergence(state.step + 1, facts)
         if self.start.config.divergence.policy != "skip":
@@ -160,7 +159,7 @@ class Recovery:
     def _write_event(self, state: TrainState, batch: Batch, result: StepResult) -> str:
         """Write this rank's file; returns the name for all ranks' files.
 
-        Never raises for a disk or data that cannot be used.
+        Never raises for a disk that cannot be used.
         """
         folder, rank = self.start.directory.events, self.start.world.rank
         stem = f"divergence-step-{state.step + 1:08d}-rank-"
@@ -176,51 +175,27 @@ class Recovery:
         return str(folder / f"{stem}*.json")
 
     def _content(self, state: TrainState, batch: Batch, result: StepResult) -> dict[str, Any]:
-        data, config, phase = self.start.data, self.start.config, state.phases[-1]
-        plan = data.plan_of(phase)
-        parts = plan.epoch_ranges(batch.position, batch.next_position)
-        content: dict[str, Any] = {
+        data = self.start.data
+        parts = data.plan_of(state.phases[-1]).epoch_ranges(batch.position, batch.next_position)
+        row_of = {lane: row for row, lane in enumerate(batch.lanes)}
+        return {
             "step": state.step + 1,
             "event": result.event,
             "position": batch.position,
             "epochs": [part._asdict() for part in parts],
             "loss": _mean(result.sums),
             "gradient_norm": _json(result.gradient_norm),
+            "lanes": [
+                {
+                    "lane": lane,
+                    "loss": _mean(lane_sums),
+                    "nats": _json(lane_sums.nats),
+                    "targets": lane_sums.num_tokens,
+                    "text": data.tokenizer.decode(batch.input[row_of[lane]]),
+                }
+                for lane, lane_sums in result.lane_sums.items()
+            ],
         }
-        documents: list[LaneDocument] = []
-        try:
-            documents = documents_of_lanes(
-                data.source_of(phase, config),
-                plan,
-                lanes=list(result.lane_sums),
-                start=batch.position,
-                stop=batch.next_position,
-                ordering=config.data.ordering,
-                seed=config.seed,
-            )
-        except (TxlError, OSError) as error:  # the event matters more than a list of documents
-            content["documents_error"] = str(error)
-        content["lanes"] = [
-            {
-                "lane": lane,
-                "loss": _mean(lane_sums),
-                "nats": _json(lane_sums.nats),
-                "targets": lane_sums.num_tokens,
-                "documents": [
-                    {
-                        "id": document.id,
-                        "corpus": phase.corpora[document.corpus].name,
-                        "epoch": document.epoch,
-                        "position": document.position,
-                        "num_tokens": document.num_tokens,
-                    }
-                    for document in documents
-                    if document.lane == lane
-                ],
-            }
-            for lane, lane_sums in result.lane_sums.items()
-        ]
-        return content
 
 
 def _mean(sums: LossSums) -> float | str | None:

@@ -88,7 +88,7 @@ def test_inspection_shows_ids_or_their_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "cause"), [('["a", "a"]', "is the name of id 0 and of id 1"), ("{", "no names")]
+    ("names", "cause"), [('["a", "a"]', "two ids have the same name"), ("{", "no names")]
 )
 def test_bad_names_are_refused_before_any_input_is_read(
     tmp_path: Path, names: str, cause: str

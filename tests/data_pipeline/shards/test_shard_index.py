@@ -30,31 +30,21 @@ Dataset = tuple[Path, ShardManifest]
         b"{",
         b"[1]",
         b'{"block_tokens": 3}',
-        b'{"block_tokens": {"dtype": "F64", "shape": [N], "data_offsets": [0, 8]}}',
-        b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [0, 8]}}',
-        b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [-9, "x"]}}',
-        b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [BIG, END]}}',
-        b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [0, SIZE]}}',
+        b'{"block_tokens": {"data_offsets": [0, 8]}}',
+        b'{"block_tokens": {"data_offsets": [-9, "x"]}}',
+        b'{"block_tokens": {"data_offsets": [4611686018427387904, 4611686018427387912]}}',
     ],
 )
 def test_an_index_with_an_invalid_header_is_refused(dataset: Dataset, header: bytes) -> None:
     directory, manifest = dataset
     (shard, *_) = manifest.splits["train"].shards
-    numbers = {b"N": shard.blocks, b"SIZE": 8 * shard.blocks, b"BIG": 2**62}
-    numbers |= {b"END": 2**62 + 8 * shard.blocks}
-    for word in (b"SIZE", b"BIG", b"END", b"[N]"):
-        number = numbers[word.strip(b"[]")]
-        text = str([number] if word == b"[N]" else number).encode()
-        header = header.replace(word, text)
     path = directory / shard.index_name
     size = path.stat().st_size
-    content = struct.pack("<Q", len(header)) + header
-    path.write_bytes(content.ljust(size, b"\0"))
-    with pytest.raises(DataError, match=r"train-000000\.index\.safetensors contradicts"):
-        open_split(directory, "train")
-    path.write_bytes(struct.pack("<Q", 2**63).ljust(size, b"\0"))
-    with pytest.raises(DataError, match="its header is longer than 65,536 bytes"):
-        open_split(directory, "train")
+    for header_bytes in (len(header), 2**63):
+        content = struct.pack("<Q", header_bytes) + header
+        path.write_bytes(content.ljust(size, b"\0"))
+        with pytest.raises(DataError, match=r"train-000000\.index\.safetensors contradicts"):
+            open_split(directory, "train")
 
 
 def test_an_index_with_another_layout_is_read(dataset: Dataset) -> None:

@@ -59,7 +59,7 @@ def write_split(
 
 def read_index(directory: Path, shard: ShardEntry) -> ShardIndex:
     data = (directory / shard.index_name).read_bytes()
-    return checked_index(data, directory, shard, itemsize=2)
+    return checked_index(data, directory, shard, itemsize=2)[0]
 
 
 def documents_of(source: SplitReader) -> list[list[int]]:

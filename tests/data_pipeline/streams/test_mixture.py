@@ -3,7 +3,6 @@
 Every token of every corpus has its own number, so a lost or repeated token is detected.
 """
 
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -273,21 +272,3 @@ def test_a_corpus_continues_where_the_previous_phase_ended(
 def test_an_invalid_weight_is_refused(weights: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tokens_per_epoch({"a": 2, "b": 10_000_000}, weights)
-
-
-def test_ten_thousand_blocks_are_mixed_in_milliseconds() -> None:
-    class Blocks:
-        dtype = np.dtype(np.uint16)
-        block_tokens = np.full(5_000, 1 << 18)
-
-    corpora = [
-        CyclicCorpus(
-            Blocks(), tokens_per_epoch=5_000 << 18, ordering=ORDERINGS["blocks"], seed=1, key=key
-        )  # type: ignore[arg-type]
-        for key in (1, 2)
-    ]
-    source = MixedSource(corpora)
-    began = time.process_time()
-    for epoch in range(5):
-        source.epoch(epoch)
-    assert (time.process_time() - began) / 5 < 0.05

@@ -89,7 +89,7 @@ def test_locate_finds_the_block_of_every_token(shuffle: str) -> None:
         for block, start in zip(epoch.blocks.tolist(), epoch.starts[:-1].tolist(), strict=True)
         for _ in range(BLOCK_TOKENS[block])
     ]
-    assert [tuple(epoch.locate(p)) for p in range(epoch.num_tokens)] == by_hand
+    assert [epoch.locate(p) for p in range(epoch.num_tokens)] == by_hand
 
 
 @pytest.mark.parametrize("position", [-1, 360])

@@ -15,7 +15,6 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 from data_pipeline.system import files
-from data_pipeline.system import files as module
 from data_pipeline.system.files import (
     PAGE_BYTES,
     STAGING,
@@ -330,7 +329,7 @@ def test_the_lock_of_a_directory_that_was_removed_meanwhile_does_not_count(
         out.mkdir()  # and another one begins
         return try_lock(descriptor)
 
-    monkeypatch.setattr(module, "try_lock", remove_and_lock)
+    monkeypatch.setattr(files, "try_lock", remove_and_lock)
     with (
         pytest.raises(DataError, match="another process is writing here"),
         StagedDirectory(out, last="last"),

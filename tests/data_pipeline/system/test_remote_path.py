@@ -27,8 +27,7 @@ from data_pipeline.shards import push
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.push import push_dataset
-from data_pipeline.shards.shard_files import FrameCache
-from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
+from data_pipeline.shards.shard_reader import TokenSource, open_split
 from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream
@@ -368,22 +367,6 @@ def test_credentials_in_a_url_reach_no_message(web: tuple[str, type[_Files]]) ->
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def test_a_damaged_cached_frame_is_read_again(dataset: Dataset, bucket: Any, cache: Path) -> None:
-    push_dataset(dataset[0], URL)
-    expected = segments_of(open_split(URL, "train"))
-    pieces = sorted(cache.iterdir())
-    for number, path in enumerate(pieces):
-        data = bytearray(path.read_bytes())
-        data[number % len(data)] ^= 4
-        path.write_bytes(data if number % 3 else data[:-1])
-    np.testing.assert_array_equal(segments_of(open_split(URL, "train")), expected)
-    assert sorted(cache.iterdir()) == pieces
-    for shard in dataset[1].splits["train"].shards:
-        bucket.rm(f"bucket/data/{shard.name}")  # all is in the cache, and sound again
-        bucket.pipe(f"bucket/data/{shard.name}", bytes(shard.bytes))
-    np.testing.assert_array_equal(segments_of(open_split(URL, "train")), expected)
-
-
 @pytest.mark.fault_row(17)
 def test_a_changed_source_is_never_served(
     dataset: Dataset, bucket: Any, corpus: Path, tmp_path: Path
@@ -408,20 +391,6 @@ def test_local_paths_and_file_urls_use_no_cache(dataset: Dataset, cache: Path) -
         segments_of(open_split(directory, "train")),
     )
     assert not cache.exists()
-
-
-def test_a_cache_of_no_bytes_or_on_a_file_only_costs_time(
-    dataset: Dataset, bucket: Any, tmp_path: Path
-) -> None:
-    directory, manifest = dataset
-    push_dataset(directory, URL)
-    (tmp_path / "file").write_text("x")
-    expected = segments_of(open_split(directory, "train"))
-    for frame_cache in (FrameCache(tmp_path / "none", 0), FrameCache(tmp_path / "file", 10**9)):
-        source = SplitReader(URL, "train", manifest=manifest, frame_cache=frame_cache)
-        np.testing.assert_array_equal(segments_of(source), expected)
-    assert not (tmp_path / "none").exists()
-    assert (tmp_path / "file").read_text() == "x"
 
 
 def test_a_cache_of_no_bytes_does_not_read_files_of_an_earlier_run(

@@ -1,7 +1,7 @@
 """Worker processes that map units of work, and the thread that runs jobs."""
 
+import multiprocessing
 import os
-import re
 import signal
 import threading
 import time
@@ -46,10 +46,10 @@ def test_a_worker_that_is_still_importing_ignores_ctrl_c(capfd: pytest.CaptureFi
         results = workers.map(square, [3, 4])
 
         def interrupt() -> None:
-            wait_until(lambda: bool(workers.status()))
-            (pid,) = re.findall(r"pid (\d+)", workers.status()[0].name)
+            wait_until(lambda: bool(multiprocessing.active_children()))
+            (process,) = multiprocessing.active_children()
             for _ in range(20):
-                os.kill(int(pid), signal.SIGINT)
+                os.kill(process.pid or 0, signal.SIGINT)
                 num_sent.append(1)
                 time.sleep(0.01)
 
@@ -69,9 +69,6 @@ def count_and_wait(path: str) -> int:
 
 
 def test_the_bytes_of_a_unit_are_seen_before_it_is_finished(tmp_path: Path) -> None:
-    def counted() -> int:
-        return sum(status.done_bytes for status in workers.status())
-
     count_bytes(9)  # outside a unit: not counted
     assert counted_bytes() == 0
     paths = [str(tmp_path / name) for name in ("a", "b", "c")]
@@ -79,13 +76,13 @@ def test_the_bytes_of_a_unit_are_seen_before_it_is_finished(tmp_path: Path) -> N
         results = workers.map(count_and_wait, paths)
         thread = threading.Thread(target=lambda: list(results))
         thread.start()
-        wait_until(lambda: counted() == 2 * 21)
+        wait_until(lambda: workers.unfinished_bytes() == 2 * 21)
         Path(paths[0]).touch()
         Path(paths[1]).touch()
-        wait_until(lambda: len(workers.status()) == 1 and counted() == 21)
+        wait_until(lambda: workers.unfinished_bytes() == 21)
         Path(paths[2]).touch()
         thread.join()
-        assert counted() == 0
+        assert workers.unfinished_bytes() == 0
 
 
 def test_units_are_read_only_a_little_before_they_are_needed() -> None:

@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizers import bpe, load_tokenizer, train_tokenizer
-from data_pipeline.tokenizers.bpe import bpe_of_counts, count_words
+from data_pipeline.tokenizers.bpe import _sample, bpe_of_counts, count_words
 from data_pipeline.tokenizers.pretrained import HARD_STRINGS
 from tests.data_pipeline.tokenizers.sample_tokenizers import SAMPLE, SETTINGS, TOKENIZER, trained
 
@@ -34,15 +34,6 @@ def test_hard_strings_have_the_ids_of_the_library(text: str) -> None:
     for joined in (text, text * 3, text + "\n", " " + text, f"x{text}x"):
         assert TOKENIZER.encode(joined).tolist() == TOKENIZER.library_ids(joined)
         assert TOKENIZER.decode(TOKENIZER.encode(joined)) == joined
-
-
-@pytest.mark.slow
-def test_every_character_is_of_the_same_class_for_both_libraries() -> None:
-    points = [point for point in range(0x110000) if not 0xD800 <= point < 0xE000]
-    for start in range(0, len(points), 64):
-        group = points[start : start + 64]
-        text = "|".join("a{0}1 {0}! {0}  {0}".format(chr(point)) for point in group)
-        assert TOKENIZER.encode(text).tolist() == TOKENIZER.library_ids(text), hex(group[0])
 
 
 def test_vocabulary_and_end_of_document_are_as_asked_for() -> None:
@@ -109,31 +100,15 @@ def trained_by_library(texts: list[str], vocab_size: int, min_freq: int) -> dict
     return model
 
 
-@given(
-    texts=st.lists(WORDS, min_size=1, max_size=12),
-    min_freq=st.integers(1, 3),
-    rare_share=st.sampled_from([1, 3, bpe._RARE_SHARE]),
-)
-@example(texts=["aaaaa aaa aaaa", "aaaaaaaaa"], min_freq=1, rare_share=1)
-@example(texts=["abab ababa babab"], min_freq=2, rare_share=3)
-def test_any_words_give_the_vocabulary_of_the_library(
-    texts: list[str], min_freq: int, rare_share: int
-) -> None:
+@given(texts=st.lists(WORDS, min_size=1, max_size=12), min_freq=st.integers(1, 3))
+@example(texts=["aaaaa aaa aaaa", "aaaaaaaaa"], min_freq=1)
+@example(texts=["abab ababa babab"], min_freq=2)
+def test_any_words_give_the_vocabulary_of_the_library(texts: list[str], min_freq: int) -> None:
     if not any(texts):
         return
     expected = trained_by_library(texts, 270, min_freq)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bpe, "_RARE_SHARE", rare_share)
-        patch.setattr(bpe, "_RARE_STEP", 2)
-        trained = bpe_of_counts(
-            count_words(texts, max_bytes=2**20), vocab_size=271, min_freq=min_freq
-        )
-    assert json.loads(trained.to_json())["tokenizer"]["model"] == expected
-
-
-def test_real_text_gives_the_vocabulary_of_the_library() -> None:
-    expected = trained_by_library(SAMPLE, 1500, 2)
-    trained = bpe_of_counts(count_words(SAMPLE, max_bytes=2**30), vocab_size=1501)
+    counts = count_words(texts, max_bytes=2**20)
+    trained = bpe_of_counts(counts, vocab_size=271, min_freq=min_freq)
     assert json.loads(trained.to_json())["tokenizer"]["model"] == expected
 
 
@@ -150,3 +125,26 @@ def test_counts_do_not_depend_on_parts_or_on_the_library_that_splits(
     reordered = Counter(dict(reversed(counts.items())))
     digests = {bpe_of_counts(each, vocab_size=400).digest for each in (counts, reordered)}
     assert len(digests) == 1
+
+
+@given(
+    counts=st.dictionaries(st.text("abc", min_size=1, max_size=9), st.integers(1, 99), min_size=1),
+    data=st.data(),
+)
+def test_a_sample_has_every_word_in_its_share(counts: dict[str, int], data: st.DataObject) -> None:
+    num_bytes = sum(len(word) * count for word, count in counts.items())
+    sample_bytes = data.draw(st.integers(1, num_bytes))
+    sample = Counter(" ".join(_sample(Counter(counts), sample_bytes, num_bytes)).split())
+    for word, count in counts.items():
+        assert abs(sample[word] - count * sample_bytes / num_bytes) < 1
+    assert sample.total() == sum(counts.values()) * sample_bytes // num_bytes
+
+
+def test_a_sample_of_a_long_text_compresses_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_words(SAMPLE, max_bytes=2**30)
+    whole = bpe_of_counts(counts, vocab_size=700)
+    monkeypatch.setattr(bpe, "SAMPLE_BYTES", sum(map(len, SAMPLE)) // 4)
+    sampled = bpe_of_counts(counts, vocab_size=700)
+    assert sampled.digest != whole.digest
+    sizes = [len(each.encode("".join(SAMPLE))) for each in (whole, sampled)]
+    assert sizes[1] < 1.01 * sizes[0]

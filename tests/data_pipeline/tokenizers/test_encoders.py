@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -124,27 +123,6 @@ def test_ten_thousand_documents(documents: Callable[[int], Iterator[str]]) -> No
     library = tokenizer.library_ids
     for text, start, stop in zip(texts, starts, starts[1:], strict=False):
         assert tokens[start:stop].tolist() == library(text), text[:200]
-
-
-def test_a_batch_of_very_different_lengths_is_right() -> None:
-    texts = ["a " * 800, "b", "", "dé" * 90] * 3
-    tokens, lengths = TOKENIZER.encode_batch(texts)
-    expected = [TOKENIZER.library_ids(text) for text in texts[:4]]
-    assert lengths.tolist() == [*map(len, expected)] * 3
-    assert tokens.tolist() == [*chain(*expected)] * 3
-
-
-def test_a_batch_does_not_import_awkward() -> None:
-    """gigatoken's own batches import it, which takes 0.4 s in each process."""
-    script = f"""
-import sys
-from data_pipeline.tokenizers import load_tokenizer
-tokenizer = load_tokenizer({json.loads(TOKENIZER.to_json())!r})
-tokenizer.encode_batch(["a b", "c"])
-assert tokenizer.encoder.startswith("gigatoken")
-assert "awkward" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_caches_are_emptied_when_the_process_has_grown(

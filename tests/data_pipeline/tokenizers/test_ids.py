@@ -74,14 +74,14 @@ def test_names_come_from_four_layouts(tmp_path: Path, content: object) -> None:
     ("content", "cause"),
     [
         ("", "Expecting value"),
-        ("7", "it is int, not an array or an object"),
-        ('["a", 2]', "the name of id 1 is int"),
-        ('{"one": "a"}', "the key 'one' is not a token id"),
-        ('{"01": "a"}', "the key '01' is not a token id"),
-        ('{"a": 1, "b": 1}', "id 1 has the names 'a' and 'b'"),
+        ("7", "no names of token ids"),
+        ('["a", 2]', "no names of token ids"),
+        ('{"one": "a"}', "no names of token ids"),
+        ('{"a": 1, "b": 1}', "an id has two names"),
+        ('{"1": "a", "01": "b"}', "an id has two names"),
         ('{"a": 1, "a": 2}', "twice in one object"),
-        ('{"1": "a", "2": 3}', "the name of id 2 is int"),
-        ('{"miditok_version": "3"}', r"json.dump\(tokenizer.vocab, open\('names.json', 'w'\)\)"),
+        ('{"1": "a", "2": 3}', "no names of token ids"),
+        ('{"miditok_version": "3"}', "no names of token ids"),
         ("[" * 100_000, "no names of token ids"),
     ],
 )
@@ -95,9 +95,9 @@ def test_a_bad_file_of_names_is_refused(tmp_path: Path, content: str, cause: str
     ("names", "cause"),
     [
         ({7: "a"}, "the vocabulary has 7 ids"),
-        ({1: "a b"}, "has whitespace"),
-        ({1: "60"}, "is a number"),
-        ({1: "a", 2: "a"}, "is the name of id 1 and of id 2"),
+        ({1: "a b"}, "'a b' of id 1 has whitespace"),
+        ({1: "60"}, "'60' of id 1 .* is a number"),
+        ({1: "a", 2: "a"}, "two ids have the same name"),
     ],
 )
 def test_names_that_cannot_be_read_back_are_refused(names: dict[int, str], cause: str) -> None:

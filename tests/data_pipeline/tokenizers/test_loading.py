@@ -73,18 +73,18 @@ def test_a_saved_tokenizer_loads_unchanged(settings: PrepareSettings) -> None:
 @pytest.mark.parametrize(
     ("settings", "symbols", "why"),
     [
-        (CHAR, ["", "a", "a"], "twice"),
-        (CHAR, ["", "ab"], "one character"),
-        (CHAR, ["", "\ud800"], "one character"),
-        (CHAR, ["a"], "missing"),
+        (CHAR, ["", "a", "a"], "distinct"),
+        (CHAR, ["", "ab"], "not characters"),
+        (CHAR, ["", "\ud800"], "surrogates"),
+        (CHAR, ["a"], "not all of"),
         (CHAR, ["", 3], "string"),
         (CHAR, "ab", "list"),
-        (WORD, ["<unk>", "\n", "a", "a"], "twice"),
-        (WORD, ["<unk>", "\n", "a b"], "one word"),
-        (WORD, ["<unk>", "\n", ""], "one word"),
+        (WORD, ["<unk>", "\n", "a", "a"], "distinct"),
+        (WORD, ["<unk>", "\n", "a b"], "not words"),
+        (WORD, ["<unk>", "\n", ""], "not words"),
         (WORD, ["<unk>", "\n", "\udc00"], "surrogates"),
-        (WORD, ["<unk>", "a"], "missing"),
-        (WORD, ["\n", "a"], "missing"),
+        (WORD, ["<unk>", "a"], "not all of"),
+        (WORD, ["\n", "a"], "not all of"),
     ],
 )
 def test_an_invalid_vocabulary_is_refused(
@@ -114,26 +114,23 @@ def test_names_of_ids_make_no_difference(tmp_path: Path, names: dict[int, str]) 
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        (IdTokenizer(8, 7, {}), "vocab_size 7 and 8, end_of_document 2 and 7, the text of id 0 is"),
-        (IdTokenizer(7, 1, NAMED.names), "end_of_document 2 and 1, the text of id 1 is '1' and ''"),
+        (IdTokenizer(8, 7, {}), "vocab_size 7 and 8, end_of_document 2 and 7"),
+        (IdTokenizer(7, 1, NAMED.names), "end_of_document 2 and 1"),
         (ByteTokenizer(), "type ids and byte, vocab_size 7 and 257, end_of_document 2 and 256"),
     ],
     ids=["size", "end", "type"],
 )
 def test_the_differences_are_listed(tmp_path: Path, other: Tokenizer, expected: str) -> None:
-    assert differences(stored(tmp_path, NAMED), stored(tmp_path, other)).startswith(expected)
+    assert differences(stored(tmp_path, NAMED), stored(tmp_path, other)) == expected
 
 
-def test_a_difference_in_one_symbol_or_setting_is_named(tmp_path: Path) -> None:
+def test_a_difference_in_one_symbol_or_setting_is_one(tmp_path: Path) -> None:
     first = CharTokenizer(["", "a", "b"], opens_documents=True)
     other = CharTokenizer(["", "a", "c"], opens_documents=True)
-    assert differences(stored(tmp_path, first), stored(tmp_path, other)) == (
-        "the text of id 2 is 'b' and 'c'"
-    )
     closed = ByteTokenizer(opens_documents=False)
-    assert differences(stored(tmp_path, ByteTokenizer()), stored(tmp_path, closed)) == (
-        "settings of the tokenizer"
-    )
+    for pair in ((first, other), (ByteTokenizer(), closed)):
+        found = differences(*(stored(tmp_path, each) for each in pair))
+        assert found == "the text of some ids, or another setting"
 
 
 def test_a_file_of_another_digest_is_not_trusted(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.data_pipeline.tokenizers.sample_tokenizers import (
     byte_level,
     with_unknown_as_only_special,
 )
+from tests.support.tokenizer_families import LIBRARY_OF
 
 
 def saved(tmp_path: Path, library: tokenizers.Tokenizer) -> Path:
@@ -78,6 +79,34 @@ def test_the_token_for_what_is_unknown_never_ends_a_document(tmp_path: Path, kin
     assert 0 in ids, "the unknown token"
     assert tokenizer.end_of_document == tokenizer.vocab_size - 1
     assert tokenizer.end_of_document not in ids
+
+
+def test_tokens_after_special_ones_keep_their_ids_and_no_text_is_special() -> None:
+    """As in Qwen 2.5, where `<tool_call>` follows `<|im_start|>`."""
+    library = LIBRARY_OF["qwen2.5"]()
+    tokenizer = from_library_json(json.loads(library.to_str()), "x.json")
+    special = {"<|endoftext|>": 330, "<|im_start|>": 331, "<|fim_pad|>": 334}
+    assert {token: library.token_to_id(token) for token in special} == special
+    text = "<think>the grey sea<tool_call> é。x"
+    ids = tokenizer.encode(text).tolist()
+    assert ids == library.encode(text).ids
+    assert {332, 333, 335} <= {*ids}
+    for token, id_ in special.items():
+        written = tokenizer.encode(f"{token} x{token}<think>")
+        assert not {*written.tolist()} & {*special.values()}
+        assert tokenizer.decode(written) == f"{token} x{token}<think>"
+        assert tokenizer.decode([id_]) == token
+    assert tokenizer.end_of_document == 336
+    assert load_tokenizer(json.loads(tokenizer.to_json())).encode(text).tolist() == ids
+
+
+def test_special_tokens_that_a_text_would_encode_to_are_refused() -> None:
+    """Without a split, a text that is one token of the vocabulary is that token."""
+    library = LIBRARY_OF["qwen2.5"]()
+    library.model.ignore_merges = True
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    with pytest.raises(DataError, match="a text encodes to its special tokens"):
+        from_library_json(json.loads(library.to_str()), "x.json")
 
 
 @pytest.mark.parametrize("damage", ["dropout", "no unknown word", "a panic"])

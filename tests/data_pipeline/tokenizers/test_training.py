@@ -9,14 +9,9 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers import ready_tokenizer, tokenizer_of_counts, train_tokenizer
-from data_pipeline.tokenizers.training import (
-    RECIPES,
-    count_symbols,
-    counts_from_bytes,
-    counts_to_bytes,
-    merge_counts,
-)
+from data_pipeline.tokenizers.training import RECIPES, count_symbols, sum_of_counts
 from tests.data_pipeline.tokenizers.sample_tokenizers import CHAR, FILE, LM1B, TOKENIZER, WORD
 
 
@@ -47,12 +42,17 @@ def test_a_file_is_given_exactly_for_kind_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [CHAR, WORD, LM1B])
 @given(texts=st.lists(st.text(alphabet="ab \n€"), max_size=7), cut=st.integers(0, 7))
 def test_merged_counts_are_the_counts_of_the_whole(
-    settings: PrepareSettings, texts: list[str], cut: int
+    tmp_path_factory: pytest.TempPathFactory,
+    settings: PrepareSettings,
+    texts: list[str],
+    cut: int,
 ) -> None:
-    parts = [count_symbols(settings, texts[:cut]), count_symbols(settings, texts[cut:])]
-    merged = merge_counts(counts_from_bytes(counts_to_bytes(part)) for part in parts)
-    assert merged == count_symbols(settings, iter(texts))
-    assert counts_to_bytes(merged) == counts_to_bytes(merge_counts(reversed(parts)))
+    folder = tmp_path_factory.mktemp("counts")
+    files = [folder / "first", folder / "second"]
+    for file, part in zip(files, (texts[:cut], texts[cut:]), strict=True):
+        file.write_text(canonical_json(count_symbols(settings, part)))
+    merged = sum_of_counts(files)
+    assert merged == count_symbols(settings, iter(texts)) == sum_of_counts(reversed(files))
     from_texts = train_tokenizer(settings, lambda: iter(texts))
     assert tokenizer_of_counts(settings, merged).digest == from_texts.digest
 

@@ -142,7 +142,7 @@ def expected_scores(job: EvaluationJob) -> list[dict[str, Any]]:
             nats_BT, memory = model(*segment, age_BT, memory)
             nats += nats_BT[0].double().tolist()
     documents: list[dict[str, Any]] = []
-    names = [id_ for block in range(len(source.block_tokens)) for id_ in source.document_ids(block)]
+    names = [document.id for document in source.documents()]
     num_bytes = tokenizer.token_bytes()
     for position, token in enumerate(tokens.tolist()):
         if age[position] == 0:
@@ -218,7 +218,7 @@ PLAIN = ["größer à Łódź, dit-elle", "潮は満ちる。灰色", "grey"]
 """Texts that a tokenizer of pieces in spaces keeps; lines 0 and 1 are European and Japanese."""
 TO_NORMALIZE = [" e\u0301 ½  x", "灰 ▁ 漢"]
 """Texts that no tokenizer keeps but a byte-level one without normalizer."""
-KEEPS_PLAIN = ("gpt2", "llama3", "qwen", "neox", "llama2", "gemma")
+KEEPS_PLAIN = ("gpt2", "llama3", "qwen", "qwen2.5", "neox", "llama2", "gemma")
 
 
 @pytest.mark.parametrize("family", [*LIBRARY_OF, "char", "word"])

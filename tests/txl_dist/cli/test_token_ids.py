@@ -66,7 +66,7 @@ def test_a_vocabulary_comes_from_names_or_from_the_tokenizer_of_a_dataset(tmp_pa
     assert (split["text_bytes"], split["text_bytes_per_compressed_byte"]) == (None, None)
     (tmp_path / "names.json").write_text('["Pad", "Start", "Beat"]')
     code, message = run_txl(*prepare, again, *tokenizer, *named[:4])
-    assert (code, "tokenizer: the text of id 2 is 'Bar' and 'Beat'" in message) == (3, True)
+    assert (code, "tokenizer: the text of some ids" in message) == (3, True)
     (tmp_path / "in.txt").write_text("text")
     assert run_txl("prepare", tmp_path / "in.txt", "--out", texts)[0] == 0
     code, message = run_txl(

@@ -161,7 +161,7 @@ def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
     assert ranks(1).run(refusal_of, tiny_job(data, tmp_path / "run", *settings)) == [""]
     job = tiny_job(other, tmp_path / "run", *settings, allow_data_change=True)
     [message] = ranks(1).run(refusal_of, job)
-    assert "another tokenizer than that of the data: the text of id" in message
+    assert "another tokenizer than that of the data: the text of some ids" in message
     assert ranks(1).run(train, job) == [4]
 
 

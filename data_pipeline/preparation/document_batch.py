@@ -200,10 +200,7 @@ def _read_group(batch: DocumentBatch, first: int, stop: int, staging: Path) -> l
         file, places = source.file, batch.location[start:end, :2].tolist()
         with source.explain_errors(), open_descriptor(file.path) as descriptor:
             stored = [os.pread(descriptor, size, offset) for offset, size in places]
-            if file.format.stores == "text":
-                run = [raw.decode("utf-8") for raw in stored]
-            else:
-                run = [text_of_stored(file, raw, batch.text_key) for raw in stored]
+            run = [text_of_stored(file, raw, batch.text_key) for raw in stored]
             digests = [hashlib.sha256(text.encode()).digest()[:TEXT_HASH_BYTES] for text in run]
         # The last check, and the only one for a change that kept size and modification time.
         if b"".join(digests) != batch.text_hash[start:end].tobytes():

@@ -134,8 +134,6 @@ def prepare_dataset(
             text_key=settings.text_key,
             is_wikitext=settings.recipe in ("wt103", "wt2"),
         )
-        for line in inputs_found.notes:
-            note(line)
         read_as = inputs_found.read_as
         note(f"reading {list_read_as(read_as)}")
         files = choose_given_splits(inputs_found, settings, note)

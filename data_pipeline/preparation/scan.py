@@ -9,18 +9,24 @@ start of a range in a scan, and from the start of the file in the index.
 import hashlib
 import itertools
 import json
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from safetensors.numpy import load_file, save
 
 from data_pipeline.errors import DataError, counted, printable
-from data_pipeline.readers import InputFile, Record, RecordBlock, RecordReader, Reject, scan_ranges
+from data_pipeline.readers import (
+    InputFile,
+    Record,
+    Reject,
+    Source,
+    read_records,
+    scan_ranges,
+)
 from data_pipeline.shards.manifest import InputSummary
 
 UNIT_BYTES = 64 * 2**20
@@ -41,8 +47,7 @@ RECORD = np.dtype(
 _ROW = struct.Struct("<IB3QQ32s")  # the same layout, without padding
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
+class FileRange(NamedTuple):
     """The bytes [start, stop) of one file. `number` is the position of the file in the input."""
 
     number: int
@@ -140,89 +145,56 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
     for more than MAX_REJECTS rejects: such an input has another format.
     """
-    scanned = _Scanned(has_keys=any(each.file.kind == "tar" for each in unit.ranges))
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - for texts that are only hashed
-        for number, each in enumerate(unit.ranges):
-            reading = RecordReader(
-                each.file, unit.text_key, each.start, each.stop, spill=spill or nowhere
-            )
-            scanned.add_range(number, reading, spill if each.file.is_spilled else None)
+    has_keys = any(each.file.kind == "tar" for each in unit.ranges)
+    rows = bytearray()  # packed, because there may be millions
+    range_lines: list[int] = []
+    rejects: list[Reject] = []
+    keys: list[str] = []
+    for number, (_, file, start, stop) in enumerate(unit.ranges):
+        source = Source(file, unit.text_key, start, stop, spill)
+        last_line = 0
+        for record in read_records(source):
+            last_line = record.line
+            if has_keys:
+                keys.append("" if isinstance(record, Reject) else record.key)
+            if isinstance(record, Reject):
+                rejects.append(record)
+                rows += _ROW.pack(number, REJECT, 0, 0, 0, 0, b"")
+            else:
+                rows += _row(number, record, spill if file.is_spilled else None)
+            if len(rejects) > MAX_REJECTS:
+                raise _too_many_rejects(file, rejects)
+        # `source.lines` is 0 after a read error. The line numbers of the next range must still
+        # differ from those of this range, because document ids are made of them.
+        range_lines.append(source.lines or last_line)
     return ScanResult(
-        records=np.frombuffer(scanned.rows, RECORD),
-        range_lines=np.array(scanned.range_lines, dtype=np.int64),
-        rejects=tuple(scanned.rejects),
-        keys=tuple(scanned.keys),
+        records=np.frombuffer(rows, RECORD),
+        range_lines=np.array(range_lines, dtype=np.int64),
+        rejects=tuple(rejects),
+        keys=tuple(keys),
     )
 
 
-@dataclass(slots=True)
-class _Scanned:
-    """The records of a unit so far: packed bytes, because there may be millions."""
-
-    has_keys: bool
-    rows: bytearray = field(default_factory=bytearray)
-    range_lines: list[int] = field(default_factory=list)
-    rejects: list[Reject] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-
-    def add_range(self, number: int, reading: RecordReader, spill: BinaryIO | None) -> None:
-        last_line = 0
-        for record in reading:
-            if isinstance(record, RecordBlock):
-                last_line = record.lines[-1]
-                self.rows += _locate_block(record, number, spill)
-                self.keys += [""] * len(record.texts) if self.has_keys else []
-                continue
-            last_line = record.line
-            if self.has_keys:
-                self.keys.append("" if isinstance(record, Reject) else record.key)
-            if isinstance(record, Reject):
-                self.rejects.append(record)
-                self.rows += _ROW.pack(number, REJECT, 0, 0, 0, 0, b"")
-                if len(self.rejects) > MAX_REJECTS:
-                    file, shown = reading.file, "".join(f"\n  {r}" for r in self.rejects[-5:])
-                    raise DataError(
-                        f"{printable(file.name)}: more than {MAX_REJECTS:,} records near byte "
-                        f"{reading.start:,} cannot be used; the file is probably not {file.kind}."
-                        f"{shown}\nNo dataset was written. Set its format with --format, or "
-                        "remove the file from the input."
-                    )
-                continue
-            offset, size, text_bytes = _locate(record, spill)
-            kind = DOCUMENT if text_bytes else EMPTY
-            location = (offset, size, record.line)
-            self.rows += _ROW.pack(number, kind, *location, text_bytes, record.sha256)
-        # `reading.lines` is 0 after a read error. The line numbers of the next range must still
-        # differ from those of this range, because document ids are made of them.
-        self.range_lines.append(reading.lines or last_line)
+def _row(number: int, record: Record, spill: BinaryIO | None) -> bytes:
+    """The row of a document. Its text is written to `spill` if given, unless it is there."""
+    offset, size, text_bytes = record.offset, record.size, record.size
+    if record.text is not None:
+        encoded = record.text.encode()
+        text_bytes = len(encoded)
+        if spill:
+            offset, size = spill.tell(), text_bytes
+            spill.write(encoded)
+    kind = DOCUMENT if text_bytes else EMPTY
+    return _ROW.pack(number, kind, offset, size, record.line, text_bytes, record.sha256)
 
 
-def _locate_block(block: RecordBlock, range_index: int, spill: BinaryIO | None) -> bytes:
-    """The rows of all documents of a block. Offsets refer to `spill` if given."""
-    rows = np.zeros(len(block.texts), RECORD)
-    sizes = np.fromiter(map(len, block.texts), np.uint64, len(rows))
-    offsets = np.array(block.offsets, np.uint64)
-    if spill is not None:
-        offsets = np.uint64(spill.tell()) + np.cumsum(sizes) - sizes
-        spill.write(b"".join(block.texts))
-    rows["range_index"], rows["kind"], rows["text_bytes"] = range_index, DOCUMENT, sizes
-    rows["location"] = np.stack([offsets, sizes, np.array(block.lines, np.uint64)], axis=1)
-    digests = b"".join([hashlib.sha256(text).digest() for text in block.texts])
-    rows["text_sha256"] = np.frombuffer(digests, np.uint8).reshape(-1, 32)
-    return rows.tobytes()
-
-
-def _locate(record: Record, spill: BinaryIO | None) -> tuple[int, int, int]:
-    """Return (offset, size, UTF-8 bytes of the text). Offset and size refer to `spill` if given."""
-    text = record.text
-    if text is None:
-        return record.offset, record.size, record.num_text_bytes or record.size
-    if spill is None:
-        return record.offset, record.size, len(text) if text.isascii() else len(text.encode())
-    encoded = text.encode()
-    offset = spill.tell()
-    spill.write(encoded)
-    return offset, len(encoded), len(encoded)
+def _too_many_rejects(file: InputFile, rejects: list[Reject]) -> DataError:
+    last = "".join(f"\n  {reject}" for reject in rejects[-MAX_SHOWN_REJECTS:])
+    return DataError(
+        f"{printable(file.name)}: more than {MAX_REJECTS:,} records cannot be used; the file is "
+        f"probably not {file.kind}.{last}\nNo dataset was written. Set its format with --format, "
+        "or remove the file from the input."
+    )
 
 
 # --- the index of all documents -------------------------------------------------------------------
@@ -324,17 +296,16 @@ class InputIndex:
             rows = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
             self._add_scan(unit, scans(number), rows, file_lines)
 
-    def replace_only_document(
-        self, ranges: list[tuple[int, int]], text_bytes: list[int], sha256: list[bytes]
-    ) -> None:
-        """Replace the only document by consecutive parts of it, each (offset, size) of its file."""
-        line = int(self.location[0, 2])
-        self._first_of_unit[self._first_of_unit > 0] = len(ranges)
-        self.file = np.repeat(self.file, len(ranges))
-        self.location = np.array([(*each, line) for each in ranges], np.uint64)
-        self.text_bytes = np.array(text_bytes, np.uint64)
-        self.keys = self.keys * len(ranges)
-        hashes = b"".join(digest[:TEXT_HASH_BYTES] for digest in sha256)
+    def replace_only_document(self, parts: list[tuple[int, int, bytes]]) -> None:
+        """Replace the only document by its parts: (start, stop, sha256), in bytes of its text."""
+        offset, _, line = self.location[0].tolist()
+        self._first_of_unit[self._first_of_unit > 0] = len(parts)
+        self.file = np.repeat(self.file, len(parts))
+        sizes = [stop - start for start, stop, _ in parts]
+        places = [(offset + start, stop - start, line) for start, stop, _ in parts]
+        self.location, self.text_bytes = np.array(places, np.uint64), np.array(sizes, np.uint64)
+        self.keys = self.keys * len(parts)
+        hashes = b"".join(sha256[:TEXT_HASH_BYTES] for *_, sha256 in parts)
         self.text_hash = np.frombuffer(hashes, np.uint8).reshape(-1, TEXT_HASH_BYTES)
 
     def _add_scan(

@@ -28,7 +28,7 @@ import numpy as np
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.scan import InputIndex
-from data_pipeline.readers import InputFile, InputFiles
+from data_pipeline.readers import InputFile, InputFiles, format_of
 from data_pipeline.readers.split_names import (
     TRAIN,
     count_by_split,
@@ -194,14 +194,7 @@ class ShardAssignment:
             raise DataError(
                 f"{index.document_id(0)}: {error}. Give the whole text of {name}."
             ) from error
-        ranges, item = [(start, stop - start) for start, stop, _ in parts], 1
-        sizes = [size for _, size in ranges]
-        offset, stored, _ = document.location[0].tolist()
-        if file.format.stores == "ids" and not file.is_spilled:
-            ranges = [(start, stop - start) for start, stop in bounds.values()]
-            item = stored // length
-        ranges = [(offset + start * item, size * item) for start, size in ranges]
-        index.replace_only_document(ranges, sizes, [sha256 for *_, sha256 in parts])
+        index.replace_only_document(parts)
         return {name: [np.array([number])] for number, name in enumerate(bounds)}
 
     def _require_one_text(self) -> None:
@@ -215,7 +208,7 @@ class ShardAssignment:
                 "file, with --format text if it is read as another format, or omit the option."
             )
         (file,) = {index.files[number] for number in index.file}
-        if not file.is_spilled and file.format.stores == "json":
+        if not file.is_spilled and format_of(file).stores == "json":
             raise DataError(
                 f"{shown(file.place)} is read as {file.kind}; {cause} takes a text file or an "
                 "array of ids, which may be compressed."

@@ -17,7 +17,7 @@ from typing import Any
 from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.formats import ARCHIVES, InputFile, suffix_of
+from data_pipeline.readers.input_file import ARCHIVES, InputFile, suffix_of
 from data_pipeline.readers.split_names import SPLIT_PATTERN, TRAIN
 from data_pipeline.system.sources import (
     file_system,
@@ -138,17 +138,25 @@ def list_files(address: str, out: Path) -> tuple[list[InputFile], bool]:
     local = local_path(address)
     if local is None:
         return _list_url(address)
-    path = Path(local)
+    listed = list_local(Path(), local, out)
+    if not listed:
+        cause = "a broken link" if os.path.lexists(local) else "no such file or folder"
+        raise DataError(f"{shown(address)}: {cause}. Check the spelling and the current directory.")
+    return listed
+
+
+def list_local(root: Path, address: str, out: Path) -> tuple[list[InputFile], bool] | None:
+    """As `list_files`, of an address below the folder `root`; None if it is missing."""
+    path = root / address
     if path.is_dir():
         return [local_file(path, name) for name in walk(path, out)], False
     if path.exists():
         return [local_file(path.parent, path.name)], True
-    if is_pattern(local):
-        root, pattern = split_pattern(local)
-        walked = walk(Path(root), out) if Path(root).is_dir() else []
-        return [local_file(Path(root), name) for name in walked if pattern.fullmatch(name)], False
-    cause = "a broken link" if path.is_symlink() else "no such file or folder"
-    raise DataError(f"{shown(address)}: {cause}. Check the spelling and the current directory.")
+    if not is_pattern(address):
+        return None
+    top, pattern = split_pattern(address)
+    walked = walk(root / top, out) if (root / top).is_dir() else []
+    return [local_file(root / top, name) for name in walked if pattern.fullmatch(name)], False
 
 
 def local_file(root: Path, name: str) -> InputFile:

@@ -12,9 +12,7 @@ script `wikitext.py` of Hugging Face, which writes the rows.
 """
 
 import io
-import math
 import re
-from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -22,7 +20,7 @@ from typing import Any
 
 from data_pipeline.readers.columns import read_arrow, read_parquet
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
-from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
+from data_pipeline.readers.source import DocumentBuilder, Source, lines_of
 from data_pipeline.system.sources import open_source, reject_reason, shown
 
 MAX_TITLE_BYTES = 4096
@@ -48,45 +46,19 @@ def is_title(line: bytes) -> bool:
 def read_wikitext(source: Source) -> Iterator[Record | Reject]:
     document: DocumentBuilder | None = None
     is_blank = True  # the lines of `document`
-    # After blank lines only, the next article begins with them, so it belongs to the first range.
-    skips_article = source.start > 0 and _is_blank(source, source.start)
-    # Past `stop`, because the last article of a range ends at a title of a later range.
-    for chunk in read_line_chunks(source, past_stop=True):
-        if chunk.starts_line and is_title(chunk.raw):
-            if document and not is_blank:
-                yield document.build()
-                document = None
-            if not (chunk.in_range or document):
-                return
-            if skips_article:
-                skips_article = False
-                continue
-        elif not document and source.start > 0:  # the first range alone has text without a title
-            skips_article = skips_article and not chunk.raw.strip()
-            if not chunk.in_range:
-                return
-            continue
-        document = document or DocumentBuilder(source, chunk.offset, chunk.line)
-        document.add(chunk.raw)
-        is_blank = is_blank and not chunk.raw.strip()
+    for offset, line, raw in lines_of(source):
+        if document and not is_blank and is_title(raw):
+            yield document.build()
+            document = None
+        document = document or DocumentBuilder(source, offset, line)
+        document.add(raw)
+        is_blank = is_blank and not raw.strip()
     if document and not is_blank:
         yield document.build()
 
 
-def _is_blank(source: Source, size: int) -> bool:
-    """Whether the first `size` bytes of the file are blank."""
-    source.stream.seek(0)
-    left = size
-    while left and (raw := source.stream.read(min(left, MAX_TITLE_BYTES))):
-        if raw.removeprefix(BOM_UTF8 if left == size else b"").strip():
-            return False
-        left -= len(raw)
-    return True
-
-
 def read_wikitext_rows(source: Source) -> Iterator[Record | Reject]:
-    stream: Any = io.BufferedReader(_RowStream(source))
-    lines = replace(source, stream=stream, start=0, stop=math.inf)
+    lines = replace(source, stream=io.BufferedReader(_RowStream(source)), lines=0)
     yield from read_wikitext(lines)
     source.lines = lines.lines
 
@@ -110,13 +82,14 @@ class _RowStream(io.RawIOBase):
 def _rows(source: Source) -> Iterator[bytes]:
     """The lines of all shards."""
     yield from _rows_of_file(source)
-    for path in source.next_paths:
+    for path in source.file.next_paths:
         with open_source(path, "") as stream:
-            yield from _rows_of_file(replace(source, path=path, stream=stream, lines=0))
+            file = replace(source.file, path=path)
+            yield from _rows_of_file(replace(source, file=file, stream=stream, lines=0))
 
 
 def _rows_of_file(source: Source) -> Iterator[bytes]:
-    read = read_parquet if source.path.endswith((".parquet", ".pq")) else read_arrow
+    read = read_parquet if source.file.path.endswith((".parquet", ".pq")) else read_arrow
     try:
         for row in read(source):
             if isinstance(row, Reject):  # without it, the article would have a gap
@@ -124,7 +97,7 @@ def _rows_of_file(source: Source) -> Iterator[bytes]:
             yield (row.text or "").encode() or _BLANK_LINE
     except (BrokenStreamError, OSError) as error:
         reason = error.reason if isinstance(error, BrokenStreamError) else reject_reason(error)
-        place = f"{shown(source.path)}: "
+        place = f"{shown(source.file.path)}: "
         raise BrokenStreamError(source.lines, 0, place + reason) from error
 
 

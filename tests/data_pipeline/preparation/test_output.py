@@ -108,9 +108,9 @@ def test_a_single_bad_file_fails_with_its_byte_and_cause(
     ("name", "cause"),
     [
         ("missing", "no such file"),
-        ("empty", "no text in this folder"),
-        ("hidden", "no text in this folder"),
-        ("pictures", "no text in this folder (ignored: 1 .png)"),
+        ("empty", "no text in it"),
+        ("hidden", "no text in it"),
+        ("pictures", "no text in it (ignored: 1 .png)"),
         ("link", "a broken link"),
         ("circle", "a broken link"),
         ("fifo", "not a regular file"),

@@ -37,13 +37,7 @@ def test_a_corpus_of_one_document_is_split_by_its_tokens(
     chunk_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from data_pipeline.readers import formats
-
-    reading = formats.read_text_chunks
-    monkeypatch.setattr(
-        "data_pipeline.preparation.document_batch.read_text_chunks",
-        lambda *about, **more: reading(*about, chunk_bytes=chunk_bytes, **more),
-    )
+    monkeypatch.setattr("data_pipeline.readers.formats.CHUNK_BYTES", chunk_bytes)
     text = "".join(chr(97 + n % 25) + "ä" * (n % 3 == 0) for n in range(301))
     raw = text.encode()
     source = tmp_path / f"whole{suffix}"
@@ -206,13 +200,7 @@ def write_ids(path: Path, ids: np.ndarray) -> Path:
 def test_one_sequence_of_ids_is_cut_by_position(
     tmp_path: Path, name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from data_pipeline.readers import formats
-
-    reading = formats.read_text_chunks
-    monkeypatch.setattr(
-        "data_pipeline.preparation.document_batch.read_text_chunks",
-        lambda *about, **more: reading(*about, **{**more, "chunk_bytes": chunk_bytes}),
-    )
+    monkeypatch.setattr("data_pipeline.readers.formats.CHUNK_BYTES", chunk_bytes)
     ids = np.random.default_rng(3).integers(0, 99, 1003).astype("<u2")
     source = write_ids(tmp_path / name, ids)
     split = {"test": 0.2, "valid": 0.1}

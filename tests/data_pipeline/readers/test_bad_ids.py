@@ -65,7 +65,7 @@ JSON = {
     "no key": (b'{"tokens": [1]}', 'no key "ids"; keys seen: tokens (see --text-key)'),
     "key twice": (b'{"ids": [1], "ids": [2]}', 'key "ids" twice in one object'),
     "truncated": (b'{"ids": [1, 2', "broken JSON"),
-    "empty": (b"", "the file is empty"),
+    "empty": (b"", "broken JSON"),
     "number": (b"7", "not a JSON object but a int"),
     "objects": (b'[{"ids": [1]}]', '"ids" has dict at position 0'),
     "end inside": (b'{"ids": [1, 0, 2]}', "end-of-document id 0 at position 1"),
@@ -108,7 +108,7 @@ PARQUET = {
     "nested": (table(pa.array([[[1]]])), "not of lists of integers but of list<"),
     "no column": (
         table(pa.array([GOOD]), "id"),
-        'no column "ids"; did you mean "id"',
+        'no column "ids"; columns: id',
     ),
     "end inside": (table(pa.array([[1, 0, 2]])), "end-of-document id 0 at position 1"),
     "truncated": (TABLE[:-5], "damaged Parquet file"),

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, counted
-from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
+from data_pipeline.preparation.index import InputIndex
+from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, RECORDS, UNIT_BYTES
 from data_pipeline.readers import InputFile
 from data_pipeline.readers.split_names import list_names
 from data_pipeline.readers.unpack import UNPACKED
@@ -60,7 +61,7 @@ def find_existing(
     """
     paths = sorted(path for path in out.iterdir() if path.name not in (STAGING, UNPACKED))
     if out / MANIFEST_NAME not in paths:
-        others = [path.name for path in paths if not _is_reject_list(path)]
+        others = [path.name for path in paths if path.name != REJECTS_NAME]
         if others:
             raise DataError(
                 f"{out} holds files that do not belong to a dataset: {list_names(others)}. Nothing "
@@ -110,17 +111,6 @@ def _other_dataset(out: Path, changes: list[str]) -> DataError:
     )
 
 
-def _is_reject_list(path: Path) -> bool:
-    """Whether this is the reject list of a failed run, not an unrelated file with its name."""
-    if path.name != REJECTS_NAME or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        try:
-            return set(json.loads(file.readline())) == {"file", "line", "byte", "reason"}
-        except (ValueError, TypeError):
-            return False
-
-
 def require_usable_input(
     index: InputIndex, staging: Path, out: Path, max_reject_rate: float
 ) -> None:
@@ -129,27 +119,23 @@ def require_usable_input(
     Before it raises for rejects or broken files, it moves the list of rejects from `staging` to
     `out`.
     """
-    rejected, broken = index.rejected, len(index.broken)
-    records = len(index) + index.empty + rejected
-    # A file that ends early counts as one reject but loses an unknown number of records, so a
-    # reject rate below 1 cannot accept it.
-    if broken and max_reject_rate < 1:
+    rejected, num_documents = index.rejected, index.num_documents
+    records = num_documents + index.empty + rejected
+    if index.broken and max_reject_rate < 1:
+        # A file that ends early counts as one reject but loses an unknown number of records, so a
+        # reject rate below 1 cannot accept it.
+        first, count, rate = [*index.broken.values()], len(index.broken), "--max-reject-rate 1"
         problem = (
-            f"{broken:,} of {len(index.files):,} files cannot be read to their end, which loses "
+            f"{count:,} of {len(index.files):,} files cannot be read to their end, which loses "
             "the rest of each"
         )
-        first, count, rate = (
-            [*index.broken.values()][:MAX_SHOWN_REJECTS],
-            broken,
-            "--max-reject-rate 1",
-        )
-    elif rejected and (rejected > max_reject_rate * records or not len(index)):
+    elif rejected and (rejected > max_reject_rate * records or not num_documents):
+        first, count, rate = index.first_rejects, rejected, "a higher --max-reject-rate"
         problem = (
             f"{rejected:,} of {records:,} records cannot be used, the limit is "
             f"{max_reject_rate:.4%}"
         )
-        first, count, rate = index.first_rejects, rejected, "a higher --max-reject-rate"
-    elif not len(index):
+    elif not num_documents:
         raise DataError(
             f"the input holds no text: {counted(len(index.files), 'file')}, "
             f"{counted(index.empty, 'empty document')} and no other. Give files with text in them: "
@@ -160,19 +146,18 @@ def require_usable_input(
     with explain_disk_errors("writing the list of rejects", out):
         (staging / REJECTS_NAME).replace(out / REJECTS_NAME)
         fsync_directory(out)
-    shown = "".join(f"\n  {reject}" for reject in first)
-    more = f"\n  and {count - len(first):,} more" if count > len(first) else ""
+    shown = "".join(f"\n  {reject}" for reject in first[:MAX_SHOWN_REJECTS])
+    more = max(0, count - MAX_SHOWN_REJECTS)
+    shown += f"\n  and {more:,} more" if more else ""
     raise DataError(
-        f"{problem}; no dataset was written.{shown}{more}\nAll are listed in "
-        f"{out / REJECTS_NAME}. Repair them and run this again, or accept the loss with {rate}."
+        f"{problem}; no dataset was written.{shown}\nAll are listed in {out / REJECTS_NAME}. "
+        f"Repair them and run this again, or accept the loss with {rate}."
     )
 
 
 # --- finished work units ----------------------------------------------------------------------
 
 
-RECORDS = "units"
-"""Directory in staging for the records, and for files that are not part of the dataset."""
 FINGERPRINT = "fingerprint.json"
 
 

@@ -17,15 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.document_batch import DocumentBatch, read_groups
+from data_pipeline.preparation.documents import Documents, read_groups
 from data_pipeline.preparation.output import (
     FINGERPRINT,
-    RECORDS,
     FinishedFile,
     load_finished,
     record_finished,
 )
-from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
+from data_pipeline.preparation.scan import RECORDS, ScanUnit, scan, spill_path
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_index import DocumentIds
@@ -55,7 +54,7 @@ class BatchUnit:
     split: str
     number: int
     context: str  # JSON of all else that determines the result
-    documents: DocumentBatch
+    documents: Documents
 
     @property
     def name(self) -> str:
@@ -153,7 +152,7 @@ def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
     if not any(each.file.is_spilled for each in unit.ranges):
         data = scan(unit).to_bytes()
     else:
-        spill = scratch / spill_name(unit.number)
+        spill = scratch / spill_path(staging, unit.number).name
         with spill.open("wb") as file:
             data = scan(unit, file).to_bytes()
             file.flush()
@@ -203,7 +202,7 @@ def _write_shard(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
                 writer.add(id_, tokens, text_bytes=text_bytes)
             else:
                 counter.add(group.texts)
-                ids = documents.document_ids(rows)
+                ids = documents.stored_ids(rows)
                 tokenized = tokenize_texts(tokenizer, group.texts, ids)
                 writer.add_batch(ids, *tokenized, text_bytes=text_bytes)
                 count_bytes(text_bytes)

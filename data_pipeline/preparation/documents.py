@@ -27,7 +27,7 @@ from data_pipeline.tokenizers.interface import MAX_PART_CHARS
 TEXT_HASH_BYTES = 16
 """Bytes of a text's sha256 to keep. They identify duplicates and files that changed."""
 GROUP_BYTES = 2**20
-"""Maximum stored bytes of a group."""
+"""About the maximum of the stored bytes of a group."""
 MAX_SHORT_BYTES = MAX_PART_CHARS
 """A longer document is not part of a group: its text may have to be cut into parts."""
 _COLUMNS = ("file", "unit", "location", "text_bytes", "text_hash")
@@ -85,9 +85,7 @@ class Documents:
         return len(self.file)
 
     def __str__(self) -> str:
-        others = len(self.files) - 1
-        more = f" and {counted(others, 'more file')}" if others else ""
-        return f"{counted(len(self), 'document')} of {self.files[0].name}{more}"
+        return f"{counted(len(self), 'document')}, from {self.files[0].name} on"
 
     @property
     def size(self) -> int:
@@ -187,18 +185,12 @@ class TextGroup:
 def read_groups(documents: Documents, staging: Path) -> Iterator[TextGroup]:
     """All documents in order. Raises as `Documents.read_text` does."""
     sizes = np.maximum(documents.location[:, 1], documents.text_bytes).astype(np.int64)
-    ends, is_long = np.cumsum(sizes), sizes > MAX_SHORT_BYTES
-    next_long = [*np.flatnonzero(is_long).tolist(), len(documents)]
-    first = position = 0
-    while first < len(documents):
-        if is_long[first]:
-            yield TextGroup(first, None)
-            first, position = first + 1, position + 1
-            continue
-        limit = int(ends[first] - sizes[first]) + GROUP_BYTES
-        stop = min(int(np.searchsorted(ends, limit, side="right")), next_long[position])
-        yield TextGroup(first, _read_group(documents, first, stop, staging))
-        first = stop
+    part, is_long = (np.cumsum(sizes) - sizes) // GROUP_BYTES, sizes > MAX_SHORT_BYTES
+    begins = (part[1:] != part[:-1]) | is_long[1:] | is_long[:-1]
+    bounds = [0, *(np.flatnonzero(begins) + 1).tolist(), len(documents)]
+    for first, stop in itertools.pairwise(bounds):
+        texts = None if is_long[first] else _read_group(documents, first, stop, staging)
+        yield TextGroup(first, texts)
 
 
 def _read_group(documents: Documents, first: int, stop: int, staging: Path) -> list[str]:

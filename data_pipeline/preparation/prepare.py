@@ -287,10 +287,9 @@ def _summarize_input(
 
 
 def list_read_as(read_as: dict[str, dict[str, int]]) -> str:
-    """`PrepareReport.read_as` as text, the most frequent suffixes of every format first."""
-    formats = []
-    for kind, counts in read_as.items():
-        frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        listed = (f"{count:,} {printable(suffix)}" for suffix, count in frequent)
-        formats.append(f"{kind}: {', '.join(listed)}")
+    """`PrepareReport.read_as` as text."""
+    formats = (
+        f"{kind}: {', '.join(f'{count:,} {printable(suffix)}' for suffix, count in counts.items())}"
+        for kind, counts in read_as.items()
+    )
     return f"as {'; '.join(formats)}"

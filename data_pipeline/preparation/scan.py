@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from data_pipeline.errors import DataError, counted, printable
+from data_pipeline.errors import DataError, printable
 from data_pipeline.readers import (
     InputFile,
     Record,
@@ -83,10 +83,8 @@ class ScanUnit:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def __str__(self) -> str:
-        others = len(self.ranges) - 1
-        more = f" and {counted(others, 'more file')}" if others else ""
         first = self.ranges[0]
-        return f"{self.name}, bytes {first.start:,} to {first.stop:,} of {first.file.name}{more}"
+        return f"{self.name}, from byte {first.start:,} of {first.file.name} on"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -88,12 +88,12 @@ class Task:
         return printable(str(self.unit))
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a unit, and whether an earlier run had finished it."""
+class Outcome(NamedTuple):
+    """The result of a unit."""
 
     result: dict[str, Any]
     reused: bool
+    """Whether an earlier run had finished the unit."""
 
 
 _Executed = tuple[dict[str, Any], list[FinishedFile]]
@@ -148,20 +148,15 @@ def _require_shared_staging(task: Task) -> None:
 
 
 def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
-    files = []
-    if not any(each.file.is_spilled for each in unit.ranges):
-        data = scan(unit).to_bytes()
-    else:
-        spill = scratch / spill_path(staging, unit.number).name
-        with spill.open("wb") as file:
-            data = scan(unit, file).to_bytes()
-            file.flush()
-            os.fsync(file.fileno())
-        files.append(_move_to_staging(spill, staging))
+    spill = scratch / spill_path(staging, unit.number).name
+    with spill.open("wb") as file:
+        data = scan(unit, file).to_bytes()
+        file.flush()
+        os.fsync(file.fileno())
     path = scratch / f"{unit.name}.safetensors"
     write_synced(path, data)
-    files.append(_move_to_staging(path, staging))
-    return {"scan": files[-1].path}, files
+    files = [_move_to_staging(each, staging) for each in (path, spill)]
+    return {"scan": files[0].path}, files
 
 
 def _count_symbols(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
@@ -262,21 +257,12 @@ class UnitRunner:
         done_bytes = 0
         self.progress(phase, 0, total_bytes)
         for number, outcome in self._workers.map(run_task, tasks()):
-            self.count(reused=outcome.reused)
-            size = sizes.pop(number)
-            # Reused units lower the total instead of raising the rate, which is of real work.
-            if outcome.reused:
-                total_bytes -= size
-            else:
-                done_bytes += size
+            self.staged.keep_staging = True  # when the run is stopped
+            self.finished += 1
+            self.reused += outcome.reused
+            done_bytes += sizes.pop(number)
             self.progress(phase, done_bytes, total_bytes)
             yield number, outcome.result
-
-    def count(self, *, reused: bool) -> None:
-        """Count one finished unit. From now on, staging is kept when the run is stopped."""
-        self.staged.keep_staging = True
-        self.finished += 1
-        self.reused += reused
 
 
 # --- tokens of documents --------------------------------------------------------------------------

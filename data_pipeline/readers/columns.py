@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, TextIO
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.input_file import suffix_of
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
@@ -222,7 +221,7 @@ def _text_of_ids(source: Source, values: Any) -> str:
 
 def read_csv(source: Source) -> Iterator[Record | Reject]:
     csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process
-    delimiter = "\t" if suffix_of(source.file.name).name in _TABS else ","
+    delimiter = "\t" if source.file.suffix.name in _TABS else ","
     # Bytes that are not UTF-8 become lone surrogates: they reject their row alone.
     stream = io.TextIOWrapper(source.stream, "utf-8-sig", errors="surrogateescape", newline="")
     try:

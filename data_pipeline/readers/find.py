@@ -34,7 +34,7 @@ from data_pipeline.readers.addresses import (
     walk,
 )
 from data_pipeline.readers.formats import FORMATS, Format, Kind, suffixes_of
-from data_pipeline.readers.input_file import ANY_ARCHIVE, ARCHIVES, InputFile, suffix_of
+from data_pipeline.readers.input_file import ANY_ARCHIVE, ARCHIVES, InputFile
 from data_pipeline.readers.kinds import KindRules, holds_json_lines, with_kind
 from data_pipeline.readers.lines import HEAD_BYTES
 from data_pipeline.readers.records import IdRules
@@ -75,9 +75,9 @@ class InputFiles:
     def read_as(self) -> dict[Kind, dict[str, int]]:
         """Number of files by kind and suffix."""
         counts: dict[Kind, Counter[str]] = {}
-        for file in sorted(self.files, key=lambda file: (file.kind, str(suffix_of(file.name)))):
+        for file in sorted(self.files, key=lambda file: (file.kind, str(file.suffix))):
             suffixes = counts.setdefault(file.kind, Counter())
-            suffixes[str(suffix_of(file.name))] += 1 + len(file.next_paths)
+            suffixes[str(file.suffix)] += 1 + len(file.next_paths)
         return {kind: dict(suffixes) for kind, suffixes in counts.items()}
 
 
@@ -178,7 +178,7 @@ class _Search:
 
     def _is_ignored(self, file: InputFile, *, in_folder: bool) -> bool:
         """Whether a file in a folder is ignored; if so, counts it."""
-        suffix, format = suffix_of(file.name), self.rules.format
+        suffix, format = file.suffix, self.rules.format
         if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
             return False
         wanted = () if format == "auto" else suffixes_of(format)
@@ -194,7 +194,7 @@ class _Search:
 
     def _is_unpacked(self, file: InputFile, inner: str) -> bool:
         """Whether a file is an archive that is read as a folder; always for an address inside."""
-        rules, suffix = self.rules, suffix_of(file.name).name
+        rules, suffix = self.rules, file.suffix.name
         if suffix not in ARCHIVES or rules.format == "tar":
             return False
         if rules.format not in ("auto", "ids") or suffix == ".zip" or inner:
@@ -227,7 +227,7 @@ class _Search:
 
 
 def _reject_archive(file: InputFile) -> None:
-    suffix = suffix_of(file.name).name
+    suffix = file.suffix.name
     if suffix in ANY_ARCHIVE and suffix not in ARCHIVES:
         raise ConfigError(
             f"{shown(file.path)}: {suffix} files are not unpacked here. Unpack it and give the "

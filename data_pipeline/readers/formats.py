@@ -164,8 +164,9 @@ def read_records(source: Source) -> Records:
         with file.open() as source.stream:
             yield from format_of(file).read(source)
     except (BrokenStreamError, OSError) as error:
-        broken = error
-        if isinstance(error, OSError):
+        if isinstance(error, BrokenStreamError):
+            broken = error
+        else:
             broken = BrokenStreamError(source.lines, 0, reject_reason(error))
         if is_transient(error):
             raise UnfinishedError(

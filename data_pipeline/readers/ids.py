@@ -35,10 +35,6 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import CHUNK_BYTES, DocumentBuilder, Source
 
-_MAX_HEADER_BYTES = 2**16
-_NPY_MAGIC = b"\x93NUMPY"
-
-
 # --- the text of ids ------------------------------------------------------------------------------
 
 
@@ -126,21 +122,11 @@ class IdDocument:
         self._position = 0  # ids seen
         self._has_content = False
         self._end_at: int | None = None  # position of an end-of-document id after the content
-        self._only: int | None = None  # the id of a document that repeats one; -1: several
         self._text = DocumentBuilder(source, 0, line)
         self._error: BadRecordError | None = None
 
-    @property
-    def only_id(self) -> int | None:
-        """The id that is the whole document, if it occurs at least twice and is not its end."""
-        is_content = self._only not in (None, -1, self._rules.end_of_document)
-        return self._only if is_content and self._position > 1 else None
-
     def add(self, ids: np.ndarray) -> None:
         """Append ids, 1-D."""
-        if self._only != -1 and ids.size:
-            first = int(ids[0]) if self._only is None else self._only
-            self._only = first if (ids == first).all() else -1
         try:
             if not self._error:
                 self._add_content(ids)
@@ -200,24 +186,29 @@ def read_sized(
 
     `are_rows`: a document of one repeated id is probably padding and rejected.
     """
+    rules = source.id_rules
     first, stop = bisect_left(starts, source.start), bisect_left(starts, source.stop)
     if first:
         source.stream.seek(int(starts[first - 1] + sizes[first - 1]))
     for number in range(first, stop):
         source.lines += 1
         document = IdDocument(source, int(starts[number]), source.lines)
+        seen: set[int] = set()  # at least two ids, if there are
         for ids in _chunks_of(source.stream, int(sizes[number]), dtype, source.lines):
             document.add(ids)
-        padding = document.only_id if are_rows and source.id_rules.padding is None else None
-        if padding is None:
-            yield document.build()
-        else:
+            if are_rows and len(seen) < 2:
+                seen |= {*np.unique(ids).tolist()}
+        may_be_padding = rules.padding is None and rules.end_of_document not in seen
+        if len(seen) == 1 and may_be_padding and sizes[number] > dtype.itemsize:
+            (padding,) = seen
             yield source.reject(
                 source.lines,
                 int(starts[number]),
                 f"the row has only the id {padding}. If this id fills up the rows: --padding "
-                f"{padding}. If they have no padding: --padding {source.id_rules.end_of_document}",
+                f"{padding}. If they have no padding: --padding {rules.end_of_document}",
             )
+        else:
+            yield document.build()
 
 
 def _separated(
@@ -285,24 +276,19 @@ def _chunks_of(
 def _read_npy_header(stream: BinaryIO) -> tuple[int, np.dtype, tuple[int, ...]]:
     """(offset of the data, dtype, shape). Raises BrokenStreamError."""
     try:
-        magic = stream.read(8)
-        length_bytes = {1: 2, 2: 4}.get(magic[6] if magic[:6] == _NPY_MAGIC and magic[7:] else 0, 0)
-        if not length_bytes:
-            raise ValueError(
-                f"it begins with {magic!r}. If it has only ids, as numpy.memmap and OLMo write "
-                "them, rename it to .bin and give --dtype"
-            )
-        length = stream.read(length_bytes)
-        header = stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
-        parse = {
-            2: np.lib.format.read_array_header_1_0,
-            4: np.lib.format.read_array_header_2_0,
-        }[length_bytes]
-        shape, is_fortran, dtype = parse(io.BytesIO(length + header))
-    # The header is a Python literal, which numpy parses without evaluating it.
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):  # the others have long headers, for arrays with named columns
+            raise ValueError(f"version {version}")
+        # A Python literal, which numpy parses without evaluating it.
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         reason = printable(str(error).split("\n")[0])[:160]
-        raise BrokenStreamError(0, 0, f"not an .npy array: {reason}") from error
+        raise BrokenStreamError(
+            0,
+            0,
+            f"not an .npy array: {reason}. If it has only ids, as numpy.memmap and OLMo write "
+            "them, rename it to .bin and give --dtype",
+        ) from error
     problem = ""
     if dtype.kind not in "iu":
         hint = "; it holds Python objects, which are never loaded" if dtype.hasobject else ""
@@ -313,4 +299,4 @@ def _read_npy_header(stream: BinaryIO) -> tuple[int, np.dtype, tuple[int, ...]]:
         problem = "is in column order; save numpy.ascontiguousarray of it"
     if problem:
         raise BrokenStreamError(0, 0, f"the array {problem}")
-    return len(magic) + len(length) + len(header), dtype, shape
+    return stream.tell(), dtype, shape

@@ -35,10 +35,6 @@ class Suffix(NamedTuple):
     def __str__(self) -> str:
         return self.name + self.packed or "without suffix"
 
-    @property
-    def compression(self) -> Compression:
-        return _COMPRESSIONS.get(self.packed, "")
-
 
 def suffix_of(name: str) -> Suffix:
     stem, last = posixpath.splitext(name.lower())
@@ -62,7 +58,6 @@ class InputFile:
     """A local path or a URL."""
     name: str
     """The path relative to the input folder, always valid UTF-8."""
-    compression: Compression = ""
     size: int = 0
     """Stored bytes when the file was listed; 0 if unknown."""
     mark: str = ""
@@ -85,6 +80,14 @@ class InputFile:
     """The address of the archive from which `path` was unpacked; `mark` is then that of it."""
     member: str = ""
     """The path in this archive."""
+
+    @property
+    def suffix(self) -> Suffix:
+        return suffix_of(self.name)
+
+    @property
+    def compression(self) -> Compression:
+        return _COMPRESSIONS.get(self.suffix.packed, "")
 
     def open(self) -> AbstractContextManager[BinaryIO]:
         """The decompressed stream, as `open_source`."""

@@ -34,7 +34,7 @@ from data_pipeline.readers.formats import (
     must_spill,
     suffixes_of,
 )
-from data_pipeline.readers.input_file import InputFile, index_path, suffix_of
+from data_pipeline.readers.input_file import InputFile, index_path
 from data_pipeline.readers.lines import HEAD_BYTES, is_binary
 from data_pipeline.readers.records import BrokenStreamError, IdRules
 from data_pipeline.readers.source import Source
@@ -67,7 +67,7 @@ def with_kind(file: InputFile, rules: KindRules, *, in_folder: bool) -> InputFil
         kind = _kind_of_ids(file, rules.ids)
     elif kind == "auto":
         kind = _kind_of(file, rules, in_folder=in_folder)
-    if kind == "jsonl" and suffix_of(file.name).name == ".json":
+    if kind == "jsonl" and file.suffix.name == ".json":
         _require_json_lines(file)
     file = replace(file, kind=kind, ids=rules.ids, keeps_nul=rules.format == "text")
     if kind == "megatron" and not (scheme_of(file.path) or file.archive):
@@ -78,7 +78,7 @@ def with_kind(file: InputFile, rules: KindRules, *, in_folder: bool) -> InputFil
 
 def _kind_of(file: InputFile, rules: KindRules, *, in_folder: bool) -> Kind:
     """The kind of a file for "auto"; see the module docstring."""
-    suffix = suffix_of(file.name)
+    suffix = file.suffix
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
@@ -150,7 +150,7 @@ def _require_json_lines(file: InputFile) -> None:
 
 def _kind_of_ids(file: InputFile, rules: IdRules) -> Kind:
     """The kind of a file of token ids. Raises ConfigError for a raw file without --dtype."""
-    suffix = suffix_of(file.name)
+    suffix = file.suffix
     kinds = (kind for kind, each in ID_FORMATS.items() if suffix.name in each.suffixes)
     kind = next(kinds, None)
     if not kind:

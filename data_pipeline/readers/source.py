@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple
 
 from data_pipeline.readers.input_file import InputFile
 from data_pipeline.readers.records import (
@@ -33,13 +33,6 @@ NUL_REASON = (
 )
 
 
-class Spill(Protocol):
-    """A file that texts are appended to."""
-
-    def tell(self) -> int: ...
-    def write(self, data: bytes, /) -> int: ...
-
-
 @dataclass(slots=True)
 class Source:
     """The byte range [start, stop) of a file, from which a reader yields the records."""
@@ -49,7 +42,7 @@ class Source:
     start: int = 0
     stop: float = math.inf
     """Infinity for the last range: a file that has grown is read to its end."""
-    spill: Spill | None = None
+    spill: BinaryIO | None = None
     """Where long texts are written that cannot be read again from their place in the file."""
     stream: BinaryIO = field(default_factory=io.BytesIO)
     """Decompressed and buffered, at its beginning."""

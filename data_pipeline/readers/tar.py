@@ -82,7 +82,7 @@ def members_of_tar(stream: BinaryIO, stored_bytes: int) -> Iterator[Member]:
     try:
         tar = tarfile.TarFile(fileobj=blocks, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
         while header := tar.next():
-            tar.members.clear()  # or they would fill the RAM
+            tar.members.clear()  # type: ignore[attr-defined] # or they would fill the RAM
             if tar.pax_headers.keys() & {"path", "size"}:
                 raise blocks.broken("a global header sets the path or size of all members")
             yield _member(header, blocks)

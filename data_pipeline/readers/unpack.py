@@ -146,7 +146,7 @@ def unpack(archive: InputFile, folder: Path) -> Path:
     DataError for an archive that cannot be read or has a member that is refused, and
     UnfinishedError for a full or failing disk.
     """
-    contents_of = _contents_of_zip if suffix_of(archive.name).name == ".zip" else _contents_of_tar
+    contents_of = _contents_of_zip if archive.suffix.name == ".zip" else _contents_of_tar
     with explain_disk_errors("unpacking", folder):
         folder.mkdir(parents=True)
     try:

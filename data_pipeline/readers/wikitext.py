@@ -11,16 +11,14 @@ Source: Merity et al. 2016, arXiv:1609.07843, the files of WikiText-2 and WikiTe
 script `wikitext.py` of Hugging Face, which writes the rows.
 """
 
-import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from data_pipeline.readers.columns import read_arrow, read_parquet
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
-from data_pipeline.readers.source import DocumentBuilder, Source, lines_of
+from data_pipeline.readers.source import DocumentBuilder, Line, Source, lines_of
 from data_pipeline.system.sources import open_source, reject_reason, shown
 
 MAX_TITLE_BYTES = 4096
@@ -44,9 +42,17 @@ def is_title(line: bytes) -> bool:
 
 
 def read_wikitext(source: Source) -> Iterator[Record | Reject]:
+    return _articles(source, lines_of(source))
+
+
+def read_wikitext_rows(source: Source) -> Iterator[Record | Reject]:
+    return _articles(source, _lines_of_rows(source))
+
+
+def _articles(source: Source, lines: Iterable[Line]) -> Iterator[Record | Reject]:
     document: DocumentBuilder | None = None
     is_blank = True  # the lines of `document`
-    for offset, line, raw in lines_of(source):
+    for offset, line, raw in lines:
         if document and not is_blank and is_title(raw):
             yield document.build()
             document = None
@@ -57,35 +63,16 @@ def read_wikitext(source: Source) -> Iterator[Record | Reject]:
         yield document.build()
 
 
-def read_wikitext_rows(source: Source) -> Iterator[Record | Reject]:
-    lines = replace(source, stream=io.BufferedReader(_RowStream(source)), lines=0)
-    yield from read_wikitext(lines)
-    source.lines = lines.lines
-
-
-class _RowStream(io.RawIOBase):
-    """The original file, of which every row is a line."""
-
-    def __init__(self, source: Source) -> None:
-        self._rows, self._rest = _rows(source), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        raw = self._rest or next(self._rows, b"")
-        size = min(len(raw), len(buffer))
-        buffer[:size], self._rest = raw[:size], raw[size:]
-        return size
-
-
-def _rows(source: Source) -> Iterator[bytes]:
+def _lines_of_rows(source: Source) -> Iterator[Line]:
     """The lines of all shards."""
-    yield from _rows_of_file(source)
-    for path in source.file.next_paths:
+    number = 0
+    for path in (source.file.path, *source.file.next_paths):
         with open_source(path, "") as stream:
-            file = replace(source.file, path=path)
-            yield from _rows_of_file(replace(source, file=file, stream=stream, lines=0))
+            shard = Source(replace(source.file, path=path), source.text_key, stream=stream)
+            for raw in _rows_of_file(shard):
+                number += 1
+                yield Line(0, number, raw)
+    source.lines = number
 
 
 def _rows_of_file(source: Source) -> Iterator[bytes]:
@@ -94,7 +81,10 @@ def _rows_of_file(source: Source) -> Iterator[bytes]:
         for row in read(source):
             if isinstance(row, Reject):  # without it, the article would have a gap
                 raise BrokenStreamError(row.line, 0, f"row {row.line}: {row.reason}")
-            yield (row.text or "").encode() or _BLANK_LINE
+            line = (row.text or "").encode() or _BLANK_LINE
+            if line.find(b"\n") != len(line) - 1:
+                raise BrokenStreamError(row.line, 0, f"row {row.line}: it is not one line")
+            yield line
     except (BrokenStreamError, OSError) as error:
         reason = error.reason if isinstance(error, BrokenStreamError) else reject_reason(error)
         place = f"{shown(source.file.path)}: "
@@ -102,16 +92,12 @@ def _rows_of_file(source: Source) -> Iterator[bytes]:
 
 
 def has_wikitext_rows(source: Source) -> bool:
-    """Whether the rows of a Parquet or Arrow file are lines of WikiText, one of them a title.
+    """Whether the first rows of a Parquet or Arrow file are lines of WikiText, one of them a title.
 
     Raises OSError or BrokenStreamError.
     """
-    has_title = False
-    for row in islice(_rows_of_file(source), _MAX_ROWS_EXAMINED):
-        if not row.endswith(b"\n") or row.count(b"\n") > 1:
-            return False
-        has_title = has_title or is_title(row)
-    return has_title
+    rows = islice(_rows_of_file(source), _MAX_ROWS_EXAMINED)  # raises for one that is no line
+    return True in [is_title(row) for row in rows]
 
 
 def next_shard(name: str) -> str:

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.output import FINGERPRINT, RECORDS
+from data_pipeline.preparation.output import FINGERPRINT
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.scan import FileRange, ScanUnit
+from data_pipeline.preparation.scan import RECORDS, FileRange, ScanUnit
 from data_pipeline.preparation.work_units import Task, run_task, tokenize_document
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import load_manifest
@@ -101,7 +101,7 @@ def test_a_scan_of_texts_that_are_spilled_is_reused_only_with_a_version_mark(
 ) -> None:
     source = compressed(tmp_path / "in" / "a.txt.gz", "abcd")
     size = source.stat().st_size
-    file = InputFile(str(source), "a.txt.gz", "gz", size, mark, kind="text", is_spilled=True)
+    file = InputFile(str(source), "a.txt.gz", size, mark, kind="text", is_spilled=True)
     (tmp_path / RECORDS).mkdir()
     (tmp_path / RECORDS / FINGERPRINT).write_text("same")
     task = Task(ScanUnit(0, (FileRange(0, file, 0, file.size),), "text"), tmp_path, "same")

@@ -52,16 +52,20 @@ from data_pipeline.tokenizers.loading import StoredTokenizer, describe_differenc
 
 
 def find_existing(
-    out: Path, settings: PrepareSettings, tokenizer: Tokenizer | None
+    out: Path,
+    settings: PrepareSettings,
+    tokenizer: Tokenizer | None,
+    summarize_input: Callable[[], InputSummary],
 ) -> ShardManifest | None:
-    """The manifest of a complete dataset with these settings, or None for a free directory.
+    """The manifest of the complete dataset of this input, or None for a free directory.
 
-    `tokenizer` is None if it is trained. Raises DataError if the directory holds
-    anything else, except the list of rejects of a failed run.
+    `tokenizer` is None if it is trained: input and settings determine it, and the shards. Raises
+    DataError if the directory holds anything else, except the list of rejects of a failed run, or
+    if a file is missing. `summarize_input` reads all of it, and is called if all else is the same.
     """
     paths = sorted(path for path in out.iterdir() if path.name not in (STAGING, UNPACKED))
     if out / MANIFEST_NAME not in paths:
-        others = [path.name for path in paths if path.name != REJECTS_NAME]
+        others = [path.name for path in paths if not _is_reject_list(path)]
         if others:
             raise DataError(
                 f"{out} holds files that do not belong to a dataset: {list_names(others)}. Nothing "
@@ -76,24 +80,22 @@ def find_existing(
             changes.append(f"tokenizer: {describe_differences(stored, tokenizer)}")
         elif tokenizer.digest != manifest.tokenizer_digest:
             changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer.digest} now")
+    if not changes:
+        old, new = manifest.input.model_dump(), summarize_input().model_dump()
+        changes = _differences("input ", old, new)
     if changes:
-        raise _other_dataset(out, changes)
-    return manifest
-
-
-def require_same_input(existing: ShardManifest, summary: InputSummary, out: Path) -> None:
-    """Raise DataError if `existing` was made from another input, or a file of it is missing.
-
-    Input and settings determine tokenizer and shards, so those are not compared.
-    """
-    if changes := _differences("input ", existing.input.model_dump(), summary.model_dump()):
-        raise _other_dataset(out, changes)
-    missing = [name for name in existing.file_names() if not (out / name).is_file()]
+        raise DataError(
+            f"{out} holds another dataset: {'; '.join(changes)}. Nothing was changed; choose "
+            f"another --out, or remove {out} and run this again. To see its content: txl data "
+            f"inspect {out}"
+        )
+    missing = [name for name in manifest.file_names() if not (out / name).is_file()]
     if missing:
         raise DataError(
             f"{out} has the manifest of this dataset but not {', '.join(missing[:5])}. Restore "
             f"them, or remove {out} and run this again. To list all damage: txl data verify {out}"
         )
+    return manifest
 
 
 def _differences(prefix: str, old: dict[str, object], new: dict[str, object]) -> list[str]:
@@ -104,11 +106,12 @@ def _differences(prefix: str, old: dict[str, object], new: dict[str, object]) ->
     ]
 
 
-def _other_dataset(out: Path, changes: list[str]) -> DataError:
-    return DataError(
-        f"{out} holds another dataset: {'; '.join(changes)}. Nothing was changed; choose another "
-        f"--out, or remove {out} and run this again. To see its content: txl data inspect {out}"
-    )
+def _is_reject_list(path: Path) -> bool:
+    """Whether this is the reject list of a failed run, not another file with its name."""
+    if path.name != REJECTS_NAME or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(9) == b'{"file": '
 
 
 def require_usable_input(

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ from data_pipeline.preparation.output import (
     claim_staging,
     find_existing,
     fingerprint_of,
-    require_same_input,
     require_usable_input,
 )
 from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
@@ -137,11 +137,9 @@ def prepare_dataset(
         if empty:
             note(f"{len(empty):,} of {len(files):,} files have 0 bytes: {list_names(empty)}")
         tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
-        manifest = find_existing(out, settings, tokenizer)
-        if manifest:
-            summary = _summarize_input(files, settings, workers, progress)
-            require_same_input(manifest, summary, out)
-        else:
+        summarize_input = partial(_summarize_input, files, settings, workers, progress)
+        manifest = find_existing(out, settings, tokenizer, summarize_input)
+        if not manifest:
             with explain_disk_errors("writing shards", out):
                 fingerprint = fingerprint_of(files, settings, tokenizer)
                 staging = claim_staging(staged, fingerprint, note).absolute()

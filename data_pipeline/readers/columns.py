@@ -16,6 +16,7 @@ Sources: Apache Arrow, "Arrow Columnar Format", section "IPC Streaming Format"; 
 
 import csv
 import io
+import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, TextIO
 
@@ -196,9 +197,9 @@ def _holds_text(kind: Any) -> bool:
 def _record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
     """The document of a row, from its Arrow scalar. `row` is counted from 1."""
     try:
-        if not value.is_valid:
+        text = _text_of_ids(source, value) if source.file.ids else value.as_py()
+        if text is None:
             raise BadRecordError(0, f'"{source.text_key}" is null')
-        text = _text_of_ids(source, value.values) if source.file.ids else value.as_py()
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         if len(text.encode()) > MAX_RECORD_BYTES:
@@ -210,17 +211,19 @@ def _record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
         return source.reject(row, 0, error.reason)
 
 
-def _text_of_ids(source: Source, values: Any) -> str:
-    """The text of an Arrow array of ids. Raises BadRecordError."""
+def _text_of_ids(source: Source, value: Any) -> str | None:
+    """The text of a list of ids; None for null. Raises BadRecordError."""
     from data_pipeline.readers.ids import text_of_document
 
-    if values.null_count:
+    if not value.is_valid:
+        return None
+    if value.values.null_count:
         raise BadRecordError(0, f'"{source.text_key}" has null among its ids')
-    return text_of_document(values.to_numpy(zero_copy_only=False), source.id_rules)
+    return text_of_document(value.values.to_numpy(zero_copy_only=False), source.id_rules)
 
 
 def read_csv(source: Source) -> Iterator[Record | Reject]:
-    csv.field_size_limit(MAX_RECORD_BYTES)  # for the whole process
+    csv.field_size_limit(sys.maxsize)  # for the whole process; `_bounded_lines` has a limit
     delimiter = "\t" if source.file.suffix.name in _TABS else ","
     # Bytes that are not UTF-8 become lone surrogates: they reject their row alone.
     stream = io.TextIOWrapper(source.stream, "utf-8-sig", errors="surrogateescape", newline="")

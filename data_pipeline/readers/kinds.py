@@ -81,7 +81,7 @@ def _kind_of(file: InputFile, rules: KindRules, *, in_folder: bool) -> Kind:
     suffix = file.suffix
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
-            may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
+            may_have_lines = kind in ("parquet", "arrow") and not suffix.packed
             may_be_wikitext = rules.is_wikitext or "wiki" in file.place.lower()
             if may_have_lines and may_be_wikitext and _holds_wikitext_rows(file, rules.text_key):
                 return "wikitext_rows"

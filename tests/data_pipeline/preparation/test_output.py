@@ -207,7 +207,7 @@ def test_files_without_a_byte_are_named(txl: Txl, tmp_path: Path) -> None:
     ids = ("--format", "ids", "--vocab-size", 9, "--end-of-document", 0)
     ended = txl("prepare", folder / "a.json", "--out", tmp_path / "ids", *ids)
     assert ended.code == 3
-    assert "a.json:byte 0: broken JSON" in ended.err
+    assert "a.json:byte 1: broken JSON" in ended.err
 
 
 def test_an_empty_text_key_is_not_the_default(txl: Txl, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.index import InputIndex
+from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.scan import plan_scan, scan
 from data_pipeline.readers import find_files
 from data_pipeline.shards.manifest import load_manifest

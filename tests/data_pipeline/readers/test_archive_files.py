@@ -334,7 +334,8 @@ def test_a_long_text_in_an_archive_is_never_held(
 ) -> None:
     monkeypatch.setattr("data_pipeline.readers.source.MAX_RECORD_BYTES", 2000)
     monkeypatch.setattr("data_pipeline.readers.source.HELD_BYTES", 1000)
-    monkeypatch.setattr("data_pipeline.readers.source.CHUNK_BYTES", 100)
+    for module in ("source", "lines"):
+        monkeypatch.setattr(f"data_pipeline.readers.{module}.CHUNK_BYTES", 100)
     (tmp_path / "in").mkdir()
     for name, size in (("a", 1), ("b", 1500), ("c", 2)):
         (tmp_path / "in" / name).write_text(f"é{name}" * size)

@@ -78,7 +78,7 @@ NPY = {
     "negative": (npy(np.array([-1])), "token id -1 at position 0"),
     "floats": (npy(np.array([1.0])), "the array is of float64, not of integers"),
     "pickled": (npy(np.array([None]), allow_pickle=True), "Python objects, which are never loaded"),
-    "pickle": (pickle.dumps([1, 2]), "not an .npy array: it begins with"),
+    "pickle": (pickle.dumps([1, 2]), "not an .npy array"),
     "no header": (np.arange(9, dtype="<u2").tobytes(), "rename it to .bin and give --dtype"),
     "3 dimensions": (npy(np.ones((2, 1, 1), int)), "it must have 1 or 2 dimensions"),
     "columns": (npy(np.asfortranarray(np.ones((2, 3), int))), "the array is in column order"),

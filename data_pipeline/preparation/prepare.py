@@ -98,7 +98,7 @@ def prepare_dataset(
 
     Args:
         inputs: files, folders, patterns and URLs; or all of them as SPLIT=INPUT, to give their
-            splits. Otherwise the names of the files may give splits (`readers/names.py`).
+            splits. Otherwise the names of the files may give splits (`readers/split_names.py`).
         tokenizer_file: required if `settings.tokenizer` is "file". For "ids" it may be given: the
             names of the ids, or the `tokenizer.json` of a vocabulary. Other tokenizers take none.
         max_reject_rate: fraction of records that may be unusable. They are listed in

@@ -5,7 +5,7 @@ and settings only, so any number of workers can then write the shards independen
 
 The split of a document is given with its file, by a hash, or by its place in a long text:
 
-- The input gives splits to its files (`readers/names.py`). `--split none` merges them.
+- The input gives splits to its files (`readers/split_names.py`). `--split none` merges them.
 - `--split valid=0.1` holds out that fraction of train by a hash: of the document, or of the work
   that it is a part of (`--split-by`). Splits that only file names give are then ignored; those of
   inputs named `train=A test=B` stay.

@@ -142,9 +142,13 @@ class _Search:
         archive, inner = (address, "") if self.rules.format == "tar" else split_archive(address)
         files, is_file = list_files(archive, self.out)
         in_folder = not is_file and not is_pattern(address)
-        if is_file:
-            _reject_archive(files[0])
-        else:
+        if is_file and files[0].suffix.name in ANY_ARCHIVE.difference(ARCHIVES):
+            raise ConfigError(
+                f"{shown(archive)}: such archives are not unpacked here. Unpack it and give the "
+                "folder; .zip and .tar archives are read, .gz, .zst, .bz2 and .xz files "
+                "decompressed."
+            )
+        if not is_file:
             files = self._data_files(files, address, in_folder=in_folder)
         read: list[InputFile] = []
         for file in files:
@@ -224,15 +228,6 @@ class _Search:
         files = self._data_files(files, address, in_folder=True)
         # The only file of an archive is read as one that is given by name.
         return [with_kind(file, self.rules, in_folder=len(names) > 1) for file in files]
-
-
-def _reject_archive(file: InputFile) -> None:
-    suffix = file.suffix.name
-    if suffix in ANY_ARCHIVE and suffix not in ARCHIVES:
-        raise ConfigError(
-            f"{shown(file.path)}: {suffix} files are not unpacked here. Unpack it and give the "
-            "folder; .zip and .tar archives are read, .gz, .zst, .bz2 and .xz files decompressed."
-        )
 
 
 # --- files that are no data -----------------------------------------------------------------------

@@ -36,8 +36,7 @@ from data_pipeline.readers.formats import (
 )
 from data_pipeline.readers.input_file import InputFile, index_path
 from data_pipeline.readers.lines import HEAD_BYTES, is_binary
-from data_pipeline.readers.records import BrokenStreamError, IdRules
-from data_pipeline.readers.source import Source
+from data_pipeline.readers.records import IdRules
 from data_pipeline.readers.wikitext import has_wikitext_rows, is_title
 from data_pipeline.system.sources import file_system, retry_request, scheme_of, shown
 
@@ -83,7 +82,7 @@ def _kind_of(file: InputFile, rules: KindRules, *, in_folder: bool) -> Kind:
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             may_have_lines = kind in ("parquet", "arrow") and not suffix.packed
             may_be_wikitext = rules.is_wikitext or "wiki" in file.place.lower()
-            if may_have_lines and may_be_wikitext and _holds_wikitext_rows(file, rules.text_key):
+            if may_have_lines and may_be_wikitext and has_wikitext_rows(file, rules.text_key):
                 return "wikitext_rows"
             return kind
     name = posixpath.basename(file.name).lower()
@@ -102,14 +101,6 @@ def _kind_of(file: InputFile, rules: KindRules, *, in_folder: bool) -> Kind:
     if is_title(next(filter(bytes.strip, lines), b"")):
         return "wikitext"
     return "binary" if is_binary(head) else "text"
-
-
-def _holds_wikitext_rows(file: InputFile, text_key: str) -> bool:
-    try:
-        with file.open() as stream:
-            return has_wikitext_rows(Source(file, text_key, stream=stream))
-    except (OSError, BrokenStreamError):  # the reader reports it
-        return False
 
 
 def holds_json_lines(file: InputFile, text_key: str, *, head: bytes) -> bool:

@@ -121,9 +121,10 @@ def lines_of(source: Source) -> Iterator[Line]:
             while end and not end.endswith(b"\n"):  # a line that is cut
                 end = stream.readline(CHUNK_BYTES)
                 offset += len(end)
+            if not begin and raw.startswith(codecs.BOM_UTF8):
+                begin, raw = len(codecs.BOM_UTF8), raw.removeprefix(codecs.BOM_UTF8)
             source.lines += 1
-            body = raw if begin else raw.removeprefix(codecs.BOM_UTF8)
-            yield Line(begin + len(raw) - len(body), source.lines, body)
+            yield Line(begin, source.lines, raw)
     except OSError as error:
         raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
 

@@ -218,15 +218,13 @@ def _contents_of_zip(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str,
 
 
 def _problem_of_zip_member(info: zipfile.ZipInfo) -> str:
-    mode = stat.S_IFMT(info.external_attr >> 16)
-    if info.orig_filename.endswith(("/", "\\")):
-        return ""
-    if info.flag_bits & _ENCRYPTED:
-        return "encrypted"
-    if mode not in (0, stat.S_IFREG):
-        return "a link or a device, not a file"
-    is_known = info.compress_type in _METHODS
-    return "" if is_known else f"of method {info.compress_type}; only deflate is read"
+    mode, method = stat.S_IFMT(info.external_attr >> 16), info.compress_type
+    problems = {
+        "encrypted": info.flag_bits & _ENCRYPTED,
+        "a link or a device, not a file": mode not in (0, stat.S_IFREG, stat.S_IFDIR),
+        f"of method {method}; only deflate is read": method not in _METHODS,
+    }
+    return next((problem for problem, is_so in problems.items() if is_so), "")
 
 
 def _refuse(name: str, problem: str) -> None:

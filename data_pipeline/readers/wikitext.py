@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import islice
 
 from data_pipeline.readers.columns import read_arrow, read_parquet
+from data_pipeline.readers.input_file import InputFile
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import DocumentBuilder, Line, Source, lines_of
 from data_pipeline.system.sources import open_source, reject_reason, shown
@@ -91,13 +92,17 @@ def _rows_of_file(source: Source) -> Iterator[bytes]:
         raise BrokenStreamError(source.lines, 0, place + reason) from error
 
 
-def has_wikitext_rows(source: Source) -> bool:
+def has_wikitext_rows(file: InputFile, text_key: str) -> bool:
     """Whether the first rows of a Parquet or Arrow file are lines of WikiText, one of them a title.
 
-    Raises OSError or BrokenStreamError.
+    False if it cannot be read, which its reader reports.
     """
-    rows = islice(_rows_of_file(source), _MAX_ROWS_EXAMINED)  # raises for one that is no line
-    return True in [is_title(row) for row in rows]
+    try:
+        with file.open() as stream:
+            rows = _rows_of_file(Source(file, text_key, stream=stream))
+            return True in [is_title(row) for row in islice(rows, _MAX_ROWS_EXAMINED)]
+    except (OSError, BrokenStreamError):
+        return False
 
 
 def next_shard(name: str) -> str:

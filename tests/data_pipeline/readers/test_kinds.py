@@ -47,16 +47,11 @@ def found_in(folder: Path, format: str = "auto") -> InputFiles:
 def test_json_lines_are_read_as_such_under_every_compression(
     tmp_path: Path, suffix: str, raw: bytes
 ) -> None:
-    (tmp_path / f"c4.json{suffix}").write_bytes(PACKED[suffix](raw))
-    assert kinds_of(found_in(tmp_path)) == {"jsonl": 1}
-
-
-@pytest.mark.parametrize("suffix", PACKED)
-def test_json_lines_give_their_documents_as_text(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"c4.json{suffix}"
-    path.write_bytes(PACKED[suffix](LINES))
-    assert texts(read(one_file(path))) == ["one", "two"]
-    assert texts(read(one_file(path, "jsonl"))) == ["one", "two"]
+    path.write_bytes(PACKED[suffix](raw))
+    assert one_file(path).kind == "jsonl"
+    if raw == LINES:
+        assert texts(read(one_file(path))) == texts(read(one_file(path, "jsonl"))) == ["one", "two"]
 
 
 @pytest.mark.parametrize("format", ["auto", "jsonl"])
@@ -112,13 +107,6 @@ def test_a_format_that_is_asked_for_takes_every_compression_of_its_files(
     kinds = found_in(tmp_path, format)
     assert {file.name for file in kinds.files} == names
     assert +kinds.ignored == {".txt.zstd": 1}
-
-
-def test_text_under_the_long_suffixes_is_decompressed(tmp_path: Path) -> None:
-    for suffix in (".gzip", ".zstd"):
-        path = tmp_path / f"in.txt{suffix}"
-        path.write_bytes(PACKED[suffix](b"plain"))
-        assert texts(read(one_file(path))) == ["plain"]
 
 
 def test_prepare_says_what_every_suffix_is_read_as(txl: Callable[..., Any], tmp_path: Path) -> None:

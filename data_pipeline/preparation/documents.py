@@ -173,24 +173,18 @@ def document_id(name: str, line: int, key: str = "") -> str:
 # --- groups of short documents --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TextGroup:
-    """Consecutive documents, the first of them with number `first`."""
+def read_groups(documents: Documents, staging: Path) -> Iterator[tuple[int, list[str] | None]]:
+    """(number of the first document, texts) of groups of consecutive documents, in order.
 
-    first: int
-    texts: list[str] | None
-    """None: one long document. Use `Documents.read_text`."""
-
-
-def read_groups(documents: Documents, staging: Path) -> Iterator[TextGroup]:
-    """All documents in order. Raises as `Documents.read_text` does."""
+    The texts are None for one long document: use `Documents.read_text`. Raises as that does.
+    """
     sizes = np.maximum(documents.location[:, 1], documents.text_bytes).astype(np.int64)
     part, is_long = (np.cumsum(sizes) - sizes) // GROUP_BYTES, sizes > MAX_SHORT_BYTES
     begins = (part[1:] != part[:-1]) | is_long[1:] | is_long[:-1]
     bounds = [0, *(np.flatnonzero(begins) + 1).tolist(), len(documents)]
     for first, stop in itertools.pairwise(bounds):
         texts = None if is_long[first] else _read_group(documents, first, stop, staging)
-        yield TextGroup(first, texts)
+        yield first, texts
 
 
 def _read_group(documents: Documents, first: int, stop: int, staging: Path) -> list[str]:

@@ -39,11 +39,11 @@ class InputIndex:
         files: list[InputFile],
         units: Sequence[ScanUnit],
         scans: Iterable[ScanResult],
-        reject_list: BinaryIO | None = None,
+        reject_list: BinaryIO,
     ) -> None:
         """`scans` are the results of `units`, in order.
 
-        Rejects are written to `reject_list`, if it is given, as the lines of `rejects.jsonl`.
+        Rejects are written to `reject_list`, as the lines of `rejects.jsonl`.
         """
         self.files = files
         self.empty = self.rejected = 0
@@ -121,19 +121,14 @@ class InputIndex:
                     reject = next(rejects)
                     if reject.line:
                         reject = replace(reject, line=reject.line + lines_before)
-                    content.append(b"rejected\0" + self._add_reject(reject))
+                    line_of_list = reject.to_json().encode() + b"\n"
+                    content.append(b"rejected\0" + line_of_list)
+                    self._reject_list.write(line_of_list)
+                    self.rejected += 1
+                    self.first_rejects = [*self.first_rejects, reject][:MAX_SHOWN_REJECTS]
+                    if reject.loses_rest:
+                        self.broken.setdefault(reject.file, reject)
                 else:
                     id_ = document_id(names[number], line, key).encode()
                     content.append(b"document\0%b\0%b\n" % (id_, digest))
             self._digest.update(b"".join(content))
-
-    def _add_reject(self, reject: Reject) -> bytes:
-        """Count a reject and write it to the reject list. Return its line."""
-        line = reject.to_json().encode() + b"\n"
-        self.rejected += 1
-        self.first_rejects = [*self.first_rejects, reject][:MAX_SHOWN_REJECTS]
-        if reject.loses_rest:
-            self.broken.setdefault(reject.file, reject)
-        if self._reject_list:
-            self._reject_list.write(line)
-        return line

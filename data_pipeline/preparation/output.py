@@ -12,7 +12,6 @@ units depend on: settings, format version, a given tokenizer, and path, name, si
 the staging directory.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -236,9 +235,7 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
     """
     path = staged.path / RECORDS / FINGERPRINT
     # It is the first file in staging, so a directory without it has no finished units.
-    previous = b""
-    with contextlib.suppress(OSError):
-        previous = path.read_bytes()
+    previous = path.read_bytes() if path.is_file() else b""
     if previous != fingerprint.encode():
         if previous:
             note(
@@ -248,8 +245,7 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
         staged.discard()
     staging = staged.stage(fresh=False)
     (staging / RECORDS).mkdir(exist_ok=True)
-    if not path.exists():
-        write_file(path, fingerprint.encode())
+    write_file(path, fingerprint.encode())
     for entry in (staging / RECORDS).iterdir():  # the scratch directories of killed units
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

@@ -8,7 +8,7 @@ disk. Its lines count from the start of a range. Texts that cannot be read again
 import hashlib
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -84,7 +84,7 @@ class ScanUnit:
 
     def __str__(self) -> str:
         first = self.ranges[0]
-        return f"{self.name}, from byte {first.start:,} of {first.file.name} on"
+        return printable(f"{self.name}, from byte {first.start:,} of {first.file.name} on")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,24 +97,21 @@ class ScanResult:
     keys: tuple[str, ...] = ()  # [N] `Record.key`, "" for rejects; () if there are none
 
     def to_bytes(self) -> bytes:
-        fields = [(r.file, r.line, r.byte, r.reason, r.loses_rest) for r in self.rejects]
-        rejects = np.frombuffer(json.dumps(fields).encode(), dtype=np.uint8)
+        rejects = [astuple(reject) for reject in self.rejects]
+        texts = np.frombuffer(json.dumps([rejects, self.keys]).encode(), dtype=np.uint8)
         records = self.records.view(np.uint8)
-        arrays = {"records": records, "range_lines": self.range_lines, "rejects": rejects}
-        if self.keys:
-            arrays["keys"] = np.frombuffer(json.dumps(self.keys).encode(), dtype=np.uint8)
-        return save(arrays)
+        return save({"records": records, "range_lines": self.range_lines, "texts": texts})
 
     @classmethod
     def load(cls, path: Path) -> "ScanResult":
         """Load a scan. `output.py` has checked its sha256."""
         arrays = load_file(path)
-        rejects = json.loads(arrays["rejects"].tobytes())
+        rejects, keys = json.loads(arrays["texts"].tobytes())
         return cls(
             records=arrays["records"].view(RECORD),
             range_lines=arrays["range_lines"],
             rejects=tuple(Reject(*fields) for fields in rejects),
-            keys=tuple(json.loads(arrays["keys"].tobytes())) if "keys" in arrays else (),
+            keys=tuple(keys),
         )
 
 

@@ -13,7 +13,6 @@ vertical tab, form feed, backspace and escape. NUL later in a file rejects its d
 """
 
 import json
-import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +36,6 @@ from data_pipeline.system.strict_json import JSON_DECODER
 
 HEAD_BYTES = 2**16
 """Bytes at the beginning of a file that decide whether it is text."""
-_NAME_OF_IDS = re.compile(r".*\.(bin|npy|npz|idx)(\.\w+)?", re.IGNORECASE | re.DOTALL)
 _IDS_REASON = (
     "binary, with the suffix of token ids: give --format ids --vocab-size N --end-of-document ID "
     "(and --dtype uint16 for a raw .bin file)"
@@ -58,7 +56,7 @@ def read_text(source: Source) -> Iterator[Record | Reject]:
 def read_binary(source: Source) -> Iterator[Record | Reject]:
     head = source.stream.read(HEAD_BYTES)
     reason = NUL_REASON if b"\0" in head else "binary: it has many control characters"
-    if _NAME_OF_IDS.fullmatch(source.file.name):
+    if source.file.suffix.name in (".bin", ".npy", ".npz", ".idx"):
         reason = _IDS_REASON
     yield source.reject(0, max(head.find(b"\0"), 0), reason)
 

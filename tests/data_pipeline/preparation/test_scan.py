@@ -1,6 +1,7 @@
 """No byte depends on how the input is cut into scan units; memory of the index."""
 
 import gzip
+import io
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -139,6 +140,6 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
 def test_the_index_takes_56_bytes_per_document(lines: Path, tmp_path: Path) -> None:
     files = find_files([str(lines)], format="auto", out=tmp_path / "out").files
     units = plan_scan(files, "text")
-    documents = InputIndex(files, units, map(scan, units)).documents
+    documents = InputIndex(files, units, map(scan, units), io.BytesIO()).documents
     columns = (documents.file, documents.unit, documents.location, documents.text_bytes)
     assert sum(column.nbytes for column in (*columns, documents.text_hash)) == 56 * len(documents)

@@ -52,19 +52,19 @@ class Documents:
         cls, text_key: str, files: Sequence[InputFile], parts: Sequence["Documents"]
     ) -> "Documents":
         """All documents of the parts, which have the same files."""
-        columns = (np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS)
+        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
         has_keys = any(part.keys for part in parts)
         keys = (part.keys or itertools.repeat("", len(part)) for part in parts if has_keys)
-        return cls(text_key, files, *columns, keys=tuple(itertools.chain(*keys)))
+        return cls(text_key, files, **columns, keys=tuple(itertools.chain(*keys)))
 
     def take(self, numbers: np.ndarray) -> "Documents":
         """These documents alone, with only their files."""
         used, file = np.unique(self.file[numbers], return_inverse=True)
+        columns = {name: getattr(self, name)[numbers] for name in _COLUMNS}
         return Documents(
             self.text_key,
             tuple(self.files[position] for position in used.tolist()),
-            file.astype(np.uint32),
-            *(getattr(self, name)[numbers] for name in _COLUMNS[1:]),
+            **{**columns, "file": file.astype(np.uint32)},
             keys=tuple(self.keys[number] for number in numbers) if self.keys else (),
         )
 

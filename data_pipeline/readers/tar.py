@@ -145,17 +145,35 @@ class _Blocks:
         """The next bytes."""
         for left in range(num_bytes, 0, -CHUNK_BYTES):
             yield self.read(min(left, CHUNK_BYTES))
+            self._last = b""  # no header
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= CHUNK_BYTES:  # hundreds of bytes hold a path and times
             raise self.broken(f"an extended header declares {size:,} bytes")
+        types = (tarfile.XHDTYPE, tarfile.XGLTYPE)
+        is_pax = self._last[257:262] == b"ustar" and self._last[156:157] in types
         self._last = read_exactly(self._stream, size)
         self._position += len(self._last)
         if not self._position:
             raise self.broken("empty")
         if len(self._last) < size:
             raise self.broken("truncated: it ends without an end mark")
+        if is_pax:
+            self._require_pax_records(self._last)
         return self._last
+
+    def _require_pax_records(self, raw: bytes) -> None:
+        """Raise BrokenStreamError for other records than "LENGTH KEY=VALUE\\n".
+
+        tarfile before Python 3.12 ignores these, and takes the shorter name of the next header.
+        """
+        raw = raw.partition(b"\0")[0]  # without the padding
+        while raw:
+            length = raw.partition(b" ")[0]
+            record = raw[: int(length)] if length.isdigit() else b""
+            if b"=" not in record or not record.endswith(b"\n"):
+                raise self.broken("damaged extended header")
+            raw = raw[len(record) :]
 
     def require_end(self) -> None:
         """Raise BrokenStreamError unless the end is marked and only zeros follow.

@@ -13,7 +13,7 @@ import zstandard
 from data_pipeline.readers import InputFile, Record, Reject, Source, read_text_chunks
 from data_pipeline.readers.records import HELD_BYTES, MAX_RECORD_BYTES
 from data_pipeline.readers.source import CHUNK_BYTES, lines_of
-from tests.data_pipeline.readers.reading import one_file, read
+from tests.data_pipeline.readers.reading import one_file, read, texts
 
 
 class CountsBytes(io.BytesIO):
@@ -83,6 +83,22 @@ def test_a_bad_byte_after_a_split_character_is_located(
         (records,) = read(one_file(tmp_path / "in.txt"))
         assert isinstance(records, Reject)
         assert records.byte == at
+
+
+@pytest.mark.parametrize(
+    ("format_", "after"),
+    [("lines", ['{"text": "next"}']), ("jsonl", ["next"]), ("wikitext", [])],
+)
+@pytest.mark.parametrize("unit_bytes", [30, 10**6])
+def test_a_line_above_the_limit_is_rejected_and_the_next_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str, after: list[str], unit_bytes: int
+) -> None:
+    monkeypatch.setattr("data_pipeline.readers.source.MAX_RECORD_BYTES", 40)
+    (tmp_path / "in").write_bytes(b'{"text": "' + b"x" * 500 + b'"}\n{"text": "next"}\n')
+    reject, *good = read(one_file(tmp_path / "in", format_), unit_bytes=unit_bytes)
+    assert isinstance(reject, Reject)
+    assert (reject.line, "longer than 40 bytes" in reject.reason) == (1, True)
+    assert texts(good) == after
 
 
 @pytest.mark.fault_row(47)

@@ -203,6 +203,7 @@ BAD_ARCHIVES = {
         "an extended header declares 1,049,088 bytes",
     ),
     "bad pax": (archive(*GOOD, pax(b"99 path=x\n"), member("c.txt")), "damaged extended header"),
+    "short pax": (archive(*GOOD, pax(b"8 path=xyz\n"), member("c.txt")), "damaged extended"),
     "pax size": (archive(*GOOD, pax(b"11 size=-1\n"), member("c.txt")), "size -1: unsupported"),
     "global path": (
         archive(*GOOD, pax(b"10 path=x\n", type=tarfile.XGLTYPE), member("c.txt")),

@@ -96,7 +96,7 @@ FORMATS: dict[Kind, FileFormat] = {
 }
 ID_FORMATS: dict[Kind, FileFormat] = {
     "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson")),
-    "json": FileFormat(read=_of_ids("id_json", "read_id_json"), suffixes=(".json",)),
+    "json": FileFormat(read=_of_ids("ids", "read_id_json"), suffixes=(".json",)),
     "npy": FileFormat(read=_of_ids("ids", "read_npy"), suffixes=(".npy",), by_range=True),
     "parquet": FORMATS["parquet"],
     "arrow": FORMATS["arrow"],

@@ -243,7 +243,9 @@ class UnitRunner:
             self.staged.keep_staging = True  # when the run is stopped
             self.finished += 1
             self.reused += outcome.reused
-            done_bytes += outcome.size
+            # Reused units lower the total instead of raising the rate, which is of real work.
+            total_bytes -= outcome.size * outcome.reused
+            done_bytes += outcome.size * (not outcome.reused)
             self.progress(phase, done_bytes, total_bytes)
             yield number, outcome.result
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,8 @@ def test_a_scan_of_texts_that_are_spilled_is_reused_only_with_a_version_mark(
     unit = ScanUnit(0, (FileRange(0, file, 0, file.size),), "text")
     reused = [run_unit(tmp_path, "same", unit).reused for _ in range(2)]
     assert reused == [False, bool(mark)]
+    plain = FileRange(0, replace(file, is_spilled=False), 0, file.size)
+    assert ScanUnit(0, (plain,), "text").key != unit.key, "its locations are in another file"
 
 
 def test_a_worker_that_does_not_see_the_staging_folder_is_refused(

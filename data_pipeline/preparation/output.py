@@ -12,7 +12,6 @@ units depend on: settings, format version, a given tokenizer, and path, name, si
 the staging directory.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, counted
-from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
+from data_pipeline.preparation.index import InputIndex
+from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, RECORDS, UNIT_BYTES
 from data_pipeline.readers import InputFile
 from data_pipeline.readers.split_names import list_names
 from data_pipeline.readers.unpack import UNPACKED
@@ -51,12 +51,16 @@ from data_pipeline.tokenizers.loading import StoredTokenizer, describe_differenc
 
 
 def find_existing(
-    out: Path, settings: PrepareSettings, tokenizer: Tokenizer | None
+    out: Path,
+    settings: PrepareSettings,
+    tokenizer: Tokenizer | None,
+    summarize_input: Callable[[], InputSummary],
 ) -> ShardManifest | None:
-    """The manifest of a complete dataset with these settings, or None for a free directory.
+    """The manifest of the complete dataset of this input, or None for a free directory.
 
-    `tokenizer` is None if it is trained. Raises DataError if the directory holds
-    anything else, except the list of rejects of a failed run.
+    `tokenizer` is None if it is trained: input and settings determine it, and the shards. Raises
+    DataError if the directory holds anything else, except the list of rejects of a failed run, or
+    if a file is missing. `summarize_input` reads all of it, and is called if all else is the same.
     """
     paths = sorted(path for path in out.iterdir() if path.name not in (STAGING, UNPACKED))
     if out / MANIFEST_NAME not in paths:
@@ -75,24 +79,22 @@ def find_existing(
             changes.append(f"tokenizer: {describe_differences(stored, tokenizer)}")
         elif tokenizer.digest != manifest.tokenizer_digest:
             changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer.digest} now")
+    if not changes:
+        old, new = manifest.input.model_dump(), summarize_input().model_dump()
+        changes = _differences("input ", old, new)
     if changes:
-        raise _other_dataset(out, changes)
-    return manifest
-
-
-def require_same_input(existing: ShardManifest, summary: InputSummary, out: Path) -> None:
-    """Raise DataError if `existing` was made from another input, or a file of it is missing.
-
-    Input and settings determine tokenizer and shards, so those are not compared.
-    """
-    if changes := _differences("input ", existing.input.model_dump(), summary.model_dump()):
-        raise _other_dataset(out, changes)
-    missing = [name for name in existing.file_names() if not (out / name).is_file()]
+        raise DataError(
+            f"{out} holds another dataset: {'; '.join(changes)}. Nothing was changed; choose "
+            f"another --out, or remove {out} and run this again. To see its content: txl data "
+            f"inspect {out}"
+        )
+    missing = [name for name in manifest.file_names() if not (out / name).is_file()]
     if missing:
         raise DataError(
             f"{out} has the manifest of this dataset but not {', '.join(missing[:5])}. Restore "
             f"them, or remove {out} and run this again. To list all damage: txl data verify {out}"
         )
+    return manifest
 
 
 def _differences(prefix: str, old: dict[str, object], new: dict[str, object]) -> list[str]:
@@ -103,22 +105,12 @@ def _differences(prefix: str, old: dict[str, object], new: dict[str, object]) ->
     ]
 
 
-def _other_dataset(out: Path, changes: list[str]) -> DataError:
-    return DataError(
-        f"{out} holds another dataset: {'; '.join(changes)}. Nothing was changed; choose another "
-        f"--out, or remove {out} and run this again. To see its content: txl data inspect {out}"
-    )
-
-
 def _is_reject_list(path: Path) -> bool:
-    """Whether this is the reject list of a failed run, not an unrelated file with its name."""
+    """Whether this is the reject list of a failed run, not another file with its name."""
     if path.name != REJECTS_NAME or not path.is_file():
         return False
     with path.open("rb") as file:
-        try:
-            return set(json.loads(file.readline())) == {"file", "line", "byte", "reason"}
-        except (ValueError, TypeError):
-            return False
+        return file.read(9) == b'{"file": '
 
 
 def require_usable_input(
@@ -129,27 +121,23 @@ def require_usable_input(
     Before it raises for rejects or broken files, it moves the list of rejects from `staging` to
     `out`.
     """
-    rejected, broken = index.rejected, len(index.broken)
-    records = len(index) + index.empty + rejected
-    # A file that ends early counts as one reject but loses an unknown number of records, so a
-    # reject rate below 1 cannot accept it.
-    if broken and max_reject_rate < 1:
+    rejected, num_documents = index.rejected, index.num_documents
+    records = num_documents + index.empty + rejected
+    if index.broken and max_reject_rate < 1:
+        # A file that ends early counts as one reject but loses an unknown number of records, so a
+        # reject rate below 1 cannot accept it.
+        first, count, rate = [*index.broken.values()], len(index.broken), "--max-reject-rate 1"
         problem = (
-            f"{broken:,} of {len(index.files):,} files cannot be read to their end, which loses "
+            f"{count:,} of {len(index.files):,} files cannot be read to their end, which loses "
             "the rest of each"
         )
-        first, count, rate = (
-            [*index.broken.values()][:MAX_SHOWN_REJECTS],
-            broken,
-            "--max-reject-rate 1",
-        )
-    elif rejected and (rejected > max_reject_rate * records or not len(index)):
+    elif rejected and (rejected > max_reject_rate * records or not num_documents):
+        first, count, rate = index.first_rejects, rejected, "a higher --max-reject-rate"
         problem = (
             f"{rejected:,} of {records:,} records cannot be used, the limit is "
             f"{max_reject_rate:.4%}"
         )
-        first, count, rate = index.first_rejects, rejected, "a higher --max-reject-rate"
-    elif not len(index):
+    elif not num_documents:
         raise DataError(
             f"the input holds no text: {counted(len(index.files), 'file')}, "
             f"{counted(index.empty, 'empty document')} and no other. Give files with text in them: "
@@ -160,19 +148,18 @@ def require_usable_input(
     with explain_disk_errors("writing the list of rejects", out):
         (staging / REJECTS_NAME).replace(out / REJECTS_NAME)
         fsync_directory(out)
-    shown = "".join(f"\n  {reject}" for reject in first)
-    more = f"\n  and {count - len(first):,} more" if count > len(first) else ""
+    shown = "".join(f"\n  {reject}" for reject in first[:MAX_SHOWN_REJECTS])
+    more = max(0, count - MAX_SHOWN_REJECTS)
+    shown += f"\n  and {more:,} more" if more else ""
     raise DataError(
-        f"{problem}; no dataset was written.{shown}{more}\nAll are listed in "
-        f"{out / REJECTS_NAME}. Repair them and run this again, or accept the loss with {rate}."
+        f"{problem}; no dataset was written.{shown}\nAll are listed in {out / REJECTS_NAME}. "
+        f"Repair them and run this again, or accept the loss with {rate}."
     )
 
 
 # --- finished work units ----------------------------------------------------------------------
 
 
-RECORDS = "units"
-"""Directory in staging for the records, and for files that are not part of the dataset."""
 FINGERPRINT = "fingerprint.json"
 
 
@@ -248,9 +235,7 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
     """
     path = staged.path / RECORDS / FINGERPRINT
     # It is the first file in staging, so a directory without it has no finished units.
-    previous = b""
-    with contextlib.suppress(OSError):
-        previous = path.read_bytes()
+    previous = path.read_bytes() if path.is_file() else b""
     if previous != fingerprint.encode():
         if previous:
             note(
@@ -260,8 +245,7 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
         staged.discard()
     staging = staged.stage(fresh=False)
     (staging / RECORDS).mkdir(exist_ok=True)
-    if not path.exists():
-        write_file(path, fingerprint.encode())
+    write_file(path, fingerprint.encode())
     for entry in (staging / RECORDS).iterdir():  # the scratch directories of killed units
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

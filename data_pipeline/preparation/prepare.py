@@ -6,36 +6,32 @@ give the same bytes for any number of workers. Finished units stay in the stagin
 program is stopped or killed, and a rerun of the same command reuses them.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.preparation.document_batch import DocumentBatch
+from data_pipeline.preparation.documents import Documents
+from data_pipeline.preparation.index import InputIndex
 from data_pipeline.preparation.output import (
-    FinishedFile,
     claim_staging,
     find_existing,
     fingerprint_of,
-    load_finished,
-    record_finished,
-    require_same_input,
     require_usable_input,
 )
-from data_pipeline.preparation.scan import InputIndex, ScanResult, plan_scan, scan
+from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
 from data_pipeline.preparation.splits import (
     ShardAssignment,
     choose_given_splits,
     first_of_each_text,
 )
-from data_pipeline.preparation.work_units import (
-    BatchUnit,
-    UnitRunner,
-)
+from data_pipeline.preparation.work_units import BatchUnit, UnitRunner
 from data_pipeline.readers import InputFile, find_files
 from data_pipeline.readers.split_names import count_by_split, list_names
 from data_pipeline.readers.unpack import UNPACKED, removed_afterwards
@@ -54,14 +50,12 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.files import (
     StagedDirectory,
     explain_disk_errors,
-    sha256_file,
     write_synced,
 )
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.tokenizers import (
     Tokenizer,
-    load_tokenizer,
     needs_training,
     ready_tokenizer,
     sum_of_counts,
@@ -82,7 +76,7 @@ class PrepareReport:
     read_as: dict[str, dict[str, int]]  # number of files read, by format and then by suffix
     given_splits: dict[str, int]  # number of files by the split that the input gives; {} if none
     workers: int
-    units: int  # work units of the dataset: scans, counts, shards and a trained tokenizer
+    units: int  # work units of the dataset: scans, counts and shards
     reused_units: int  # units that an earlier, interrupted run had finished
     peak_memory_bytes: int  # the largest resident set of this process or of one worker
     seconds: float
@@ -103,7 +97,7 @@ def prepare_dataset(
 
     Args:
         inputs: files, folders, patterns and URLs; or all of them as SPLIT=INPUT, to give their
-            splits. Otherwise the names of the files may give splits (`readers/names.py`).
+            splits. Otherwise the names of the files may give splits (`readers/split_names.py`).
         tokenizer_file: required if `settings.tokenizer` is "file". For "ids" it may be given: the
             names of the ids, or the `tokenizer.json` of a vocabulary. Other tokenizers take none.
         max_reject_rate: fraction of records that may be unusable. They are listed in
@@ -133,8 +127,6 @@ def prepare_dataset(
             text_key=settings.text_key,
             is_wikitext=settings.recipe in ("wt103", "wt2"),
         )
-        for line in inputs_found.notes:
-            note(line)
         read_as = inputs_found.read_as
         note(f"reading {list_read_as(read_as)}")
         files = choose_given_splits(inputs_found, settings, note)
@@ -144,11 +136,9 @@ def prepare_dataset(
         if empty:
             note(f"{len(empty):,} of {len(files):,} files have 0 bytes: {list_names(empty)}")
         tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
-        manifest = find_existing(out, settings, tokenizer)
-        if manifest:
-            summary = _summarize_input(files, settings, workers, progress)
-            require_same_input(manifest, summary, out)
-        else:
+        summarize_input = partial(_summarize_input, files, settings, workers, progress)
+        manifest = find_existing(out, settings, tokenizer, summarize_input)
+        if not manifest:
             with explain_disk_errors("writing shards", out):
                 fingerprint = fingerprint_of(files, settings, tokenizer)
                 staging = claim_staging(staged, fingerprint, note).absolute()
@@ -181,10 +171,8 @@ def _write_dataset(
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
     shards = ShardAssignment(index, settings, runner.staging, note).shards()
-    if tokenizer:
-        _save_tokenizer(tokenizer, runner.staging)
-    else:
-        tokenizer = _train_tokenizer(index, shards["train"], settings, runner)
+    tokenizer = tokenizer or _train_tokenizer(index.documents, shards["train"], settings, runner)
+    write_synced(runner.staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
     header = DatasetHeader(
         tokenizer_digest=tokenizer.digest,
         vocab_size=tokenizer.vocab_size,
@@ -196,7 +184,7 @@ def _write_dataset(
     encoder = tokenizer.encoder
     if tokenizer.slow_reason:
         note(f"encoding with {encoder}, which is slower than gigatoken: {tokenizer.slow_reason}")
-    splits = _write_shards(index, shards, header, runner)
+    splits = _write_shards(index.documents, shards, header, runner)
     manifest = ShardManifest(**dict(header), splits=splits)
     names = manifest.file_names()
     if manifest.input.rejected:
@@ -215,30 +203,25 @@ def _scan_input(
     """Scan all units and join the results. Writes the list of rejects to staging."""
     units = plan_scan(files, settings.text_key)
     results = runner.run("reading", units, sum(unit.size for unit in units))
-    paths = {number: runner.staging / result["scan"] for number, result in results}
+    paths = [runner.staging / result["scan"] for _, result in sorted(results)]
     with (runner.staging / REJECTS_NAME).open("wb") as rejects:
-        index = InputIndex(files, units, rejects)
         # From disk, because all scans in RAM would take another 70 bytes per document.
-        index.fill(lambda number: ScanResult.load(paths[number]))
+        index = InputIndex(files, units, map(ScanResult.load, paths), rejects)
         rejects.flush()
         os.fsync(rejects.fileno())
     return index
 
 
 def _train_tokenizer(
-    index: InputIndex, train: list[np.ndarray], settings: PrepareSettings, runner: UnitRunner
+    documents: Documents, train: list[np.ndarray], settings: PrepareSettings, runner: UnitRunner
 ) -> Tokenizer:
-    """Train on the shards of the train split, or reuse the tokenizer of an interrupted run.
+    """Train on the shards of the train split.
 
     Work units count the symbols of each shard: characters, words, or for bpe the words at the
     beginning of train. This process adds the counts and builds the vocabulary.
     """
-    staging, key = runner.staging, index.digest
-    path = staging / TOKENIZER_NAME
-    if load_finished(staging, "tokenizer", key) is not None:
-        runner.count(reused=True)
-        return load_tokenizer(path)
-    counted, total_bytes = [], 0
+    contexts: list[str] = []
+    total_bytes = 0
     for numbers in train:
         context = settings
         if settings.tokenizer == "bpe":
@@ -246,52 +229,38 @@ def _train_tokenizer(
             if bytes_left <= 0:
                 break
             context = settings.model_copy(update={"train_bytes": bytes_left})
-        counted.append((numbers, context.model_dump_json()))
-        total_bytes += int(index.text_bytes[numbers].sum())
+        contexts.append(context.model_dump_json())
+        total_bytes += int(documents.text_bytes[numbers].sum())
     units = (
-        BatchUnit("count", "train", number, context, DocumentBatch.of(index, numbers))
-        for number, (numbers, context) in enumerate(counted)
+        BatchUnit("count", "train", number, context, documents.take(train[number]))
+        for number, context in enumerate(contexts)
     )
     results = runner.run("counting", units, total_bytes)
-    paths = [staging / result["counts"] for _, result in results]
+    paths = sorted(runner.staging / result["counts"] for _, result in results)
     runner.progress("training the tokenizer", 0, 0)
-    counts = sum_of_counts(paths)
-    tokenizer = tokenizer_of_counts(settings, counts)
-    _save_tokenizer(tokenizer, staging)
-    files = [FinishedFile(TOKENIZER_NAME, path.stat().st_size, sha256_file(path))]
-    record_finished(staging, "tokenizer", key, result={}, files=files)
-    runner.count(reused=False)
-    return tokenizer
-
-
-def _save_tokenizer(tokenizer: Tokenizer, staging: Path) -> None:
-    write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
+    return tokenizer_of_counts(settings, sum_of_counts(paths))
 
 
 def _write_shards(
-    index: InputIndex,
+    documents: Documents,
     shards: dict[str, list[np.ndarray]],
     header: DatasetHeader,
     runner: UnitRunner,
 ) -> dict[str, SplitEntry]:
     """Tokenize and write all shards. Return the manifest's entry of every split."""
-    counts = {split: len(shards[split]) for split in shards}
-    index_header = IndexHeader(dataset=header, shards=counts).model_dump_json()
-    names = [(split, number) for split in shards for number in range(counts[split])]
+    counts = {split: len(of_split) for split, of_split in shards.items()}
+    context = IndexHeader(dataset=header, shards=counts).model_dump_json()
     units = (
-        BatchUnit(
-            "shard", split, number, index_header, DocumentBatch.of(index, shards[split][number])
-        )
-        for split, number in names
+        BatchUnit("shard", split, number, context, documents.take(numbers))
+        for split, of_split in shards.items()
+        for number, numbers in enumerate(of_split)
     )
-    all_shards = [numbers for split in shards.values() for numbers in split]
-    total_bytes = sum(int(index.text_bytes[numbers].sum()) for numbers in all_shards)
-    entries = {
-        names[unit]: ShardEntry.model_validate(result)
-        for unit, result in runner.run("writing", units, total_bytes)
-    }
+    all_shards = itertools.chain.from_iterable(shards.values())
+    total_bytes = sum(int(documents.text_bytes[numbers].sum()) for numbers in all_shards)
+    results = sorted(runner.run("writing", units, total_bytes))  # the shards of each split in order
+    entries = (ShardEntry.model_validate(result) for _, result in results)
     return {
-        split: SplitEntry.of([entries[split, number] for number in range(count)])
+        split: SplitEntry.of(list(itertools.islice(entries, count)))
         for split, count in counts.items()
     }
 
@@ -307,18 +276,18 @@ def _summarize_input(
         scans[number] = result
         done_bytes += units[number].size
         progress("reading", done_bytes, total_bytes)
-    index = InputIndex(files, units)
-    index.fill(scans.__getitem__)
+    in_order = (scans[number] for number in range(len(units)))
+    with Path(os.devnull).open("wb") as nowhere:
+        index = InputIndex(files, units, in_order, nowhere)
     if settings.dedup == "exact":
         first_of_each_text(index)
     return index.summary()
 
 
 def list_read_as(read_as: dict[str, dict[str, int]]) -> str:
-    """`PrepareReport.read_as` as text, the most frequent suffixes of every format first."""
-    formats = []
-    for kind, counts in read_as.items():
-        frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        listed = (f"{count:,} {printable(suffix)}" for suffix, count in frequent)
-        formats.append(f"{kind}: {', '.join(listed)}")
+    """`PrepareReport.read_as` as text."""
+    formats = (
+        f"{kind}: {', '.join(f'{count:,} {printable(suffix)}' for suffix, count in counts.items())}"
+        for kind, counts in read_as.items()
+    )
     return f"as {'; '.join(formats)}"

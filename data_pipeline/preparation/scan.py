@@ -1,33 +1,38 @@
-"""Scan units read the input once to locate and hash every document; the index joins their results.
+"""Scan units read the input once to locate and hash every document. `index.py` joins the results.
 
 A scan holds no text: location, size and sha256 of every document, about 70 bytes per document on
-disk. The index joins all scans in input order, as NumPy columns of 52 bytes per document, so an
-input larger than RAM can be deduplicated, split and shuffled in one process. Lines count from the
-start of a range in a scan, and from the start of the file in the index.
+disk. Its lines count from the start of a range. Texts that cannot be read again from their file
+(compressed files, Parquet, URLs, arrays of ids) are copied to the spill file of the unit.
 """
 
 import hashlib
-import itertools
 import json
-import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from data_pipeline.errors import DataError, counted, printable
-from data_pipeline.readers import InputFile, Record, RecordBlock, RecordReader, Reject, scan_ranges
-from data_pipeline.shards.manifest import InputSummary
+from data_pipeline.errors import DataError, printable
+from data_pipeline.readers import (
+    InputFile,
+    Record,
+    Reject,
+    Source,
+    read_records,
+    scan_ranges,
+)
 
+RECORDS = "units"
+"""Directory in staging for files that are not part of the dataset."""
 UNIT_BYTES = 64 * 2**20
 MAX_RANGES_PER_UNIT = 4096
 """Maximum number of file ranges per unit. Limits the size of a unit of many small files."""
 MAX_REJECTS = 1_000_000
 """Maximum number of rejects per unit. A reject takes up to 1 kB of RAM."""
+MAX_SHOWN_REJECTS = 5
 DOCUMENT, EMPTY, REJECT = 0, 1, 2
 RECORD = np.dtype(
     [
@@ -41,8 +46,7 @@ RECORD = np.dtype(
 _ROW = struct.Struct("<IB3QQ32s")  # the same layout, without padding
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
+class FileRange(NamedTuple):
     """The bytes [start, stop) of one file. `number` is the position of the file in the input."""
 
     number: int
@@ -70,16 +74,17 @@ class ScanUnit:
     @property
     def key(self) -> str:
         """Digest of everything that determines the result, except the content of the files."""
-        ranges = [(each.number, each.file.name, each.start, each.stop) for each in self.ranges]
+        ranges = [
+            (each.number, each.file.name, each.file.is_spilled, each.start, each.stop)
+            for each in self.ranges
+        ]
         # The row format is included so that a scan with other fields is not reused.
         content = json.dumps([_ROW.format, self.text_key, ranges])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def __str__(self) -> str:
-        others = len(self.ranges) - 1
-        more = f" and {counted(others, 'more file')}" if others else ""
         first = self.ranges[0]
-        return f"{self.name}, bytes {first.start:,} to {first.stop:,} of {first.file.name}{more}"
+        return printable(f"{self.name}, from byte {first.start:,} of {first.file.name} on")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,24 +97,21 @@ class ScanResult:
     keys: tuple[str, ...] = ()  # [N] `Record.key`, "" for rejects; () if there are none
 
     def to_bytes(self) -> bytes:
-        fields = [(r.file, r.line, r.byte, r.reason, r.loses_rest) for r in self.rejects]
-        rejects = np.frombuffer(json.dumps(fields).encode(), dtype=np.uint8)
+        rejects = [astuple(reject) for reject in self.rejects]
+        texts = np.frombuffer(json.dumps([rejects, self.keys]).encode(), dtype=np.uint8)
         records = self.records.view(np.uint8)
-        arrays = {"records": records, "range_lines": self.range_lines, "rejects": rejects}
-        if self.keys:
-            arrays["keys"] = np.frombuffer(json.dumps(self.keys).encode(), dtype=np.uint8)
-        return save(arrays)
+        return save({"records": records, "range_lines": self.range_lines, "texts": texts})
 
     @classmethod
     def load(cls, path: Path) -> "ScanResult":
         """Load a scan. `output.py` has checked its sha256."""
         arrays = load_file(path)
-        rejects = json.loads(arrays["rejects"].tobytes())
+        rejects, keys = json.loads(arrays["texts"].tobytes())
         return cls(
             records=arrays["records"].view(RECORD),
             range_lines=arrays["range_lines"],
             rejects=tuple(Reject(*fields) for fields in rejects),
-            keys=tuple(json.loads(arrays["keys"].tobytes())) if "keys" in arrays else (),
+            keys=tuple(keys),
         )
 
 
@@ -128,9 +130,9 @@ def plan_scan(files: list[InputFile], text_key: str) -> list[ScanUnit]:
     return [ScanUnit(number, tuple(ranges), text_key) for number, ranges in enumerate(groups)]
 
 
-def spill_name(number: int) -> str:
-    """Name of the file with the texts of unit `number` that cannot be read from their input."""
-    return f"spill-{number:06d}"
+def spill_path(staging: Path, number: int) -> Path:
+    """The file with the texts of unit `number` that cannot be read from their input."""
+    return staging / RECORDS / f"spill-{number:06d}"
 
 
 def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
@@ -140,264 +142,53 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
     for more than MAX_REJECTS rejects: such an input has another format.
     """
-    scanned = _Scanned(has_keys=any(each.file.kind == "tar" for each in unit.ranges))
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - for texts that are only hashed
-        for number, each in enumerate(unit.ranges):
-            reading = RecordReader(
-                each.file, unit.text_key, each.start, each.stop, spill=spill or nowhere
-            )
-            scanned.add_range(number, reading, spill if each.file.is_spilled else None)
+    has_keys = any(each.file.kind == "tar" for each in unit.ranges)
+    rows = bytearray()  # packed, because there may be millions
+    range_lines: list[int] = []
+    rejects: list[Reject] = []
+    keys: list[str] = []
+    for number, (_, file, start, stop) in enumerate(unit.ranges):
+        source = Source(file, unit.text_key, start, stop, spill)
+        last_line = 0
+        for record in read_records(source):
+            last_line = record.line
+            if has_keys:
+                keys.append("" if isinstance(record, Reject) else record.key)
+            if isinstance(record, Reject):
+                rejects.append(record)
+                rows += _ROW.pack(number, REJECT, 0, 0, 0, 0, b"")
+            else:
+                rows += _row(number, record, spill if file.is_spilled else None)
+            if len(rejects) > MAX_REJECTS:
+                raise _too_many_rejects(file, rejects)
+        # `source.lines` is 0 after a read error. The line numbers of the next range must still
+        # differ from those of this range, because document ids are made of them.
+        range_lines.append(source.lines or last_line)
     return ScanResult(
-        records=np.frombuffer(scanned.rows, RECORD),
-        range_lines=np.array(scanned.range_lines, dtype=np.int64),
-        rejects=tuple(scanned.rejects),
-        keys=tuple(scanned.keys),
+        records=np.frombuffer(rows, RECORD),
+        range_lines=np.array(range_lines, dtype=np.int64),
+        rejects=tuple(rejects),
+        keys=tuple(keys),
     )
 
 
-@dataclass(slots=True)
-class _Scanned:
-    """The records of a unit so far: packed bytes, because there may be millions."""
-
-    has_keys: bool
-    rows: bytearray = field(default_factory=bytearray)
-    range_lines: list[int] = field(default_factory=list)
-    rejects: list[Reject] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-
-    def add_range(self, number: int, reading: RecordReader, spill: BinaryIO | None) -> None:
-        last_line = 0
-        for record in reading:
-            if isinstance(record, RecordBlock):
-                last_line = record.lines[-1]
-                self.rows += _locate_block(record, number, spill)
-                self.keys += [""] * len(record.texts) if self.has_keys else []
-                continue
-            last_line = record.line
-            if self.has_keys:
-                self.keys.append("" if isinstance(record, Reject) else record.key)
-            if isinstance(record, Reject):
-                self.rejects.append(record)
-                self.rows += _ROW.pack(number, REJECT, 0, 0, 0, 0, b"")
-                if len(self.rejects) > MAX_REJECTS:
-                    file, shown = reading.file, "".join(f"\n  {r}" for r in self.rejects[-5:])
-                    raise DataError(
-                        f"{printable(file.name)}: more than {MAX_REJECTS:,} records near byte "
-                        f"{reading.start:,} cannot be used; the file is probably not {file.kind}."
-                        f"{shown}\nNo dataset was written. Set its format with --format, or "
-                        "remove the file from the input."
-                    )
-                continue
-            offset, size, text_bytes = _locate(record, spill)
-            kind = DOCUMENT if text_bytes else EMPTY
-            location = (offset, size, record.line)
-            self.rows += _ROW.pack(number, kind, *location, text_bytes, record.sha256)
-        # `reading.lines` is 0 after a read error. The line numbers of the next range must still
-        # differ from those of this range, because document ids are made of them.
-        self.range_lines.append(reading.lines or last_line)
+def _row(number: int, record: Record, spill: BinaryIO | None) -> bytes:
+    """The row of a document. Its text is written to `spill` if given, unless it is there."""
+    offset, size, text_bytes = record.offset, record.size, record.size
+    if record.text is not None:
+        encoded = record.text.encode()
+        text_bytes = len(encoded)
+        if spill:
+            offset, size = spill.tell(), text_bytes
+            spill.write(encoded)
+    kind = DOCUMENT if text_bytes else EMPTY
+    return _ROW.pack(number, kind, offset, size, record.line, text_bytes, record.sha256)
 
 
-def _locate_block(block: RecordBlock, range_index: int, spill: BinaryIO | None) -> bytes:
-    """The rows of all documents of a block. Offsets refer to `spill` if given."""
-    rows = np.zeros(len(block.texts), RECORD)
-    sizes = np.fromiter(map(len, block.texts), np.uint64, len(rows))
-    offsets = np.array(block.offsets, np.uint64)
-    if spill is not None:
-        offsets = np.uint64(spill.tell()) + np.cumsum(sizes) - sizes
-        spill.write(b"".join(block.texts))
-    rows["range_index"], rows["kind"], rows["text_bytes"] = range_index, DOCUMENT, sizes
-    rows["location"] = np.stack([offsets, sizes, np.array(block.lines, np.uint64)], axis=1)
-    digests = b"".join([hashlib.sha256(text).digest() for text in block.texts])
-    rows["text_sha256"] = np.frombuffer(digests, np.uint8).reshape(-1, 32)
-    return rows.tobytes()
-
-
-def _locate(record: Record, spill: BinaryIO | None) -> tuple[int, int, int]:
-    """Return (offset, size, UTF-8 bytes of the text). Offset and size refer to `spill` if given."""
-    text = record.text
-    if text is None:
-        return record.offset, record.size, record.num_text_bytes or record.size
-    if spill is None:
-        return record.offset, record.size, len(text) if text.isascii() else len(text.encode())
-    encoded = text.encode()
-    offset = spill.tell()
-    spill.write(encoded)
-    return offset, len(encoded), len(encoded)
-
-
-# --- the index of all documents -------------------------------------------------------------------
-
-
-TEXT_HASH_BYTES = 16
-"""Bytes of a text's sha256 to keep. They identify duplicates and files that changed."""
-
-_ROWS_PER_UPDATE = 8192
-"""Records whose contribution to the digest is held in RAM."""
-MAX_SHOWN_REJECTS = 5
-"""Rejects kept in RAM for an error message. An input of another format has one per line."""
-
-
-class InputIndex:
-    """The D documents with text, numbered in input order, and counts of everything else.
-
-    Rejects are written to `reject_list`, if it is given, as the lines of `rejects.jsonl`.
-    """
-
-    file: np.ndarray  # uint32 [D]: position in `files`
-    # uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0 is a whole file.
-    location: np.ndarray
-    text_bytes: np.ndarray  # uint64 [D]: UTF-8 bytes of the text
-    text_hash: np.ndarray  # uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256
-
-    def __init__(
-        self,
-        files: list[InputFile],
-        units: Sequence[ScanUnit],
-        reject_list: BinaryIO | None = None,
-    ) -> None:
-        self.files = files
-        self.units = units
-        self.text_key = units[0].text_key if units else "text"
-        self.documents = 0  # with text; differs from len(self) after `replace_only_document`
-        self.empty = 0
-        self.duplicates = 0  # set by `first_of_each_text`
-        self.rejected = 0
-        self.first_rejects: list[Reject] = []  # at most MAX_SHOWN_REJECTS
-        self.broken: dict[str, Reject] = {}  # by file, the first that loses the rest of the file
-        # Keys of documents in containers, "" for others; [] if no file has keys.
-        self.keys: list[str] = []
-        self._first_of_unit = np.zeros(len(units) + 1, np.int64)
-        self._digest = hashlib.sha256()
-        if any(splits := [file.split for file in files]):
-            self._digest.update(json.dumps(splits).encode())
-        self._reject_list = reject_list
-
-    def __len__(self) -> int:
-        return len(self.file)
-
-    def document_id(self, number: int) -> str:
-        key = self.keys[number] if self.keys else ""
-        return document_id(self.files[self.file[number]].name, int(self.location[number, 2]), key)
-
-    def document_ids(self) -> Iterator[str]:
-        names = [file.name for file in self.files]
-        keys = self.keys or itertools.repeat("", len(self))
-        for file, line, key in zip(self.file, self.location[:, 2], keys, strict=True):
-            yield document_id(names[file], int(line), key)
-
-    def unit_of(self, numbers: np.ndarray) -> np.ndarray:
-        """The scan unit of each of these documents."""
-        return np.searchsorted(self._first_of_unit, numbers, side="right") - 1
-
-    @property
-    def digest(self) -> str:
-        """Digest of given splits, id and text's sha256 of every document, and every reject."""
-        return self._digest.hexdigest()
-
-    def summary(self) -> InputSummary:
-        return InputSummary(
-            digest=self.digest,
-            files=len(self.files),
-            documents=self.documents,
-            empty=self.empty,
-            rejected=self.rejected,
-            duplicates=self.duplicates,
-        )
-
-    def fill(self, scans: Callable[[int], ScanResult]) -> None:
-        """Add the results of all units. `scans(number)` is called twice per unit.
-
-        The first pass counts documents, so that the columns are allocated once in their final size.
-        """
-        kinds = (scans(number).records["kind"] for number in range(len(self.units)))
-        counts = [int((kind == DOCUMENT).sum()) for kind in kinds]
-        np.cumsum(counts, out=self._first_of_unit[1:])
-        self.documents = total = sum(counts)
-        self.file = np.empty(total, np.uint32)
-        self.location = np.empty((total, 3), np.uint64)
-        self.text_bytes = np.empty(total, np.uint64)
-        self.text_hash = np.empty((total, TEXT_HASH_BYTES), np.uint8)
-        if any(file.kind == "tar" for file in self.files):
-            self.keys = [""] * total
-        file_lines = np.zeros(len(self.files), np.uint64)
-        for number, unit in enumerate(self.units):
-            rows = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
-            self._add_scan(unit, scans(number), rows, file_lines)
-
-    def replace_only_document(
-        self, ranges: list[tuple[int, int]], text_bytes: list[int], sha256: list[bytes]
-    ) -> None:
-        """Replace the only document by consecutive parts of it, each (offset, size) of its file."""
-        line = int(self.location[0, 2])
-        self._first_of_unit[self._first_of_unit > 0] = len(ranges)
-        self.file = np.repeat(self.file, len(ranges))
-        self.location = np.array([(*each, line) for each in ranges], np.uint64)
-        self.text_bytes = np.array(text_bytes, np.uint64)
-        self.keys = self.keys * len(ranges)
-        hashes = b"".join(digest[:TEXT_HASH_BYTES] for digest in sha256)
-        self.text_hash = np.frombuffer(hashes, np.uint8).reshape(-1, TEXT_HASH_BYTES)
-
-    def _add_scan(
-        self, unit: ScanUnit, scan: ScanResult, rows: slice, file_lines: np.ndarray
-    ) -> None:
-        """Fill `rows` with the documents of one unit.
-
-        `file_lines` is uint64 [files], the lines of each file in earlier units; it is updated.
-        """
-        file_of_range = np.array([each.number for each in unit.ranges], np.uint32)
-        lines_before = file_lines[file_of_range]
-        # np.add.at, because one file may have several ranges in the unit.
-        np.add.at(file_lines, file_of_range, scan.range_lines.astype(np.uint64))
-        records = scan.records
-        location, file = records["location"].copy(), file_of_range[records["range_index"]]
-        shift = lines_before[records["range_index"]]
-        location[:, 2] += np.where(location[:, 2] > 0, shift, 0).astype(np.uint64)
-        self._update_digest(scan, file, location, shift)
-        self.empty += int((records["kind"] == EMPTY).sum())
-        is_document = records["kind"] == DOCUMENT
-        self.file[rows] = file[is_document]
-        self.location[rows] = location[is_document]
-        self.text_bytes[rows] = records["text_bytes"][is_document]
-        self.text_hash[rows] = records["text_sha256"][is_document, :TEXT_HASH_BYTES]
-        if scan.keys:
-            self.keys[rows] = itertools.compress(scan.keys, is_document.tolist())
-
-    def _update_digest(
-        self, scan: ScanResult, file: np.ndarray, location: np.ndarray, shift: np.ndarray
-    ) -> None:
-        rejects = iter(scan.rejects)
-        names = {number: self.files[number].name for number in np.unique(file).tolist()}
-        keys = iter(scan.keys or itertools.repeat(""))
-        for start in range(0, len(file), _ROWS_PER_UPDATE):
-            rows = slice(start, start + _ROWS_PER_UPDATE)
-            columns = (scan.records["kind"][rows], file[rows], location[rows, 2], shift[rows])
-            sha256 = np.ascontiguousarray(scan.records["text_sha256"][rows]).view("V32")[:, 0]
-            values = zip(*(column.tolist() for column in (*columns, sha256)), strict=True)
-            content = []
-            # `values` first: zip must not take a key after the last value.
-            for (kind, number, line, lines_before, digest), key in zip(values, keys, strict=False):
-                if kind == REJECT:
-                    reject = next(rejects)
-                    if reject.line:
-                        reject = replace(reject, line=reject.line + lines_before)
-                    content.append(b"rejected\0" + self._add_reject(reject))
-                else:
-                    id_ = document_id(names[number], line, key).encode()
-                    content.append(b"document\0%b\0%b\n" % (id_, digest))
-            self._digest.update(b"".join(content))
-
-    def _add_reject(self, reject: Reject) -> bytes:
-        """Count a reject and write it to the reject list. Return its line."""
-        line = reject.to_json().encode() + b"\n"
-        self.rejected += 1
-        self.first_rejects = [*self.first_rejects, reject][:MAX_SHOWN_REJECTS]
-        if reject.loses_rest:
-            self.broken.setdefault(reject.file, reject)
-        if self._reject_list:
-            self._reject_list.write(line)
-        return line
-
-
-def document_id(name: str, line: int, key: str = "") -> str:
-    """FILE:key for a document with a key, else FILE:line, or FILE if the document is the file."""
-    return f"{name}:{key or line}" if line else name
+def _too_many_rejects(file: InputFile, rejects: list[Reject]) -> DataError:
+    last = "".join(f"\n  {reject}" for reject in rejects[-MAX_SHOWN_REJECTS:])
+    return DataError(
+        f"{printable(file.name)}: more than {MAX_REJECTS:,} records cannot be used; the file is "
+        f"probably not {file.kind}.{last}\nNo dataset was written. Set its format with --format, "
+        "or remove the file from the input."
+    )

@@ -5,7 +5,7 @@ and settings only, so any number of workers can then write the shards independen
 
 The split of a document is given with its file, by a hash, or by its place in a long text:
 
-- The input gives splits to its files (`readers/names.py`). `--split none` merges them.
+- The input gives splits to its files (`readers/split_names.py`). `--split none` merges them.
 - `--split valid=0.1` holds out that fraction of train by a hash: of the document, or of the work
   that it is a part of (`--split-by`). Splits that only file names give are then ignored; those of
   inputs named `train=A test=B` stay.
@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.preparation.document_batch import DocumentBatch
-from data_pipeline.preparation.scan import InputIndex
-from data_pipeline.readers import InputFile, InputFiles
+from data_pipeline.preparation.documents import Documents
+from data_pipeline.preparation.index import InputIndex
+from data_pipeline.readers import InputFile, InputFiles, format_of
 from data_pipeline.readers.split_names import (
     TRAIN,
     count_by_split,
@@ -59,18 +59,20 @@ class ShardAssignment:
         Raises ConfigError for splits that contradict each other, and DataError for an input that
         cannot fill all splits.
         """
-        index, settings = self.index, self.settings
-        recipe, num_bytes = recipe_of(settings.recipe), int(index.text_bytes.sum())
-        if recipe.published_bytes not in (None, num_bytes):
+        index, settings, documents = self.index, self.settings, self.index.documents
+        recipe = recipe_of(settings.recipe)
+        if recipe.published_bytes not in (None, documents.size):
             self.note(
                 f"{settings.recipe} as published has {recipe.published_bytes:,} bytes, this input "
-                f"has {num_bytes:,}: scores cannot be compared with published ones"
+                f"has {documents.size:,}: scores cannot be compared with published ones"
             )
         # Splits that the input gives take the place of a recipe's.
         has_fixed_split = recipe.fixed_split and not any(file.split for file in index.files)
         if has_fixed_split or settings.split_by == "position":
             return self._cut_only_document()
-        numbers = first_of_each_text(index) if settings.dedup == "exact" else np.arange(len(index))
+        numbers = np.arange(len(documents))
+        if settings.dedup == "exact":
+            numbers = first_of_each_text(index)
         names, split_of = self._split_documents(numbers)
         if settings.shuffle is not None:
             # Keys of document numbers, not of ranks among `numbers`: deduplication keeps the order.
@@ -80,7 +82,7 @@ class ShardAssignment:
             numbers, split_of = numbers[shuffled], split_of[shuffled]
         orders = {name: numbers[split_of == position] for position, name in enumerate(names)}
         return {
-            name: _cut_into_shards(order, index.text_bytes[order], settings.shard_bytes)
+            name: _cut_into_shards(order, documents.text_bytes[order], settings.shard_bytes)
             for name, order in orders.items()
         }
 
@@ -95,77 +97,43 @@ class ShardAssignment:
         given = [file.split or TRAIN for file in self.index.files]
         names = [TRAIN, *sorted({*given, *fractions} - {TRAIN})]
         of_file = np.array([names.index(split) for split in given], np.int8)
-        split_of = of_file[self.index.file[numbers]]
+        split_of = of_file[self.index.documents.file[numbers]]
         if fractions:
             held_out = sorted(fractions)
             if repeated := {*held_out} & {*given}:
                 raise ConfigError(
                     f"--split: the inputs give {', '.join(repeated)} already; omit it"
                 )
-            hashes = self._hash_works()[numbers]
             is_train = split_of == 0
-            chosen = _choose_splits(hashes[is_train], [fractions[name] for name in held_out])
+            hashes = self._hash_works()[numbers][is_train]
+            chosen = _choose_splits(hashes, [fractions[name] for name in held_out])
             positions = np.array([names.index(name) for name in (TRAIN, *held_out)], np.int8)
             split_of[is_train] = positions[chosen]
-            self._report_shares(names, split_of, self.index.text_bytes[numbers])
         for position, name in enumerate(names):
             if not (split_of == position).any():
                 raise DataError(f"split {name}: its files hold no document with text. Give others.")
         return names, split_of
 
-    def _report_shares(self, names: list[str], split_of: np.ndarray, sizes: np.ndarray) -> None:
-        """Report splits whose text is less than half or more than twice what was asked for."""
-        total = float(sizes.sum())
-        for name, fraction in self.settings.split.items():
-            is_in = split_of == names.index(name)
-            share = float(sizes[is_in].sum()) / total
-            if not fraction / 2 <= share <= fraction * 2:
-                self.note(
-                    f"split {name}: {is_in.sum():,} of {len(split_of):,} documents with "
-                    f"{share:.2%} of the text, instead of {fraction:.2%}: documents and works are "
-                    "not cut"
-                )
-
     def _hash_works(self) -> np.ndarray:
         """uint64 [D]: the hash of the work of every document."""
-        works, num_documents = self._works(), len(self.index)
-        hashes = (hash64(b"txl-split", w.encode()) for w in works or self.index.document_ids())
+        settings, num_documents = self.settings, len(self.index.documents)
+        works = _works(self.index.documents, settings.split_by)
+        hashes = (hash64(b"txl-split", work.encode()) for work in works)
         hash_of = np.fromiter(hashes, np.uint64, num_documents)
-        num_works = len(np.unique(hash_of)) if works else num_documents
-        if works and not self.settings.split_by and num_works < num_documents:
+        num_works = len(np.unique(hash_of))
+        if num_works < num_documents and not settings.split_by:
             self.note(
                 f"splits keep the parts of a work together: {num_works:,} works, "
                 f"{num_documents:,} documents. To split by document: --split-by document"
             )
-        names = [TRAIN, *sorted(self.settings.split)]
-        if num_works < len(names):
+        if num_works <= len(settings.split):
+            names = ", ".join([TRAIN, *sorted(settings.split)])
             raise DataError(
-                f"{num_works} {'works' if works else 'documents'} cannot fill {len(names)} splits "
-                f"({', '.join(names)}). Give more documents, or fewer splits with --split. One "
-                "long document is cut by --split-by position."
+                f"{num_works} works or documents cannot fill the splits {names}. Give more "
+                "documents, or fewer splits with --split. One long document is cut by "
+                "--split-by position."
             )
         return hash_of
-
-    def _works(self) -> Iterator[str] | None:
-        """The work of every document, as a name; None if every document is a work."""
-        index, split_by = self.index, self.settings.split_by
-        names = [file.name for file in index.files]
-        if split_by == "file":
-            return (names[file] for file in index.file)
-        is_work = [bool(file.ids) and file.kind == "json" for file in index.files]
-        is_tar = [file.kind == "tar" for file in index.files]
-        keys = zip(index.file, index.keys, strict=False)
-        stems = [_stem(key) if is_tar[file] else "" for file, key in keys] if any(is_tar) else []
-        if len(set(stems)) < _MIN_STEMS:
-            stems = []
-        if split_by == "document" or not (any(is_work) or stems):
-            return None
-        stem_of = stems or itertools.repeat("")
-        documents = zip(index.file, stem_of, index.document_ids(), strict=False)
-        return (
-            names[file] if is_work[file] else f"{names[file]}:{stem}" if stem else id_
-            for file, stem, id_ in documents
-        )
 
     def _cut_only_document(self) -> dict[str, list[np.ndarray]]:
         """Replace the only document by one document per split, each a shard.
@@ -175,51 +143,60 @@ class ShardAssignment:
         with token ids, the boundaries are between ids. Raises DataError if the input is not one
         document or is too short.
         """
-        index, settings = self.index, self.settings
+        settings, documents = self.settings, self.index.documents
         self._require_one_text()
-        document = DocumentBatch.of(index, np.array([0]))
-        (file,) = document.files
-        unit = "ids" if file.ids else "characters" if settings.tokenizer == "char" else "bytes"
-        length = document.size
+        is_ids = settings.format == "ids"
+        unit = "ids" if is_ids else "characters" if settings.tokenizer == "char" else "bytes"
+        length = documents.size
         if unit != "bytes":
-            texts = document.read_text(0, self.staging)
-            length = sum(text.count(" ") if file.ids else len(text) for text in texts)
-            length += bool(file.ids)
+            texts = documents.read_text(0, self.staging)
+            length = sum(text.count(" ") if is_ids else len(text) for text in texts) + is_ids
         try:
             bounds = _bounds(length, settings.split or FIXED_SPLIT)
             cuts = [start for start, _ in bounds.values()][1:]
-            parts = _measure_parts(document.read_text(0, self.staging), cuts, unit)
+            parts = _measure_parts(documents.read_text(0, self.staging), cuts, unit)
         except ValueError as error:
             name = settings.recipe or "the corpus"
             raise DataError(
-                f"{index.document_id(0)}: {error}. Give the whole text of {name}."
+                f"{documents.document_id(0)}: {error}. Give the whole text of {name}."
             ) from error
-        ranges, item = [(start, stop - start) for start, stop, _ in parts], 1
-        sizes = [size for _, size in ranges]
-        offset, stored, _ = document.location[0].tolist()
-        if file.format.stores == "ids" and not file.is_spilled:
-            ranges = [(start, stop - start) for start, stop in bounds.values()]
-            item = stored // length
-        ranges = [(offset + start * item, size * item) for start, size in ranges]
-        index.replace_only_document(ranges, sizes, [sha256 for *_, sha256 in parts])
+        self.index.documents = documents.cut(parts)
         return {name: [np.array([number])] for number, name in enumerate(bounds)}
 
     def _require_one_text(self) -> None:
-        recipe, index = self.settings.recipe, self.index
+        recipe, documents = self.settings.recipe, self.index.documents
         cause = f"recipe {recipe}" if recipe else "--split-by position"
-        if len(index) != 1:
-            names = ", ".join(printable(index.document_id(n)) for n in range(min(len(index), 3)))
+        if len(documents) != 1:
+            names = ", ".join(map(printable, itertools.islice(documents.ids(), 3)))
             raise DataError(
                 f"{cause} takes one document, whose last parts become the held-out splits; "
-                f"the input has {len(index)}: {names}{', ...' if len(index) > 3 else ''}. Give one "
-                "file, with --format text if it is read as another format, or omit the option."
+                f"the input has {len(documents)}: {names}{', ...' * (len(documents) > 3)}. Give "
+                "one file, with --format text if it is read as another format, or omit the option."
             )
-        (file,) = {index.files[number] for number in index.file}
-        if not file.is_spilled and file.format.stores == "json":
+        file = documents.files[documents.file[0]]
+        if not file.is_spilled and format_of(file).stores == "json":
             raise DataError(
                 f"{shown(file.place)} is read as {file.kind}; {cause} takes a text file or an "
                 "array of ids, which may be compressed."
             )
+
+
+def _works(documents: Documents, split_by: str | None) -> Iterator[str]:
+    """The work of every document, as a name; see the module docstring."""
+    if split_by == "document":
+        return documents.ids()
+    names = [file.name for file in documents.files]
+    if split_by == "file":
+        return (names[file] for file in documents.file)
+    is_song = [bool(file.ids) and file.kind == "json" for file in documents.files]
+    stems = [_stem(key) for key in documents.keys]
+    if len({*stems}) < _MIN_STEMS:
+        stems = []
+    rows = zip(documents.file, stems or itertools.repeat(""), documents.ids(), strict=False)
+    return (
+        names[file] if is_song[file] else f"{names[file]}:{stem}" if stem else id_
+        for file, stem, id_ in rows
+    )
 
 
 def _cut_into_shards(
@@ -244,15 +221,16 @@ def first_of_each_text(index: InputIndex) -> np.ndarray:
     Texts are equal if the first 16 bytes of their sha256 are equal. They are sorted, which takes a
     few words of RAM per document; a hash table of Python objects would take more.
     """
-    words = np.ascontiguousarray(index.text_hash).view("<u8")  # [D, 2]
-    is_held_out = np.array([file.split not in ("", TRAIN) for file in index.files])[index.file]
+    documents = index.documents
+    words = np.ascontiguousarray(documents.text_hash).view("<u8")  # [D, 2]
+    is_held_out = np.array([file.split not in ("", TRAIN) for file in index.files])[documents.file]
     # The sort is stable: equal texts stay in input order, those of held-out splits before train.
     order = np.lexsort((~is_held_out, words[:, 1], words[:, 0]))
     is_repeat = np.zeros(len(order), bool)
     is_repeat[1:] = (words[order[1:]] == words[order[:-1]]).all(axis=1)
     is_repeat &= ~is_held_out[order]
     first = np.sort(order[~is_repeat])
-    index.duplicates = len(index) - len(first)
+    index.duplicates = len(documents) - len(first)
     return first
 
 

@@ -9,23 +9,22 @@ Any worker can execute it, in any order, more than once, and in a later run: the
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.document_batch import DocumentBatch, read_groups
+from data_pipeline.preparation.documents import Documents, read_groups
 from data_pipeline.preparation.output import (
     FINGERPRINT,
-    RECORDS,
     FinishedFile,
     load_finished,
     record_finished,
 )
-from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
+from data_pipeline.preparation.scan import RECORDS, ScanUnit, scan, spill_path
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_index import DocumentIds
@@ -56,7 +55,7 @@ class BatchUnit:
     split: str
     number: int
     context: str  # JSON of all else that determines the result
-    documents: DocumentBatch
+    documents: Documents
 
     @property
     def name(self) -> str:
@@ -71,44 +70,33 @@ class BatchUnit:
         return self.documents.digest([self.name, self.context])
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.documents}"
+        return printable(f"{self.name}, {self.documents}")
 
 
 Unit = ScanUnit | BatchUnit
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Task:
-    """A unit and the staging directory for its files."""
-
-    unit: Unit
-    staging: Path
-    fingerprint: str
-    """Expected fingerprint in `staging`: shows that a worker sees the same directory."""
-
-    def __str__(self) -> str:
-        return printable(str(self.unit))
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a unit, and whether an earlier run had finished it."""
+class Outcome(NamedTuple):
+    """The result of a unit."""
 
     result: dict[str, Any]
+    size: int
+    """Bytes of the unit."""
     reused: bool
+    """Whether an earlier run had finished the unit."""
 
 
 _Executed = tuple[dict[str, Any], list[FinishedFile]]
 """The result of a unit and its files, which are then in the staging directory."""
 
 
-def run_task(task: Task) -> Outcome:
-    """Execute a unit, or reuse it if it is finished.
+def run_unit(staging: Path, fingerprint: str, unit: Unit) -> Outcome:
+    """Execute a unit, or reuse it if it is finished. Its files are written to `staging`.
 
-    Raises DataError for an input that changed since the scan, and UnfinishedError for disk errors.
+    `fingerprint` is expected there: it shows that a worker sees the same directory. Raises
+    DataError for an input that changed since the scan, and UnfinishedError for disk errors.
     """
-    unit, staging = task.unit, task.staging
-    _require_shared_staging(task)
+    _require_shared_staging(staging, fingerprint)
     # Without a version mark (a URL without time and tag), a changed file is not detected, and the
     # spill file of an earlier scan could hold outdated texts. Such files are always scanned again.
     unmarked = isinstance(unit, ScanUnit) and any(
@@ -116,7 +104,7 @@ def run_task(task: Task) -> Outcome:
     )
     result = None if unmarked else load_finished(staging, unit.name, unit.key)
     if result is not None:
-        return Outcome(result, reused=True)
+        return Outcome(result, unit.size, reused=True)
     with (
         explain_disk_errors(f"writing {unit.name}", staging.parent),
         # Two executions of the same unit at the same time never share files.
@@ -132,13 +120,13 @@ def run_task(task: Task) -> Outcome:
         else:
             result, files = _write_shard(unit, staging, scratch)
         record_finished(staging, unit.name, unit.key, result=result, files=files)
-    return Outcome(result, reused=False)
+    return Outcome(result, unit.size, reused=False)
 
 
-def _require_shared_staging(task: Task) -> None:
-    path = task.staging / RECORDS / FINGERPRINT
+def _require_shared_staging(staging: Path, fingerprint: str) -> None:
+    path = staging / RECORDS / FINGERPRINT
     try:
-        is_same = path.read_text("utf-8") == task.fingerprint
+        is_same = path.read_text("utf-8") == fingerprint
     except OSError:
         is_same = False
     if not is_same:
@@ -150,20 +138,15 @@ def _require_shared_staging(task: Task) -> None:
 
 
 def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
-    files = []
-    if not any(each.file.is_spilled for each in unit.ranges):
-        data = scan(unit).to_bytes()
-    else:
-        spill = scratch / spill_name(unit.number)
-        with spill.open("wb") as file:
-            data = scan(unit, file).to_bytes()
-            file.flush()
-            os.fsync(file.fileno())
-        files.append(_move_to_staging(spill, staging))
+    spill = scratch / spill_path(staging, unit.number).name
+    with spill.open("wb") as file:
+        data = scan(unit, file).to_bytes()
+        file.flush()
+        os.fsync(file.fileno())
     path = scratch / f"{unit.name}.safetensors"
     write_synced(path, data)
-    files.append(_move_to_staging(path, staging))
-    return {"scan": files[-1].path}, files
+    files = [_move_to_staging(each, staging) for each in (path, spill)]
+    return {"scan": files[0].path}, files
 
 
 def _count_symbols(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
@@ -194,18 +177,18 @@ def _write_shard(unit: BatchUnit, staging: Path, scratch: Path) -> _Executed:
     )
     counter = TextCounter()
     try:
-        for group in read_groups(documents, staging):
-            rows = slice(group.first, group.first + len(group.texts or [""]))
+        for first, texts in read_groups(documents, staging):
+            rows = slice(first, first + len(texts or [""]))
             text_bytes = int(documents.text_bytes[rows].sum())
-            if group.texts is None:
-                id_ = documents.document_id(group.first)
-                text = counter.document(documents.read_text(group.first, staging))
+            if texts is None:
+                id_ = documents.document_id(first)
+                text = counter.document(documents.read_text(first, staging))
                 tokens = tokenize_document(tokenizer, text, document_id=id_)
                 writer.add(id_, tokens, text_bytes=text_bytes)
             else:
-                counter.add(group.texts)
-                ids = documents.document_ids(rows)
-                tokenized = tokenize_texts(tokenizer, group.texts, ids)
+                counter.add(texts)
+                ids = documents.stored_ids(rows)
+                tokenized = tokenize_texts(tokenizer, texts, ids)
                 writer.add_batch(ids, *tokenized, text_bytes=text_bytes)
                 count_bytes(text_bytes)
         entry = writer.close(counter.counts)
@@ -254,31 +237,18 @@ class UnitRunner:
 
         Reports progress in bytes under the name `phase`.
         """
-        sizes: dict[int, int] = {}
-
-        def tasks() -> Iterator[Task]:
-            for number, unit in enumerate(units):
-                sizes[number] = unit.size
-                yield Task(unit, self.staging, self._fingerprint)
-
         done_bytes = 0
         self.progress(phase, 0, total_bytes)
-        for number, outcome in self._workers.map(run_task, tasks()):
-            self.count(reused=outcome.reused)
-            size = sizes.pop(number)
+        function = partial(run_unit, self.staging, self._fingerprint)
+        for number, outcome in self._workers.map(function, units):
+            self.staged.keep_staging = True  # when the run is stopped
+            self.finished += 1
+            self.reused += outcome.reused
             # Reused units lower the total instead of raising the rate, which is of real work.
-            if outcome.reused:
-                total_bytes -= size
-            else:
-                done_bytes += size
+            total_bytes -= outcome.size * outcome.reused
+            done_bytes += outcome.size * (not outcome.reused)
             self.progress(phase, done_bytes, total_bytes)
             yield number, outcome.result
-
-    def count(self, *, reused: bool) -> None:
-        """Count one finished unit. From now on, staging is kept when the run is stopped."""
-        self.staged.keep_staging = True
-        self.finished += 1
-        self.reused += reused
 
 
 # --- tokens of documents --------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Files are listed in the order of the bytes of their paths, without hidden ones.
 
 import fnmatch
 import glob
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.formats import ARCHIVES, InputFile, suffix_of
+from data_pipeline.readers.input_file import ARCHIVES, InputFile, suffix_of
 from data_pipeline.readers.split_names import SPLIT_PATTERN, TRAIN
 from data_pipeline.system.sources import (
     file_system,
@@ -80,14 +79,12 @@ def expand_braces(address: str) -> list[str]:
     local = local_path(address)
     if "{" not in address or (local and Path(local).exists()):
         return [address]
-    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", address)
-    expanded = []
-    try:
-        size = math.prod(abs(int(stop) - int(start)) + 1 for start, stop in ranges)
-        if size <= _MAX_EXPANDED:  # braceexpand holds every range in RAM
+    expanded: list[str] = []
+    if not re.search(r"\.\.-?\d{7}", address):  # braceexpand holds every range in RAM
+        try:
             expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
-    except ValueError:  # the braces are not balanced
-        return [address]
+        except ValueError:  # the braces are not balanced
+            return [address]
     if not 0 < len(expanded) <= _MAX_EXPANDED:
         raise ConfigError(
             f"{shown(address)}: the braces expand to more than {_MAX_EXPANDED:,} inputs. Give the "
@@ -138,17 +135,25 @@ def list_files(address: str, out: Path) -> tuple[list[InputFile], bool]:
     local = local_path(address)
     if local is None:
         return _list_url(address)
-    path = Path(local)
+    listed = list_local(Path(), local, out)
+    if not listed:
+        cause = "a broken link" if os.path.lexists(local) else "no such file or folder"
+        raise DataError(f"{shown(address)}: {cause}. Check the spelling and the current directory.")
+    return listed
+
+
+def list_local(root: Path, address: str, out: Path) -> tuple[list[InputFile], bool] | None:
+    """As `list_files`, of an address below the folder `root`; None if it is missing."""
+    path = root / address
     if path.is_dir():
         return [local_file(path, name) for name in walk(path, out)], False
     if path.exists():
         return [local_file(path.parent, path.name)], True
-    if is_pattern(local):
-        root, pattern = split_pattern(local)
-        walked = walk(Path(root), out) if Path(root).is_dir() else []
-        return [local_file(Path(root), name) for name in walked if pattern.fullmatch(name)], False
-    cause = "a broken link" if path.is_symlink() else "no such file or folder"
-    raise DataError(f"{shown(address)}: {cause}. Check the spelling and the current directory.")
+    if not is_pattern(address):
+        return None
+    top, pattern = split_pattern(address)
+    walked = walk(root / top, out) if (root / top).is_dir() else []
+    return [local_file(root / top, name) for name in walked if pattern.fullmatch(name)], False
 
 
 def local_file(root: Path, name: str) -> InputFile:
@@ -159,35 +164,27 @@ def local_file(root: Path, name: str) -> InputFile:
         size, mark = status.st_size, str(status.st_mtime_ns)
     except OSError:  # the reader reports the error
         size, mark = 0, ""
-    return InputFile(path, name_in_utf8(name), suffix_of(name).compression, size, mark)
+    return InputFile(path, name_in_utf8(name), size, mark)
 
 
 def walk(folder: Path, out: Path) -> list[str]:
     """The relative paths of all visible files below `folder`, sorted by their bytes."""
-    visited = {_identity(out)}
+    visited = {os.path.realpath(out)}
     names: list[str] = []
     pending = [""]
     while pending:
         # If two links lead to one folder, the first in sorted order is used: ids stay the same.
         below = pending.pop(0)
-        identity = _identity(folder / below)
-        if identity and identity in visited:
+        real_path = os.path.realpath(folder / below)
+        if real_path in visited:
             continue
-        visited.add(identity)
+        visited.add(real_path)
         with os.scandir(folder / below) as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
         for entry in sorted(visible, key=lambda entry: os.fsencode(entry.name)):
             name = f"{below}/{entry.name}" if below else entry.name
             (pending if entry.is_dir() else names).append(name)
     return sorted(names, key=os.fsencode)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def name_in_utf8(name: str) -> str:
@@ -225,4 +222,4 @@ def _remote_file(url: str, name: str, info: Mapping[str, Any]) -> InputFile:
     known = ("etag", "last-modified", "lastmodified", "updated", "mtime")
     mark = " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
     size = int(info.get("size") or 0)
-    return InputFile(url, name_in_utf8(name), suffix_of(name).compression, size, mark)
+    return InputFile(url, name_in_utf8(name), size, mark)

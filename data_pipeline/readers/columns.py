@@ -27,7 +27,6 @@ from data_pipeline.readers.records import (
     BrokenStreamError,
     Record,
     Reject,
-    did_you_mean,
 )
 from data_pipeline.readers.source import Source, read_exactly, too_long_error
 from data_pipeline.system.sources import SourceError
@@ -154,26 +153,25 @@ def _checked(column: Any) -> Any:
 
 def _require_column(schema: Any, source: Source) -> None:
     """Raise BrokenStreamError if the Arrow schema has no column of texts, or of token ids."""
-    holds, content = (_holds_ids, "lists of integers") if source.ids else (_holds_text, "strings")
-    text_key = source.text_key
-    if schema.names.count(text_key) != 1:
-        fitting = tuple(each.name for each in schema if holds(each.type))
-        raise _no_column(text_key, schema.names, did_you_mean(text_key, fitting))
-    kind = schema.field(text_key).type
-    if not holds(kind):
-        hint = " (for token ids: --format ids)" * (not source.ids and _holds_ids(kind))
-        raise BrokenStreamError(
-            0, 0, f'column "{text_key}" is not of {content} but of {kind}{hint}'
-        )
-
-
-def _no_column(text_key: str, columns: list[str], hint: str) -> BrokenStreamError:
-    count = columns.count(text_key)
-    problem = f'"{text_key}" names {count} columns' if count else f'no column "{text_key}"'
-    listed = ", ".join(printable(name)[:40] for name in columns[:20]) or "none"
-    return BrokenStreamError(
-        0, 0, f"{problem}{hint}; columns: {listed} (see --text-key and --format)"
+    _index_of_column(schema.names, source.text_key)
+    kind = schema.field(source.text_key).type
+    holds, content = (
+        (_holds_ids, "lists of integers") if source.file.ids else (_holds_text, "strings")
     )
+    if not holds(kind):
+        hint = " (for token ids: --format ids)" * (not source.file.ids and _holds_ids(kind))
+        reason = f'column "{source.text_key}" is not of {content} but of {kind}{hint}'
+        raise BrokenStreamError(0, 0, reason)
+
+
+def _index_of_column(columns: list[str], text_key: str) -> int:
+    """The position of the column. Raises BrokenStreamError unless exactly one has this name."""
+    if (count := columns.count(text_key)) != 1:
+        problem = f'"{text_key}" names {count} columns' if count else f'no column "{text_key}"'
+        listed = ", ".join(printable(name)[:40] for name in columns[:20]) or "none"
+        reason = f"{problem}; columns: {listed} (see --text-key and --format)"
+        raise BrokenStreamError(0, 0, reason)
+    return columns.index(text_key)
 
 
 def _holds_ids(kind: Any) -> bool:
@@ -199,93 +197,75 @@ def _holds_text(kind: Any) -> bool:
 def _record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
     """The document of a row, from its Arrow scalar. `row` is counted from 1."""
     try:
-        text = _ids_of_value(source, value) if source.ids else value.as_py()
+        text = _text_of_ids(source, value) if source.file.ids else value.as_py()
+        if text is None:
+            raise BadRecordError(0, f'"{source.text_key}" is null')
         if isinstance(text, bytes):
             text = text.decode("utf-8")
+        if len(text.encode()) > MAX_RECORD_BYTES:
+            raise too_long_error()
+        return Record.of(text, line=row)
     except UnicodeDecodeError as error:
         return source.reject(row, 0, f"invalid UTF-8 at byte {error.start} of the text")
     except BadRecordError as error:
         return source.reject(row, 0, error.reason)
-    if text is None:
-        return source.reject(row, 0, f'"{source.text_key}" is null')
-    size = len(text.encode())
-    if size > MAX_RECORD_BYTES:
-        return source.reject(row, 0, too_long_error().reason)
-    return Record.of(text, offset=row - 1, size=size, line=row)
 
 
-def _ids_of_value(source: Source, value: Any) -> str | None:
+def _text_of_ids(source: Source, value: Any) -> str | None:
     """The text of a list of ids; None for null. Raises BadRecordError."""
     from data_pipeline.readers.ids import text_of_document
 
     if not value.is_valid:
         return None
-    values = value.values
-    if values.null_count:
+    if value.values.null_count:
         raise BadRecordError(0, f'"{source.text_key}" has null among its ids')
-    return text_of_document(values.to_numpy(zero_copy_only=False), source.id_rules)
+    return text_of_document(value.values.to_numpy(zero_copy_only=False), source.id_rules)
 
 
 def read_csv(source: Source) -> Iterator[Record | Reject]:
+    csv.field_size_limit(sys.maxsize)  # for the whole process; `_bounded_lines` has a limit
+    delimiter = "\t" if source.file.suffix.name in _TABS else ","
+    # Bytes that are not UTF-8 become lone surrogates: they reject their row alone.
+    stream = io.TextIOWrapper(source.stream, "utf-8-sig", errors="surrogateescape", newline="")
     try:
-        # Bytes that are not UTF-8 become lone surrogates: they reject their row alone.
-        stream = io.TextIOWrapper(source.stream, "utf-8-sig", errors="surrogateescape", newline="")
         with stream:
-            yield from _read_rows(source, stream)
+            rows = csv.reader(_bounded_lines(source, stream), strict=True, delimiter=delimiter)
+            columns = next(rows, None)
+            if not columns:
+                raise BrokenStreamError(0, 0, "it has no first row with the names of its columns")
+            column = _index_of_column(columns, source.text_key)
+            for row in rows:
+                if row:  # not a blank line
+                    source.lines += 1
+                    yield _record_of_row(source, row, column, len(columns))
     except csv.Error as error:
-        raise BrokenStreamError(source.lines + 1, 0, f"damaged CSV: {error}") from error
+        reason = f"damaged CSV: {error}; is a quote not closed?"
+        raise BrokenStreamError(source.lines + 1, 0, reason) from error
 
 
-def _read_rows(source: Source, stream: TextIO) -> Iterator[Record | Reject]:
-    # For the whole process. `_Lines` refuses rows that are too long.
-    csv.field_size_limit(sys.maxsize)
-    stem = source.name.lower().removesuffix(".gz").removesuffix(".zst")
-    lines = _Lines(source, stream)
-    rows = csv.reader(lines, strict=True, delimiter="\t" if stem.endswith(_TABS) else ",")
-    columns = next(rows, None)
-    if not columns:
-        raise BrokenStreamError(0, 0, "it has no first row with the names of its columns")
-    if columns.count(source.text_key) != 1:
-        hint = did_you_mean(source.text_key, tuple(columns[:100]))
-        raise _no_column(source.text_key, columns, hint)
-    column = columns.index(source.text_key)
-    lines.num_chars = 0
-    for row in rows:
-        lines.num_chars = 0
-        if not row:
-            continue  # a blank line
-        source.lines += 1
-        yield _record(source, row, column, len(columns))
-
-
-class _Lines:
-    """The lines of a stream. Raises BrokenStreamError for a row longer than a document can be.
+def _bounded_lines(source: Source, stream: TextIO) -> Iterator[str]:
+    """The lines of a stream. Raises csv.Error for a row longer than a document can be.
 
     Without the limit, one quote that is not closed would read the rest of the file into RAM.
     """
-
-    def __init__(self, source: Source, stream: TextIO) -> None:
-        self._source, self._stream = source, stream
-        self.num_chars = 0
-        """Characters of the current row. The caller sets it to 0 for the next row."""
-
-    def __iter__(self) -> Iterator[str]:
-        while line := self._stream.readline(MAX_RECORD_BYTES + 1):
-            self.num_chars += len(line)
-            if self.num_chars > MAX_RECORD_BYTES:
-                reason = f"a row is {too_long_error().reason}; is a quote not closed?"
-                raise BrokenStreamError(self._source.lines + 1, 0, reason)
-            yield line
+    row = num_chars = 0
+    while line := stream.readline(MAX_RECORD_BYTES + 1):
+        if row != source.lines:
+            row, num_chars = source.lines, 0
+        num_chars += len(line)
+        if num_chars > MAX_RECORD_BYTES:
+            raise csv.Error(f"a row is {too_long_error().reason}")
+        yield line
 
 
-def _record(source: Source, row: list[str], column: int, num_columns: int) -> Record | Reject:
+def _record_of_row(
+    source: Source, row: list[str], column: int, num_columns: int
+) -> Record | Reject:
     if len(row) != num_columns:
         reason = f"the row has {len(row)} fields, the first row has {num_columns}"
         return source.reject(source.lines, 0, reason)
-    text = row[column]
     try:
-        size = len(text.encode())
+        return Record.of(row[column], line=source.lines)
     except UnicodeEncodeError as error:
-        byte = len(text[: error.start].encode())
+        byte = len(row[column][: error.start].encode())
         return source.reject(source.lines, 0, f"invalid UTF-8 at byte {byte} of the text")
-    return Record.of(text, offset=source.lines - 1, size=size, line=source.lines)

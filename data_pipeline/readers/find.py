@@ -26,28 +26,20 @@ from data_pipeline.readers.addresses import (
     expand_braces,
     is_pattern,
     list_files,
-    local_file,
+    list_local,
     name_in_utf8,
     parse_input,
     require_all_named,
     split_archive,
-    split_pattern,
     walk,
 )
-from data_pipeline.readers.formats import (
-    ANY_ARCHIVE,
-    ARCHIVES,
-    FORMATS,
-    Format,
-    InputFile,
-    Kind,
-    suffix_of,
-    suffixes_of,
-)
-from data_pipeline.readers.kinds import KindRules, holds_json_lines, require_json_lines, with_kind
+from data_pipeline.readers.formats import FORMATS, Format, Kind, suffixes_of
+from data_pipeline.readers.input_file import ANY_ARCHIVE, ARCHIVES, InputFile
+from data_pipeline.readers.kinds import KindRules, holds_json_lines, with_kind
+from data_pipeline.readers.lines import HEAD_BYTES
 from data_pipeline.readers.records import IdRules
 from data_pipeline.readers.split_names import with_splits_of_names
-from data_pipeline.readers.unpack import UNPACKED, ArchiveLayout, layout_of_tar, unpack
+from data_pipeline.readers.unpack import UNPACKED, holds_samples, unpack
 from data_pipeline.readers.wikitext import name_of_shards, next_shard
 from data_pipeline.system.sources import scheme_of, shown
 from data_pipeline.system.strict_json import parse_json
@@ -66,7 +58,7 @@ _NO_DATA = re.compile(
 )
 """Also a folder: `0.0.0.incomplete/a.arrow`, `_temporary/0/part-0`."""
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
-_HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
+_HUB_COPY = re.compile(r"(?:^|/)(?:datasets|models)--[^/]+/(?:blobs|refs)/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +70,15 @@ class InputFiles:
     """Number of ignored files by suffix; of those that describe a corpus, by name."""
     are_named: bool = False
     """Whether the inputs were given as NAME=ADDRESS, which decides the split of every file."""
-    notes: tuple[str, ...] = ()
-    """How archives are read, for the user."""
-
-    @property
-    def kinds(self) -> Counter[Kind]:
-        return Counter(file.kind for file in self.files)
 
     @property
     def read_as(self) -> dict[Kind, dict[str, int]]:
         """Number of files by kind and suffix."""
-        counts: Counter[tuple[Kind, str]] = Counter()
-        for file in self.files:
-            counts[file.kind, str(suffix_of(file.name))] += 1 + len(file.next_paths)
-        return {
-            kind: {suffix: n for (each, suffix), n in sorted(counts.items()) if each == kind}
-            for kind in sorted(self.kinds)
-        }
+        counts: dict[Kind, Counter[str]] = {}
+        for file in sorted(self.files, key=lambda file: (file.kind, str(file.suffix))):
+            suffixes = counts.setdefault(file.kind, Counter())
+            suffixes[str(file.suffix)] += 1 + len(file.next_paths)
+        return {kind: dict(suffixes) for kind, suffixes in counts.items()}
 
 
 def find_files(
@@ -140,96 +124,86 @@ def find_files(
         files = with_splits_of_names(by_input)
     files = _with_distinct_names(_with_joined_shards(files))
     _reject_ambiguous_names(files)
-    require_json_lines(files)
-    return InputFiles(files, search.ignored, are_named, search.notes())
+    return InputFiles(files, search.ignored, are_named)
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Finds the files of inputs, and remembers what it ignores and how it reads archives."""
+    """Finds the files of inputs, and remembers what it ignores and unpacks."""
 
     rules: KindRules
     out: Path
     ignored: Counter[str] = field(default_factory=Counter)
     unpacked: dict[str, Path] = field(default_factory=dict)
     """The folder to which every archive was unpacked, by its path."""
-    layouts: dict[str, ArchiveLayout] = field(default_factory=dict)
-    """How every archive is read, by its path."""
 
     def files_of(self, address: str) -> list[InputFile]:
         """The files of one input, each with its kind."""
-        format = self.rules.format
-        if format == "ids" and address.endswith(".idx"):  # read together with the .bin file
-            address = address.removesuffix(".idx") + ".bin"
-        archive, inner = split_archive(address)
+        archive, inner = (address, "") if self.rules.format == "tar" else split_archive(address)
         files, is_file = list_files(archive, self.out)
         in_folder = not is_file and not is_pattern(address)
-        if is_file:
-            _reject_archive(files[0], format)
-        else:
-            files = self._data_files(files, in_folder=in_folder)
-        if not files:
-            place = "matches this" if is_pattern(address) else "in this folder"
-            tar = " --format tar reads .tar files in folders." * any(
-                ".tar" in suffix for suffix in self.ignored
+        if is_file and files[0].suffix.name in ANY_ARCHIVE.difference(ARCHIVES):
+            raise ConfigError(
+                f"{shown(archive)}: such archives are not unpacked here. Unpack it and give the "
+                "folder; .zip and .tar archives are read, .gz, .zst, .bz2 and .xz files "
+                "decompressed."
             )
-            raise DataError(
-                f"{shown(address)}: no text {place}{self._list_ignored()}.{tar} Give a folder or "
-                "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
-                "folders of any depth."
-            )
+        if not is_file:
+            files = self._data_files(files, address, in_folder=in_folder)
         read: list[InputFile] = []
         for file in files:
-            is_archive = not in_folder and suffix_of(file.name).name in ARCHIVES
-            if is_archive and not self._layout_of(file, inner).is_samples:
+            if not in_folder and self._is_unpacked(file, inner):
                 read += self._files_in_archive(file, inner)
-            elif inner:
-                raise ConfigError(
-                    f"{shown(address)}: --format tar reads all samples of an archive. Give "
-                    f"{shown(archive)}, or omit the format."
-                )
             else:
                 read.append(with_kind(file, self.rules, in_folder=in_folder))
         return read
 
-    def _data_files(self, files: list[InputFile], *, in_folder: bool) -> list[InputFile]:
-        """The files of a folder or pattern without those that are ignored, which it counts."""
+    def _data_files(
+        self, files: list[InputFile], address: str, *, in_folder: bool
+    ) -> list[InputFile]:
+        """The files at an address without those that are ignored, which it counts."""
         if self.rules.format == "ids":
             files = _without_indexes(files)
-        files = _only_data_files(files, self.ignored)
-        return [file for file in files if not self._is_ignored(file, in_folder=in_folder)]
+        files = [
+            file
+            for file in _only_data_files(files, self.ignored)
+            if not self._is_ignored(file, in_folder=in_folder)
+        ]
+        if not files:
+            place = "matches this" if is_pattern(address) else "in it"
+            counts = ", ".join(f"{n} {printable(name)}" for name, n in (+self.ignored).items())
+            ignored = f" (ignored: {counts})" if counts else ""
+            raise DataError(
+                f"{shown(address)}: no text {place}{ignored}. Give a folder, archive or pattern "
+                "with text, .jsonl or .parquet files; a pattern matches files, ** matches folders "
+                "of any depth."
+            )
+        return files
 
     def _is_ignored(self, file: InputFile, *, in_folder: bool) -> bool:
         """Whether a file in a folder is ignored; if so, counts it."""
-        suffix, format = suffix_of(file.name), self.rules.format
-        wanted = () if format == "auto" else suffixes_of(format)
-        if format == "ids" and suffix.name == ".npz":  # refused, not ignored
-            return False
+        suffix, format = file.suffix, self.rules.format
         if not in_folder and suffix.name in ARCHIVES and (suffix.name == ".tar" or format != "tar"):
             return False
+        wanted = () if format == "auto" else suffixes_of(format)
         binary = _NOT_TEXT
         if format not in ("auto", "parquet"):
             binary = binary | set(FORMATS["parquet"].suffixes)
         skip = suffix.name not in wanted if wanted else suffix.name in binary
         if skip and format == "jsonl" and suffix.name not in binary:
-            skip = not holds_json_lines(file, self.rules.text_key)
+            head = file.first_bytes(HEAD_BYTES)
+            skip = not holds_json_lines(file, self.rules.text_key, head=head)
         self.ignored[str(suffix)] += skip
         return skip
 
-    def _list_ignored(self) -> str:
-        counts = ", ".join(f"{count} {printable(name)}" for name, count in (+self.ignored).items())
-        return f" (ignored: {counts})" if counts else ""
-
-    def _layout_of(self, archive: InputFile, inner: str) -> ArchiveLayout:
-        """How an archive is read; at an address inside it, always as a folder."""
-        if archive.path not in self.layouts:
-            rules, is_zip = self.rules, suffix_of(archive.name).name == ".zip"
-            if rules.format not in ("auto", "ids") or is_zip or inner:
-                layout = ArchiveLayout(is_samples=rules.format == "tar", reason="")
-            else:
-                layout = layout_of_tar(archive, rules.text_key, is_ids=rules.ids is not None)
-            self.layouts[archive.path] = layout
-        return self.layouts[archive.path]
+    def _is_unpacked(self, file: InputFile, inner: str) -> bool:
+        """Whether a file is an archive that is read as a folder; always for an address inside."""
+        rules, suffix = self.rules, file.suffix.name
+        if suffix not in ARCHIVES or rules.format == "tar":
+            return False
+        if rules.format not in ("auto", "ids") or suffix == ".zip" or inner:
+            return True
+        return not holds_samples(file, rules.text_key, is_ids=rules.ids is not None)
 
     def _files_in_archive(self, archive: InputFile, inner: str) -> list[InputFile]:
         """The files of an archive, or those at an address inside it, each with its kind."""
@@ -237,58 +211,23 @@ class _Search:
         if archive.path not in self.unpacked:
             self.unpacked[archive.path] = unpack(archive, unpack_in / str(len(self.unpacked)))
         root = self.unpacked[archive.path]
-        names = chosen = walk(root, self.out)
-        prefix = inner and f"{inner}/"
-        if is_pattern(inner):
-            top, pattern = split_pattern(inner)
-            prefix = "" if top == "." else f"{top}/"
-            chosen = [n for n in names if pattern.fullmatch(n.removeprefix(prefix))]
-        elif inner in names:
-            prefix, chosen = inner[: inner.rfind("/") + 1], [inner]
-        chosen = [name for name in chosen if name.startswith(prefix)]
-        if inner and not chosen:
-            address, listed = f"{archive.path}/{inner}", ", ".join(map(printable, names[:5]))
-            raise DataError(f"{shown(address)}: no such file in the archive. It has: {listed}")
-        files = []
-        for name in chosen:
-            file = local_file(root / prefix, name[len(prefix) :])
-            member = os.path.relpath(file.path, unpack_in).partition("/")[2]
-            files.append(replace(file, mark=archive.mark, archive=archive.path, member=member))
-        files = self._data_files(files, in_folder=True)
-        if not files:
-            raise DataError(
-                f"{shown(archive.path)}: no text in this archive{self._list_ignored()}. Give an "
-                "archive with text or .jsonl files."
+        names, listed = walk(root, self.out), list_local(root, inner, self.out)
+        address = f"{archive.path}/{inner}".removesuffix("/")
+        if not listed:
+            shown_names = ", ".join(map(printable, names[:5]))
+            raise DataError(f"{shown(address)}: no such file in the archive. It has: {shown_names}")
+        files = [
+            replace(
+                file,
+                mark=archive.mark,
+                archive=archive.path,
+                member=os.path.relpath(file.path, unpack_in).partition("/")[2],
             )
+            for file in listed[0]
+        ]
+        files = self._data_files(files, address, in_folder=True)
         # The only file of an archive is read as one that is given by name.
         return [with_kind(file, self.rules, in_folder=len(names) > 1) for file in files]
-
-    def notes(self) -> tuple[str, ...]:
-        """How archives are read, equal ones together."""
-        notes = []
-        for layout, count in Counter(self.layouts.values()).items():
-            if layout.is_samples and not layout.reason:  # --format tar
-                continue
-            first = next(path for path, each in self.layouts.items() if each == layout)
-            more = f" and {count - 1:,} more" if count > 1 else ""
-            samples, folder = "samples of a WebDataset", "the folder to which it unpacks"
-            kind = samples if layout.is_samples else folder
-            reason = layout.reason and f": {layout.reason}"
-            notes.append(f"{shown(first)}{more}: read as {kind}{reason}")
-        return tuple(notes)
-
-
-def _reject_archive(file: InputFile, format: Format) -> None:
-    suffix = suffix_of(file.name).name
-    if suffix in ANY_ARCHIVE and suffix not in ARCHIVES:
-        raise ConfigError(
-            f"{shown(file.path)}: {suffix} files are not unpacked here. Unpack it and give the "
-            "folder; .zip and .tar archives are read, .gz, .zst, .bz2 and .xz files decompressed."
-        )
-    if format == "tar" and suffix == ".zip":
-        raise ConfigError(
-            f"{shown(file.path)}: --format tar reads the samples of .tar files. Omit it."
-        )
 
 
 # --- files that are no data -----------------------------------------------------------------------
@@ -300,9 +239,8 @@ def _without_indexes(files: list[InputFile]) -> list[InputFile]:
     for file in files:
         if file.path.endswith(".idx") and file.path.removesuffix(".idx") + ".bin" not in paths:
             raise DataError(
-                f"{shown(file.place)} is an index without its "
-                f"{shown(file.place.removesuffix('.idx'))}.bin. Copy that, too, or remove the "
-                "index from the input."
+                f"{shown(file.place)} is an index without its .bin file. Copy that, too, or remove "
+                "the index from the input."
             )
     return [file for file in files if not file.path.endswith(".idx")]
 
@@ -319,34 +257,23 @@ def _only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[Inpu
         folder, name = posixpath.split(file.name)
         if name == "state.json" and folder in arrow_folders:
             listed[folder] = _listed_files(file, folder, names)
-    # The beginnings of the names of blobs and refs, which the snapshots have again.
-    parts = {match.groups() for name in names if (match := _HUB_CACHE.fullmatch(name))}
-    hubs = {hub for hub, _ in parts if {(hub, "snapshots"), (hub, "blobs")} <= parts}
-    copies = tuple(f"{hub}{part}/" for hub in hubs for part in ("blobs", "refs"))
     data_files = []
     for file in files:
-        if kind := _kind_of_description(file, listed, copies):
-            ignored[kind] += 1
+        folder, name = posixpath.split(file.name)
+        suffix = posixpath.splitext(name)[1]
+        is_lock = suffix == ".lock" and not file.size
+        is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
+        if no_data := _NO_DATA.search(file.name):
+            ignored[no_data["kind"]] += 1
+        elif name == "state.json" and folder in listed:
+            ignored[name] += 1
+        elif _HUB_COPY.search(file.path):
+            ignored["blobs and refs"] += 1
+        elif is_lock or is_cached or _CACHED_RESULT.fullmatch(name):
+            ignored[suffix] += 1
         else:
             data_files.append(file)
     return data_files
-
-
-def _kind_of_description(
-    file: InputFile, listed: dict[str, set[str]], copies: tuple[str, ...]
-) -> str:
-    """As what a file that is no data is counted; "" for data."""
-    folder, name = posixpath.split(file.name)
-    suffix = posixpath.splitext(name)[1]
-    if no_data := _NO_DATA.search(file.name):
-        return no_data["kind"]
-    if name == "state.json" and folder in listed:
-        return name
-    if file.name.startswith(copies):
-        return "blobs and refs"
-    is_lock = suffix == ".lock" and not file.size
-    is_cached = suffix == ".arrow" and file.name not in listed.get(folder, {file.name})
-    return suffix if is_lock or is_cached or _CACHED_RESULT.fullmatch(name) else ""
 
 
 def _listed_files(state: InputFile, folder: str, names: set[str]) -> set[str]:

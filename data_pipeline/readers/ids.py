@@ -1,4 +1,4 @@
-"""Token ids as documents: JSON files, raw and .npy arrays, and pairs of Megatron-LM.
+"""Token ids as documents: their text, JSON files, and the arrays .bin and .npy.
 
 A document of ids has a text like any other document: its ids as decimal numbers, separated by
 single spaces, "60 62 64". Everything after the readers (hashes, deduplication, shuffling, resuming)
@@ -8,44 +8,29 @@ The end-of-document id may be at the beginning and end of a document, as some pr
 It is dropped there, because every tokenized document gets one. Inside a document it is an error.
 The same holds for the id that fills up rows (`--padding`), if there is one.
 
-json: one JSON value per file, as MidiTok saves a song: an object with the ids at the key
-`--text-key`, or the ids alone. They are one list, the document of this file, or a list of lists,
-such as one per track: a document each. A list of ids per event is no document and is refused.
+json: one value per file, as MidiTok saves a song: an object with the ids at the key `--text-key`,
+or the ids alone. They are one list, the document of this file, or a list of lists, such as one per
+track: a document each. A list of ids per event is no document and is refused.
 
 bin, npy: a raw file (`--dtype`, little-endian) or an array of one dimension is a stream of ids, in
 which the end-of-document id separates documents. Every row of an array of two dimensions is a
 document; a row of one id only is probably padding and rejected, unless it is known which id is
 padding. Arrays are never unpickled.
 
-megatron: NAME.bin with the ids and NAME.idx with the bounds of its documents. Layout of the .idx
-file, little-endian, of S sequences and D bounds of documents:
-
-    9 bytes     b"MMIDIDX\\0\\0"
-    uint64      version, 1
-    uint8       code of the type of the ids
-    uint64 x 2  S and D
-    int32 [S]   ids in each sequence
-    int64 [S]   byte offset of each sequence in the .bin file
-    int64 [D]   sequences before each document, and S at the end: D - 1 documents
-
 Plain arrays are cut into byte ranges that can be read independently; a document belongs to the
 range that contains its first id.
-
-Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
 import functools
 import io
-import os
-import struct
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from data_pipeline.errors import printable
+from data_pipeline.readers.lines import value_of_json
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
@@ -53,7 +38,6 @@ from data_pipeline.readers.records import (
     IdRules,
     Record,
     Reject,
-    decode,
     value_at,
 )
 from data_pipeline.readers.source import (
@@ -63,17 +47,9 @@ from data_pipeline.readers.source import (
     read_exactly,
     too_long_error,
 )
-from data_pipeline.system.sources import file_system, open_source, retry_request, scheme_of
-from data_pipeline.system.strict_json import parse_json
 
 _MAX_EVENT_IDS = _MIN_EVENTS = 16
 """MidiTok's events have 3 to 9 ids."""
-_MAX_HEADER_BYTES = 2**16
-_NPY_MAGIC = b"\x93NUMPY"
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
-_INDEX_MAGIC = b"MMIDIDX\0\0"
-_INDEX_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""6 and 7 are floating-point types."""
 
 
 # --- the text of ids ------------------------------------------------------------------------------
@@ -101,14 +77,15 @@ def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
 
     Raises BadRecordError for an id outside the vocabulary, or one of these ids inside the document.
     """
-    _require_known(ids, rules, 0)
     first, stop = _content_bounds(ids, rules, 0)
     return _text_of_array(ids[first:stop], rules, first)
 
 
 def _text_of_array(ids: np.ndarray, rules: IdRules, position: int) -> str:
     """The text of all ids. `position` is that of the first id in its document."""
-    _require_known(ids, rules, position)
+    if ids.size and (ids.min() < 0 or ids.max() >= rules.vocab_size):
+        first = int(np.flatnonzero((ids < 0) | (ids >= rules.vocab_size))[0])
+        raise rules.unknown(ids[first], position + first)
     return " ".join(_decimals(rules.vocab_size)[ids].tolist())
 
 
@@ -116,12 +93,6 @@ def _text_of_array(ids: np.ndarray, rules: IdRules, position: int) -> str:
 def _decimals(vocab_size: int) -> np.ndarray:
     """str [vocab_size]. Looking up a number takes half the time of writing it."""
     return np.array([str(id_) for id_ in range(vocab_size)], dtype=object)
-
-
-def _require_known(ids: np.ndarray, rules: IdRules, position: int) -> None:
-    if ids.size and (ids.min() < 0 or ids.max() >= rules.vocab_size):
-        first = int(np.flatnonzero((ids < 0) | (ids >= rules.vocab_size))[0])
-        raise rules.unknown(ids[first], position + first)
 
 
 def _content_bounds(ids: np.ndarray, rules: IdRules, position: int) -> tuple[int, int]:
@@ -141,14 +112,6 @@ def _content_bounds(ids: np.ndarray, rules: IdRules, position: int) -> tuple[int
         gap = int(np.flatnonzero(np.diff(content) > 1)[0])
         raise rules.inner_end(position + int(content[gap]) + 1)
     return first, last + 1
-
-
-def read_id_chunks(stream: BinaryIO, num_bytes: int, rules: IdRules) -> Iterator[str]:
-    """The text of a document of ids at the stream's position, in chunks. Raises ValueError."""
-    separator = ""
-    for ids in _chunks_of(stream, num_bytes, np.dtype(rules.dtype), 0):
-        yield separator + _text_of_array(ids, rules, 0)
-        separator = " "
 
 
 def ids_of_npy(raw: bytes) -> np.ndarray:
@@ -171,7 +134,9 @@ def ids_of_npy(raw: bytes) -> np.ndarray:
 def read_id_json(source: Source) -> Iterator[Record | Reject]:
     raw = read_exactly(source.stream, MAX_RECORD_BYTES + 1)
     try:
-        content = _parse(raw)
+        if len(raw) > MAX_RECORD_BYTES:
+            raise too_long_error()
+        content = value_of_json(raw.rstrip() + b"\n")
         value = content if isinstance(content, list) else value_at(source.text_key, content)
         _reject_events(content, value)
     except BadRecordError as error:
@@ -180,26 +145,9 @@ def read_id_json(source: Source) -> Iterator[Record | Reject]:
     is_nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
     for line, each in enumerate(value if is_nested else [value], start=int(is_nested)):
         try:
-            text = text_of_value(each, source.id_rules, source.text_key)
+            yield Record.of(text_of_value(each, source.id_rules, source.text_key), line=line)
         except BadRecordError as error:
             yield source.reject(line, 0, error.reason)
-        else:
-            yield Record.of(text, offset=max(line - 1, 0), size=len(text), line=line)
-
-
-def _parse(raw: bytes) -> Any:
-    """The JSON value of the file. Raises BadRecordError."""
-    if len(raw) > MAX_RECORD_BYTES:
-        raise too_long_error()
-    if not raw.strip():
-        raise BadRecordError(0, "the file is empty")
-    try:
-        return parse_json(decode(raw))
-    except BadRecordError:
-        raise
-    except (ValueError, RecursionError) as error:
-        reason = printable(str(error))[:120]
-        raise BadRecordError(getattr(error, "pos", 0), f"broken JSON ({reason})") from None
 
 
 def _reject_events(content: Any, value: Any) -> None:
@@ -230,49 +178,36 @@ def _reject_events(content: Any, value: Any) -> None:
 
 
 class IdDocument:
-    """Builds the Record of a document of ids that is a byte range of the file, array by array."""
+    """Builds the Record of a document of ids, array by array. `offset` is its place, in bytes."""
 
     def __init__(self, source: Source, offset: int, line: int) -> None:
-        self._source, self._rules, self._line = source, source.id_rules, line
-        self._offset, self._size = offset, 0  # in bytes of the file, without outer end ids
+        self._source, self._rules, self._offset, self._line = source, source.id_rules, offset, line
         self._position = 0  # ids seen
+        self._has_content = False
         self._end_at: int | None = None  # position of an end-of-document id after the content
-        self._only: int | None = None  # the id of a document that repeats one; -1: several
         self._text = DocumentBuilder(source, 0, line)
         self._error: BadRecordError | None = None
 
-    @property
-    def only_id(self) -> int | None:
-        """The id that is the whole document, if it occurs at least twice and is not its end."""
-        is_content = self._only not in (None, -1, self._rules.end_of_document)
-        return self._only if is_content and self._position > 1 else None
-
     def add(self, ids: np.ndarray) -> None:
         """Append ids, 1-D."""
-        if self._only != -1 and ids.size:
-            first = int(ids[0]) if self._only is None else self._only
-            self._only = first if (ids == first).all() else -1
-        if not self._error:
-            try:
+        try:
+            if not self._error:
                 self._add_content(ids)
-            except BadRecordError as error:
-                self._error = error
+        except BadRecordError as error:
+            self._error = error
         self._position += len(ids)
 
     def _add_content(self, ids: np.ndarray) -> None:
         first, stop = _content_bounds(ids, self._rules, self._position)
-        if self._size and self._end_at is None and ids.size and (first or not stop):
+        if self._has_content and self._end_at is None and ids.size and (first or not stop):
             self._end_at = self._position
         if not stop:
             return
         if self._end_at is not None:
             raise self._rules.inner_end(self._end_at)
-        body = ids[first:stop]
-        text = _text_of_array(body, self._rules, self._position + first)
-        self._text.add((" " + text if self._size else text).encode())
-        if not self._size:
-            self._offset += (self._position + first) * ids.itemsize
-        self._size += body.nbytes
+        text = _text_of_array(ids[first:stop], self._rules, self._position + first)
+        self._text.add((" " + text if self._has_content else text).encode())
+        self._has_content = True
         if stop < len(ids):
             self._end_at = self._position + stop
 
@@ -280,10 +215,7 @@ class IdDocument:
         """The document of all ids that were added."""
         if self._error:
             return self._source.reject(self._line, self._offset, self._error.reason)
-        record = self._text.build()
-        if isinstance(record, Reject):
-            return replace(record, byte=self._offset)
-        return replace(record, offset=self._offset, size=self._size, num_text_bytes=record.size)
+        return self._text.build()
 
 
 def read_bin(source: Source) -> Iterator[Record | Reject]:
@@ -300,12 +232,12 @@ def read_npy(source: Source) -> Iterator[Record | Reject]:
     elif stop > start:
         row_bytes = shape[1] * dtype.itemsize
         sizes = np.broadcast_to(row_bytes, shape[0])
-        yield from _sized(source, dtype, range(start, stop, row_bytes), sizes, are_rows=True)
+        yield from read_sized(source, dtype, range(start, stop, row_bytes), sizes, are_rows=True)
     if source.stop >= stop and source.stream.read(1):
         raise BrokenStreamError(source.lines, stop, "there are bytes after the end of the array")
 
 
-def _sized(
+def read_sized(
     source: Source,
     dtype: np.dtype,
     starts: np.ndarray | range,
@@ -317,24 +249,29 @@ def _sized(
 
     `are_rows`: a document of one repeated id is probably padding and rejected.
     """
+    rules = source.id_rules
     first, stop = bisect_left(starts, source.start), bisect_left(starts, source.stop)
     if first:
         source.stream.seek(int(starts[first - 1] + sizes[first - 1]))
     for number in range(first, stop):
         source.lines += 1
         document = IdDocument(source, int(starts[number]), source.lines)
+        seen: set[int] = set()  # at least two ids, if there are
         for ids in _chunks_of(source.stream, int(sizes[number]), dtype, source.lines):
             document.add(ids)
-        padding = document.only_id if are_rows and source.id_rules.padding is None else None
-        if padding is None:
-            yield document.build()
-        else:
+            if are_rows and len(seen) < 2:
+                seen |= {*np.unique(ids).tolist()}
+        may_be_padding = rules.padding is None and rules.end_of_document not in seen
+        if len(seen) == 1 and may_be_padding and sizes[number] > dtype.itemsize:
+            (padding,) = seen
             yield source.reject(
                 source.lines,
                 int(starts[number]),
                 f"the row has only the id {padding}. If this id fills up the rows: --padding "
-                f"{padding}. If they have no padding: --padding {source.id_rules.end_of_document}",
+                f"{padding}. If they have no padding: --padding {rules.end_of_document}",
             )
+        else:
+            yield document.build()
 
 
 def _separated(
@@ -402,24 +339,19 @@ def _chunks_of(
 def _read_npy_header(stream: BinaryIO) -> tuple[int, np.dtype, tuple[int, ...]]:
     """(offset of the data, dtype, shape). Raises BrokenStreamError."""
     try:
-        magic = stream.read(8)
-        length_bytes = {1: 2, 2: 4}.get(magic[6] if magic[:6] == _NPY_MAGIC and magic[7:] else 0, 0)
-        if not length_bytes:
-            raise ValueError(
-                f"it begins with {magic!r}. If it has only ids, as numpy.memmap and OLMo write "
-                "them, rename it to .bin and give --dtype"
-            )
-        length = stream.read(length_bytes)
-        header = stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
-        parse = {
-            2: np.lib.format.read_array_header_1_0,
-            4: np.lib.format.read_array_header_2_0,
-        }[length_bytes]
-        shape, is_fortran, dtype = parse(io.BytesIO(length + header))
-    # The header is a Python literal, which numpy parses without evaluating it.
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):  # the others have long headers, for arrays with named columns
+            raise ValueError(f"version {version}")
+        # A Python literal, which numpy parses without evaluating it.
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         reason = printable(str(error).split("\n")[0])[:160]
-        raise BrokenStreamError(0, 0, f"not an .npy array: {reason}") from error
+        raise BrokenStreamError(
+            0,
+            0,
+            f"not an .npy array: {reason}. If it has only ids, as numpy.memmap and OLMo write "
+            "them, rename it to .bin and give --dtype",
+        ) from error
     problem = ""
     if dtype.kind not in "iu":
         hint = "; it holds Python objects, which are never loaded" if dtype.hasobject else ""
@@ -430,88 +362,4 @@ def _read_npy_header(stream: BinaryIO) -> tuple[int, np.dtype, tuple[int, ...]]:
         problem = "is in column order; save numpy.ascontiguousarray of it"
     if problem:
         raise BrokenStreamError(0, 0, f"the array {problem}")
-    return len(magic) + len(length) + len(header), dtype, shape
-
-
-# --- pairs of Megatron-LM -------------------------------------------------------------------------
-
-
-def index_path(path: str) -> str:
-    """The path or URL of the .idx file with the bounds of the documents in a .bin file."""
-    return path.removesuffix(".bin") + ".idx"
-
-
-def has_index(path: str) -> bool:
-    """Whether the .bin file at `path` and an index are a pair."""
-    other = index_path(path)
-    if not scheme_of(path):
-        return os.path.exists(other)  # noqa: PTH110 - as the other checks of listed files
-    system = file_system(other)
-    return bool(retry_request(lambda: system.exists(other)))
-
-
-def read_pair(source: Source) -> Iterator[Record | Reject]:
-    """The documents of a pair; `source` is the .bin file."""
-    path = index_path(source.path)
-    version = "" if scheme_of(path) else os.stat(path).st_mtime_ns  # noqa: PTH116 - as find.py
-    dtype, bounds = _index_of(path, version)
-    edges = bounds * dtype.itemsize
-    yield from _sized(source, dtype, edges[:-1], np.diff(edges))
-    if source.stop > edges[-1] and source.stream.read(1):
-        raise _broken(f"the file has more than the {edges[-1]:,} bytes of its index")
-
-
-def stored_dtype(kind: str, path: str) -> str:
-    """The type of the ids that a local file stores, as IdRules.dtype; "" if it is unknown."""
-    try:
-        if kind == "megatron":
-            with open_source(index_path(path), "") as stream:
-                return _read_index_header(stream)[0].str
-        if kind == "npy":
-            with open_source(path, "") as stream:
-                return _read_npy_header(stream)[1].str
-    except (OSError, ValueError):  # the reader reports the error
-        pass
-    return ""
-
-
-@functools.lru_cache(maxsize=1)  # a process reads the ranges of a file one after the other
-def _index_of(path: str, version: int | str) -> tuple[np.dtype, np.ndarray]:
-    """(dtype of the ids, int64 [documents + 1]: the ids before each document, and all ids).
-
-    `version` tells a rewritten index from the one that was parsed. Raises BrokenStreamError.
-    """
-    with open_source(path, "") as stream:
-        dtype, sequences, bounds = _read_index_header(stream)
-        expected = 12 * sequences + 8 * bounds
-        raw = read_exactly(stream, expected)
-        if len(raw) < expected:
-            raise _broken(f"its .idx file is truncated: {expected - len(raw):,} bytes are missing")
-        if stream.read(1):
-            raise _broken("its .idx file has more than ids, such as the modes of multimodal data")
-    lengths = np.frombuffer(raw, "<i4", sequences).astype(np.int64)
-    offsets = np.frombuffer(raw, "<i8", sequences, 4 * sequences)
-    first = np.frombuffer(raw, "<i8", bounds, 12 * sequences)
-    ends = np.cumsum(lengths)
-    if (lengths < 0).any() or not np.array_equal(offsets, (ends - lengths) * dtype.itemsize):
-        raise _broken("the sequences of its .idx file are not one after the other")
-    if not bounds or first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
-        raise _broken(f"the documents of its .idx file do not cover its {sequences:,} sequences")
-    return dtype, np.concatenate([[0], ends])[first]
-
-
-def _read_index_header(stream: BinaryIO) -> tuple[np.dtype, int, int]:
-    """(dtype of the ids, sequences, bounds of documents). Raises BrokenStreamError."""
-    raw = read_exactly(stream, _INDEX_HEADER.size)
-    if len(raw) < _INDEX_HEADER.size or raw[: len(_INDEX_MAGIC)] != _INDEX_MAGIC:
-        raise _broken("its .idx file is not an index of Megatron-LM")
-    _, version, code, sequences, bounds = _INDEX_HEADER.unpack(raw)
-    if version != 1:
-        raise _broken(f"its .idx file has version {version}, supported is 1")
-    if code not in _INDEX_DTYPES:
-        raise _broken(f"its .idx file has type code {code}, which is not an integer type")
-    return np.dtype(_INDEX_DTYPES[code]), sequences, bounds
-
-
-def _broken(reason: str) -> BrokenStreamError:
-    return BrokenStreamError(0, 0, reason)
+    return stream.tell(), dtype, shape

@@ -1,11 +1,6 @@
-"""Record and Reject, which a reader yields for a good and a bad document; ids and UTF-8 text.
-
-A reader of short documents yields many at a time as a RecordBlock.
-"""
+"""Record and Reject, which a reader yields for a good and a bad document; ids and UTF-8 text."""
 
 import codecs
-import difflib
-import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -22,13 +17,12 @@ HELD_BYTES = 16 * 2**20
 """A longer document is yielded without its text, if that can be read again from a file."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen would take four times the time, for every document
 class Record:
     """A document and its place: `size` bytes at `offset`, in line `line`.
 
-    `offset` and `size` count bytes of the decompressed stream; in Parquet they are the row and the
-    size of the text. `line` is counted from 1 within the range; 0 means that the document is the
-    whole file.
+    `offset` and `size` count bytes of the stream, if the text can be read again from there. `line`
+    is counted from 1 within the range; 0 means that the document is the whole file.
     """
 
     text: str | None
@@ -38,25 +32,17 @@ class Record:
     line: int
     sha256: bytes = field(repr=False)
     """Of the UTF-8 bytes of the text, also when `text` is None."""
-    num_text_bytes: int | None = None
-    """UTF-8 bytes of the text, if they differ from `size` and `text` is None."""
     key: str = ""
     """The name of the document in its file, for the id FILE:key; "" for the id FILE:line."""
 
     @classmethod
-    def of(cls, text: str, *, offset: int, size: int, line: int, key: str = "") -> Self:
-        """A record with its text. Raises ValueError for a text that UTF-8 cannot encode."""
+    def of(cls, text: str, *, line: int, offset: int = 0, size: int = 0, key: str = "") -> Self:
+        """A record with its text. Raises ValueError for a text that UTF-8 cannot encode.
+
+        Files whose texts are spilled need no place.
+        """
         sha256 = hashlib.sha256(text.encode("utf-8")).digest()
         return cls(text, offset, size, line, sha256, key=key)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordBlock:
-    """N short documents whose stored bytes are their texts, in UTF-8. Fields as in `Record`."""
-
-    texts: list[bytes] = field(repr=False)
-    offsets: list[int]
-    lines: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +88,7 @@ class IdRules:
     vocab_size: int
     end_of_document: int
     dtype: str = ""
-    """NumPy name of the integers of an array file, such as "<u2"; "" if unknown."""
+    """NumPy name of the integers of a raw file, such as "<u2"; "" if it is not given."""
     padding: int | None = None
     """The id that fills up documents; None if it is not known whether there is one."""
 
@@ -129,19 +115,16 @@ class Utf8Decoder:
     """Incremental UTF-8 decoder. Raises BadRecordError with the offset of the wrong byte."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._num_bytes = 0
-        # Offset of the first byte that the next call decodes. It may be in an earlier chunk: the
-        # decoder keeps the bytes of an incomplete character.
-        self._start = 0
+        self._rest = b""  # of a character that is incomplete
+        self._start = 0  # the offset of `_rest`
 
     def decode(self, raw: bytes, *, final: bool = False) -> str:
+        raw = self._rest + raw
         try:
-            text = self._decoder.decode(raw, final)
+            text, size = codecs.utf_8_decode(raw, "strict", final)
         except UnicodeDecodeError as error:
             raise _not_utf8(error, self._start) from None
-        self._num_bytes += len(raw)
-        self._start = self._num_bytes - len(self._decoder.getstate()[0])
+        self._rest, self._start = raw[size:], self._start + size
         return text
 
 
@@ -166,16 +149,6 @@ def value_at(key: str, content: object) -> Any:
     if not isinstance(content, dict):
         raise BadRecordError(0, f"not a JSON object but a {type(content).__name__}")
     if key not in content:
-        keys = tuple(content)[:10]
-        seen = ", ".join(printable(each)[:40] for each in keys) or "none"
-        hint = did_you_mean(key, keys)
-        raise BadRecordError(0, f'no key "{key}"{hint}; keys seen: {seen} (see --text-key)')
+        seen = ", ".join(printable(each)[:40] for each in list(content)[:10]) or "none"
+        raise BadRecordError(0, f'no key "{key}"; keys seen: {seen} (see --text-key)')
     return content[key]
-
-
-@functools.lru_cache(maxsize=256)  # a wrong --text-key is looked up for every record
-def did_you_mean(name: str, known: tuple[str, ...]) -> str:
-    """`; did you mean "text"?` if one of `known` is similar to `name`, else an empty string."""
-    by_lower = {each.casefold(): each for each in known}
-    nearest = difflib.get_close_matches(name.casefold(), by_lower, n=1)
-    return f'; did you mean "{printable(by_lower[nearest[0]])[:40]}"?' if nearest else ""

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.formats import InputFile, suffix_of
+from data_pipeline.readers.input_file import InputFile, suffix_of
 
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 TRAIN = "train"
@@ -121,7 +121,7 @@ def unclear_files(files: Sequence[InputFile]) -> list[InputFile]:
     """
     if all(file.split != TRAIN for file in files):
         return []
-    is_code = {file.name: suffix_of(file.name).name in _SOURCE_CODE for file in files}
+    is_code = {file.name: file.suffix.name in _SOURCE_CODE for file in files}
     code_has_splits = any(file.split and is_code[file.name] for file in files)
     unnamed = (f for f in files if not f.split and (code_has_splits or not is_code[f.name]))
     return [f for f in unnamed if not _DESCRIBES.fullmatch(posixpath.basename(f.name))]

@@ -13,8 +13,8 @@ Other members (images, labels) are skipped, and samples named `__NAME__` that ha
 
 `tarfile` of the standard library is not strict enough for input that may be damaged or hostile: it
 takes a damaged header after the first member for the end of the archive, ignores archives that
-follow the first, accepts a missing end, and reads extended headers of any size into RAM. Here
-each of these is an error. Only the parsing of one header block is tarfile's.
+follow the first, accepts a missing end, and reads extended headers of any size into RAM. Through
+the stream that it gets here (`_Blocks`), each of these is an error.
 
 Sources: webdataset, `tariterators.group_by_keys` and `base_plus_ext`; POSIX.1-2017, pax, "ustar
 Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar Format".
@@ -25,8 +25,9 @@ import os
 import posixpath
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import PurePosixPath
 from typing import BinaryIO, NamedTuple
 
@@ -46,9 +47,6 @@ from data_pipeline.system.sources import SourceError, require_plausible_ratio
 _MAX_KEY_BYTES = 4096
 _METADATA = re.compile(r"__[^/]*__(/|\Z)")
 """Members that webdataset skips too."""
-_BLOCK = 512
-_MAX_EXTENDED_BYTES = 2**20
-"""Limit of an extended header. It holds a path and times, hundreds of bytes."""
 _FILES = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
 _NOT_FILES = {
     tarfile.SYMTYPE: "a symbolic link",
@@ -60,7 +58,7 @@ _NOT_FILES = {
 
 
 class Member(NamedTuple):
-    """A file in the archive."""
+    """An entry of the archive, a file unless `is_folder`."""
 
     name: str
     """Always valid UTF-8; without "./" in front."""
@@ -69,160 +67,136 @@ class Member(NamedTuple):
     size: int
     problem: str
     """Why its content cannot be used, such as "a symbolic link"; "" for a regular file."""
-    content_offset: int
+    is_folder: bool
+    chunks: Callable[[], Iterator[bytes]]
+    """The content, until the next member is taken."""
 
 
-class TarReader:
-    """Iterates over the members, without directories. `chunks` reads the current member.
+def members_of_tar(stream: BinaryIO, stored_bytes: int) -> Iterator[Member]:
+    """The members of an archive, in order.
 
     `stored_bytes` is the size of the archive in its file, 0 if it is unknown. Raises
     BrokenStreamError for an archive that cannot be read any further.
     """
+    blocks = _Blocks(stream, stored_bytes)
+    try:
+        tar = tarfile.TarFile(fileobj=blocks, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
+        while header := tar.next():
+            tar.members.clear()  # type: ignore[attr-defined] # or they would fill the RAM
+            if tar.pax_headers.keys() & {"path", "size"}:
+                raise blocks.broken("a global header sets the path or size of all members")
+            yield _member(header, blocks)
+    except BrokenStreamError:
+        raise
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        is_first = blocks.tell() <= tarfile.BLOCKSIZE
+        kind = "not a tar archive" if is_first else "damaged header"
+        raise blocks.broken(f"{kind} ({error})") from None
+    blocks.require_end()
+
+
+def _member(header: tarfile.TarInfo, blocks: "_Blocks") -> Member:
+    name = os.fsencode(header.name).decode("utf-8", errors="backslashreplace")
+    shown = printable(name)[:200]
+    if "\0" in name:
+        raise blocks.broken("damaged extended header")
+    if header.issparse() or any(key.startswith("GNU.sparse") for key in header.pax_headers):
+        raise blocks.broken(f"member {shown} is sparse; archive it without --sparse")
+    is_known = header.type in _FILES or header.isdir() or header.type in _NOT_FILES
+    if not is_known or header.size < 0 or (header.size and header.type not in _FILES):
+        raise blocks.broken(
+            f"member {shown} of type {header.type!r} and size {header.size:,}: unsupported or "
+            "damaged"
+        )
+    blocks.require_plausible(header.offset_data + header.size)
+    problem = _NOT_FILES.get(header.type, "") or path_problem(name)
+    return Member(
+        name.removeprefix("./"),
+        header.offset_data - tarfile.BLOCKSIZE,
+        header.size,
+        problem,
+        header.isdir(),
+        lambda: blocks.chunks(header.size),
+    )
+
+
+class _Blocks:
+    """The stream as tarfile reads it: each read gives all bytes, or the archive is truncated."""
 
     def __init__(self, stream: BinaryIO, stored_bytes: int) -> None:
         self._stream, self._stored_bytes = stream, stored_bytes
-        self._position = 0
-        self._unread = 0
-        """Bytes of the current member and its padding that were not read."""
-        self._size = 0
-        self.has_folders = False
-        """Whether there were entries for folders."""
+        self._position, self._last = 0, b""
 
-    def __iter__(self) -> Iterator[Member]:
-        return iter(self._next_member, None)
+    def tell(self) -> int:
+        return self._position
 
-    def chunks(self) -> Iterator[bytes]:
-        """The bytes of the current member."""
-        left = self._size
-        while left:
-            raw = self._read(min(left, CHUNK_BYTES))
-            left -= len(raw)
-            self._unread -= len(raw)
-            yield raw
+    def seek(self, position: int) -> None:
+        """Skip what is left of a member."""
+        num_bytes = position - self._position
+        if num_bytes < 0:
+            raise self.broken("damaged header: a size below 0")
+        if num_bytes > CHUNK_BYTES and self._stream.seekable():
+            self._position = self._stream.seek(position)
+        else:
+            for _ in self.chunks(num_bytes):
+                pass
 
-    def _next_member(self) -> Member | None:
-        """The next member that is not a directory; None at the end of the archive."""
-        extended: dict[str, str] = {}
-        while True:
-            self._skip()
-            offset = self._position
-            header = self._read_header()
-            if header is None:
-                if extended:
-                    raise self._broken("an extended header is not followed by a member")
-                return None
-            if header.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE):
-                records = self._read_pax(header)
-                if header.type == tarfile.XGLTYPE:
-                    if records.keys() & {"path", "size"}:
-                        raise self._broken("a global header sets the path or size of all members")
-                else:
-                    extended |= records
-            elif header.type == tarfile.GNUTYPE_LONGNAME:
-                raw = self._read_extended(header).split(b"\0")[0]
-                extended["path"] = os.fsdecode(raw)
-            elif header.type == tarfile.GNUTYPE_LONGLINK:
-                self._read_extended(header)
-            else:
-                if member := self._member(header, extended, offset):
-                    return member
-                extended = {}
+    def chunks(self, num_bytes: int) -> Iterator[bytes]:
+        """The next bytes."""
+        for left in range(num_bytes, 0, -CHUNK_BYTES):
+            yield self.read(min(left, CHUNK_BYTES))
+            self._last = b""  # no header
 
-    def _member(
-        self, header: tarfile.TarInfo, extended: dict[str, str], offset: int
-    ) -> Member | None:
-        """The member of a header, or None for a directory. Sets the bytes to read or skip."""
-        path = extended.get("path", header.name)
-        name = os.fsencode(path).decode("utf-8", errors="backslashreplace")
-        shown = printable(name)[:200]
-        size = header.size
-        if "size" in extended:
-            is_number = extended["size"].isdecimal() and len(extended["size"]) <= 18
-            size = int(extended["size"]) if is_number else -1
-        if header.type == tarfile.GNUTYPE_SPARSE or any("GNU.sparse" in key for key in extended):
-            raise self._broken(f"member {shown} is sparse; archive it without --sparse")
-        is_directory = header.type == tarfile.DIRTYPE
-        may_have_content = header.type in _FILES
-        is_known = may_have_content or is_directory or header.type in _NOT_FILES
-        if not is_known or size < 0 or (size and not may_have_content):
-            raise self._broken(
-                f"member {shown} of type {header.type!r} and size {size:,}: unsupported or damaged"
-            )
-        self._require_plausible(self._position + size)
-        self._size, self._unread = size, -(-size // _BLOCK) * _BLOCK
-        if is_directory:
-            self.has_folders = True
-            return None
-        problem = _NOT_FILES.get(header.type, "") or path_problem(name)
-        return Member(name.removeprefix("./"), offset, size, problem, self._position)
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= CHUNK_BYTES:  # hundreds of bytes hold a path and times
+            raise self.broken(f"an extended header declares {size:,} bytes")
+        types = (tarfile.XHDTYPE, tarfile.XGLTYPE)
+        is_pax = self._last[257:262] == b"ustar" and self._last[156:157] in types
+        self._last = read_exactly(self._stream, size)
+        self._position += len(self._last)
+        if not self._position:
+            raise self.broken("empty")
+        if len(self._last) < size:
+            raise self.broken("truncated: it ends without an end mark")
+        if is_pax:
+            self._require_pax_records(self._last)
+        return self._last
 
-    def _read_header(self) -> tarfile.TarInfo | None:
-        """The next header block, or None at the end, which must be marked."""
-        raw = read_exactly(self._stream, _BLOCK)
-        self._position += len(raw)
-        try:
-            return tarfile.TarInfo.frombuf(raw, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as error:
-            if len(raw) < _BLOCK:
-                kind = "truncated: the archive has no end mark" if self._position else "empty"
-                raise self._broken(kind) from None
-            if any(raw):
-                kind = "not a tar archive" if self._position == _BLOCK else "damaged header"
-                raise self._broken(f"{kind} ({error})") from None
-        self._require_end()
-        return None
+    def _require_pax_records(self, raw: bytes) -> None:
+        """Raise BrokenStreamError for other records than "LENGTH KEY=VALUE\\n".
 
-    def _require_end(self) -> None:
+        tarfile before Python 3.12 ignores these, and takes the shorter name of the next header.
+        """
+        raw = raw.partition(b"\0")[0]  # without the padding
+        while raw:
+            length = raw.partition(b" ")[0]
+            record = raw[: int(length)] if length.isdigit() else b""
+            if b"=" not in record or not record.endswith(b"\n"):
+                raise self.broken("damaged extended header")
+            raw = raw[len(record) :]
+
+    def require_end(self) -> None:
+        """Raise BrokenStreamError unless the end is marked and only zeros follow.
+
+        tarfile also ends at a damaged header.
+        """
+        if any(self._last):
+            raise self.broken("damaged header")
         while raw := self._stream.read(CHUNK_BYTES):
             self._position += len(raw)
-            self._require_plausible(self._position)
-            if raw.count(0) != len(raw):
-                raise self._broken("there is data after its end, such as another archive")
+            self.require_plausible(self._position)
+            if raw.strip(b"\0"):
+                raise self.broken("there is data after its end, such as another archive")
 
-    def _require_plausible(self, num_bytes: int) -> None:
+    def require_plausible(self, num_bytes: int) -> None:
         """Raise BrokenStreamError if `num_bytes` is implausible for the size of the archive."""
         try:
             if self._stored_bytes:
                 require_plausible_ratio(num_bytes, self._stored_bytes)
         except SourceError as error:
-            raise self._broken(error.reason) from error
+            raise self.broken(error.reason) from error
 
-    def _read_pax(self, header: tarfile.TarInfo) -> dict[str, str]:
-        """The records "LENGTH KEY=VALUE\\n" of a pax header."""
-        raw, records = self._read_extended(header), {}
-        while raw := raw.lstrip(b"\0"):
-            length, _, _ = raw.partition(b" ")
-            size = int(length) if length.isdigit() and len(length) < 8 else 0
-            key, equals, value = raw[len(length) + 1 : size].partition(b"=")
-            if size < 5 or len(raw) < size or not equals or not value.endswith(b"\n"):
-                raise self._broken("damaged extended header")
-            records[os.fsdecode(key)] = os.fsdecode(value[:-1])
-            raw = raw[size:]
-        return records
-
-    def _read_extended(self, header: tarfile.TarInfo) -> bytes:
-        if not 0 <= header.size <= _MAX_EXTENDED_BYTES:
-            raise self._broken(f"an extended header declares {header.size:,} bytes")
-        padded = -(-header.size // _BLOCK) * _BLOCK
-        return self._read(padded)[: header.size]
-
-    def _read(self, size: int) -> bytes:
-        raw = read_exactly(self._stream, size)
-        self._position += len(raw)
-        if len(raw) < size:
-            raise self._broken("truncated: it ends inside a member")
-        return raw
-
-    def _skip(self) -> None:
-        """Skip what is left of the current member."""
-        unread, self._unread = self._unread, 0
-        if unread > CHUNK_BYTES and self._stream.seekable():
-            self._position = self._stream.seek(self._position + unread)
-            return
-        while unread:
-            unread -= len(self._read(min(unread, CHUNK_BYTES)))
-
-    def _broken(self, reason: str) -> BrokenStreamError:
+    def broken(self, reason: str) -> BrokenStreamError:
         return BrokenStreamError(0, self._position, reason)
 
 
@@ -239,36 +213,55 @@ class _Sample:
     """The members of one key that were read so far."""
 
     key: str
-    offset: int
+    wanted: list[str]
+    """The possible extensions of the text, the first choice first."""
+    problem: str = ""
+    offset: int = 0
     extensions: list[str] = field(default_factory=list)
     rank: int = 99
-    """Position of the extension of `content` among the possible ones; less is better."""
+    """Position of the extension of `content` in `wanted`."""
     content: bytes = b""
-    problem: str = ""
+
+    def add(self, member: Member) -> None:
+        extension = split_name(member.name)[1]
+        rank = self.wanted.index(extension) if extension in self.wanted else self.rank
+        problem = f"is {member.problem}" if member.problem else ""
+        if extension in self.extensions:
+            problem = problem or "occurs twice"
+        if not self.extensions:
+            self.offset = member.offset
+        self.extensions.append(extension)
+        if rank < self.rank and member.size > MAX_RECORD_BYTES:
+            problem = problem or f"is {too_long_error().reason}"
+        if problem:
+            self.problem = self.problem or f"member {printable(member.name)[:200]} {problem}"
+        elif rank < self.rank and not self.problem:
+            self.rank, self.content = rank, b"".join(member.chunks())
 
 
 def read_tar(source: Source) -> Iterator[Record | Reject]:
+    seen = set[bytes]()  # digests, because keys may be long
+    wanted = sample_extensions(source.text_key, is_ids=source.file.ids is not None)
+    members = filter(_belongs_to_sample, members_of_tar(source.stream, source.file.size))
     try:
-        yield from _read_samples(source)
+        for key, group in groupby(members, lambda member: split_name(member.name)[0]):
+            digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+            sample = _Sample(key, wanted)
+            if digest in seen:
+                sample.problem = "the key occurs twice; members of a sample must follow each other"
+            elif len(key.encode()) > _MAX_KEY_BYTES:
+                sample.problem = f"the key is longer than {_MAX_KEY_BYTES:,} bytes"
+            seen.add(digest)
+            for member in group:
+                sample.add(member)
+            yield from _documents(source, sample)
     except BrokenStreamError as error:
         raise BrokenStreamError(source.lines, error.byte, error.reason) from error
 
 
-def _read_samples(source: Source) -> Iterator[Record | Reject]:
-    members, seen = TarReader(source.stream, source.stored_bytes), set[bytes]()
-    wanted = sample_extensions(source.text_key, is_ids=source.ids is not None)
-    sample: _Sample | None = None
-    for member in members:
-        key, extension = split_name(member.name)
-        if is_metadata(member.name) or not posixpath.basename(key):
-            continue  # the second: hidden files
-        if not sample or key != sample.key:
-            if sample:
-                yield from _documents(source, sample, wanted)
-            sample = _begin(source, key, member, seen)
-        _add_member(sample, members, member, extension, wanted)
-    if sample:
-        yield from _documents(source, sample, wanted)
+def _belongs_to_sample(member: Member) -> bool:
+    is_hidden = not posixpath.basename(split_name(member.name)[0])
+    return not (member.is_folder or is_hidden or is_metadata(member.name))
 
 
 def is_metadata(name: str) -> bool:
@@ -290,42 +283,15 @@ def split_name(name: str) -> tuple[str, str]:
     return posixpath.join(directory, stem), extension
 
 
-def _begin(source: Source, key: str, member: Member, seen: set[bytes]) -> _Sample:
-    sample = _Sample(key, member.offset)
-    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()  # keys may be long
-    if digest in seen:
-        sample.problem = "the key occurs twice; members of a sample must follow each other"
-    seen.add(digest)
-    if len(key.encode()) > _MAX_KEY_BYTES:
-        sample.problem = f"the key is longer than {_MAX_KEY_BYTES:,} bytes"
-    return sample
-
-
-def _add_member(
-    sample: _Sample, members: TarReader, member: Member, extension: str, wanted: list[str]
-) -> None:
-    rank = wanted.index(extension) if extension in wanted else sample.rank
-    problem = f"is {member.problem}" if member.problem else ""
-    if extension in sample.extensions:
-        problem = problem or "occurs twice"
-    sample.extensions.append(extension)
-    if rank < sample.rank and member.size > MAX_RECORD_BYTES:
-        problem = problem or f"is {too_long_error().reason}"
-    if problem:
-        sample.problem = sample.problem or f"member {printable(member.name)[:200]} {problem}"
-    elif rank < sample.rank and not sample.problem:
-        sample.rank, sample.content = rank, b"".join(members.chunks())
-
-
-def _documents(source: Source, sample: _Sample, wanted: list[str]) -> Iterator[Record | Reject]:
+def _documents(source: Source, sample: _Sample) -> Iterator[Record | Reject]:
     """The documents of a complete sample: one, or one per line of .jsonl."""
     name = posixpath.basename(sample.key)
     may_be_metadata = name.startswith("__") and name.endswith("__")
-    extension = wanted[sample.rank] if sample.rank < len(wanted) else ""
+    extension = sample.wanted[sample.rank] if sample.rank < len(sample.wanted) else ""
     if not sample.problem and not extension:
         members = ", ".join(printable(each)[:40] or "none" for each in sample.extensions[:10])
         sample.problem = (
-            f"no member .{', .'.join(wanted)}; its extensions: {members} (see --text-key)"
+            f"no member .{', .'.join(sample.wanted)}; its extensions: {members} (see --text-key)"
         )
     parts = [(sample.key, sample.content)]
     if extension == "jsonl" and sample.rank and not sample.problem:
@@ -349,18 +315,18 @@ def _document(
     except BadRecordError as error:
         reason = f"key {printable(key)[:200]}: {error.reason}"
         return source.reject(line, sample.offset, reason)
-    return Record.of(text, offset=sample.offset, size=len(content), line=line, key=key)
+    return Record.of(text, line=line, key=key)
 
 
 def _text_of(source: Source, content: bytes, extension: str, *, is_text_key: bool) -> str:
-    is_json = extension in ("json", "jsonl") and not (is_text_key and not source.ids)
+    is_json = extension in ("json", "jsonl") and not (is_text_key and not source.file.ids)
     if is_json:
-        return text_of_line(content.rstrip() + b"\n", source.text_key, source.ids)
-    if not source.ids:
+        return text_of_line(content.rstrip() + b"\n", source.text_key, source.file.ids)
+    if not source.file.ids:
         return decode(content)
     if extension != "npy" and not extension.endswith(".npy"):
         raise BadRecordError(0, f"member .{printable(extension)[:40]} is not .npy, .json or .jsonl")
     # Imported here: numpy is slow to import, and only these members need it.
     from data_pipeline.readers.ids import ids_of_npy, text_of_document
 
-    return text_of_document(ids_of_npy(content), source.ids)
+    return text_of_document(ids_of_npy(content), source.file.ids)

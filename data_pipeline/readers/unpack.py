@@ -19,27 +19,25 @@ Sources: PKWARE, "APPNOTE.TXT", sections 4.3 and 4.4; for tar, `tar.py`.
 """
 
 import contextlib
-import errno
 import posixpath
-import re
 import shutil
 import stat
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.readers.formats import ANY_ARCHIVE, InputFile, suffix_of
+from data_pipeline.readers.input_file import ANY_ARCHIVE, InputFile, suffix_of
 from data_pipeline.readers.records import BrokenStreamError
 from data_pipeline.readers.source import CHUNK_BYTES
 from data_pipeline.readers.split_names import split_of_words, splits_of_names
 from data_pipeline.readers.tar import (
-    TarReader,
     is_metadata,
+    members_of_tar,
     path_problem,
     sample_extensions,
     split_name,
@@ -61,76 +59,58 @@ MAX_EXAMINED = 1000
 _MAX_EXAMINED_BYTES = 256 * 2**20
 MAX_MEMBERS = 1_000_000
 """Maximum number of files in an archive."""
-_DAMAGED = "The copy is damaged or incomplete; copy it again."
-_HOSTILE = "It is damaged or hostile: do not unpack it."
 _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
 """Of zip archives. `zipfile` decodes bzip2 and LZMA without a limit of RAM."""
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
 
 
 class ArchiveError(ValueError):
-    """An archive or one of its members cannot be used. Text and advice are for the user."""
-
-    def __init__(self, reason: str, advice: str = "Unpack it and give the folder.") -> None:
-        super().__init__(reason)
-        self.advice = advice
+    """An archive or one of its members is refused. The text is for the user."""
 
 
 # --- samples or folder ----------------------------------------------------------------------------
 
 
-class ArchiveLayout(NamedTuple):
-    """How an archive is read."""
-
-    is_samples: bool
-    """Whether it is a WebDataset."""
-    reason: str
-    """Why, for the user; "" for a .zip, which is always read as a folder."""
-
-
-def layout_of_tar(file: InputFile, text_key: str, *, is_ids: bool) -> ArchiveLayout:
-    """How "auto" and "ids" read a .tar file; see the module docstring."""
+def holds_samples(file: InputFile, text_key: str, *, is_ids: bool) -> bool:
+    """Whether "auto" and "ids" read a .tar file as a WebDataset; see the module docstring."""
     try:
         names, has_folders = _first_names(file)
     except (OSError, BrokenStreamError):  # the reader reports it
-        return ArchiveLayout(is_samples=True, reason="")
+        return True
     keyed = groupby(map(split_name, names), key=lambda pair: pair[0])
     samples = [frozenset(extension for _, extension in pairs) for _, pairs in keyed]
     sets = Counter(extensions for extensions in samples if len(extensions) > 1)
     num_equal = max(sets.values(), default=0)
     if num_equal > 1 and 2 * num_equal >= len(samples):
-        reason = "its files form samples with the same extensions (--format text reads a folder)"
-        return ArchiveLayout(is_samples=True, reason=reason)
+        return True
     in_folders = has_folders and 2 * sum("/" in name for name in names) > len(names)
     have_splits = any(split_of_words(posixpath.basename(name), outer=True) for name in names)
     differ = len({*splits_of_names(names, [""] * len(names))}) > 1
     extensions = sample_extensions(text_key, is_ids=is_ids)
     num_texts = sum(not sample.isdisjoint(extensions) for sample in samples)
-    if not (in_folders or have_splits or differ) and 2 * num_texts >= len(samples):
-        reason = "its files are samples with a text (--format text reads a folder)"
-        return ArchiveLayout(is_samples=True, reason=reason)
-    reason = "its files form no samples of a WebDataset (--format tar reads samples)"
-    return ArchiveLayout(is_samples=False, reason=reason)
+    return not (in_folders or have_splits or differ) and 2 * num_texts >= len(samples)
 
 
 def _first_names(file: InputFile) -> tuple[list[str], bool]:
-    """The names of the first files, and whether there are entries for folders before the last.
+    """The names of the first files, and whether there are entries for folders.
 
     A damaged or unsafe member counts as the end, unless it is the first.
     """
     names, num_bytes, has_folders = list[str](), 0, False
     with file.open() as stream:
-        reader = TarReader(stream, file.size)
         try:
-            for member in islice(reader, MAX_EXAMINED):
-                has_folders = reader.has_folders
+            for member in members_of_tar(stream, file.size):
+                if member.is_folder:
+                    has_folders = True
+                    continue
                 if member.problem:
                     raise BrokenStreamError(0, member.offset, member.problem)
                 name = _cleaned(member.name)
                 if not (is_metadata(name) or _is_hidden(name)):
                     names.append(name)
                 num_bytes += member.size
-                if file.compression and num_bytes > _MAX_EXAMINED_BYTES:
+                is_costly = file.compression and num_bytes > _MAX_EXAMINED_BYTES
+                if is_costly or len(names) == MAX_EXAMINED:
                     break
         except BrokenStreamError:
             if not num_bytes:
@@ -166,13 +146,13 @@ def unpack(archive: InputFile, folder: Path) -> Path:
     DataError for an archive that cannot be read or has a member that is refused, and
     UnfinishedError for a full or failing disk.
     """
-    members_of = _members_of_zip if suffix_of(archive.name).name == ".zip" else _members_of_tar
+    contents_of = _contents_of_zip if archive.suffix.name == ".zip" else _contents_of_tar
     with explain_disk_errors("unpacking", folder):
         folder.mkdir(parents=True)
     try:
         with archive.open() as stream:
             num_files = 0
-            for name, chunks in members_of(stream, archive.size):
+            for name, chunks in contents_of(stream, archive.size):
                 if _is_hidden(name):
                     continue
                 if suffix_of(name).name in ANY_ARCHIVE:
@@ -181,101 +161,72 @@ def unpack(archive: InputFile, folder: Path) -> Path:
                 if num_files > MAX_MEMBERS:
                     raise ArchiveError(f"it has more than {MAX_MEMBERS:,} files")
                 _write(folder, name, chunks)
-    except BrokenStreamError as error:
-        raise DataError(f"{shown(archive.path)}: {error.reason}. {_DAMAGED}") from error
     except ArchiveError as error:
-        raise DataError(f"{shown(archive.path)}: {error}. {error.advice}") from error
-    except OSError as error:
-        advice = "Check the server and the network." if is_transient(error) else _DAMAGED
-        reason = reject_reason(error).removesuffix(".")
-        raise DataError(f"{shown(archive.path)}: {reason}. {advice}") from error
+        raise DataError(
+            f"{shown(archive.path)}: {error}. It is damaged or hostile, or made for another "
+            "purpose. If you trust it, unpack it and give the folder."
+        ) from error
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        reason = printable(reject_reason(error) if isinstance(error, OSError) else str(error))
+        advice = "The copy is damaged or incomplete; copy it again."
+        if is_transient(error):
+            advice = "Check the server and the network."
+        raise DataError(f"{shown(archive.path)}: {reason.rstrip('.')[:200]}. {advice}") from error
     top = list(folder.iterdir())
     return top[0] if len(top) == 1 and top[0].is_dir() else folder
 
 
 def _write(folder: Path, name: str, chunks: Iterator[bytes]) -> None:
     """Write the file `name`. Its path was checked, and no link is ever in `folder`."""
-    path, shown_name = folder / name, printable(name)[:200]
+    path = folder / name
     with explain_disk_errors("unpacking", folder):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("xb")
         except (FileExistsError, NotADirectoryError):
-            raise ArchiveError(f"its member {shown_name} occurs twice") from None
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            raise ArchiveError(f"its member {shown_name} has a name that is too long") from None
+            raise ArchiveError(f"its member {printable(name)[:200]} occurs twice") from None
     with file:
         for chunk in chunks:
             with explain_disk_errors("unpacking", folder):
                 file.write(chunk)
 
 
-def _members_of_tar(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str, Iterator[bytes]]]:
+def _contents_of_tar(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str, Iterator[bytes]]]:
     """The files of a tar archive, each with its content. An unsafe member is an ArchiveError."""
-    reader = TarReader(stream, stored_bytes)
-    for member in reader:
-        _require_safe_path(member.name)
-        if member.problem:
-            name = printable(member.name)[:200]
-            raise ArchiveError(f"its member {name} is {member.problem}")
-        yield _cleaned(member.name), reader.chunks()
+    for member in members_of_tar(stream, stored_bytes):
+        if not member.is_folder:
+            _refuse(member.name, member.problem)
+            yield _cleaned(member.name), member.chunks()
 
 
-def _members_of_zip(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """As `_members_of_tar`, of a zip archive. All members are checked before the first is read."""
+def _contents_of_zip(stream: BinaryIO, stored_bytes: int) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """As `_contents_of_tar`, of a zip archive. All members are checked before one is read."""
     if not stream.seekable():
         raise SourceError("a .zip file needs random access, but its server has no byte ranges")
-    try:
-        archive = zipfile.ZipFile(stream)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        if isinstance(error.__context__, SourceError):  # a server failed, not the archive
-            raise error.__context__ from None
-        reason = printable(str(error))[:120]
-        raise SourceError(f"damaged or truncated zip archive: {reason}") from error
-    names, total = {}, 0
-    for info in sorted(archive.infolist(), key=lambda each: each.header_offset):
-        name = info.orig_filename.replace("\\", "/")
-        if re.match(r"[A-Za-z]:/", name):
-            name = f"/{name}"  # a drive of Windows
-        _require_safe_path(name)
+    archive = zipfile.ZipFile(stream)
+    infos = sorted(archive.infolist(), key=lambda each: each.header_offset)
+    names = [info.orig_filename.replace("\\", "/") for info in infos]
+    for info, name in zip(infos, names, strict=True):
+        _refuse(name, path_problem(name) or _problem_of_zip_member(info))
+    if stored_bytes:
+        require_plausible_ratio(sum(info.file_size for info in infos), stored_bytes)
+    for info, name in zip(infos, names, strict=True):
         if not name.endswith("/"):
-            total += info.file_size
-            _require_usable_zip_member(info)
-            names[info] = _cleaned(name)
-    try:
-        if stored_bytes:
-            require_plausible_ratio(total, stored_bytes)
-    except SourceError as error:
-        raise ArchiveError(error.reason, _HOSTILE) from error
-    for info, name in names.items():
-        try:
-            content = archive.open(info)
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-            shown_name, reason = printable(name)[:200], printable(str(error))[:120]
-            raise SourceError(f"damaged zip archive at member {shown_name}: {reason}") from error
-        with buffered(DecompressedStream(content, "zip")) as file:  # type: ignore[arg-type]
-            yield name, iter(partial(file.read, CHUNK_BYTES), b"")
+            content = DecompressedStream(archive.open(info), "zip")  # type: ignore[arg-type]
+            with buffered(content) as file:
+                yield _cleaned(name), iter(partial(file.read, CHUNK_BYTES), b"")
 
 
-def _require_usable_zip_member(info: zipfile.ZipInfo) -> None:
-    name, mode, method = (
-        printable(info.filename)[:200],
-        info.external_attr >> 16,
-        info.compress_type,
-    )
-    if info.flag_bits & _ENCRYPTED:
-        raise ArchiveError(f"its member {name} is encrypted")
-    if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-        raise ArchiveError(f"its member {name} is a link or a device, not a file")
-    if method not in _METHODS:
-        raise ArchiveError(
-            f"its member {name} is compressed with method {method}; only deflate is read"
-        )
+def _problem_of_zip_member(info: zipfile.ZipInfo) -> str:
+    mode, method = stat.S_IFMT(info.external_attr >> 16), info.compress_type
+    problems = {
+        "encrypted": info.flag_bits & _ENCRYPTED,
+        "a link or a device, not a file": mode not in (0, stat.S_IFREG, stat.S_IFDIR),
+        f"of method {method}; only deflate is read": method not in _METHODS,
+    }
+    return next((problem for problem, is_so in problems.items() if is_so), "")
 
 
-def _require_safe_path(name: str) -> None:
-    """Raise ArchiveError for a path that would leave the folder where the archive is unpacked."""
-    if problem := path_problem(name):
-        raise ArchiveError(f"its member {printable(name)[:200]!r} is {problem}", _HOSTILE)
+def _refuse(name: str, problem: str) -> None:
+    if problem:
+        raise ArchiveError(f"its member {printable(name)[:200]} is {problem}")

@@ -11,18 +11,15 @@ Source: Merity et al. 2016, arXiv:1609.07843, the files of WikiText-2 and WikiTe
 script `wikitext.py` of Hugging Face, which writes the rows.
 """
 
-import io
-import math
 import re
-from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from data_pipeline.readers.columns import read_arrow, read_parquet
+from data_pipeline.readers.input_file import InputFile
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
-from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
+from data_pipeline.readers.source import DocumentBuilder, Line, Source, lines_of
 from data_pipeline.system.sources import open_source, reject_reason, shown
 
 MAX_TITLE_BYTES = 4096
@@ -46,99 +43,66 @@ def is_title(line: bytes) -> bool:
 
 
 def read_wikitext(source: Source) -> Iterator[Record | Reject]:
+    return _articles(source, lines_of(source))
+
+
+def read_wikitext_rows(source: Source) -> Iterator[Record | Reject]:
+    return _articles(source, _lines_of_rows(source))
+
+
+def _articles(source: Source, lines: Iterable[Line]) -> Iterator[Record | Reject]:
     document: DocumentBuilder | None = None
     is_blank = True  # the lines of `document`
-    # After blank lines only, the next article begins with them, so it belongs to the first range.
-    skips_article = source.start > 0 and _is_blank(source, source.start)
-    # Past `stop`, because the last article of a range ends at a title of a later range.
-    for chunk in read_line_chunks(source, past_stop=True):
-        if chunk.starts_line and is_title(chunk.raw):
-            if document and not is_blank:
-                yield document.build()
-                document = None
-            if not (chunk.in_range or document):
-                return
-            if skips_article:
-                skips_article = False
-                continue
-        elif not document and source.start > 0:  # the first range alone has text without a title
-            skips_article = skips_article and not chunk.raw.strip()
-            if not chunk.in_range:
-                return
-            continue
-        document = document or DocumentBuilder(source, chunk.offset, chunk.line)
-        document.add(chunk.raw)
-        is_blank = is_blank and not chunk.raw.strip()
+    for offset, line, raw in lines:
+        if document and not is_blank and is_title(raw):
+            yield document.build()
+            document = None
+        document = document or DocumentBuilder(source, offset, line)
+        document.add(raw)
+        is_blank = is_blank and not raw.strip()
     if document and not is_blank:
         yield document.build()
 
 
-def _is_blank(source: Source, size: int) -> bool:
-    """Whether the first `size` bytes of the file are blank."""
-    source.stream.seek(0)
-    left = size
-    while left and (raw := source.stream.read(min(left, MAX_TITLE_BYTES))):
-        if raw.removeprefix(BOM_UTF8 if left == size else b"").strip():
-            return False
-        left -= len(raw)
-    return True
-
-
-def read_wikitext_rows(source: Source) -> Iterator[Record | Reject]:
-    stream: Any = io.BufferedReader(_RowStream(source))
-    lines = replace(source, stream=stream, start=0, stop=math.inf)
-    yield from read_wikitext(lines)
-    source.lines = lines.lines
-
-
-class _RowStream(io.RawIOBase):
-    """The original file, of which every row is a line."""
-
-    def __init__(self, source: Source) -> None:
-        self._rows, self._rest = _rows(source), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        raw = self._rest or next(self._rows, b"")
-        size = min(len(raw), len(buffer))
-        buffer[:size], self._rest = raw[:size], raw[size:]
-        return size
-
-
-def _rows(source: Source) -> Iterator[bytes]:
+def _lines_of_rows(source: Source) -> Iterator[Line]:
     """The lines of all shards."""
-    yield from _rows_of_file(source)
-    for path in source.next_paths:
+    number = 0
+    for path in (source.file.path, *source.file.next_paths):
         with open_source(path, "") as stream:
-            yield from _rows_of_file(replace(source, path=path, stream=stream, lines=0))
+            shard = Source(replace(source.file, path=path), source.text_key, stream=stream)
+            for raw in _rows_of_file(shard):
+                number += 1
+                yield Line(0, number, raw)
+    source.lines = number
 
 
 def _rows_of_file(source: Source) -> Iterator[bytes]:
-    read = read_parquet if source.path.endswith((".parquet", ".pq")) else read_arrow
+    read = read_parquet if source.file.path.endswith((".parquet", ".pq")) else read_arrow
     try:
         for row in read(source):
             if isinstance(row, Reject):  # without it, the article would have a gap
                 raise BrokenStreamError(row.line, 0, f"row {row.line}: {row.reason}")
-            yield (row.text or "").encode() or _BLANK_LINE
+            line = (row.text or "").encode() or _BLANK_LINE
+            if line.find(b"\n") != len(line) - 1:
+                raise BrokenStreamError(row.line, 0, f"row {row.line}: it is not one line")
+            yield line
     except (BrokenStreamError, OSError) as error:
         reason = error.reason if isinstance(error, BrokenStreamError) else reject_reason(error)
-        place = f"{shown(source.path)}: "
+        place = f"{shown(source.file.path)}: "
         raise BrokenStreamError(source.lines, 0, place + reason) from error
 
 
-def has_wikitext_rows(source: Source) -> bool:
-    """Whether the rows of a Parquet or Arrow file are lines of WikiText, one of them a title.
+def has_wikitext_rows(file: InputFile, text_key: str) -> bool:
+    """Whether the first rows of a Parquet or Arrow file are lines of WikiText, one of them a title.
 
-    Raises OSError or BrokenStreamError.
+    False if it cannot be read, which its reader reports.
     """
-    has_title = False
-    for row in islice(_rows_of_file(source), _MAX_ROWS_EXAMINED):
-        if not row.endswith(b"\n") or row.count(b"\n") > 1:
-            return False
-        has_title = has_title or is_title(row)
-    return has_title
+    try:
+        with file.open() as stream:
+            rows = _rows_of_file(Source(file, text_key, stream=stream))
+            return True in [is_title(row) for row in islice(rows, _MAX_ROWS_EXAMINED)]
+    except (OSError, BrokenStreamError):
+        return False
 
 
 def next_shard(name: str) -> str:

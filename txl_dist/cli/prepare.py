@@ -10,7 +10,6 @@ import typer
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.readers import format_names
 from data_pipeline.readers.addresses import parse_input
-from data_pipeline.readers.records import did_you_mean
 from data_pipeline.system.sources import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import (
@@ -331,7 +330,7 @@ def _ids_of(options: dict[str, str | None], names: Path | None) -> list[int | No
         elif value.isascii() and value.isdecimal() and len(value) < 11:
             ids.append(int(value))
         else:
-            hint = did_you_mean(value, tuple(by_name)) if names else "; give --names for names"
+            hint = "" if names else "; give --names for names"
             raise ConfigError(f"{option} {value!r} is no token id, and no name of one{hint}")
     return ids
 

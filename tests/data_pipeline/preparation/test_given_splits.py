@@ -163,15 +163,8 @@ def test_what_describes_a_corpus_is_no_text_to_hold_out(tmp_path: Path) -> None:
 
 
 def test_folders_of_source_code_are_splits_only_next_to_a_folder_train(tmp_path: Path) -> None:
-    for name in ("train/a.py", "test/b.py", "train/c_test.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("pass")
-    found = find_files([str(tmp_path)], format="auto", out=Path("/nowhere"))
-    assert {file.name: file.split for file in found.files} == {
-        "train/a.py": "train",
-        "train/c_test.py": "train",
-        "test/b.py": "test",
-    }
+    names = ["train/a.py", "test/b.py", "train/c_test.py"]
+    assert splits_of(tmp_path, names) == ["train", "test", "train"]
 
 
 def test_folders_given_one_by_one_are_splits_by_their_names(txl: Txl, tmp_path: Path) -> None:
@@ -209,11 +202,7 @@ def test_files_given_from_one_folder_are_split_by_their_own_names(tmp_path: Path
     paths = [tmp_path / "test" / f"{name}.txt" for name in ("train", "valid", "other")]
     for path in paths:
         path.write_text(path.name)
-    found = find_files(
-        [str(path) for path in paths],
-        format="auto",
-        out=Path("/nowhere"),
-    )
+    found = find_files([str(path) for path in paths], format="auto", out=Path("/nowhere"))
     assert [file.split for file in found.files] == ["train", "valid", "test"]
 
 

@@ -19,11 +19,11 @@ from pyarrow import parquet
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.output import (
     FINGERPRINT,
-    RECORDS,
     FinishedFile,
     load_finished,
     record_finished,
 )
+from data_pipeline.preparation.scan import RECORDS
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.verify import excerpts
@@ -108,9 +108,9 @@ def test_a_single_bad_file_fails_with_its_byte_and_cause(
     ("name", "cause"),
     [
         ("missing", "no such file"),
-        ("empty", "no text in this folder"),
-        ("hidden", "no text in this folder"),
-        ("pictures", "no text in this folder (ignored: 1 .png)"),
+        ("empty", "no text in it"),
+        ("hidden", "no text in it"),
+        ("pictures", "no text in it (ignored: 1 .png)"),
         ("link", "a broken link"),
         ("circle", "a broken link"),
         ("fifo", "not a regular file"),
@@ -207,7 +207,7 @@ def test_files_without_a_byte_are_named(txl: Txl, tmp_path: Path) -> None:
     ids = ("--format", "ids", "--vocab-size", 9, "--end-of-document", 0)
     ended = txl("prepare", folder / "a.json", "--out", tmp_path / "ids", *ids)
     assert ended.code == 3
-    assert "a.json:byte 0: the file is empty" in ended.err
+    assert "a.json:byte 1: broken JSON" in ended.err
 
 
 def test_an_empty_text_key_is_not_the_default(txl: Txl, tmp_path: Path) -> None:

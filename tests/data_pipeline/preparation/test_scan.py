@@ -1,6 +1,7 @@
 """No byte depends on how the input is cut into scan units; memory of the index."""
 
 import gzip
+import io
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -13,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
+from data_pipeline.preparation.index import InputIndex
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.scan import InputIndex, plan_scan, scan
+from data_pipeline.preparation.scan import plan_scan, scan
 from data_pipeline.readers import find_files
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -77,7 +79,7 @@ def test_an_input_of_rejects_only_ends_at_the_limit(
 ) -> None:
     (tmp_path / "in.txt").write_bytes(b"\xff\n" * 20)
     monkeypatch.setattr("data_pipeline.preparation.scan.MAX_REJECTS", 19)
-    with pytest.raises(DataError, match=r"more than 19 records near byte 0 .* not lines"):
+    with pytest.raises(DataError, match=r"more than 19 records cannot .* not lines"):
         prepare_dataset(
             [tmp_path / "in.txt"],
             tmp_path / "out",
@@ -127,8 +129,7 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
     (scan_result,) = (scan(unit) for unit in units)
     with (tmp_path / "rejects").open("wb") as listed:
         tracemalloc.start()
-        corpus = InputIndex(files, units, listed)
-        corpus.fill(lambda _: scan_result)
+        corpus = InputIndex(files, units, [scan_result], listed)
         held_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert corpus.rejected == number
@@ -136,13 +137,9 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
     assert len((tmp_path / "rejects").read_bytes().splitlines()) == number
 
 
-def test_the_index_takes_52_bytes_per_document(lines: Path, tmp_path: Path) -> None:
-    from data_pipeline.preparation.scan import InputIndex, plan_scan, scan
-
+def test_the_index_takes_56_bytes_per_document(lines: Path, tmp_path: Path) -> None:
     files = find_files([str(lines)], format="auto", out=tmp_path / "out").files
     units = plan_scan(files, "text")
-    corpus = InputIndex(files, units)
-    corpus.fill(lambda number: scan(units[number]))
-    columns = [value for value in vars(corpus).values() if isinstance(value, np.ndarray)]
-    per_document = [array.nbytes for array in columns if len(array) == len(corpus)]
-    assert sum(per_document) == 52 * len(corpus)
+    documents = InputIndex(files, units, map(scan, units), io.BytesIO()).documents
+    columns = (documents.file, documents.unit, documents.location, documents.text_bytes)
+    assert sum(column.nbytes for column in (*columns, documents.text_hash)) == 56 * len(documents)

@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.output import FINGERPRINT, RECORDS
+from data_pipeline.preparation.output import FINGERPRINT
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.scan import FileRange, ScanUnit
-from data_pipeline.preparation.work_units import Task, run_task, tokenize_document
+from data_pipeline.preparation.scan import RECORDS, FileRange, ScanUnit
+from data_pipeline.preparation.work_units import run_unit, tokenize_document
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -101,11 +102,14 @@ def test_a_scan_of_texts_that_are_spilled_is_reused_only_with_a_version_mark(
 ) -> None:
     source = compressed(tmp_path / "in" / "a.txt.gz", "abcd")
     size = source.stat().st_size
-    file = InputFile(str(source), "a.txt.gz", "gz", size, mark, kind="text", is_spilled=True)
+    file = InputFile(str(source), "a.txt.gz", size, mark, kind="text", is_spilled=True)
     (tmp_path / RECORDS).mkdir()
     (tmp_path / RECORDS / FINGERPRINT).write_text("same")
-    task = Task(ScanUnit(0, (FileRange(0, file, 0, file.size),), "text"), tmp_path, "same")
-    assert [run_task(task).reused for _ in range(2)] == [False, bool(mark)]
+    unit = ScanUnit(0, (FileRange(0, file, 0, file.size),), "text")
+    reused = [run_unit(tmp_path, "same", unit).reused for _ in range(2)]
+    assert reused == [False, bool(mark)]
+    plain = FileRange(0, replace(file, is_spilled=False), 0, file.size)
+    assert ScanUnit(0, (plain,), "text").key != unit.key, "its locations are in another file"
 
 
 def test_a_worker_that_does_not_see_the_staging_folder_is_refused(
@@ -113,9 +117,9 @@ def test_a_worker_that_does_not_see_the_staging_folder_is_refused(
 ) -> None:
     class Elsewhere(Backwards):
         def map(self, function: Any, units: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-            for number, task in enumerate(units):
-                shutil.rmtree(task.staging)  # as on a machine that has another disk there
-                yield number, function(task)
+            for number, unit in enumerate(units):
+                shutil.rmtree(function.args[0])  # as on a machine that has another disk there
+                yield number, function(unit)
 
     with pytest.raises(DataError, match=r"does not see .* path that all machines share"):
         prepare(lines, tmp_path / "out", 500, workers=Elsewhere())

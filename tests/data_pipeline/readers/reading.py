@@ -1,5 +1,6 @@
 """Read a file as a whole or in ranges, as `txl prepare` does."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,11 +8,12 @@ from data_pipeline.readers import (
     Format,
     IdRules,
     InputFile,
+    InputFiles,
     Record,
-    RecordBlock,
-    RecordReader,
     Reject,
+    Source,
     find_files,
+    read_records,
     scan_ranges,
 )
 
@@ -36,21 +38,18 @@ def read(file: InputFile, *, text_key: str = "text", unit_bytes: int = 2**30) ->
     records: Records = []
     lines = 0
     for start, stop in scan_ranges(file, unit_bytes):
-        reading = RecordReader(file, text_key, start, stop)
+        source = Source(file, text_key, start, stop)
         records += [
             replace(record, line=record.line + lines) if record.line else record
-            for item in reading
-            for record in (records_of(item) if isinstance(item, RecordBlock) else [item])
+            for record in read_records(source)
         ]
-        lines += reading.lines
+        lines += source.lines
     return records
 
 
-def records_of(block: RecordBlock) -> list[Record]:
-    return [
-        Record.of(text.decode("utf-8"), offset=offset, size=len(text), line=line)
-        for text, offset, line in zip(block.texts, block.offsets, block.lines, strict=True)
-    ]
+def kinds_of(found: InputFiles) -> dict[str, int]:
+    """The number of files of every kind."""
+    return dict(Counter(file.kind for file in found.files))
 
 
 def texts(records: Records) -> list[str | None]:

@@ -26,7 +26,7 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import STAGING
 from data_pipeline.system.workers import ProcessWorkers
 from tests.data_pipeline.preparation.preparing import StopsAfter
-from tests.data_pipeline.readers.reading import one_file, read
+from tests.data_pipeline.readers.reading import kinds_of, one_file, read
 from tests.support.corpus_layouts import LAYOUTS, Layout
 from tests.support.pack import SUFFIXES, pack
 
@@ -130,22 +130,15 @@ def test_a_tar_is_samples_or_a_folder_by_the_names_of_its_files(tmp_path: Path, 
     path = tmp_path / "in.tar"
     path.write_bytes((SAMPLES | FOLDERS)[name])
 
-    def kinds_and_notes(format: str) -> tuple[set[str], str]:
-        found = find(path, tmp_path, format)
-        return {*found.kinds}, "".join(found.notes)
+    def kinds(address: Path | str, format: str = "auto") -> set[str]:
+        return {*kinds_of(find(address, tmp_path, format))}
 
-    kinds, note = kinds_and_notes("auto")
-    assert (kinds == {"tar"}) == (name in SAMPLES)
-    assert ("samples of a WebDataset: " in note) == (name in SAMPLES)
-    assert ("the folder to which it unpacks" in note and "--format tar reads samples" in note) == (
-        name in FOLDERS
-    )
-    assert kinds_and_notes("tar")[0] == {"tar"}
-    inside = find(f"{path}/**", tmp_path, "auto")
-    assert "tar" not in inside.kinds
-    with pytest.raises(ConfigError, match="--format tar reads all samples"):
-        find(f"{path}/**", tmp_path, "tar")
-    assert kinds_and_notes("text")[0] == {"text"}
+    assert (kinds(path) == {"tar"}) == (name in SAMPLES)
+    assert kinds(path, "tar") == {"tar"}
+    assert "tar" not in kinds(f"{path}/**"), "an address inside always means the folder"
+    with pytest.raises(DataError, match="no text matches this"):
+        kinds(f"{path}/**", "tar")
+    assert kinds(path, "text") == {"text"}
 
 
 # --- compressed texts -----------------------------------------------------------------------------
@@ -254,22 +247,20 @@ def in_zips(*names: str) -> bytes:
 
 
 HOSTILE = {
-    "parent.zip": (lambda: in_zip("../a.txt"), r"'\.\./a\.txt' is a path that leaves the archive"),
+    "parent.zip": (lambda: in_zip("../a.txt"), r"\.\./a\.txt is a path that leaves the archive"),
     "inner.zip": (lambda: in_zip("a/../../b.txt"), "is a path that leaves the archive"),
-    "absolute.zip": (lambda: in_zip("/etc/passwd"), "'/etc/passwd' is a path that leaves"),
-    "drive.zip": (lambda: in_zip("C:/a.txt"), "is a path that leaves the archive"),
+    "absolute.zip": (lambda: in_zip("/etc/passwd"), "/etc/passwd is a path that leaves"),
     "backslash.zip": (lambda: in_zip("..\\a.txt"), "is a path that leaves the archive"),
     "nul.zip": (lambda: in_zip("a.txt").replace(b"a.txt", b"a\0txt"), "is a path that is not a n"),
     "link.zip": (lambda: in_zip("a.txt", mode=0o120777), "a.txt is a link or a device"),
     "encrypted.zip": (lambda: encrypted(in_zip("a.txt")), "member a.txt is encrypted"),
-    "lzma.zip": (lambda: in_zip("a.txt", method=14), "with method 14; only deflate is read"),
+    "lzma.zip": (lambda: in_zip("a.txt", method=14), "of method 14; only deflate is read"),
     "nested.zip": (lambda: in_zip("a.tar.gz"), r"it holds the archive a\.tar\.gz"),
     "twice.zip": (lambda: in_zips("a.txt", "a.txt"), "its member a.txt occurs twice"),
     "file and folder.zip": (lambda: in_zips("a", "a/b"), "its member a/b occurs twice"),
-    "long.zip": (lambda: in_zip("a" * 256), "has a name that is too long"),
-    "empty.zip": (lambda: b"", "damaged or truncated zip archive"),
-    "no text.zip": (lambda: in_zip("a.jpg"), r"no text in this archive \(ignored: 1 \.jpg\)"),
-    "parent.tar": (lambda: in_tar("../a.en.2"), r"'\.\./a\.en\.2' is a path that leaves"),
+    "empty.zip": (lambda: b"", "File is not a zip file"),
+    "no text.zip": (lambda: in_zip("a.jpg"), r"no text in it \(ignored: 1 \.jpg\)"),
+    "parent.tar": (lambda: in_tar("../a.en.2"), r"\.\./a\.en\.2 is a path that leaves"),
     "nested.tar.gz": (lambda: gzip.compress(in_tar("b.zip")), r"it holds the archive b\.zip"),
     "link.tar": (
         lambda: in_tar("b.en.2", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
@@ -341,10 +332,10 @@ def test_a_central_directory_that_lies_about_sizes_is_refused(tmp_path: Path) ->
 def test_a_long_text_in_an_archive_is_never_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("source", "lines"):
-        monkeypatch.setattr(f"data_pipeline.readers.{module}.MAX_RECORD_BYTES", 2000)
+    monkeypatch.setattr("data_pipeline.readers.source.MAX_RECORD_BYTES", 2000)
     monkeypatch.setattr("data_pipeline.readers.source.HELD_BYTES", 1000)
-    monkeypatch.setattr("data_pipeline.readers.source.CHUNK_BYTES", 100)
+    for module in ("source", "lines"):
+        monkeypatch.setattr(f"data_pipeline.readers.{module}.CHUNK_BYTES", 100)
     (tmp_path / "in").mkdir()
     for name, size in (("a", 1), ("b", 1500), ("c", 2)):
         (tmp_path / "in" / name).write_text(f"é{name}" * size)

@@ -17,8 +17,9 @@ from data_pipeline.errors import UnfinishedError
 from data_pipeline.readers import (
     FORMATS,
     Record,
-    RecordReader,
     Reject,
+    Source,
+    read_records,
     read_text_chunks,
     scan_ranges,
 )
@@ -51,7 +52,9 @@ def test_any_ranges_give_the_records_of_the_whole_file(
             place = (record.offset, record.size, record.line)
             assert record.text is not None
             assert hashlib.sha256(record.text.encode()).digest() == record.sha256
-            assert "".join(read_text_chunks(file, place, chunk_bytes=3)) == record.text
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("data_pipeline.readers.formats.CHUNK_BYTES", 3)
+                assert "".join(read_text_chunks(file, place)) == record.text
 
 
 PLAIN = "".join(f"line {number} \n" for number in range(600)).encode()
@@ -65,7 +68,7 @@ def test_a_file_that_vanished_shrank_or_became_a_folder_is_rejected(tmp_path: Pa
         path.write_bytes(PLAIN[:100])
         (records,) = read(file)
         assert f"had {len(PLAIN):,} bytes when it was found and has 100 now" in str(records)
-        records, *_ = list(RecordReader(file, "text", 500, 600))
+        records, *_ = list(read_records(Source(file, "text", 500, 600)))
         assert "has 100 now" in str(records)
         path.unlink()
         (records,) = read(file)

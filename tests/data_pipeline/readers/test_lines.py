@@ -1,4 +1,4 @@
-"""Documents of text files: lines and JSON lines, in ranges of any size."""
+"""Documents of text files: lines, blank lines and JSON lines. Ranges: test_formats.py."""
 
 import json
 import re
@@ -57,20 +57,6 @@ def test_every_byte_of_lines_is_in_a_document_or_rejected_or_an_end(
     assert [(record.line, getattr(record, "text", None)) for record in records] == expected
 
 
-@settings(max_examples=40, deadline=None)
-@given(content=CONTENT, chunk_bytes=st.integers(4, 20), unit_bytes=st.integers(3, 30))
-def test_lines_do_not_depend_on_the_size_of_chunks_and_ranges(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, chunk_bytes: int, unit_bytes: int
-) -> None:
-    path = tmp_path_factory.mktemp("lines") / "in"
-    path.write_bytes(content)
-    file = one_file(path, "lines")
-    expected = read(file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_pipeline.readers.source.CHUNK_BYTES", chunk_bytes)
-        assert read(file, unit_bytes=unit_bytes) == expected
-
-
 BLOCK_LINE = st.sampled_from(["a", "word  ", "é", " ", "", "\t", "x" * 30])
 
 
@@ -79,14 +65,9 @@ BLOCK_LINE = st.sampled_from(["a", "word  ", "é", " ", "", "\t", "x" * 30])
     lines=st.lists(BLOCK_LINE, max_size=20),
     end=st.sampled_from(["\n", "\r\n"]),
     has_last_end=st.booleans(),
-    unit_bytes=st.integers(1, 40),
 )
-def test_blank_lines_separate_documents_in_ranges_of_any_size(
-    tmp_path_factory: pytest.TempPathFactory,
-    lines: list[str],
-    end: str,
-    has_last_end: bool,
-    unit_bytes: int,
+def test_blank_lines_separate_documents(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], end: str, has_last_end: bool
 ) -> None:
     content = end.join(lines) + end * has_last_end
     numbered = enumerate(re.findall(r"[^\n]*\n|[^\n]+", content), start=1)
@@ -94,7 +75,7 @@ def test_blank_lines_separate_documents_in_ranges_of_any_size(
     expected = [list(group) for is_text, group in groups if is_text]
     path = tmp_path_factory.mktemp("blocks") / "in.txt"
     path.write_bytes(BOM + content.encode())
-    records = read(one_file(path, "blank_lines"), unit_bytes=unit_bytes)
+    records = read(one_file(path, "blank_lines"))
     assert texts(records) == ["".join(text for _, text in group) for group in expected]
     assert [record.line for record in records] == [group[0][0] for group in expected]
 

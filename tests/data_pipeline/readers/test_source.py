@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data_pipeline.readers import (
-    Record,
-    Reject,
-    read_text_chunks,
-)
+from data_pipeline.readers import InputFile, Record, Reject, Source, read_text_chunks
 from data_pipeline.readers.records import HELD_BYTES, MAX_RECORD_BYTES
-from data_pipeline.readers.source import CHUNK_BYTES, Source, read_line_chunks
+from data_pipeline.readers.source import CHUNK_BYTES, lines_of
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 
@@ -29,27 +25,24 @@ class CountsBytes(io.BytesIO):
         return raw
 
 
-@pytest.mark.parametrize("past_stop", [False, True])
-def test_a_line_of_many_ranges_is_read_twice_at_most(
-    monkeypatch: pytest.MonkeyPatch, past_stop: bool
-) -> None:
+def test_a_line_of_many_ranges_is_read_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_pipeline.readers.source.CHUNK_BYTES", 8)
     content = b"x" * 2000
     stream = CountsBytes(content + b"\nend")
     records = []
     for start in range(0, len(content), 20):
         stream.seek(0)
-        source = Source(stream, "in", start=start, stop=start + 20)
-        records += [piece.offset for piece in read_line_chunks(source, past_stop=past_stop)]
+        source = Source(InputFile("in", "in"), "text", start, start + 20, stream=stream)
+        records += [line.offset for line in lines_of(source)]
     assert stream.read_bytes < 2.5 * len(content)
-    assert records == sorted({*records}), "every piece once"
+    assert records == [0]
 
 
-@pytest.mark.parametrize("format_", ["text", "lines", "wikitext"])
+@pytest.mark.parametrize("format_", ["text", "wikitext"])
 def test_a_document_too_long_to_hold_is_checked_and_read_in_chunks(
     tmp_path: Path, format_: str
 ) -> None:
-    body = ("é😀x" * (HELD_BYTES // 7 + 100)).encode()  # no piece ends between characters
+    body = ("é😀x" * (HELD_BYTES // 7 + 100)).encode()  # no chunk ends between characters
     raw = (b" = T = \n" if format_ == "wikitext" else b"") + body
     path = tmp_path / "in.txt"
     path.write_bytes(b"short\n" * (format_ != "text") + raw)
@@ -59,12 +52,12 @@ def test_a_document_too_long_to_hold_is_checked_and_read_in_chunks(
     assert record.text is None
     assert record.sha256 == hashlib.sha256(raw).digest()
     place = (record.offset, record.size, record.line)
-    pieces = list(read_text_chunks(file, place, chunk_bytes=1_000_001))
-    assert max(len(piece.encode()) for piece in pieces) <= 1_000_004
+    pieces = list(read_text_chunks(file, place))
+    assert max(len(piece.encode()) for piece in pieces) <= CHUNK_BYTES + 3
     assert "".join(pieces).encode() == raw
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="ends 1 bytes before"):
-        list(read_text_chunks(file, place, chunk_bytes=1_000_001))
+        list(read_text_chunks(file, place))
 
 
 def test_a_bad_byte_of_a_long_document_is_named(tmp_path: Path) -> None:
@@ -92,11 +85,20 @@ def test_a_bad_byte_after_a_split_character_is_located(
         assert records.byte == at
 
 
-@pytest.mark.parametrize("shift", [-1, 0, 1])
-def test_a_crlf_is_not_split_at_the_end_of_a_chunk(tmp_path: Path, shift: int) -> None:
-    first = "a" * (CHUNK_BYTES - 1 + shift)
-    (tmp_path / "in.txt").write_text(first + "\r\nb\r\n", newline="")
-    assert texts(read(one_file(tmp_path / "in.txt", "lines"))) == [first, "b"]
+@pytest.mark.parametrize(
+    ("format_", "after"),
+    [("lines", ['{"text": "next"}']), ("jsonl", ["next"]), ("wikitext", [])],
+)
+@pytest.mark.parametrize("unit_bytes", [30, 10**6])
+def test_a_line_above_the_limit_is_rejected_and_the_next_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str, after: list[str], unit_bytes: int
+) -> None:
+    monkeypatch.setattr("data_pipeline.readers.source.MAX_RECORD_BYTES", 40)
+    (tmp_path / "in").write_bytes(b'{"text": "' + b"x" * 500 + b'"}\n{"text": "next"}\n')
+    reject, *good = read(one_file(tmp_path / "in", format_), unit_bytes=unit_bytes)
+    assert isinstance(reject, Reject)
+    assert (reject.line, "longer than 40 bytes" in reject.reason) == (1, True)
+    assert texts(good) == after
 
 
 @pytest.mark.fault_row(47)
@@ -122,13 +124,12 @@ def test_a_line_of_a_gigabyte_is_read_or_refused_in_bounded_memory(
     command = [sys.executable, "-c", code, str(path), format_]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     *records, grown_kib = ended.stdout.split("\n")[:-1]
-    held = 0 if not suffix and format_ != "jsonl" else 3 * MAX_RECORD_BYTES // 1024
+    held = 0 if format_ == "text" else 3 * MAX_RECORD_BYTES // 1024
     assert int(grown_kib) < 120 * 1024 + held
-    one = "Reject" if suffix or format_ == "jsonl" else "Record"
     expected = {
-        "text": [f"{one} 0"],
-        "lines": [f"{one} 1", "Record 2"],
+        "text": ["Record 0"],
+        "lines": ["Reject 1", "Record 2"],
         "jsonl": ["Reject 1", "Reject 2"],
-        "wikitext": [f"{one} 1"],
+        "wikitext": ["Reject 1"],
     }
     assert records == expected[format_]

@@ -124,14 +124,21 @@ def test_splits_and_shards_with_a_gap_are_not_joined(tmp_path: Path) -> None:
     assert names == ["test.parquet", "train.parquet", "train-00003-of-00004.parquet"]
 
 
-def test_a_row_that_is_missing_or_damaged_makes_no_article_with_a_gap(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [(None, '"text" is null'), (" = A = \n b \n", "not one line"), ("x", "not one line")],
+)
+def test_a_row_that_is_missing_or_damaged_makes_no_article_with_a_gap(
+    tmp_path: Path, row: str | None, reason: str
+) -> None:
     write_shards(tmp_path, "train", ARTICLES * 400, shards=2, suffix=".parquet")
     path = tmp_path / "train-00001-of-00002.parquet"
-    rows = [*rows_of(ARTICLES * 400)[:5000], None]
+    rows = [*rows_of(ARTICLES * 400)[:5000], row]
     parquet.write_table(pa.table({"text": rows}), path)
     *good, reject = read(found_in(tmp_path)[0])
     assert isinstance(reject, Reject)
     assert "00001-of-00002.parquet: row 5001: " in reject.reason
+    assert reason in reject.reason
     assert reject.loses_rest
     (tmp_path / "all").write_text(ARTICLES * 800)
     expected = texts(read(one_file(tmp_path / "all", "wikitext")))

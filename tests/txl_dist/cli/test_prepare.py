@@ -36,17 +36,6 @@ def test_every_character_is_kept_except_the_byte_order_mark_of_a_file(
     assert texts_of(tmp_path / "out2") == {"nul.txt": with_nul}
 
 
-def test_a_folder_is_read_once_through_loops_of_links(txl: Txl, tmp_path: Path) -> None:
-    (tmp_path / "in" / "sub").mkdir(parents=True)
-    (tmp_path / "in" / "sub" / "a.txt").write_text("a")
-    (tmp_path / "in" / "sub" / "up").symlink_to(tmp_path / "in")
-    (tmp_path / "in" / "sub" / ".hidden.txt").write_text("h")
-    (tmp_path / "in" / ".git").mkdir()
-    (tmp_path / "in" / ".git" / "config.txt").write_text("h")
-    assert txl("prepare", tmp_path / "in", "--out", tmp_path / "out").code == 0
-    assert texts_of(tmp_path / "out") == {"sub/a.txt": "a"}
-
-
 def test_the_output_inside_the_input_is_not_read_as_input(txl: Txl, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     for _ in range(2):
@@ -71,36 +60,6 @@ def test_a_dataset_path_that_is_not_unicode_works(txl: Txl, tmp_path: Path) -> N
     ):
         assert ended.code == 0
         assert r"caf\udce9: " in ended.out
-
-
-def test_files_of_the_same_name_in_two_inputs_have_distinct_ids(txl: Txl, tmp_path: Path) -> None:
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.txt").write_text(folder)
-    ended = txl("prepare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "out")
-    assert ended.code == 0
-    assert texts_of(tmp_path / "out") == {"one/a.txt": "one", "two/a.txt": "two"}
-
-
-def test_another_text_key_is_read_when_asked_for(txl: Txl, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"body": "x", "text": 3}\n')
-    out = tmp_path / "out"
-    assert txl("prepare", tmp_path / "in.jsonl", "--out", out, "--text-key", "body").code == 0
-    assert texts_of(out) == {"in.jsonl:1": "x"}
-
-
-def test_the_format_decides_what_lines_are(txl: Txl, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text('{"text": "x"}\n')
-    (tmp_path / "in" / "b.txt").write_text("y")
-    for format_, expected in (
-        ("auto", {"a.jsonl:1": "x", "b.txt": "y"}),
-        ("text", {"a.jsonl": '{"text": "x"}\n', "b.txt": "y"}),
-        ("jsonl", {"a.jsonl:1": "x"}),
-    ):
-        out = tmp_path / format_
-        assert txl("prepare", tmp_path / "in", "--out", out, "--format", format_).code == 0
-        assert texts_of(out) == expected
 
 
 @pytest.mark.parametrize(

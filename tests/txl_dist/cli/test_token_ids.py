@@ -49,7 +49,7 @@ def test_a_vocabulary_comes_from_names_or_from_the_tokenizer_of_a_dataset(tmp_pa
     named = ("--names", tmp_path / "names.json", "--padding", "3", "--vocab-size", 5)
     prepare = ("prepare", tmp_path / "in.jsonl", "--out")
     code, message = run_txl(*prepare, first, "--format", "ids", *named, "--end-of-document", "Bra")
-    assert (code, "'Bra' is no token id, and no name of one; did you mean" in message) == (2, True)
+    assert (code, "'Bra' is no token id, and no name of one" in message) == (2, True)
     code, message = run_txl(*prepare, first, "--format", "ids", *named, "--end-of-document", "Pad")
     assert code == 0, message
     tokenizer = ("--tokenizer", first / "tokenizer.json")

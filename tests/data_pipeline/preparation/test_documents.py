@@ -77,10 +77,10 @@ def test_texts_that_must_be_spilled_give_the_same_bytes(
     assert files_of(tmp_path / "spilled") == files_of(tmp_path / "plain")
 
 
-MODULE = "data_pipeline.preparation.document_batch"
+MODULE = "data_pipeline.preparation.documents"
 
 
-@pytest.mark.parametrize(("shuffle", "limits"), [(None, (0, 0)), (5, (300, 40))])
+@pytest.mark.parametrize(("shuffle", "limits"), [(None, (1, 0)), (5, (300, 40))])
 def test_the_size_of_groups_does_not_change_a_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: int | None, limits: tuple[int, int]
 ) -> None:

@@ -17,7 +17,6 @@ from data_pipeline.system.files import sha256_file
 from tests.support.hostile_pickle import Hostile
 from tests.support.small_models import small_model
 from tests.txl_dist.convert.example_files import golden_arrays, hf_copy, hf_weights
-from txl_dist.convert.conversion import read_json
 from txl_dist.convert.other_programs import read_original, read_transformers
 from txl_dist.convert.stored_model import load_exported, write_exported
 from txl_dist.errors import CheckpointError, ConfigError
@@ -54,14 +53,6 @@ def test_an_option_that_is_missing_is_not_guessed(tmp_path: Path, name: str) -> 
     (source / "config.json").write_text(json.dumps(options))
     with pytest.raises(ConfigError, match=f"{name} is missing"):
         read_transformers(source)
-
-
-def test_a_huge_config_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    with path.open("wb") as file:
-        file.truncate(2**40)  # sparse
-    with pytest.raises(CheckpointError, match="not a config"):
-        read_json(path)
 
 
 REPORTED_NAME = "layers.1.dec_attn.qkv_net.weight"

@@ -5,6 +5,7 @@ Tensors that do not fit the config are rejected by name, and code in a pickle ne
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from data_pipeline.system.files import sha256_file
 from tests.support.hostile_pickle import Hostile
@@ -75,99 +77,89 @@ def test_a_pickle_with_code_is_rejected_before_it_runs(tmp_path: Path, writer: s
     assert mark.exists(), "the rejected code does run when it is unpickled"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite(tmp_path: Path, value: float) -> None:
-    damaged = hf_weights()
-    damaged[NAME][3, 4] = value
-    expect_rejection(tmp_path, damaged, match=f"{REPORTED_NAME} is NaN or Inf in 1 of")
+Tensors = dict[str, Any]
 
 
-def test_a_missing_weight(tmp_path: Path) -> None:
-    damaged = hf_weights()
-    del damaged[NAME]
-    expect_rejection(tmp_path, damaged, match=f"misses {REPORTED_NAME}")
+def read_damaged_transformers(folder: Path, damage: Callable[[Tensors], Tensors]) -> None:
+    source = hf_copy(folder / "hf")
+    torch.save(damage(hf_weights()), source / "pytorch_model.bin")
+    read_transformers(source)
 
 
-@pytest.mark.parametrize("name", ["transformer.layers.3.ghost", "crit.ghost", "bert.ghost"])
-def test_an_unknown_weight(tmp_path: Path, name: str) -> None:
-    expect_rejection(tmp_path, hf_weights() | {name: torch.zeros(2)}, match="ghost")
+def read_damaged_original(folder: Path, damage: Callable[[Tensors], Tensors]) -> None:
+    arrays = golden_arrays("base_mem5")
+    weights = {
+        name: torch.from_numpy(arrays.pop(name)) for name in [*arrays] if name.startswith("sd/")
+    }
+    np.savez(folder / "bad.npz", **arrays, **damage(weights))
+    read_original(folder / "bad.npz")
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.zeros(96, 31), torch.zeros(96, 32).long(), torch.zeros(96, 32).to_sparse(), "text"],
-    ids=["shape", "integers", "sparse", "text"],
-)
-def test_a_weight_of_the_wrong_kind(tmp_path: Path, tensor: object) -> None:
-    expect_rejection(tmp_path, hf_weights() | {NAME: tensor}, match=REPORTED_NAME)
+def read_damaged_export(folder: Path, damage: Callable[[Tensors], Tensors]) -> None:
+    """Other weights with a matching hash: a wrong file, not a flipped bit."""
+    write_exported(folder, small_model(), None)
+    save_file(damage(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["weights_sha256"] = sha256_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    load_exported(folder)
 
 
-def test_tied_weights_that_differ(tmp_path: Path) -> None:
-    damaged = hf_weights()
-    damaged["crit.out_layers.1.weight"] = damaged["crit.out_layers.1.weight"] + 1
-    expect_rejection(tmp_path, damaged, match=r"out_layers.1.weight differs from")
-
-
-def expect_rejection(tmp_path: Path, weights: dict[str, Any], *, match: str) -> None:
-    source = hf_copy(tmp_path / "hf")
-    torch.save(weights, source / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=match):
-        read_transformers(source)
-
-
-DAMAGES = {
-    "not finite": (lambda tensor: torch.full_like(tensor, torch.nan), "{} is NaN or Inf"),
-    "missing": (lambda tensor: None, "misses {}"),
-    "of the wrong shape": (lambda tensor: tensor[:-1].clone(), "{} has shape"),
+FORMATS = {
+    "transformers": (read_damaged_transformers, "transformer.", REPORTED_NAME),
+    "original": (read_damaged_original, "sd/", REPORTED_NAME),
+    "export": (read_damaged_export, "", "layers.1.feed_forward.up.weight"),
+}
+"""By format: its reader, the prefix of its names, and a weight as errors name it."""
+DAMAGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "NaN": (lambda x: torch.full_like(x, torch.nan), "{} is NaN or Inf in"),
+    "one infinity": (lambda x: x.index_fill(0, torch.tensor([3]), torch.inf), "{} is NaN or Inf"),
+    "another shape": (lambda x: x[:-1].clone(), "{} has shape"),
+    "integers": (lambda x: x.long(), "{} is .*int64"),
 }
 
 
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_bad_weight_of_the_original_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_bad_weight_is_named_in_every_format(tmp_path: Path, kind: str, name: str) -> None:
+    read, prefix, weight = FORMATS[name]
     damage, message = DAMAGES[kind]
-    arrays = golden_arrays("base_mem5")
-    name = "layers.1.pos_ff.CoreNet.0.weight"
-    damaged = damage(torch.from_numpy(arrays.pop(f"sd/{name}")))
-    if damaged is not None:
-        arrays[f"sd/{name}"] = damaged.numpy()
-    np.savez(tmp_path / "bad.npz", **arrays)
-    with pytest.raises(CheckpointError, match=message.format(name)):
-        read_original(tmp_path / "bad.npz")
+    if (kind, name) == ("integers", "original"):
+        message = "{} is array"  # only floats of an .npz become tensors
+    with pytest.raises(CheckpointError, match=message.format(weight)):
+        read(tmp_path, lambda x: x | {prefix + weight: damage(x[prefix + weight])})
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_a_bad_weight_of_an_export_is_named(tmp_path: Path, kind: str) -> None:
-    damage, message = DAMAGES[kind]
-    name = "layers.1.feed_forward.up.weight"
-    weights = exported_weights(tmp_path)
-    damaged = damage(weights.pop(name))
-    rewrite_export(tmp_path, weights if damaged is None else weights | {name: damaged})
-    with pytest.raises(CheckpointError, match=message.format(name)):
-        load_exported(tmp_path)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_missing_or_unknown_weight_is_named_in_every_format(tmp_path: Path, name: str) -> None:
+    read, prefix, weight = FORMATS[name]
+
+    def exchange(tensors: Tensors) -> Tensors:
+        kept = {each: x for each, x in tensors.items() if each != prefix + weight}
+        return kept | {f"{prefix}layers.3.ghost": torch.zeros(2)}
+
+    with pytest.raises(CheckpointError, match=rf"misses {weight} and has .*unknown.*3\.ghost"):
+        read(tmp_path, exchange)
 
 
-def test_an_unknown_weight_is_named_in_every_format(tmp_path: Path) -> None:
-    ghost = {"sd/layers.3.ghost": np.zeros(2, np.float32)}
-    np.savez(tmp_path / "bad.npz", **(golden_arrays("base_mem5") | ghost))
-    with pytest.raises(CheckpointError, match=r"unknown.*layers\.3\.ghost"):
-        read_original(tmp_path / "bad.npz")
-    weights = exported_weights(tmp_path / "out")
-    rewrite_export(tmp_path / "out", weights | {"layers.3.ghost": torch.zeros(2)})
-    with pytest.raises(CheckpointError, match=r"unknown.*layers\.3\.ghost"):
-        load_exported(tmp_path / "out")
+@pytest.mark.parametrize("name", ["crit.ghost", "bert.ghost"])
+def test_an_unknown_weight_of_another_part(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="ghost"):
+        read_damaged_transformers(tmp_path, lambda x: x | {name: torch.zeros(2)})
 
 
-def exported_weights(out: Path) -> dict[str, torch.Tensor]:
-    write_exported(out, small_model(), None)
-    return load_file(out / "model.safetensors")
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(96, 32).to_sparse(), "text"], ids=["sparse", "text"]
+)
+def test_a_weight_that_is_no_dense_tensor(tmp_path: Path, weight: object) -> None:
+    with pytest.raises(CheckpointError, match=REPORTED_NAME):
+        read_damaged_transformers(tmp_path, lambda x: x | {NAME: weight})
 
 
-def rewrite_export(out: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Other weights with a matching hash: a wrong file, not a flipped bit."""
-    save_file(weights, out / "model.safetensors")
-    config = json.loads((out / "config.json").read_text())
-    config["weights_sha256"] = sha256_file(out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(config))
+def test_tied_weights_that_differ(tmp_path: Path) -> None:
+    name = "crit.out_layers.1.weight"
+    with pytest.raises(CheckpointError, match=r"out_layers.1.weight differs from"):
+        read_damaged_transformers(tmp_path, lambda x: x | {name: x[name] + 1})
 
 
 def test_an_absurd_size_is_rejected_before_it_takes_memory(tmp_path: Path) -> None:

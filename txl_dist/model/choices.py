@@ -3,6 +3,7 @@
 To add one, write its class or function and add one entry here. Imports no torch.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,16 +67,15 @@ class AttentionImplementation:
     """
 
     name: str
-    supports_dropout: bool = True
-    """Whether it can multiply the attention weights by a dropout mask."""
-    has_fast_cpu_gradient: bool = True
+    is_for_inference: bool = False
+    """It takes no dropout mask, and its gradient is slow."""
     needs_triton: bool = False
     """Its kernels run on GPUs, and elsewhere in triton's interpreter only, which is slow. They
     compute tile by tile: the dropout mask is `KeepBits` (dropout.py), a mask [B, T, S] is not
     needed (visibility.py), and `NAME_of_projections` copies no keys and values."""
     is_for_cpus: bool = False
     """It does not run on GPUs."""
-    max_d_head: int | None = None
+    max_d_head: float = math.inf
     can_be_compiled: bool = True
     """Whether torch.compile accepts it (training/compilation.py)."""
 
@@ -171,9 +171,7 @@ the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-
 # In order of preference: `auto` takes the first that supports the call and the device.
 _ATTENTION = (
     AttentionImplementation(name="triton", needs_triton=True, max_d_head=256),
-    AttentionImplementation(
-        name="sdpa", is_for_cpus=True, supports_dropout=False, has_fast_cpu_gradient=False
-    ),
+    AttentionImplementation(name="sdpa", is_for_cpus=True, is_for_inference=True),
     AttentionImplementation(name="cpu", is_for_cpus=True, can_be_compiled=False),
     AttentionImplementation(name="reference"),
 )

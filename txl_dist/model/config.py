@@ -148,7 +148,7 @@ class ModelConfig:
             if not 0 <= getattr(self, name) <= 0.99:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 0.99]")
         facts = ATTENTION_IMPLEMENTATIONS.get(self.attention)
-        if facts is not None and facts.max_d_head is not None and self.d_head > facts.max_d_head:
+        if facts is not None and self.d_head > facts.max_d_head:
             raise ValueError(
                 f"attention={self.attention} supports d_head up to {facts.max_d_head}, not "
                 f"{self.d_head}; use attention=auto"

@@ -62,8 +62,8 @@ def choose_implementation(
 
     def supports_call(implementation: AttentionImplementation) -> bool:
         return (
-            (implementation.supports_dropout or not with_dropout)
-            and (implementation.max_d_head is None or config.d_head <= implementation.max_d_head)
+            not (implementation.is_for_inference and with_dropout)
+            and config.d_head <= implementation.max_d_head
             and not (implementation.is_for_cpus and on_gpu)
             and (not implementation.needs_triton or on_gpu or has_triton(device))
         )
@@ -75,7 +75,7 @@ def choose_implementation(
         candidate
         for candidate in ATTENTION_IMPLEMENTATIONS.values()
         if supports_call(candidate)
-        and (on_gpu or candidate.has_fast_cpu_gradient or not is_trained)
+        and not (candidate.is_for_inference and is_trained)
         and (on_gpu or not candidate.needs_triton)
     )
 

@@ -37,7 +37,7 @@ def test_every_form_equals_the_equation_and_its_gradients(
     implementation: str, terms: str, dropout: bool, sizes: list[int]
 ) -> None:
     inputs = Inputs.of(sizes, terms, dropout=dropout)
-    if dropout and not ATTENTION_IMPLEMENTATIONS[implementation].supports_dropout:
+    if dropout and ATTENTION_IMPLEMENTATIONS[implementation].is_for_inference:
         return
     attention = resolve_name(ATTENTION_IMPLEMENTATIONS[implementation].function)
     mixed, expected = inputs.run(attention), inputs.run(reference)

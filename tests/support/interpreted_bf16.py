@@ -27,7 +27,9 @@ def _in_fp32(launch: Callable[..., None]) -> Callable[..., None]:
     def launched(*arguments: Any) -> None:
         copies = tree_map(wide, arguments)
         launch(*copies)
-        for own, copy in zip(tree_leaves(arguments), tree_leaves(copies), strict=True):
+        *_, results = arguments  # what it writes
+        *_, computed = copies
+        for own, copy in zip(tree_leaves(results), tree_leaves(computed), strict=True):
             if own is not copy:
                 own.copy_(copy)
 

@@ -23,6 +23,7 @@ from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.config.config_file import load_run_config
 from txl_dist.evaluation.distributed import evaluate
 from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.scores import bits_per_byte
 from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.training.job import TrainJob
 
@@ -82,7 +83,7 @@ def score(checkpoint: Path, data: Path, *, mem_len: int) -> float:
         reset="stream",
     )
     job = EvaluationJob(checkpoint=checkpoint, data=data, settings=settings, batch_chunks=8)
-    return evaluate(job).sums.bits_per_byte
+    return bits_per_byte(evaluate(job).sums.named)
 
 
 def summarise(rows: list[tuple[float, float]]) -> bool:

@@ -34,6 +34,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support import gpu_tests
 from tests.support.gloo_ranks import RankGroups
+from tests.support.interpreted_bf16 import interpreted_bf16  # noqa: F401 - a fixture
 from txl_dist.runtime.process import num_gpus
 
 # Before test modules are imported; `--hypothesis-profile all` comes later and wins.

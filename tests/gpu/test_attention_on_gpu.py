@@ -14,9 +14,11 @@ from tests.support.gpu_tests import DEVICE, ON_CPU
 from txl_dist.model.attention import pack_heads
 from txl_dist.model.attention.reference import reference
 from txl_dist.model.attention.triton import triton, triton_of_projections
-from txl_dist.model.dropout import LaneDropoutMasks
+from txl_dist.model.dropout import Dropout, LaneDropoutMasks, on_device
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.visibility import Visibility
+
+pytestmark = pytest.mark.usefixtures("interpreted_bf16")
 
 MOST_ERROR = 1.5e-2
 """|actual - exact| / |exact|, of the output and of each gradient. bf16 has 8 bits: 4e-3."""
@@ -81,14 +83,13 @@ class Inputs:
         )
         is_new_BT = (t >= start_B1) & (lane_B1 % 2 == 0)
         self.age_BT = torch.where(is_new_BT, t - start_B1, first_B1 + t).int()
-        masks = LaneDropoutMasks(seed=1, step=2, lanes=range(B)).on(device)
+        masks = on_device(LaneDropoutMasks(seed=1, step=2, lanes=range(B)), device)
+        dropout = Dropout(0.2, layer=3, place="attention weights").to(device)
         like = torch.zeros((), dtype=torch.float64, device=device).expand(B, H, T, M + T)
         self.bits = self.scale_BHTS = None
         if case.has_dropout:
-            self.bits = masks.keep_bits(like, rate=0.2, layer=3, place="attention weights")
-            self.scale_BHTS = masks.scale(
-                like, rate=0.2, layer=3, place="attention weights", by_lane=True
-            )
+            self.bits = masks.keep_bits(like, dropout)
+            self.scale_BHTS = masks.scale(like, dropout)
 
     def _draw(self, *shape: int) -> Tensor:
         x = torch.randn(shape, generator=self._generator, device=self.device)

@@ -19,7 +19,7 @@ from txl_dist.model import vocabulary
 from txl_dist.model.attention import choose_implementation
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.dropout import LaneDropoutMasks
+from txl_dist.model.dropout import Dropout, LaneDropoutMasks, on_device
 from txl_dist.model.memory.recurrent import KVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -145,17 +145,21 @@ def test_kernels_of_the_cross_entropy_round_only_results_to_bf16() -> None:
 def test_dropout_masks_have_the_bits_of_the_cpu(seed: int, step: int, dtype: torch.dtype) -> None:
     masks = LaneDropoutMasks(seed=seed, step=step, lanes=[0, 7, 2**31, -1])
     for by_lane, shape in ((True, (4, 3, 1037)), (False, (129, 65))):
-        x, place = torch.empty(shape, dtype=dtype), {"rate": 0.3, "layer": 3, "by_lane": by_lane}
-        on_gpu = masks.on(DEVICE).scale(x.to(DEVICE), place="inner", **place)
-        assert torch.equal(on_gpu.cpu(), masks.scale(x, place="inner", **place))
+        x, dropout = (
+            torch.empty(shape, dtype=dtype),
+            Dropout(0.3, layer=3, place="inner", by_lane=by_lane),
+        )
+        expected = masks.scale(x, dropout)
+        on_gpu = on_device(masks, DEVICE).scale(x.to(DEVICE), dropout.to(DEVICE))
+        assert torch.equal(on_gpu.cpu(), expected)
 
 
 def test_dropout_bits_are_those_of_the_mask() -> None:
     masks = LaneDropoutMasks(seed=2**63 - 1, step=2**40 + 3, lanes=[0, 7, 2**31, -1])
     for shape in ((4, 2, 3, 96), (4, 2, 3, 1037)):
-        x, place = torch.empty(shape), {"rate": 0.3, "layer": 3}
-        bits = masks.on(DEVICE).keep_bits(x.to(DEVICE), place="attention weights", **place)
-        expected = masks.scale(x, place="attention weights", by_lane=True, **place)
+        x, dropout = torch.empty(shape), Dropout(0.3, layer=3, place="attention weights")
+        expected = masks.scale(x, dropout)
+        bits = on_device(masks, DEVICE).keep_bits(x.to(DEVICE), dropout.to(DEVICE))
         on_host = bits._replace(words=bits.words.cpu())
         assert torch.equal(unpack(on_host, shape), expected)
 

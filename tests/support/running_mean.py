@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from txl_dist.model.config import MEMORY_KINDS, MemoryFacts
+from txl_dist.model.choices import MEMORY_KINDS, MemoryFacts
 from txl_dist.model.memory import MemoryKind, SequenceState
 
 MEMORY_KINDS["running_mean"] = MemoryFacts(
@@ -61,10 +61,10 @@ class RunningMeanState(SequenceState):
     """Tokens of the current document, of which the mean is."""
 
     @property
-    def num_pasts(self) -> tuple[int, ...]:
+    def num_past(self) -> int:
         """A token sees the key if its document began before the segment: then its age is more than
         the tokens before it in the segment."""
-        return (1,) * self.mean_BLD.shape[1]
+        return 1
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         return self.mean_BLD[:, number, None].to(x_BTD.device, x_BTD.dtype)

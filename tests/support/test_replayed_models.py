@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.replayed_models import OWN_GOLDEN, OWN_HF, golden_files, hf_directories
 from tests.support.small_models import small_model
-from txl_dist.convert.original_weights import to_original
+from txl_dist.convert.original_model import to_original
 from txl_dist.convert.other_programs import read_original
 
 

@@ -225,9 +225,7 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
     elif kind in ("model_type", "dataclass_type", "dict_type"):
         yield f"{name} is a section; write its keys below it, found {_show(name, value)}"
     else:
-        is_per_layer = name == "model.mem_len" and isinstance(value, list)
-        hint = "; lengths per layer are shares of it, model.mem_shares" if is_per_layer else ""
-        yield f"{name} is {_show(name, value)}; {_rule(error)}{hint}"
+        yield f"{name} is {_show(name, value)}; {_rule(error)}"
 
 
 def _rule(error: Mapping[str, Any]) -> str:

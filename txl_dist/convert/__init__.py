@@ -1,7 +1,8 @@
 """Weights from other programs, and models to give to others.
 
-other_programs.py: .npz of the paper's code, directory of transformers -> their config and tensors
-conversion.py:     config -> ModelConfig, tensors -> checked -> TransformerXL
+other_programs.py: reads .npz of the paper's code and directories of transformers
+original_model.py: the paper's Transformer-XL in both: its config and the names of its tensors
+checks.py:         config -> ModelConfig, tensors -> checked -> TransformerXL, for every format
 stored_model.py:   the export format (txl export, txl import), and `find_model`: a checkpoint or an
                    exported model, for evaluation and generation
 hub.py:            a directory for others (txl export --format hf), whose code is standalone.py

@@ -19,11 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from txl_dist.convert import FORMATS, require_source
-from txl_dist.convert.conversion import (
+from txl_dist.convert.checks import parse_json, read_json
+from txl_dist.convert.original_model import (
     model_from_original,
     original_config,
-    parse_json,
-    read_json,
     transformers_config,
 )
 from txl_dist.convert.stored_model import FORMAT

@@ -172,16 +172,15 @@ class TransformerXL:
     ) -> None:
         self.c, self.w, self.segment_len = SimpleNamespace(**config), Weights(tensors), segment_len
         self.like = self.w["layers.0.attention.query.weight"]  # of the dtype and device of all
-        c, shares = self.c, self.c.mem_shares or [1.0]
-        mem_len = 0 if c.memory == "tokens" else c.mem_len
-        self.mem_lens = [round(mem_len * shares[n % len(shares)]) for n in range(c.n_layer)]
+        c = self.c
+        self.mem_len = 0 if c.memory == "tokens" else c.mem_len
         self.num_added = c.memory_tokens if "tokens" in c.memory else 0
 
     def empty_memory(self, num_rows: int) -> Memory:
         """The memory of rows at the start of documents."""
         memory = {"age": self.like.new_zeros(num_rows, dtype=torch.int64)}
-        for n, mem_len in enumerate(self.mem_lens):
-            memory[f"layer-{n}"] = self.like.new_zeros(num_rows, mem_len, self.c.d_model)
+        for n in range(self.c.n_layer):
+            memory[f"layer-{n}"] = self.like.new_zeros(num_rows, self.mem_len, self.c.d_model)
         if self.num_added:
             wide = torch.promote_types(self.like.dtype, torch.float32)
             shape = num_rows, self.num_added, self.c.d_model
@@ -207,6 +206,7 @@ class TransformerXL:
         if num_added:
             x, seen_BT = self.add_tokens(x, age_BT, memory["tokens"])
         first, hidden, biases = x, [], None
+        mask_BTS = self.mask(seen_BT, self.mem_len)
         if c.distance_encoding == "sinusoidal" and not c.untie_r:  # shared by all layers
             biases = w["content_bias_HK"], w["distance_bias_HK"]
         for n in range(c.n_layer):
@@ -214,17 +214,15 @@ class TransformerXL:
                 a, b = w["residual_scalars"][n]
                 x = a * x + b * first
             hidden.append(x)
-            past_BMD = memory[f"layer-{n}"]
-            mask_BTS = self.mask(seen_BT, past_BMD.shape[1])
-            x = layer(c, w.below(f"layers.{n}"), x, past_BMD, mask_BTS, biases)
+            x = layer(c, w.below(f"layers.{n}"), x, memory[f"layer-{n}"], mask_BTS, biases)
         after = {"age": age_BT[:, -1] + 1}
         if num_added:
             after["tokens"] = x[:, -num_added:].detach().to(memory["tokens"].dtype, copy=True)
         own = slice(num_added, x.shape[1] - num_added)
-        for n, mem_len in enumerate(self.mem_lens):
+        for n in range(c.n_layer):
             rows_BND = torch.cat([memory[f"layer-{n}"], hidden[n][:, own].detach()], dim=1)
             # A copy: a view would keep the whole segment.
-            after[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - mem_len :].clone()
+            after[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - self.mem_len :].clone()
         x = x[:, own]
         return self.logits(w.norm("final_norm", x) if c.final_norm else x), after
 
@@ -382,12 +380,11 @@ class Tokenizer:
 
 @torch.no_grad()
 def generate_ids(
-    model: TransformerXL, prompt: list[int], *, temperature: float = 1.0, top_k: int | None = None,
-    top_p: float | None = None, seed: int = 0,
-) -> Iterator[int]:  # fmt: skip
+    model: TransformerXL, prompt: list[int], *, temperature: float = 1.0, seed: int = 0
+) -> Iterator[int]:
     """Ids that follow the ids of a prompt, without end. Temperature 0: always the most likely."""
     c, device, size = model.c, model.like.device, model.segment_len
-    has_memory, generator = model.num_added > 0 or any(model.mem_lens), torch.Generator()
+    has_memory, generator = model.num_added + model.mem_len > 0, torch.Generator()
     generator.manual_seed(seed)
     memory, pending = model.empty_memory(1), [*prompt]
     while True:
@@ -402,21 +399,15 @@ def generate_ids(
         # What is written at the end of a segment needs the whole segment: read it again till then.
         if has_memory and (len(pending) == size or not model.num_added):
             memory, pending = after, []
-        pending.append(draw(logits_V, temperature, top_k, top_p, generator))
+        pending.append(draw(logits_V, temperature, generator))
         yield pending[-1]
 
 
-def draw(
-    logits_V: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: Any
-) -> int:
-    """An id, of the `top_k` most likely, then of the most likely that sum to `top_p`."""
+def draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """An id with the probability that softmax(logits / temperature) gives it."""
     if temperature == 0:
         return int(logits_V.argmax())
-    largest_k, id_k = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
-    p_k = ((largest_k.double() - largest_k[0]) / temperature).softmax(0)
-    if top_p is not None:
-        p_k = torch.where(p_k.cumsum(0) - p_k < top_p, p_k, 0)
-    p_V = torch.zeros(len(logits_V), dtype=torch.float64).scatter(0, id_k, p_k)
+    p_V = ((logits_V.double() - logits_V.max()) / temperature).softmax(0)
     return int((p_V / torch.empty_like(p_V).exponential_(generator=generator)).argmax())
 
 

@@ -43,7 +43,7 @@ from txl_dist.checkpoint.manifest import (
 from txl_dist.checkpoint.reader import Weights, chosen_weights, load_model
 from txl_dist.checkpoint.snapshot import write_tensors
 from txl_dist.config.removed import without_removed
-from txl_dist.convert.conversion import (
+from txl_dist.convert.checks import (
     assign_weights,
     check_tensors,
     checked_config,

@@ -28,7 +28,7 @@ from txl_dist.estimate.rank_bytes import ActivationPeaks, ModelNeeds, Parameter,
 from txl_dist.model import attention, devices
 from txl_dist.model.attention import choose_implementation
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.dropout import KeepBits
+from txl_dist.model.dropout import Dropout, KeepBits
 from txl_dist.model.encodings import encode_distances
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
@@ -206,18 +206,13 @@ class _MicroBatchBytes(LiveBytes):
 class _Masks:
     """Dropout masks without values (`DropoutMasks`)."""
 
-    reads_tensors = False
-
-    def on(self, device: torch.device) -> "_Masks":
-        return self
-
     def of_segment(self, number: int, num_segments: int) -> "_Masks":
         return self
 
-    def scale(self, x: Tensor, **place: Any) -> Tensor:
+    def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
         return torch.empty_like(x)
 
-    def keep_bits(self, x: Tensor, **place: Any) -> KeepBits:
+    def keep_bits(self, x: Tensor, dropout: Dropout) -> KeepBits:
         num_words = math.ceil(x.shape[-1] / 16)
         return KeepBits(torch.empty(*x.shape[:-1], num_words, dtype=torch.int16), factor=1.0)
 

@@ -82,43 +82,45 @@ class FinishedScores:
             self._read(path)
 
     def add(self, number: int, scores: BatchScores) -> None:
-        """Keep the scores of a batch in the file, if there is one. A failure is only a warning."""
+        """Keep the scores of a batch in the file, if there is one."""
         self.batches[number] = scores
         if self.path is None:
             return
+        if self._is_begun:
+            self._write(self.path, [self._line(number, scores)], append=True)
+            return
+        # Without the damaged lines of an earlier process.
+        header = canonical_json({"evaluation": dict(self._description)}).encode() + b"\n"
+        self._write(
+            self.path, [header, *(self._line(*each) for each in sorted(self.batches.items()))]
+        )
+        self._is_begun = True
+
+    def write_result(self, result: Result) -> None:
+        """Keep the result of all batches next to their sums."""
+        if self.path is not None:
+            content = json.dumps(result.to_json(), indent=1, allow_nan=False).encode() + b"\n"
+            self._write(self.path.with_suffix(".json"), [content])
+
+    def _write(self, path: Path, lines: Sequence[bytes], *, append: bool = False) -> None:
+        """A failure is only a warning; nothing more is kept then."""
         try:
-            if self._is_begun:
-                with self.path.open("ab") as file:
-                    file.write(self._line(number, scores))
+            if append:
+                with path.open("ab") as file:
+                    file.writelines(lines)
                     file.flush()
                     os.fsync(file.fileno())
-            else:  # without the damaged lines of an earlier process
-                lines = [canonical_json({"evaluation": dict(self._description)}).encode() + b"\n"]
-                lines += [self._line(*each) for each in sorted(self.batches.items())]
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(self.path, lines)
-                self._is_begun = True
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, lines)
         except OSError as error:
             log.warning(
                 "%s cannot be written (%s): if this evaluation is stopped, it starts again. Give "
                 "another directory with --scores DIR",
-                self.path,
+                path,
                 error.strerror,
             )
             self.path = None
-
-    def write_result(self, result: Result) -> None:
-        """Keep the result of all batches next to their sums. A failure is only a warning."""
-        if self.path is None:
-            return
-        path = self.path.with_suffix(".json")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(
-                path, json.dumps(result.to_json(), indent=1, allow_nan=False).encode() + b"\n"
-            )
-        except OSError as error:
-            log.warning("%s cannot be written (%s)", path, error.strerror)
 
     def _line(self, number: int, scores: BatchScores) -> bytes:
         content = {
@@ -131,11 +133,7 @@ class FinishedScores:
         return canonical_json(entry).encode() + b"\n"
 
     def _read(self, path: Path) -> None:
-        try:
-            complete, _, _cut_by_a_kill = path.read_bytes().rpartition(b"\n")
-        except OSError as error:
-            log.warning("%s cannot be read (%s): it is not used", path, error.strerror)
-            return
+        complete, _, _cut_by_a_kill = path.read_bytes().rpartition(b"\n")
         damaged = []
         for line_number, line in enumerate(complete.split(b"\n")[1:], start=2):
             try:

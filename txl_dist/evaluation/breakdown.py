@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 DOCUMENT = "document"
 TABLES = ("document_position", "segment_position", "token_frequency")
-MAX_PARTS = 256
-"""Segments whose sums are kept before they are added up."""
 
 
 def log_bucket(value: NDArray[Any]) -> NDArray[np.int64]:
@@ -116,7 +114,8 @@ class BreakdownCounter:
     ) -> None:
         """`frequency_bucket_V`: None leaves out all TABLES."""
         self._frequency_bucket_V, self._bytes_V = frequency_bucket_V, byte_counts_V.numpy()
-        self._parts: list[Breakdown] = []
+        self._sums: list[Breakdown] = []
+        """Those of all segments so far, if there is one."""
 
     def add(
         self,
@@ -137,18 +136,16 @@ class BreakdownCounter:
             frequency_N = self._frequency_bucket_V[target_N].astype(np.int64)
             keys |= zip(TABLES, (log_bucket(age_N), index[1], frequency_N), strict=True)
         one_N, bytes_N = np.ones_like(target_N), self._bytes_V[target_N]
-        self._parts.append(
-            {
-                name: LossTable.total([LossTable(key_N, nats_N, one_N, bytes_N)])
-                for name, key_N in keys.items()
-            }
-        )
-        if len(self._parts) > MAX_PARTS:
-            self._parts = [self.breakdown()]
+        segment = {
+            name: LossTable.total([LossTable(key_N, nats_N, one_N, bytes_N)])
+            for name, key_N in keys.items()
+        }
+        self._sums = [total_breakdown([*self._sums, segment])]
 
     def breakdown(self) -> Breakdown:
         """The sums of all segments so far, of which there is at least one."""
-        return total_breakdown(self._parts)
+        (sums,) = self._sums
+        return sums
 
 
 def score_intervals(documents: LossTable) -> dict[str, tuple[float, float] | None] | None:

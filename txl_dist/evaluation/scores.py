@@ -197,12 +197,3 @@ class LossSums:
     def perplexity(self) -> float:
         """Raises DataError without targets."""
         return _exp(self.nats_per_token)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Raises DataError if the bytes are not known."""
-        if self.num_bytes <= 0:
-            raise DataError(
-                "the bytes of the scored text are not known, so there are no bits per byte"
-            )
-        return bits_per_byte(self.named)

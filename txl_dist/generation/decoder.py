@@ -5,8 +5,8 @@
 Each prompt is a lane, whose segments begin at its first token. A prompt with fewer segments than
 the longest begins later: its lane reads padding before, which its first token, of age 0, does not
 see. Last segments of different lengths are padded at the end, and the padding is removed from the
-cache. A memory that is written at the end of a segment cannot remove it: incomplete segments are
-read again for every token. A lane computes what it would compute alone, except that matrix products
+cache. Other kinds of memory cannot remove it: incomplete segments are read again for every token,
+as in training. A lane computes what it would compute alone, except that matrix products
 of another batch size may round differently in the last bit.
 """
 
@@ -48,7 +48,7 @@ class BatchDecoder:
         token_lists = [_checked_ids(prompt, model.config.num_ids) for prompt in prompts]
         self._model, self._tgt_len, self._sampling = model, tgt_len, sampling
         self._has_memory = memory_kind(model.config).receptive_tokens(tgt_len) != 0
-        self._reads_segments_again = model.config.memory_facts.adds_tokens
+        self._reads_segments_again = not model.config.memory_facts.keys_are_tokens
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._pending = [
             tokens if self._has_memory else tokens[-tgt_len:] for tokens in token_lists

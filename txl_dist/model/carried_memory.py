@@ -12,33 +12,29 @@ and infinity. So rows that begin an episode get zeros, and a window is refused i
 episodes in a row that is not finite.
 
 One step at a time, a window, and windows cut anywhere give the same numbers, as long as an episode
-is not longer than the shortest memory of a layer: a layer sees that many tokens before the window.
-With `same_length` every token sees exactly `mem_len` keys, so they do for episodes of any length.
+is not longer than the memory: a layer sees that many tokens before the window. With `same_length`
+every token sees exactly `mem_len` keys, so they do for episodes of any length.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from txl_dist.model.attention import AttentionWeightsCallback
 from txl_dist.model.memory.recurrent import KVCache, LayerKVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import check_targets
 
 # Shapes: B rows, T tokens of a window, L layers, M memory tokens, D d_model
 
-_AGE = "age"
-"""Name of the ages among the tensors of a memory."""
-
 
 @dataclass(frozen=True, eq=False)
 class Memory:
     """The state of B rows, and how many tokens of its episode each of them has read."""
 
-    state: RecurrentMemory
+    state: RecurrentMemory = field(repr=False)
     age_B: Tensor
     """int64: the age of the next token of each row; 0 sees nothing of the state."""
 
@@ -48,25 +44,16 @@ class Memory:
 
         Raises ValueError for a model of another kind of memory than the paper's.
         """
-        if model.config.memory != "recurrent":
+        state = model.empty_memory(num_rows)
+        if not isinstance(state, RecurrentMemory):
             raise ValueError(
                 f"model.memory={model.config.memory} cannot be kept row by row; use "
                 "memory=recurrent, or model.empty_memory(num_rows) and its segments"
             )
-        age_B = torch.zeros(num_rows, dtype=torch.int64, device=model.weight.device)
-        state = model.empty_memory(num_rows)
-        assert isinstance(state, RecurrentMemory)
-        return cls(state, age_B)
+        return cls(state, torch.zeros(num_rows, dtype=torch.int64, device=model.weight.device))
 
     def __len__(self) -> int:
         return len(self.age_B)
-
-    def __repr__(self) -> str:
-        """Sizes only: the tensors would fill the screen."""
-        tensors = self.tensors()
-        first = next(iter(tensors.values()))
-        cached = ", cached" if isinstance(self.state, _CachedMemory) else ""
-        return f"Memory({_shapes(self)}, {first.dtype}, {first.device}{cached})"
 
     def read(
         self,
@@ -74,7 +61,6 @@ class Memory:
         input_BT: Tensor,
         *,
         starts: Tensor | None = None,
-        on_attention_weights: AttentionWeightsCallback | None = None,
     ) -> tuple[Tensor, "Memory"]:
         """The model's output [B, T, D] for a window, and the memory after it.
 
@@ -86,9 +72,7 @@ class Memory:
         """
         age_BT = self._ages(input_BT, starts)
         memory = self if starts is None else self.reset(starts[:, 0])
-        output_BTD, state = model.hidden(
-            input_BT, age_BT, memory.state, on_attention_weights=on_attention_weights
-        )
+        output_BTD, state = model.hidden(input_BT, age_BT, memory.state)
         if starts is not None:
             _check_episodes_apart(output_BTD, starts)
         assert isinstance(state, RecurrentMemory)
@@ -105,8 +89,7 @@ class Memory:
         """Nats [B, T] of targets, for a model with a vocabulary; else as `read`."""
         check_targets(model.config, target_BT, input_BT)
         output_BTD, memory = self.read(model, input_BT, starts=starts)
-        nats_BT: Tensor = model.softmax(output_BTD, target_BT, model.table)
-        return nats_BT, memory
+        return model.softmax(output_BTD, target_BT, model.table), memory
 
     def _ages(self, input_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         if input_BT.dim() < 2 or len(input_BT) != len(self):
@@ -130,23 +113,17 @@ class Memory:
     def reset(self, rows: Tensor | Sequence[int]) -> "Memory":
         """`rows` begin a new episode: a mask [B] of booleans, or row numbers, which may be none.
 
-        They hold zeros then, so that nothing of the last episode is left, not even NaN.
-
-        Raises ValueError for a mask of another length, a number below 0 or above the last row, and
-        a number that is repeated: that is rather a mask of 0 and 1.
+        They hold zeros then, so that nothing of the last episode is left, not even NaN. Raises
+        ValueError for what may be a mask of 0 and 1: repeated numbers, or fractions. Raises
+        IndexError for other rows than those of the memory.
         """
         rows = torch.as_tensor(rows, device=self.age_B.device)
-        if not rows.numel():
+        if rows.dtype != torch.bool:
+            if rows.numel() and (rows.is_floating_point() or len(rows.unique()) < rows.numel()):
+                raise ValueError(
+                    f"rows {rows.tolist()} are not different numbers; write a mask as rows.bool()"
+                )
             rows = rows.long()
-        if rows.dtype == torch.bool:
-            if rows.shape != self.age_B.shape:
-                raise ValueError(f"a mask {list(rows.shape)} of a memory of {len(self)} rows")
-        elif rows.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"rows are {rows.dtype}; give row numbers, or a mask: rows.bool()")
-        elif rows.numel() and not 0 <= rows.min() <= rows.max() < len(self):
-            raise ValueError(f"rows {rows.tolist()} of a memory of {len(self)} rows")
-        elif len(rows.unique()) < rows.numel():
-            raise ValueError(f"rows {rows.tolist()} are repeated; write a mask as rows.bool()")
         is_reset_B = torch.zeros_like(self.age_B, dtype=torch.bool)
         is_reset_B[rows] = True
         if not is_reset_B.any():  # as in most steps; the rest copies the memory
@@ -163,15 +140,16 @@ class Memory:
         """This memory with the rows of `other` in place of `rows`. Raises ValueError if `other` has
         other layers, or another number of rows."""
         rows = [rows] if isinstance(rows, int) else rows
-        new = other.tensors()
-        tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        if {name: x[rows].shape for name, x in tensors.items()} != {
-            name: x.shape for name, x in new.items()
-        }:
-            raise ValueError(f"{_shapes(other)} do not fit rows {rows} of {_shapes(self)}")
-        for name, tensor in tensors.items():
-            tensor[rows] = new[name].to(tensor.device, tensor.dtype)
-        return self._of(tensors)
+        old, new = self.state.layers, other.state.layers
+        if [x[rows].shape for x in old] != [x.shape for x in new]:
+            raise ValueError(
+                f"rows {rows} of layers {[list(x.shape) for x in old]} cannot be replaced by "
+                f"layers {[list(x.shape) for x in new]}"
+            )
+        age_B, *layers = (x.clone() for x in (self.age_B, *old))
+        for tensor, rows_of_other in zip((age_B, *layers), (other.age_B, *new), strict=True):
+            tensor[rows] = rows_of_other.to(tensor.device, tensor.dtype)
+        return Memory(RecurrentMemory(tuple(layers)), age_B)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -182,29 +160,19 @@ class Memory:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, to save them, for example with safetensors; see `of_tensors`."""
-        return {**self.state.tensors(), _AGE: self.age_B}
+        return {**self.state.tensors(), "age": self.age_B}
 
     @classmethod
     def of_tensors(cls, model: TransformerXL, tensors: Mapping[str, Tensor]) -> "Memory":
         """From `tensors`. Raises ValueError if they are not the memory of such a model."""
-        expected = {*cls.empty(model, 1).tensors()}
-        if tensors.keys() != expected:
+        expected = cls.empty(model, 1).tensors()
+        if tensors.keys() != expected.keys():
             raise ValueError(f"found the tensors {sorted(tensors)}, expected {sorted(expected)}")
-        if tensors[_AGE].dtype != torch.int64:
-            raise ValueError(f"the ages have the dtype {tensors[_AGE].dtype}: expected torch.int64")
-        memory = cls._of(tensors)
-        memory.state.check(model.config, len(memory))
-        return memory.to(model.weight.device)
-
-    @classmethod
-    def _of(cls, tensors: Mapping[str, Tensor]) -> "Memory":
-        layers = tuple(tensors[f"layer-{number}"] for number in range(len(tensors) - 1))
-        return cls(RecurrentMemory(layers), tensors[_AGE])
+        *layers, age_B = (tensors[name] for name in expected)
+        return cls._checked(model, layers, age_B)
 
     def vectors(self) -> Tensor:
         """The layers' inputs [B, L, M, D], to store them once per sampled window."""
-        if len({layer.shape for layer in self.state.layers}) > 1:
-            raise ValueError("the layers have memories of different lengths; use tensors()")
         return torch.stack(self.state.layers, dim=1)
 
     def valid(self) -> Tensor:
@@ -227,30 +195,35 @@ class Memory:
             raise ValueError(
                 "valid must be booleans, and the valid tokens of a row its newest: false, then true"
             )
-        cls.empty(model, 1)  # refuses other kinds of memory
-        if len(set(model.config.mem_lens)) > 1:
-            raise ValueError("the layers have memories of different lengths; use of_tensors()")
-        device, dtype = model.weight.device, model.weight.dtype
         vectors = vectors.masked_fill(~valid[:, None, :, None].to(vectors.device), 0)
-        layers = tuple(layer.to(device, dtype) for layer in vectors.unbind(1))
-        state = RecurrentMemory(layers)
-        state.check(model.config, len(vectors))
-        return cls(state, valid.sum(1).to(device))
+        layers = vectors.to(model.weight.dtype).unbind(1)
+        return cls._checked(model, layers, valid.sum(1))
+
+    @classmethod
+    def _checked(cls, model: TransformerXL, layers: Sequence[Tensor], age_B: Tensor) -> "Memory":
+        """On the model's device. Raises ValueError if it is not the memory of such a model."""
+        state = RecurrentMemory(tuple(layers))
+        state.check(model.config, len(age_B))
+        return cls(state, age_B).to(model.weight.device)
 
     def cached(self, model: TransformerXL) -> "Memory":
         """The same for constant weights without gradients: keys and values are kept too.
 
-        A token then costs no projection of the memory. `read` moves the cache on, so a cached
-        memory can be read once. After a change of weights, call it again on `uncached()`.
+        A token then costs no projection of the memory. `read` and `reset` move the cache on, so a
+        cached memory can be used once. After a change of weights, call it again on `uncached()`.
         """
         if isinstance(self.state, _CachedMemory):
             return self
-        with torch.no_grad():
-            layers = tuple(
-                _cached_layer(layer, self.state.past(number, model.weight))
-                for number, layer in enumerate(model.layers)
-            )
-        return replace(self, state=_CachedMemory(self.state.layers, KVCache(layers), []))
+        config = model.config
+        shape = config.n_head, len(self), self.state.num_past, config.d_head
+        cache = KVCache(tuple(LayerKVCache(*shape) for _ in self.state.layers))
+        for number, layer_cache in enumerate(cache.layers):
+            layer: Any = model.layers[number]
+            with torch.no_grad():
+                x_BMD = self.state.past(number, model.weight)
+                x_BMD = layer.attention_norm(x_BMD) if layer.pre_lnorm else x_BMD
+                layer_cache.append(*layer.attention.keys_and_values(x_BMD))
+        return replace(self, state=_CachedMemory(self.state.layers, cache))
 
     def uncached(self) -> "Memory":
         """The memory without keys and values."""
@@ -269,47 +242,33 @@ def _check_episodes_apart(output_BTD: Tensor, starts_BT: Tensor) -> None:
         )
 
 
-def _shapes(memory: Memory) -> str:
-    return ", ".join(f"{name} {list(x.shape)}" for name, x in memory.tensors().items())
-
-
-def _cached_layer(layer: Any, inputs_BMD: Tensor) -> LayerKVCache:
-    num_heads, d_head = layer.attention.heads
-    num_rows, mem_len, _ = inputs_BMD.shape
-    cache = LayerKVCache(num_heads=num_heads, num_lanes=num_rows, mem_len=mem_len, d_head=d_head)
-    if mem_len:
-        x_BMD = layer.attention_norm(inputs_BMD) if layer.pre_lnorm else inputs_BMD
-        cache.append(*layer.attention.keys_and_values(x_BMD))
-    return cache
-
-
 @dataclass(frozen=True)
 class _CachedMemory(RecurrentMemory):
     """Keys and values for the layers, with the inputs of which they were computed."""
 
     keys_values: KVCache
-    is_spent: list[bool]
-    """Not empty if a read has moved on the keys and values; shared by all that have them."""
-    cleared_B: Tensor | None = None
-    """Rows that were reset: their keys and values become zeros when they are read."""
+    is_spent: list[bool] = field(default_factory=list)
+    """Not empty if the keys and values have moved on, so that they are no longer those of it."""
     is_trainable = False
 
     def past(self, number: int, x_BTD: Tensor) -> Any:
         if number == 0:  # a read that fails later has moved them on, too
-            if self.is_spent:
-                raise ValueError(
-                    "this cached memory was read before, and its keys and values are those after "
-                    "that: call `uncached()` to read it again"
-                )
-            self.is_spent.append(True)
-        layer = self.keys_values.layers[number]
-        if self.cleared_B is not None:
-            layer.clear(self.cleared_B)
-        return layer
+            self._spend()
+        return self.keys_values.layers[number]
 
     def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "_CachedMemory":
-        return _CachedMemory(super().after(hidden_BTD, age_BT).layers, self.keys_values, [])
+        return _CachedMemory(super().after(hidden_BTD, age_BT).layers, self.keys_values)
 
     def cleared(self, lanes_B: Tensor) -> "_CachedMemory":
-        cleared_B = lanes_B if self.cleared_B is None else self.cleared_B | lanes_B
-        return replace(self, layers=super().cleared(lanes_B).layers, cleared_B=cleared_B)
+        self._spend()
+        for layer in self.keys_values.layers:
+            layer.clear(lanes_B)
+        return _CachedMemory(super().cleared(lanes_B).layers, self.keys_values)
+
+    def _spend(self) -> None:
+        if self.is_spent:
+            raise ValueError(
+                "this cached memory was read before, or reset, and its keys and values are those "
+                "after that: call `uncached()` to use it again"
+            )
+        self.is_spent.append(True)

@@ -1,10 +1,37 @@
-"""What a config can name: distance encodings, norms, attention and recipes (memory: config.py).
+"""What a config can name: kinds of memory, distance encodings, norms, attention and recipes.
 
 To add one, write its class or function and add one entry here. Imports no torch.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryFacts:
+    """What there is to know of one kind of memory without computing with it.
+
+    What it computes is in its module (memory/__init__.py).
+    """
+
+    implementation: str
+    """The class, a `MemoryKind`, as "module:class"."""
+    keys_are_tokens: bool = False
+    """Attention sees the memory as keys of one token each, as many as `mem_len`. So distances are
+    tokens, the state of a lane can be taken at any token, and inference caches projected keys."""
+    adds_tokens: bool = False
+    """It adds `memory_tokens` tokens to both ends of a segment, which write the state. So the state
+    depends on where segments end, and only the losses of later segments train what is written."""
+    documents_are_independent: bool = True
+    """Whether the losses of a document depend on nothing but it and the places where its segments
+    end. It is read from its start then, even if `receptive_tokens` has no limit."""
+    settings: tuple[str, ...] = ()
+    """The settings of `ModelConfig` that have an effect on it."""
+
+    @property
+    def uses_mem_len(self) -> bool:
+        return "mem_len" in self.settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,20 +67,15 @@ class AttentionImplementation:
     """
 
     name: str
-    supports_dropout: bool = True
-    """Whether it can multiply the attention weights by a dropout mask."""
-    reads_keep_bits: bool = False
-    """It takes that mask as `KeepBits` (dropout.py), not as a tensor of factors."""
-    has_fast_cpu_gradient: bool = True
+    is_for_inference: bool = False
+    """It takes no dropout mask, and its gradient is slow."""
     needs_triton: bool = False
-    """It runs on GPUs, and elsewhere in triton's interpreter only, which is slow."""
+    """Its kernels run on GPUs, and elsewhere in triton's interpreter only, which is slow. They
+    compute tile by tile: the dropout mask is `KeepBits` (dropout.py), a mask [B, T, S] is not
+    needed (visibility.py), and `NAME_of_projections` copies no keys and values."""
     is_for_cpus: bool = False
     """It does not run on GPUs."""
-    masks_by_reach: bool = False
-    """It needs no mask [B, T, S] (visibility.py)."""
-    reads_projections: bool = False
-    """Its module has a function `NAME_of_projections`, too, which copies no keys and values."""
-    max_d_head: int | None = None
+    max_d_head: float = math.inf
     can_be_compiled: bool = True
     """Whether torch.compile accepts it (training/compilation.py)."""
 
@@ -66,8 +88,33 @@ class AttentionImplementation:
     @property
     def function_of_projections(self) -> str | None:
         """The same for a function that reads projections."""
-        return f"{self.function}_of_projections" if self.reads_projections else None
+        return f"{self.function}_of_projections" if self.needs_triton else None
 
+
+MEMORY_KINDS = {
+    "recurrent": MemoryFacts(
+        implementation="txl_dist.model.memory.recurrent:Recurrent",
+        keys_are_tokens=True,
+        settings=("mem_len",),
+    ),
+    "compressive": MemoryFacts(
+        implementation="txl_dist.model.memory.compressive:Compressive",
+        # The tokens before a document decide which of its tokens share a slot.
+        documents_are_independent=False,
+        settings=("mem_len", "compressed_len", "compression_rate"),
+    ),
+    "tokens": MemoryFacts(
+        implementation="txl_dist.model.memory.tokens:MemoryTokens",
+        adds_tokens=True,
+        settings=("memory_tokens",),
+    ),
+    "recurrent+tokens": MemoryFacts(
+        implementation="txl_dist.model.memory.tokens:RecurrentAndTokens",
+        adds_tokens=True,
+        settings=("mem_len", "memory_tokens"),
+    ),
+}
+"""By the value of `ModelConfig.memory`."""
 
 DISTANCE_ENCODINGS = {
     "sinusoidal": EncodingFacts(
@@ -123,17 +170,8 @@ the optimizer are in config/optimizer_config.py (docs/decisions/0072-a-block-of-
 
 # In order of preference: `auto` takes the first that supports the call and the device.
 _ATTENTION = (
-    AttentionImplementation(
-        name="triton",
-        reads_keep_bits=True,
-        reads_projections=True,
-        needs_triton=True,
-        masks_by_reach=True,
-        max_d_head=256,
-    ),
-    AttentionImplementation(
-        name="sdpa", is_for_cpus=True, supports_dropout=False, has_fast_cpu_gradient=False
-    ),
+    AttentionImplementation(name="triton", needs_triton=True, max_d_head=256),
+    AttentionImplementation(name="sdpa", is_for_cpus=True, is_for_inference=True),
     AttentionImplementation(name="cpu", is_for_cpus=True, can_be_compiled=False),
     AttentionImplementation(name="reference"),
 )

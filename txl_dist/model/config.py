@@ -5,73 +5,20 @@ has the same option. Imports no torch, so a run's config can be loaded and check
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from inspect import formatannotation
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, ClassVar, Self, get_args, get_origin
+from typing import Any, ClassVar, Self
 
 from txl_dist.model.choices import (
     ATTENTION_IMPLEMENTATIONS,
     DISTANCE_ENCODINGS,
     FEED_FORWARDS,
+    MEMORY_KINDS,
     NORMS,
     RECIPES,
     EncodingFacts,
+    MemoryFacts,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryFacts:
-    """What there is to know of one kind of memory without computing with it.
-
-    What it computes is in its module (memory/__init__.py).
-    """
-
-    implementation: str
-    """The class, a `MemoryKind`, as "module:class"."""
-    keys_are_tokens: bool = False
-    """Attention sees the memory as keys of one token each, as many as `mem_len`. So distances are
-    tokens, the state of a lane can be taken at any token, and inference caches projected keys."""
-    adds_tokens: bool = False
-    """It adds `memory_tokens` tokens to both ends of a segment, which write the state. So the state
-    depends on where segments end, and only the losses of later segments train what is written."""
-    documents_are_independent: bool = True
-    """Whether the losses of a document depend on nothing but it and the places where its segments
-    end. It is read from its start then, even if `receptive_tokens` has no limit."""
-    settings: tuple[str, ...] = ()
-    """The settings of `ModelConfig` that have an effect on it."""
-
-    @property
-    def uses_mem_len(self) -> bool:
-        return "mem_len" in self.settings
-
-
-MEMORY_KINDS = {
-    "recurrent": MemoryFacts(
-        implementation="txl_dist.model.memory.recurrent:Recurrent",
-        keys_are_tokens=True,
-        settings=("mem_len", "mem_shares"),
-    ),
-    "compressive": MemoryFacts(
-        implementation="txl_dist.model.memory.compressive:Compressive",
-        # The tokens before a document decide which of its tokens share a slot.
-        documents_are_independent=False,
-        settings=("mem_len", "compressed_len", "compression_rate"),
-    ),
-    "tokens": MemoryFacts(
-        implementation="txl_dist.model.memory.tokens:MemoryTokens",
-        adds_tokens=True,
-        settings=("memory_tokens",),
-    ),
-    "recurrent+tokens": MemoryFacts(
-        implementation="txl_dist.model.memory.tokens:RecurrentAndTokens",
-        adds_tokens=True,
-        settings=("mem_len", "mem_shares", "memory_tokens"),
-    ),
-}
-"""By the value of `ModelConfig.memory`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,9 +54,6 @@ class ModelConfig:
     a `mem_len` of 0."""
     mem_len: int = 128
     """Tokens of memory per lane and layer; 0 disables recurrence. Without effect for `tokens`."""
-    mem_shares: tuple[float, ...] = ()
-    """Memory length of each layer as a share of `mem_len`, repeated over the layers: `[0.25, 1]`
-    alternates short and long memories. [] is `mem_len` in every layer."""
     compressed_len: int | None = None
     """Slots of a compressive memory, each for `compression_rate` tokens that are older than
     `mem_len`. null is `mem_len // compression_rate`, which doubles the reach."""
@@ -169,24 +113,21 @@ class ModelConfig:
     """Standard deviation of the initial projections of embedding and softmax."""
 
     def __post_init__(self) -> None:
-        _require_types(self)
         if self.memory == "none":
             object.__setattr__(self, "memory", "recurrent")
             object.__setattr__(self, "mem_len", 0)
-        _require_known("distance_encoding", self.distance_encoding, DISTANCE_ENCODINGS)
-        _require_known("memory", self.memory, (*MEMORY_KINDS, "none"))
-        _require_known("recipe", self.recipe, RECIPES)
-        _require_known("norm", self.norm, NORMS)
-        _require_known("feed_forward", self.feed_forward, FEED_FORWARDS)
-        _require_known("attention", self.attention, ("auto", *ATTENTION_IMPLEMENTATIONS))
+        for name, known in (
+            ("distance_encoding", DISTANCE_ENCODINGS),
+            ("memory", (*MEMORY_KINDS, "none")),
+            ("recipe", RECIPES),
+            ("norm", NORMS),
+            ("feed_forward", FEED_FORWARDS),
+            ("attention", ("auto", *ATTENTION_IMPLEMENTATIONS)),
+        ):
+            _require_known(name, getattr(self, name), known)
         self._check_numbers()
         self._check_encoding()
-        self._check_attention()
-        if self.same_length and self.mem_len == 0:
-            raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
-        self._check_memory_kind()
-        self._check_memory_shares()
-        self._check_vectors()
+        self._check_memory()
         self._check_clusters()
 
     @classmethod
@@ -196,24 +137,22 @@ class ModelConfig:
         return cls(recipe=recipe, **(RECIPES[recipe] | settings))
 
     def _check_numbers(self) -> None:
-        for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner", "memory_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.compression_rate < 2:
-            raise ValueError(f"compression_rate={self.compression_rate} must be at least 2")
-        for name in ("vocab_size", "mem_len", "compressed_len"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name, minimum in _MINIMUMS.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ValueError(f"{name}={value} must be at least {minimum}")
         scale = self.attention_scale
         if scale is not None and not 0 < scale < float("inf"):
             raise ValueError(f"attention_scale={scale} must be above 0, or null")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) <= 0.99:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 0.99]")
-        if self.d_embed is not None and self.d_embed < 1:
-            raise ValueError(f"d_embed={self.d_embed} must be at least 1, or null for d_model")
-        if self.clamp_len is not None and self.clamp_len < 1:
-            raise ValueError(f"clamp_len={self.clamp_len} must be at least 1, or null for no limit")
+        facts = ATTENTION_IMPLEMENTATIONS.get(self.attention)
+        if facts is not None and self.d_head > facts.max_d_head:
+            raise ValueError(
+                f"attention={self.attention} supports d_head up to {facts.max_d_head}, not "
+                f"{self.d_head}; use attention=auto"
+            )
 
     def _check_encoding(self) -> None:
         name, encoding = self.distance_encoding, self.encoding
@@ -246,53 +185,26 @@ class ModelConfig:
                 f"untie_r=true is not supported by distance_encoding={name}; use false"
             )
 
-    def _check_memory_kind(self) -> None:
+    def _check_memory(self) -> None:
         if self.same_length and not self.memory_facts.keys_are_tokens:
             raise ValueError(
                 f"same_length=true is not supported by memory={self.memory}, which attention does "
                 "not see as one key per token; use false"
             )
-        for name, neutral in (("mem_shares", ()), ("compressed_len", None)):
-            value = getattr(self, name)
-            if value != neutral and name not in self.memory_facts.settings:
-                raise ValueError(
-                    f"{name}={value} is not supported by memory={self.memory}; remove it"
-                )
-
-    def _check_memory_shares(self) -> None:
-        shares = self.mem_shares
-        if len(shares) > self.n_layer:
+        if self.same_length and self.mem_len == 0:
+            raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
+        if self.compressed_len is not None and self.memory != "compressive":
             raise ValueError(
-                f"mem_shares has {len(shares)} entries for n_layer={self.n_layer}; give one per "
-                "layer, or fewer that are repeated"
-            )
-        # Not by `mem_lens`: foreign configs may name any number of layers.
-        if self.same_length and 0 in [round(self.mem_len * share) for share in shares]:
-            raise ValueError(
-                "same_length=true needs a memory in every layer: raise the smallest of mem_shares"
-            )
-        if any(not 0 <= share <= 1 for share in shares) or (shares and max(shares) < 1):
-            raise ValueError(
-                f"mem_shares={list(shares)} must be between 0 and 1, and the largest 1: mem_len is "
-                "the length of the longest memory"
+                f"compressed_len={self.compressed_len} is not supported by memory={self.memory}; "
+                "remove it"
             )
 
-    def _check_vectors(self) -> None:
+    def _check_clusters(self) -> None:
         if self.vocab_size is None and (self.cutoffs or self.div_val > 1 or self.d_embed):
             raise ValueError(
                 "vocab_size=null is a model of vectors, which has no tables for cutoffs, div_val "
                 "or d_embed; remove them"
             )
-
-    def _check_attention(self) -> None:
-        facts = ATTENTION_IMPLEMENTATIONS.get(self.attention)
-        if facts is not None and facts.max_d_head is not None and self.d_head > facts.max_d_head:
-            raise ValueError(
-                f"attention={self.attention} supports d_head up to {facts.max_d_head}, not "
-                f"{self.d_head}; use attention=auto"
-            )
-
-    def _check_clusters(self) -> None:
         # vocab_size is 0 until the data is known; then only the order of cutoffs is checked.
         bounds = (0, *self.cutoffs, self.vocab_size or max(self.cutoffs, default=0) + 1)
         if any(low >= high for low, high in pairwise(bounds)):
@@ -364,13 +276,6 @@ class ModelConfig:
         return self.vocab_size or 0
 
     @property
-    def mem_lens(self) -> tuple[int, ...]:
-        """Memory length of each layer."""
-        shares = self.mem_shares or (1.0,)
-        lens = [round(self.mem_len * share) for share in shares]
-        return tuple(lens[layer % len(lens)] for layer in range(self.n_layer))
-
-    @property
     def query_scale(self) -> float:
         """What queries are multiplied by, besides the 1 / sqrt(d_head) of every implementation.
 
@@ -417,25 +322,12 @@ class ModelConfig:
         return self.div_val > 1 or self.embedding_width != self.d_model
 
 
-def _require_types(config: ModelConfig) -> None:
-    """Raises ValueError for a value of another type, such as a number in quotes."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if not _has_type(value, field.type):
-            expected = formatannotation(field.type)
-            raise ValueError(f"{field.name}={value!r} has the wrong type: expected {expected}")
-
-
-def _has_type(value: object, annotation: Any) -> bool:
-    if get_origin(annotation) is UnionType:
-        return any(_has_type(value, each) for each in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        (each, _) = get_args(annotation)
-        return isinstance(value, tuple) and all(_has_type(entry, each) for entry in value)
-    if annotation in (int, float):  # numbers of numpy too; a bool would be 0 or 1
-        number = Integral if annotation is int else Real
-        return isinstance(value, number) and not isinstance(value, bool)
-    return isinstance(value, annotation)
+_MINIMUMS = {
+    **dict.fromkeys(("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed"), 1),
+    **dict.fromkeys(("vocab_size", "mem_len", "compressed_len"), 0),
+    **{"memory_tokens": 1, "compression_rate": 2, "clamp_len": 1},
+}
+"""The smallest value of each number that has one, unless it is null."""
 
 
 def _require_known(option: str, name: str, known: Iterable[str]) -> None:

@@ -34,33 +34,13 @@ class KeepBits(NamedTuple):
     """What kept elements are multiplied by, 1 / (1 - rate)."""
 
 
-class DropoutMasks(Protocol):
-    """The masks of one step; each is a function of (seed, step, lane, layer, place)."""
-
-    reads_tensors: bool
-    """Whether `layer` may be a tensor, on the device of the masks."""
-
-    def on(self, device: torch.device) -> "DropoutMasks":
-        """The same masks, for tensors on `device`."""
-
-    def of_segment(self, number: int, num_segments: int) -> "DropoutMasks":
-        """Those of one of the segments that a step reads; themselves if it is one."""
-
-    def scale(
-        self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
-    ) -> Tensor:
-        """0 or 1 / (1 - rate), shaped like `x`. `by_lane`: dimension 0 of `x` is the lanes."""
-
-    def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
-        """A mask as bits; for masks by lane, that of `scale`. Dimension 0 of `x` is the lanes."""
-
-
 class Dropout(nn.Module):
     """Sets a fraction `rate` of its input to 0 and scales the rest by 1 / (1 - rate)."""
 
     layer_number: Tensor
 
     def __init__(self, rate: float, *, layer: int, place: Place, by_lane: bool = True) -> None:
+        """`by_lane`: dimension 0 of the input is the lanes; else all lanes share a mask."""
         super().__init__()
         self.rate, self.layer, self.by_lane = rate, layer, by_lane
         self.place: Place = place
@@ -70,33 +50,56 @@ class Dropout(nn.Module):
         number = torch.tensor(layer, device="cpu")
         self.register_buffer("layer_number", number, persistent=False)
 
-    def forward(self, x: Tensor, masks: DropoutMasks | None) -> Tensor:
+    @property
+    def threshold(self) -> int:
+        """Masks by lane keep levels from this one on: `rate`, rounded to 1/65,536."""
+        return round(self.rate * _LEVELS)
+
+    def forward(self, x: Tensor, masks: "DropoutMasks | None") -> Tensor:
         scale = self.scale(x, masks)
         return x if scale is None else x * scale
 
-    def scale(self, x: Tensor, masks: DropoutMasks | None) -> Tensor | None:
+    def scale(self, x: Tensor, masks: "DropoutMasks | None") -> Tensor | None:
         """The factor for `x`, or None if nothing is dropped. The values of `x` are not used."""
         return None if masks is None or self.rate == 0 else self.draw(x, masks)
 
-    def keep_bits(self, x: Tensor, masks: DropoutMasks | None) -> KeepBits | None:
+    def keep_bits(self, x: Tensor, masks: "DropoutMasks | None") -> KeepBits | None:
         """`scale` as bits."""
         return None if masks is None or self.rate == 0 else self.draw_bits(x, masks)
 
-    def of_relu(self, x: Tensor, masks: DropoutMasks | None) -> Tensor | None:
+    def of_relu(self, x: Tensor, masks: "DropoutMasks | None") -> Tensor | None:
         """`forward(relu(x))` by one kernel of a GPU; None without one, or if nothing is dropped."""
         if not isinstance(masks, GpuLaneDropoutMasks) or self.rate == 0:
             return None
-        return masks.scaled_relu(x, rate=self.rate, layer=self.layer_number, place=self.place)
+        return masks.scaled_relu(x, self)
 
-    def draw(self, x: Tensor, masks: DropoutMasks) -> Tensor:
+    def draw(self, x: Tensor, masks: "DropoutMasks") -> Tensor:
         """The masks for `x`. Separate, because `training.compile` may not compile it."""
-        layer = self.layer_number if masks.reads_tensors else self.layer
-        return masks.scale(x, rate=self.rate, layer=layer, place=self.place, by_lane=self.by_lane)
+        return masks.scale(x, self)
 
-    def draw_bits(self, x: Tensor, masks: DropoutMasks) -> KeepBits:
+    def draw_bits(self, x: Tensor, masks: "DropoutMasks") -> KeepBits:
         """`draw` as bits."""
-        layer = self.layer_number if masks.reads_tensors else self.layer
-        return masks.keep_bits(x, rate=self.rate, layer=layer, place=self.place)
+        return masks.keep_bits(x, self)
+
+
+class DropoutMasks(Protocol):
+    """The masks of one step, each a function of (seed, step, lane) and the place of a dropout."""
+
+    def of_segment(self, number: int, num_segments: int) -> "DropoutMasks":
+        """Those of one of the segments that a step reads; themselves if it is one."""
+
+    def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
+        """0 or 1 / (1 - rate), shaped like `x`."""
+
+    def keep_bits(self, x: Tensor, dropout: Dropout) -> KeepBits:
+        """A mask as bits; for masks by lane, that of `scale`."""
+
+
+def on_device(masks: DropoutMasks, device: torch.device) -> DropoutMasks:
+    """The same masks; on GPUs, a kernel draws those by lane."""
+    if device.type == "cuda" and isinstance(masks, LaneDropoutMasks):
+        return GpuLaneDropoutMasks.of(masks, device)
+    return masks
 
 
 class DeviceDropoutMasks:
@@ -106,47 +109,36 @@ class DeviceDropoutMasks:
     drawn again in the backward of activation checkpointing.
     """
 
-    reads_tensors = False
-
     def __init__(self, *, seed: int | None = None, segment: int = 0) -> None:
         self._seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         self._segment = segment
-
-    def on(self, device: torch.device) -> Self:
-        """Itself: the device of `x` draws."""
-        return self
 
     def of_segment(self, number: int, num_segments: int) -> "DeviceDropoutMasks":
         """Other masks for each segment."""
         return DeviceDropoutMasks(seed=self._seed, segment=number)
 
-    def scale(
-        self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
-    ) -> Tensor:
-        """0 or 1 / (1 - rate), with the shape of `x`."""
+    def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
         scale = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return self._draw(scale, rate, layer, place).div_(1 - rate)
+        return self._draw(scale, dropout).div_(1 - dropout.rate)
 
-    def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
-        """Another mask, as bits. Dimension 0 of `x` is the lanes."""
+    def keep_bits(self, x: Tensor, dropout: Dropout) -> KeepBits:
+        """Another mask than `scale`, as bits."""
         num_words = math.ceil(x.shape[-1] / 16)
         shape = (*x.shape[:-1], 2 * num_words, 8)
-        keep = torch.empty(shape, dtype=torch.uint8, device=x.device)
-        self._draw(keep, rate, layer, place)
+        keep = self._draw(torch.empty(shape, dtype=torch.uint8, device=x.device), dropout)
         bit_values = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
         octets = keep.mul_(bit_values).sum(-1, dtype=torch.uint8)
-        return KeepBits(octets.view(torch.int16), 1 / (1 - rate))
+        return KeepBits(octets.view(torch.int16), 1 / (1 - dropout.rate))
 
-    def _draw(self, result: Tensor, rate: float, layer: int | Tensor, place: Place) -> Tensor:
+    def _draw(self, result: Tensor, dropout: Dropout) -> Tensor:
         """`result`, filled with 0 (at `rate`) and 1."""
-        generator = torch.Generator(result.device).manual_seed(self._seed_of(int(layer), place))
-        return result.bernoulli_(1 - rate, generator=generator)
-
-    def _seed_of(self, layer: int, place: Place) -> int:
         # By place, not in order: backward may draw them again in another one. The zeros keep the
         # masks of earlier versions.
-        key = struct.pack("<5q", self._seed, self._segment, 0, 0, layer) + place.encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
+        key = struct.pack("<5q", self._seed, self._segment, 0, 0, dropout.layer)
+        digest = hashlib.blake2b(key + dropout.place.encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little", signed=True)
+        generator = torch.Generator(result.device).manual_seed(seed)
+        return result.bernoulli_(1 - dropout.rate, generator=generator)
 
 
 _PLACES = {place: number for number, place in enumerate(get_args(Place))}
@@ -166,48 +158,38 @@ class LaneDropoutMasks:
     raw stream of a bit generator does not change between versions; torch has no such guarantee.
     """
 
-    reads_tensors = False
-
     def __init__(self, *, seed: int, step: int, lanes: Sequence[int]) -> None:
         self.key = (seed, step)
         self.lanes = lanes
-
-    def on(self, device: torch.device) -> "LaneDropoutMasks | GpuLaneDropoutMasks":
-        """The same masks, drawn by a kernel on GPUs."""
-        return GpuLaneDropoutMasks.of(self, device) if device.type == "cuda" else self
 
     def of_segment(self, number: int, num_segments: int) -> "LaneDropoutMasks":
         """Those of step `step * num_segments + number`."""
         seed, step = self.key
         return LaneDropoutMasks(seed=seed, step=step * num_segments + number, lanes=self.lanes)
 
-    def scale(
-        self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
-    ) -> Tensor:
-        """0 or 1 / (1 - rate), with the shape of `x`. The rate is rounded to 1/65,536."""
-        threshold = round(rate * _LEVELS)
-        lanes = self.lanes if by_lane else (_ALL_LANES,)
-        keep_BN = self._levels(lanes, int(layer), place, x.numel() // len(lanes)) >= threshold
-        mask = torch.from_numpy(keep_BN).view(x.shape).to(x.device)
-        return mask.to(x.dtype) * keep_factor(threshold)
+    def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
+        mask = torch.from_numpy(self._is_kept(x.shape, dropout)).to(x.device)
+        return mask.to(x.dtype) * keep_factor(dropout.threshold)
 
-    def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
-        """The same mask as bits, on the host. Dimension 0 of `x` is the lanes."""
-        threshold = round(rate * _LEVELS)
-        keep = self._levels(self.lanes, int(layer), place, x.shape[1:].numel()) >= threshold
+    def keep_bits(self, x: Tensor, dropout: Dropout) -> KeepBits:
+        """The same mask as bits, on the host."""
         no_padding, padding = [(0, 0)] * (x.dim() - 1), (0, -x.shape[-1] % 16)
-        keep = np.pad(keep.reshape(x.shape), [*no_padding, padding])
-        octets = np.packbits(keep, axis=-1, bitorder="little")
+        is_kept = np.pad(self._is_kept(x.shape, dropout), [*no_padding, padding])
+        octets = np.packbits(is_kept, axis=-1, bitorder="little")
         words = torch.from_numpy(octets.view("<i2").astype(np.int16))
-        return KeepBits(words, keep_factor(threshold))
+        return KeepBits(words, keep_factor(dropout.threshold))
 
-    def _levels(self, lanes: Sequence[int], layer: int, place: Place, count: int) -> np.ndarray:
-        """`count` uniform integers in [0, 65536) per lane, [B, N]."""
-        return np.stack([self._levels_of_lane(lane, layer, place, count) for lane in lanes])
+    def _is_kept(self, shape: torch.Size, dropout: Dropout) -> np.ndarray:
+        """Booleans of this shape: whether the level of an element, in [0, 65536), is kept."""
+        lanes = self.lanes if dropout.by_lane else (_ALL_LANES,)
+        count = shape.numel() // len(lanes)
+        level_BN = np.stack([self._levels(lane, dropout, count) for lane in lanes])
+        return (level_BN >= dropout.threshold).reshape(shape)
 
-    def _levels_of_lane(self, lane: int, layer: int, place: Place, count: int) -> np.ndarray:
+    def _levels(self, lane: int, dropout: Dropout, count: int) -> np.ndarray:
         # Philox increments the first word of the counter; the other words identify the mask.
-        counter = np.array([0, _PLACES[place], layer, lane % 2**32], dtype=np.uint64)
+        place, layer = _PLACES[dropout.place], dropout.layer
+        counter = np.array([0, place, layer, lane % 2**32], dtype=np.uint64)
         generator = np.random.Philox(key=np.array(self.key, dtype=np.uint64), counter=counter)
         # Each 64-bit word gives 4 integers of 16 bits, the same on any byte order.
         return generator.random_raw((count + 3) // 4).astype("<u8").view("<u2")[:count]
@@ -220,8 +202,6 @@ class GpuLaneDropoutMasks:
     serves them all.
     """
 
-    reads_tensors = True
-
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers
         """Seed and step, lanes, and the number of masks that all lanes share."""
@@ -233,45 +213,28 @@ class GpuLaneDropoutMasks:
         lanes = [*(lane % 2**32 for lane in masks.lanes), _ALL_LANES]
         return cls(to_device(torch.tensor([*masks.key, *lanes]), device))
 
-    def on(self, device: torch.device) -> Self:
-        """Itself."""
-        return self
-
     def of_segment(self, number: int, num_segments: int) -> Self:
-        """As those on the host."""
         seed, step = self.key_2.unbind()
         key_2 = torch.stack([seed, step * num_segments + number])
         return type(self)(torch.cat([key_2, self.numbers[2:]]))
 
-    def scale(
-        self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place, by_lane: bool
-    ) -> Tensor:
-        """0 or 1 / (1 - rate), with the shape of `x`."""
-        lane_B = self.lane_B if by_lane else self.all_1
-        return torch.ops.txl_dist.lane_dropout_scale(
-            lane_B, self.key_2, self._layer(layer), _PLACES[place], round(rate * _LEVELS),
-            x.shape, x.dtype,
-        )  # fmt: skip
+    def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
+        mask = self._mask(dropout)
+        return torch.ops.txl_dist.lane_dropout_scale(*mask, x.shape, x.dtype)
 
-    def keep_bits(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> KeepBits:
-        """The same mask as bits."""
-        threshold = round(rate * _LEVELS)
-        words = torch.ops.txl_dist.lane_dropout_bits(
-            self.lane_B, self.key_2, self._layer(layer), _PLACES[place], threshold, x.shape
-        )
-        return KeepBits(words, keep_factor(threshold))
+    def keep_bits(self, x: Tensor, dropout: Dropout) -> KeepBits:
+        words = torch.ops.txl_dist.lane_dropout_bits(*self._mask(dropout), x.shape)
+        return KeepBits(words, keep_factor(dropout.threshold))
 
-    def scaled_relu(self, x: Tensor, *, rate: float, layer: int | Tensor, place: Place) -> Tensor:
+    def scaled_relu(self, x: Tensor, dropout: Dropout) -> Tensor:
         """relu(x) multiplied by `scale`, without a mask in memory."""
-        product: Tensor = torch.ops.txl_dist.lane_dropout_relu(
-            x, self.lane_B, self.key_2, self._layer(layer), _PLACES[place], round(rate * _LEVELS)
-        )
-        return product
+        return torch.ops.txl_dist.lane_dropout_relu(x, *self._mask(dropout))
 
-    def _layer(self, layer: int | Tensor) -> Tensor:
-        if isinstance(layer, Tensor):
-            return layer
-        return to_device(torch.tensor(layer), self.key_2.device)
+    def _mask(self, dropout: Dropout) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """What determines a mask, as the operators below take it."""
+        lane_B = self.lane_B if dropout.by_lane else self.all_1
+        place = _PLACES[dropout.place]
+        return lane_B, self.key_2, dropout.layer_number, place, dropout.threshold
 
 
 def keep_factor(threshold: int, dtype: torch.dtype = torch.float64) -> float:
@@ -314,25 +277,22 @@ def _(
 
 
 @register_fake("txl_dist::lane_dropout_scale")
-def _(
-    lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, shape: list[int],
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _(*arguments: Any) -> Tensor:
+    lane_B, *_, shape, dtype = arguments
     return lane_B.new_empty(shape, dtype=dtype)
 
 
 @impl("txl_dist::lane_dropout_bits", "default")
-def _(lane_B: Tensor, key_2: Tensor, layer: Tensor, *mask: Any) -> Tensor:
+def _(*arguments: Any) -> Tensor:
     """`keep_bits` on the GPU of `lane_B`."""
     from txl_dist.model.dropout_kernel import lane_dropout_bits
 
-    return lane_dropout_bits(lane_B, key_2, layer, *mask)
+    return lane_dropout_bits(*arguments)
 
 
 @register_fake("txl_dist::lane_dropout_bits")
-def _(
-    lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, shape: list[int]
-) -> Tensor:
+def _(*arguments: Any) -> Tensor:
+    lane_B, *_, shape = arguments
     return lane_B.new_empty(*shape[:-1], math.ceil(shape[-1] / 16), dtype=torch.int16)
 
 
@@ -340,6 +300,7 @@ def _(
 def _(
     x: Tensor, lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int
 ) -> Tensor:
+    """`scaled_relu`."""
     from txl_dist.model.dropout_kernel import lane_dropout_relu
 
     factor = keep_factor(threshold, x.dtype)

@@ -8,7 +8,6 @@ each other: every program computes its own counters, and only the result is stor
 The tests run this with TRITON_INTERPRET=1 on a CPU, against numpy.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -23,29 +22,16 @@ _COUNTERS = 128
 
 
 def lane_dropout_scale(
-    lane_B: Tensor,
-    key_2: Tensor,
-    layer: Tensor,
-    place: int,
-    threshold: int,
-    factor: float,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
+    lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, factor: float,
+    shape: Sequence[int], dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """0 or `factor`, of `shape`, on the device of `lane_B`.
 
     Row b of the result, of B equal parts, belongs to lane `lane_B[b]`. `key_2`: seed and step.
     `place`: the number of the place. In fp64, the factor is 65,536 / (65,536 - threshold).
     """
     scale = torch.empty(shape, dtype=dtype, device=lane_B.device)
-    num_elements = math.prod(shape) // len(lane_B)
-    if num_elements:
-        num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
-        _scale_kernel[num_programs, len(lane_B)](
-            lane_B, key_2, layer, scale, scale, num_elements, place, threshold, factor,
-            HAS_INPUT=False, NUM_COUNTERS=_COUNTERS,
-        )  # fmt: skip
-    return scale
+    return _scaled(scale, None, lane_B, key_2, layer, place, threshold, factor)
 
 
 def lane_dropout_relu(
@@ -54,13 +40,19 @@ def lane_dropout_relu(
 ) -> Tensor:  # fmt: skip
     """relu(x) multiplied by the mask, which is not stored; contiguous."""
     x = x.contiguous()
-    result = torch.empty_like(x)
-    num_elements = x.numel() // len(lane_B)
+    return _scaled(torch.empty_like(x), x, lane_B, key_2, layer, place, threshold, factor)
+
+
+def _scaled(
+    result: Tensor, x: Tensor | None, lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int,
+    threshold: int, factor: float,
+) -> Tensor:  # fmt: skip
+    num_elements = result.numel() // len(lane_B)
     if num_elements:
         num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
         _scale_kernel[num_programs, len(lane_B)](
-            lane_B, key_2, layer, x, result, num_elements, place, threshold, factor,
-            HAS_INPUT=True, NUM_COUNTERS=_COUNTERS,
+            lane_B, key_2, layer, result if x is None else x, result, num_elements, place,
+            threshold, factor, HAS_INPUT=x is not None, NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return result
 

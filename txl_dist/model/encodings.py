@@ -10,14 +10,14 @@ whether it is read in one segment or in several. The exception is `Absolute`, wh
 positions in the segment and therefore allows no memory.
 
 To add an encoding, write a `DistanceEncoding` here and add one entry to `DISTANCE_ENCODINGS` in
-config.py (docs/how_to/add_an_encoding.md). The relative shift and the products that several
+choices.py (docs/how_to/add_an_encoding.md). The relative shift and the products that several
 implementations of attention share are at the end of this module.
 
 Sources: Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B; those of each class.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Any
@@ -49,22 +49,10 @@ class DistanceTerms:
     """v: added to the query where it is multiplied by r."""
     distance_HSK: Tensor | None = None
     """r: the vector of each distance."""
-    padded_distance_HRK: Tensor | None = None
-    """r with one more row in front, R = 1 + S, if the terms are cached. Its values have no effect
-    (encodings.py)."""
     score_HS: Tensor | None = None
     """b: added to the scores of each distance."""
     rotary_SK: tuple[Tensor, Tensor] | None = None
     """Cosines and sines for the keys' positions; the queries have the last T of them."""
-
-    def detached(self) -> "DistanceTerms":
-        """The same values without their autograd graph, and r also padded, for caching."""
-        terms: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        terms |= {name: x.detach() for name, x in terms.items() if isinstance(x, Tensor)}
-        if terms["distance_HSK"] is not None:
-            terms["padded_distance_HRK"] = pad(terms["distance_HSK"], (0, 0, 1, 0))
-            terms["distance_HSK"] = terms["padded_distance_HRK"][:, 1:]
-        return DistanceTerms(**terms)
 
 
 class DistanceEncoding(nn.Module):

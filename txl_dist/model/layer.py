@@ -46,15 +46,13 @@ class FeedForward(nn.Module):
         # Flatten to 2-D: nn.Linear on 3-D input returns a view, which the in-place ReLU would
         # force autograd to copy.
         x_NI, lanes_and_tokens = self.up(x_BTD.flatten(0, 1)), x_BTD.shape[:2]
-        inner_BTI = None
         if self.activation == "relu":
-            inner_BTI = self.inner_dropout.of_relu(
-                x_NI.unflatten(0, lanes_and_tokens), dropout_masks
-            )
-        if inner_BTI is None:
-            inner_BTI = self.activate(x_NI).unflatten(0, lanes_and_tokens)
-            inner_BTI = self.inner_dropout(inner_BTI, dropout_masks)
-        return self.down(inner_BTI)
+            x_BTI = x_NI.unflatten(0, lanes_and_tokens)
+            inner_BTI = self.inner_dropout.of_relu(x_BTI, dropout_masks)
+            if inner_BTI is not None:
+                return self.down(inner_BTI)
+        inner_BTI = self.activate(x_NI).unflatten(0, lanes_and_tokens)
+        return self.down(self.inner_dropout(inner_BTI, dropout_masks))
 
     def activate(self, x_NI: Tensor) -> Tensor:
         """The activation of `up`'s result, which it may overwrite."""

@@ -6,7 +6,7 @@ computes such a segment with fewer of them (docs/decisions/0042-one-token-at-a-t
 tokens it keeps
 
 - the keys and values of the memory (`KVCache`),
-- per layer: weights, and the distance terms arranged for a single query (`_QueryTerms`),
+- per layer: weights, and the distance terms arranged for a single query,
 - the mask of lanes whose memory is full, which is the same for every later token.
 
 Results equal those of `TransformerXL.hidden` with the attention `sdpa`, bit for bit. Gradients,
@@ -14,8 +14,7 @@ dropout and models without memory are not supported.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from txl_dist.model.attention import head_gates
-from txl_dist.model.encodings import DistanceTerms, apply_rotary, cast_like
+from txl_dist.model.encodings import DistanceTerms, apply_rotary, scaled_query
 from txl_dist.model.layer import Layer
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.recurrent import KVCache, LayerKVCache
@@ -49,26 +48,25 @@ class TokenStep:
         self._model, self._num_past = model, cache.num_past
         config, like = model.config, model.weight
         self._same_length = config.same_length
-        prepared = {
-            num_past: model.encoding.prepare(config, num_past + 1, like, lambda x: x)
-            for num_past in {layer.mem_len for layer in cache.layers}
-        }
-        shared = (model.content_bias_HK, model.distance_bias_HK) if config.shares_biases else None
+        device_type, dtype = like.device.type, like.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        prepared = model.encoding.prepare(config, cache.num_past + 1, like, lambda x: x)
         self._layers = []
         for layer, layer_cache in zip(model.layers, cache.layers, strict=True):
             assert isinstance(layer, Layer)
-            make = partial(layer.attention.distances, prepared[layer_cache.mem_len], shared)
-            terms = layer_cache.terms(layer_cache.mem_len + 1, make)
-            self._layers.append(_LayerStep(layer, layer_cache, terms))
+            make = partial(layer.attention.distances, prepared, model.shared_biases)
+            terms = layer_cache.terms(cache.num_past + 1, make)
+            self._layers.append(_LayerStep(layer, layer_cache, terms, dtype))
         # A full memory hides a key only with `same_length`. Without other scores to add, a mask of
         # zeros makes scaled_dot_product_attention take the same kernel as in segments.
         is_needed = config.same_length or not config.encoding.multiplies_distances
-        self._full_masks: dict[int, Tensor | None] = {
-            num_past: self._compute_mask([num_past], num_past, like) if is_needed else None
-            for num_past in prepared
-        }
-        """By memory length: the mask [B, 1, S] with a full memory; None if it hides nothing."""
-        self._kernels = _gpu_kernels if like.device.type == "cuda" else nullcontext
+        self._full_mask = self._compute_mask([cache.num_past], like) if is_needed else None
+        """The mask [B, 1, S] with a full memory; None if it hides nothing."""
+        # Without gradients torch would prefer cuDNN on GPUs, which has open bugs for masks
+        # (pytorch#196678, pytorch#191612).
+        kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        self._kernels = partial(sdpa_kernel, kernels) if device_type == "cuda" else nullcontext
 
     @staticmethod
     def supports(model: TransformerXL, cache: SequenceState) -> bool:
@@ -78,46 +76,19 @@ class TokenStep:
 
     def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
         x_BD: Tensor = self._model.embed(token_B)
-        first_BD, masks = x_BD, self._full_masks
+        first_BD, mask_B1S = x_BD, self._full_mask
         if min(ages) < self._num_past:
-            masks = {num: self._compute_mask(ages, num, x_BD) for num in masks}
+            mask_B1S = self._compute_mask(ages, x_BD)
         with self._kernels():
             for number, layer in enumerate(self._layers):
                 x_BD = self._model.layer_input(number, x_BD, first_BD)
-                x_BD = layer(x_BD, masks[layer.num_past])
+                x_BD = layer(x_BD, mask_B1S)
         return self._model.output(x_BD)
 
-    def _compute_mask(self, ages: Sequence[int], num_past: int, like: Tensor) -> Tensor:
+    def _compute_mask(self, ages: Sequence[int], like: Tensor) -> Tensor:
         age_B1 = torch.tensor(ages, device=like.device)[:, None]
-        visible_B1S = visible_keys(age_B1, num_past=num_past, same_length=self._same_length)
+        visible_B1S = visible_keys(age_B1, num_past=self._num_past, same_length=self._same_length)
         return mask_scores(visible_B1S, like.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _QueryTerms:
-    """DistanceTerms for one query per lane, in the dtype of the queries."""
-
-    content_bias_H1K: Tensor | None
-    distance_bias_H1K: Tensor | None
-    """v, scaled as the queries are."""
-    distance_HKS: Tensor | None
-    score_H1S: Tensor | None
-    rotary_SK: tuple[Tensor, Tensor] | None
-
-    @classmethod
-    def of(cls, terms: DistanceTerms, q_HBK: Tensor) -> "_QueryTerms":
-        u_HK, v_HK = (
-            cast_like(terms.content_bias_HK, q_HBK),
-            cast_like(terms.distance_bias_HK, q_HBK),
-        )
-        r_HSK, b_HS = cast_like(terms.distance_HSK, q_HBK), cast_like(terms.score_HS, q_HBK)
-        return cls(
-            content_bias_H1K=None if u_HK is None else u_HK[:, None],
-            distance_bias_H1K=None if v_HK is None else (v_HK * q_HBK.shape[-1] ** -0.5)[:, None],
-            distance_HKS=None if r_HSK is None else r_HSK.transpose(1, 2),
-            score_H1S=None if b_HS is None else b_HS[:, None],
-            rotary_SK=terms.rotary_SK,
-        )
 
 
 class _LayerStep:
@@ -126,12 +97,23 @@ class _LayerStep:
     Holds the weights themselves: an attribute of a module takes as long as a small operation.
     """
 
-    def __init__(self, layer: Layer, cache: LayerKVCache, terms: DistanceTerms) -> None:
+    def __init__(
+        self, layer: Layer, cache: LayerKVCache, terms: DistanceTerms, dtype: torch.dtype
+    ) -> None:
+        """`dtype`: that of the queries."""
         attention, feed_forward = layer.attention, layer.feed_forward
-        self.num_past = cache.mem_len
         self._pre_lnorm, self._heads = layer.pre_lnorm, attention.heads
         self._cache, self._terms = cache, terms
-        self._query_terms: _QueryTerms | None = None
+        self._rotary_SK = terms.rotary_SK
+        u_HK, self._v_HK, r_HSK, b_HS = (
+            None if x is None else x.to(dtype)
+            for x in (
+                terms.content_bias_HK, terms.distance_bias_HK, terms.distance_HSK, terms.score_HS,
+            )
+        )  # fmt: skip
+        self._u_H1K = None if u_HK is None else u_HK[:, None]
+        self._r_HKS = None if r_HSK is None else r_HSK.transpose(1, 2)
+        self._b_H1S = None if b_HS is None else b_HS[:, None]
         self._query, self._key_value = attention.query.weight, attention.key_value.weight
         self._out, self._attention = attention.out.weight, attention
         self._has_norms = attention.qk_norm or attention.query_scale != 1
@@ -164,43 +146,29 @@ class _LayerStep:
         if self._attention.qk_norm:
             k_HB1K = normalise(k_HB1K)
         k_HBSK, v_HBSK = self._cache.append(k_HB1K, v_HB1K)
-        if self._query_terms is None:
-            self._query_terms = _QueryTerms.of(self._terms, q_HBK)
-        terms = self._query_terms
-        if terms.rotary_SK is not None:
-            k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
-        if terms.rotary_SK is not None or self._has_norms:
+        if self._rotary_SK is not None:
+            k_HBSK = apply_rotary(k_HBSK, self._rotary_SK)
+        if self._rotary_SK is not None or self._has_norms:
             q_HBK = self._attention.scaled_queries(q_HBK.unsqueeze(2), self._terms).squeeze(2)
-        bias_HB1S = self._score_bias(q_HBK, terms, mask_B1S)
-        u_H1K = terms.content_bias_H1K
-        query_HB1K = (q_HBK if u_H1K is None else q_HBK + u_H1K).unsqueeze(2)
+        bias_HB1S = self._score_bias(q_HBK, mask_B1S)
+        query_HB1K = (q_HBK if self._u_H1K is None else q_HBK + self._u_H1K).unsqueeze(2)
         mixed_HB1K = scaled_dot_product_attention(query_HB1K, k_HBSK, v_HBSK, attn_mask=bias_HB1S)
         mixed_BHK = mixed_HB1K.squeeze(2).transpose(0, 1)
         if self._attention.gate is not None:
             mixed_BHK = mixed_BHK * head_gates(self._attention.gate(x_BD))
         return linear(mixed_BHK.reshape(num_lanes, -1), self._out)
 
-    def _score_bias(
-        self, q_HBK: Tensor, terms: _QueryTerms, mask_B1S: Tensor | None
-    ) -> Tensor | None:
+    def _score_bias(self, q_HBK: Tensor, mask_B1S: Tensor | None) -> Tensor | None:
         """What is added to the content scores, [H, B or 1, 1, S]; None if that is nothing."""
-        score_HBS = terms.score_H1S
-        if terms.distance_HKS is not None:
-            product_HBS = torch.bmm(_scaled(q_HBK, terms.distance_bias_H1K), terms.distance_HKS)
+        score_HBS = self._b_H1S
+        if self._r_HKS is not None:
+            q_v_HBK = scaled_query(q_HBK.unsqueeze(2), self._v_HK).squeeze(2)
+            product_HBS = torch.bmm(q_v_HBK, self._r_HKS)
             score_HBS = product_HBS if score_HBS is None else product_HBS + score_HBS
         if mask_B1S is None:
             return None if score_HBS is None else score_HBS.unsqueeze(2)
         mask_B1S = mask_B1S.to(q_HBK.dtype)
         return mask_B1S if score_HBS is None else score_HBS.unsqueeze(2) + mask_B1S
-
-
-def _gpu_kernels() -> AbstractContextManager[None]:
-    """Let scaled_dot_product_attention on a GPU take torch's memory-efficient kernel.
-
-    Without gradients torch would prefer cuDNN, which has open bugs for masks (pytorch#196678,
-    pytorch#191612).
-    """
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _functional(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -209,12 +177,3 @@ def _functional(norm: nn.Module) -> Callable[[Tensor], Tensor]:
         settings = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         return lambda x_BD: layer_norm(x_BD, *settings)
     return normalise
-
-
-def _scaled(q_HBK: Tensor, scaled_bias_H1K: Tensor | None) -> Tensor:
-    """(q + bias) / sqrt(K), contiguous, rounded as `scaled_query` (encodings.py) does."""
-    scale = q_HBK.shape[-1] ** -0.5
-    if scaled_bias_H1K is None:
-        return (q_HBK * scale).contiguous()
-    out = torch.empty(q_HBK.shape, dtype=q_HBK.dtype, device=q_HBK.device)
-    return torch.add(scaled_bias_H1K, q_HBK, alpha=scale, out=out)

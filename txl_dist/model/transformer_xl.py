@@ -26,7 +26,7 @@ from txl_dist.model.attention import (
     choose_implementation,
 )
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks
+from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks, on_device
 from txl_dist.model.encodings import encoding_class
 from txl_dist.model.layer import Layer
 from txl_dist.model.memory import SequenceState, memory_kind
@@ -76,7 +76,7 @@ class TransformerXL(nn.Module):
             heads = (config.n_head, config.d_head)
             self.content_bias_HK = nn.Parameter(torch.empty(heads))  # u of all layers
             self.distance_bias_HK = nn.Parameter(torch.empty(heads))  # v of all layers
-        self.added_tokens = memory_kind(config).added_tokens()
+        self.added_tokens: Any = memory_kind(config).added_tokens()
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
         if config.final_norm:
             self.final_norm = new_norm(config)
@@ -141,24 +141,19 @@ class TransformerXL(nn.Module):
         if is_trained and dropout_masks is None and max(self.config.dropout, self.config.dropatt):
             dropout_masks = DeviceDropoutMasks()
         if dropout_masks is not None:
-            dropout_masks = dropout_masks.on(self.weight.device)
+            dropout_masks = on_device(dropout_masks, self.weight.device)
         x_BTD = self.embedding_dropout(self.embed(input_BT), dropout_masks)
         read_age_BT = age_BT
         if self.added_tokens is not None:
             x_BTD, read_age_BT = self.added_tokens(x_BTD, age_BT, memory)
         # One at a time: a memory of another dtype or device is copied for its layer.
         pasts = (memory.past(number, x_BTD) for number in range(len(self.layers)))
-        # Built once for all layers of a memory length, including the mask that follows from the
-        # ages.
-        context_of = {
-            num_past: self._segment_context(
-                x_BTD, memory.reach(read_age_BT), num_past, dropout_masks, on_attention_weights
-            )
-            for num_past in dict.fromkeys(memory.num_pasts)
-        }
-        contexts = [context_of[num_past] for num_past in memory.num_pasts]
+        # Built once for all layers, including the mask that follows from the ages.
+        context = self._segment_context(
+            x_BTD, memory.reach(read_age_BT), memory.num_past, dropout_masks, on_attention_weights
+        )
         run_layers = self.recorded_layers or self.run_layers
-        hidden = run_layers(x_BTD, pasts, contexts)
+        hidden = run_layers(x_BTD, pasts, [context] * len(self.layers))
         x_BTD = hidden[-1]
         # Gradients stop at the memory (section 3.2 of the paper), unless the caller continues.
         with torch.set_grad_enabled(keeps_graph and torch.is_grad_enabled()):
@@ -237,7 +232,7 @@ class TransformerXL(nn.Module):
         config, num_keys = self.config, num_past + x_BTD.shape[1]
         with_dropout = dropout_masks is not None and config.dropatt > 0
         implementation = choose_implementation(config, x_BTD.device, with_dropout=with_dropout)
-        needs_mask = not implementation.masks_by_reach or on_attention_weights is not None
+        needs_mask = not implementation.needs_triton or on_attention_weights is not None
         return SegmentContext(
             distances=self.encoding.prepare(
                 config, num_keys, x_BTD, lambda x: self.distance_dropout(x, dropout_masks)
@@ -247,7 +242,6 @@ class TransformerXL(nn.Module):
             attention_of_projections=(
                 resolve_name(name) if (name := implementation.function_of_projections) else None
             ),
-            reads_keep_bits=implementation.reads_keep_bits,
             visibility=Visibility.of(
                 age_BT,
                 num_past=num_past,

@@ -30,7 +30,7 @@ class Visibility:
     """A query sees the keys at distances 0 to its reach. B is the number of lanes, or 1."""
     mask_BTS: Tensor | None
     """To add to scores: 0 where a query may see a key, else minus infinity. None if the
-    implementation of attention compares distances with `reach_BT` (`masks_by_reach`)."""
+    implementation of attention compares distances with `reach_BT` (`needs_triton`)."""
 
     @classmethod
     def of(
@@ -51,7 +51,7 @@ class Visibility:
     @property
     def mask(self) -> Tensor:
         """`mask_BTS`, for an implementation that needs it."""
-        assert self.mask_BTS is not None, "the chosen attention has masks_by_reach"
+        assert self.mask_BTS is not None, "the chosen attention reads `reach_BT`"
         return self.mask_BTS
 
 

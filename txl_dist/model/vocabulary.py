@@ -10,14 +10,15 @@ The head is a softmax over the shortlist's tokens and the other clusters, a tail
 tokens of a cluster. A tail is computed only for positions with a target in its cluster. Softmax
 and embedding can share their tables (`tie_weight`) and projections (`tie_projs`). `cutoffs` assume
 a vocabulary sorted by falling frequency. Clusters are numbered as in the vocabulary; the original
-stores their head columns in reverse, which convert/original_weights.py undoes.
+stores their head columns in reverse, which convert/original_model.py undoes.
 
 Sources: adaptive input: Baevski & Auli 2019, arXiv:1809.10853; adaptive softmax: Grave et al. 2017,
 arXiv:1609.04309; weight tying: Press & Wolf 2017, arXiv:1608.05859.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -192,36 +193,30 @@ class AdaptiveSoftmax(nn.Module):
         """
         hidden_ND = hidden_BTD.flatten(0, 1)
         targets = self._targets(target_BT, hidden_ND.device)
-        layers = self._layers(table)
-        nats_N = self._nats(0, hidden_ND, targets.head_N, layers, table)
+        head, *tails = self._layers(table)
+        nats_N = _nats(hidden_ND, targets.head_N, head)
         # Even without rows: the ranks of one step must have gradients for the same parameters, or
         # their reductions would not match.
-        for number, (row_R, target_R) in enumerate(targets.tails, start=1):
-            nats_R = self._nats(number, hidden_ND[row_R], target_R, layers, table)
-            nats_N = nats_N.index_add(0, row_R, nats_R)
+        for tail, (row_R, target_R) in zip(tails, targets.tails, strict=True):
+            nats_N = nats_N.index_add(0, row_R, _nats(hidden_ND[row_R], target_R, tail))
         return nats_N.view(target_BT.shape)
 
     def logits(self, hidden_BTD: Tensor, table: AdaptiveEmbedding) -> Tensor:
         """Logits of all tokens [B, T, V]; with clusters, they are normalised log-probabilities."""
         layers = self._layers(table)
-        head = self._logits_of(0, hidden_BTD, layers, table)
-        if len(self.bounds) == 1:
+        head = _logits(hidden_BTD, layers[0])
+        if len(layers) == 1:
             return head
         shortlist = self.bounds[0][1]
         head = head.log_softmax(dim=-1)
         tails = [
-            head[..., shortlist + number - 1 : shortlist + number]
-            + self._logits_of(number, hidden_BTD, layers, table).log_softmax(dim=-1)
-            for number, _ in self._clusters()
+            head[..., column : column + 1] + _logits(hidden_BTD, layer).log_softmax(dim=-1)
+            for column, layer in enumerate(layers[1:], start=shortlist)
         ]
         return torch.cat([head[..., :shortlist], *tails], dim=-1)
 
-    def _clusters(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """(number, bounds) of each cluster after the shortlist, which is number 0."""
-        return enumerate(self.bounds[1:], start=1)
-
-    def _layers(self, table: AdaptiveEmbedding) -> list[tuple[Tensor, Tensor]]:
-        """Weight and bias of the head, then of each tail."""
+    def _layers(self, table: AdaptiveEmbedding) -> list["_OutputLayer"]:
+        """The head, then each tail."""
         sizes = [stop - start for start, stop in self.bounds]
         weights = list(self.weights if len(self.weights) else table.weights)
         # One `split` of the whole vocabulary: with a slice per cluster, each slice's gradient is
@@ -233,7 +228,17 @@ class AdaptiveSoftmax(nn.Module):
         biases = list(bias_V.split(sizes))
         if len(sizes) > 1:
             weights[0], biases[0] = self._head(weights[0], biases[0])
-        return list(zip(weights, biases, strict=True))
+        return [
+            _OutputLayer(self._projection(number, table), weight_VE, bias_V)
+            for number, (weight_VE, bias_V) in enumerate(zip(weights, biases, strict=True))
+        ]
+
+    def _projection(self, number: int, table: AdaptiveEmbedding) -> Tensor | None:
+        """That of a cluster [D, E], its own one or that of a table; None without any."""
+        if str(number) in self.projections:
+            return self.projections[str(number)]
+        shared = table.projections
+        return shared[min(number, len(shared) - 1)] if len(shared) else None
 
     def _head(self, weight_VE: Tensor, bias_V: Tensor) -> tuple[Tensor, Tensor]:
         """The head: tokens of the shortlist, then clusters, then on GPUs columns of padding."""
@@ -254,38 +259,29 @@ class AdaptiveSoftmax(nn.Module):
             return ClusterTargets(devices.to_device(target_BT, device).flatten(), ())
         return copy_targets(target_BT, self.bounds, device)
 
-    def _nats(
-        self,
-        number: int,
-        hidden_ND: Tensor,
-        target_N: Tensor,
-        layers: list[tuple[Tensor, Tensor]],
-        table: AdaptiveEmbedding,
-    ) -> Tensor:
-        """Nats [N] of the head (0) or of a tail."""
-        weight_VE, bias_V = layers[number]
-        if devices.host_waits_for(hidden_ND.device):
-            projected_NE = self._project(number, hidden_ND, table)
-            return linear_cross_entropy(
-                projected_NE, weight_VE, bias_V, target_N, max_logits=MAX_LOGITS
-            )
-        logits_NV = self._logits_of(number, hidden_ND, layers, table)
-        return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
 
-    def _logits_of(
-        self,
-        number: int,
-        hidden: Tensor,
-        layers: list[tuple[Tensor, Tensor]],
-        table: AdaptiveEmbedding,
-    ) -> Tensor:
-        projected = self._project(number, hidden, table)
-        logits = linear(projected, *layers[number])
-        return logits.to(at_least_fp32(logits.dtype))
+class _OutputLayer(NamedTuple):
+    """The linear layer of the head or of a tail."""
 
-    def _project(self, number: int, hidden: Tensor, table: AdaptiveEmbedding) -> Tensor:
-        if str(number) in self.projections:
-            return linear(hidden, self.projections[str(number)].t())
-        if not len(table.projections):
-            return hidden
-        return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
+    projection_DE: Tensor | None
+    weight_VE: Tensor
+    bias_V: Tensor
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return hidden if self.projection_DE is None else linear(hidden, self.projection_DE.t())
+
+
+def _logits(hidden: Tensor, layer: _OutputLayer) -> Tensor:
+    logits = linear(layer.project(hidden), layer.weight_VE, layer.bias_V)
+    return logits.to(at_least_fp32(logits.dtype))
+
+
+def _nats(hidden_ND: Tensor, target_N: Tensor, layer: _OutputLayer) -> Tensor:
+    """Nats [N], 0 where the target is IGNORED."""
+    if devices.host_waits_for(hidden_ND.device):
+        return linear_cross_entropy(
+            layer.project(hidden_ND), layer.weight_VE, layer.bias_V, target_N,
+            max_logits=MAX_LOGITS,
+        )  # fmt: skip
+    logits_NV = _logits(hidden_ND, layer)
+    return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")

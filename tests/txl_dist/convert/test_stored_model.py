@@ -301,10 +301,3 @@ def test_a_config_of_an_earlier_version_has_settings_that_change_nothing(tmp_pat
     assert removed.keys().isdisjoint(written["model"])
     path.write_text(json.dumps(written | {"model": removed | written["model"]}))
     assert load_exported(tmp_path)[0].config == model.config
-
-
-@pytest.mark.parametrize("command", ["import", "export"])
-def test_help_has_an_example(command: str) -> None:
-    code, output = run_txl(command, "--help")
-    assert code == 0
-    assert f"Example: txl {command} " in " ".join(output.replace("│", " ").split())

@@ -131,16 +131,6 @@ def test_a_counter_does_not_change_the_sums() -> None:
     assert break_down(CASE)[0] == sum(CASE.scorer.scores(chunks), LossSums())
 
 
-def test_more_segments_than_are_kept_give_the_same_breakdown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _, expected = break_down(CASE)
-    monkeypatch.setattr("txl_dist.evaluation.breakdown.MAX_PARTS", 2)
-    _, folded = break_down(CASE)
-    assert folded[DOCUMENT].tokens_K.tolist() == expected[DOCUMENT].tokens_K.tolist()
-    np.testing.assert_allclose(folded[DOCUMENT].nats_K, expected[DOCUMENT].nats_K, rtol=1e-12)
-
-
 def test_json_keeps_every_bit() -> None:
     _, breakdown = break_down(CASE)
     content = json.loads(json.dumps(breakdown_to_json(breakdown)))
@@ -202,13 +192,6 @@ def test_details_do_not_change_the_score(job: EvaluationJob, expected: Evaluatio
         plan_job(job, Path("scores")).finished.path
         != plan_job(job, Path("scores"), details=True).finished.path
     )
-
-
-def test_the_order_of_the_batches_does_not_change_a_bit(
-    job: EvaluationJob, expected: EvaluationResult
-) -> None:
-    result = evaluate(job, Recorder())
-    assert details(result) == details(expected)
 
 
 def test_a_stopped_evaluation_goes_on_from_its_finished_batches(

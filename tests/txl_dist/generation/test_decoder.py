@@ -123,7 +123,7 @@ def test_past_the_memory_it_equals_a_memory_that_reads_the_same_segments(
     assert_close(torch.stack(seen), torch.stack(logits[2:]))
 
 
-@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens"])
+@pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens", "compressive"])
 def test_a_memory_written_by_segments_gets_those_of_training(kind: str, seen: list[Tensor]) -> None:
     """Drawn tokens have the logits that they have when the text is read in whole segments."""
     model, (prompt,) = small_model(memory=kind), prompts_of([6])

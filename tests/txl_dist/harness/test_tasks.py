@@ -134,7 +134,7 @@ def test_a_document_has_the_perplexity_of_txl_eval(folder: Path, tmp_path: Path)
     num_words = len(re.split(r"\s+", text))  # as the harness counts
     assert harness["metrics"] == close(
         {
-            "bits_per_byte": sums.bits_per_byte,
+            "bits_per_byte": sums.metrics["bits_per_byte"],
             "byte_perplexity": math.exp(sums.nats / len(text.encode())),
             "word_perplexity": math.exp(sums.nats / num_words),
         }

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
+from tests.support.small_models import MODERN, random_text, small_model
 from txl_dist import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -195,7 +195,7 @@ def test_a_score_of_several_episodes_that_is_not_finite_is_refused() -> None:
 @pytest.mark.parametrize("is_cached", [False, True])
 @torch.no_grad()
 def test_rows_are_selected_exchanged_saved_and_loaded(is_cached: bool, tmp_path: Path) -> None:
-    model, x_BND = of_vectors(**SHORT_AND_LONG), random_vectors()
+    model, x_BND = of_vectors(), random_vectors()
     starts_BN = random_starts()
     _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND, starts=starts_BN)
     expected, _ = memory.read(model, x_BND)
@@ -221,6 +221,8 @@ def test_vectors_and_validity_are_a_memory() -> None:
     last_start = [max(row.nonzero().flatten().tolist(), default=0) for row in starts_BN]
     assert valid_BM.sum(1).tolist() == [NUM_TOKENS - start for start in last_start]
     assert_close(Memory.of_vectors(model, vectors_BLMD, valid_BM).read(model, x_BND)[0], expected)
+    shorter = Memory.of_vectors(model, vectors_BLMD[:, :, 4:], valid_BM[:, 4:])
+    assert_close(shorter.cached(model).read(model, x_BND)[0], shorter.read(model, x_BND)[0])
     hidden = vectors_BLMD.masked_fill(~valid_BM[:, None, :, None], torch.nan)
     assert_close(Memory.of_vectors(model, hidden, valid_BM).read(model, x_BND)[0], expected)
 
@@ -317,27 +319,19 @@ def test_one_row_and_vectors_and_memories_of_another_precision() -> None:
             ),
             "3 layers",
         ),
-        (
-            lambda model, memory: Memory.of_tensors(
-                model, memory.tensors() | {"age": torch.zeros(3)}
-            ),
-            "expected torch.int64",
-        ),
-        (lambda model, memory: memory.reset(torch.tensor([3])), "of a memory of 3 rows"),
-        (lambda model, memory: memory.reset([True, False]), r"a mask \[2\] of a memory of 3"),
-        (lambda model, memory: memory.reset([1, 0, 0]), r"are repeated; write a mask as"),
-        (lambda model, memory: memory.reset([1.0, 0.0, 0.0]), r"float32; give row numbers, or"),
+        (lambda model, memory: memory.reset([1, 0, 0]), "write a mask as"),
+        (lambda model, memory: memory.reset([1.0, 0.0]), "write a mask as"),
         (
             lambda model, memory: memory.with_rows([0], Memory.empty(of_vectors(mem_len=2), 1)),
-            "do not fit rows",
+            "cannot be replaced by layers",
         ),
         (
             lambda model, memory: memory.with_rows([0], Memory.empty(of_vectors(n_layer=3), 1)),
-            "do not fit rows",
+            "cannot be replaced by layers",
         ),
         (
             lambda model, memory: memory.with_rows([0, 1], memory[[2]]),
-            "do not fit rows",
+            "cannot be replaced by layers",
         ),
         (
             lambda model, memory: Memory.of_vectors(
@@ -365,11 +359,18 @@ def test_a_model_of_vectors_has_no_tables() -> None:
         of_vectors(div_val=2)
 
 
-def test_a_memory_is_shown_by_its_shapes() -> None:
+@pytest.mark.parametrize("rows", [torch.tensor([3]), [True, False]], ids=str)
+def test_rows_that_a_memory_does_not_have_cannot_be_reset(rows: Any) -> None:
+    with pytest.raises(IndexError):
+        Memory.empty(of_vectors(), NUM_ROWS).reset(rows)
+
+
+@torch.no_grad()
+def test_a_cached_memory_that_was_reset_is_not_read_as_before() -> None:
     model = of_vectors()
-    memory = Memory.empty(model, NUM_ROWS)
-    shape = [NUM_ROWS, NUM_TOKENS, WIDTH]
-    assert f"layer-0 {shape}" in repr(memory)
-    assert "tensor(" not in repr(memory)
-    assert "cached" not in repr(memory)
-    assert repr(memory.cached(model)).endswith(", cached)")
+    _, memory = Memory.empty(model, NUM_ROWS).read(model, random_vectors())
+    cached = memory.cached(model)
+    output, _ = cached.reset([1]).read(model, random_vectors())
+    assert_close(output, memory.reset([1]).read(model, random_vectors())[0])
+    with pytest.raises(ValueError, match="read before, or reset"):
+        cached.read(model, random_vectors())

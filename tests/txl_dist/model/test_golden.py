@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.support.original_encodings import of_any_encoding, to_any_encoding
 from tests.support.replayed_models import (
     OWN_GOLDEN,
     golden_files,
@@ -15,8 +16,7 @@ from tests.support.replayed_models import (
     original_arguments,
     read_arrays,
 )
-from txl_dist.convert.conversion import original_config
-from txl_dist.convert.original_weights import from_original, to_original
+from txl_dist.convert.original_model import original_config
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
@@ -53,7 +53,7 @@ class Golden:
             if key.startswith("sd/")
         }
         model = TransformerXL(self.config)
-        model.load_state_dict(from_original(weights, self.config))
+        model.load_state_dict(of_any_encoding(weights, self.config))
         return model.to(dtype)
 
     def segment(self, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,7 +140,7 @@ def test_gradients_equal_the_originals(name: str, attention: str) -> None:
         _, memory = model(*golden.segment(0), empty)
     model(*golden.segment(1), memory)[0].mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    named = to_original(gradients, golden.config)
+    named = to_any_encoding(gradients, golden.config)
 
     expected = {k.removeprefix("gradnorm/") for k in golden.arrays if k.startswith("gradnorm/")}
     assert expected <= set(named)

@@ -136,31 +136,6 @@ def test_every_parameter_has_a_gradient_for_any_targets(options: dict) -> None:
         assert not parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("options", [o for o in OPTIONS if "cutoffs" in o], ids=str)
-def test_the_forms_for_gpus_equal_those_for_cpus(
-    options: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values and the gradients of all parameters; also with targets that are not scored."""
-    model, text_BT, target_BT = small_model(**options), random_text(2, 5), random_text(2, 5, seed=1)
-    target_BT[1, 2] = IGNORED
-    weight_BT = torch.randn(2, 5, dtype=torch.float64)
-
-    def nats_and_gradients() -> list[Tensor]:
-        nats_BT = model.softmax(model.table(text_BT), target_BT, model.table)
-        parameters = [*model.table.parameters(), *model.softmax.parameters()]
-        return [nats_BT, *torch.autograd.grad((nats_BT * weight_BT).sum(), parameters)]
-
-    expected = nats_and_gradients()
-    monkeypatch.setattr(model.table, "_select_rows", model.table._mask_rows)
-    monkeypatch.setattr(
-        model.softmax,
-        "_targets",
-        lambda target_BT, device: copy_targets(target_BT, model.softmax.bounds, device),
-    )
-    for actual, of_the_cpu in zip(nats_and_gradients(), expected, strict=True):
-        assert_close(actual, of_the_cpu)
-
-
 def test_data_and_model_mark_ignored_targets_alike() -> None:
     assert segments.IGNORED == IGNORED
 
@@ -190,7 +165,13 @@ def test_rows_found_on_the_host_are_those_of_the_device(targets: str) -> None:
 @pytest.mark.parametrize("max_logits", [20, 2**29])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"div_val": 2, "tie_projs": (False, True, True)}, {"biases": False}],
+    [
+        {},
+        {"div_val": 2},
+        {"div_val": 2, "tie_projs": (False, True, True)},
+        {"d_embed": 3, "tie_projs": (False, True), "tie_weight": False},
+        {"biases": False},
+    ],
 )
 def test_a_model_computes_the_same_as_on_a_gpu(
     options: dict[str, Any], max_logits: int, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tests.gpu.test_graphs_on_gpu import LANES, NUM_STEPS, trained
 from txl_dist.config.run_config import Precision
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.dropout import GpuLaneDropoutMasks, LaneDropoutMasks
+from txl_dist.model.dropout import Dropout, GpuLaneDropoutMasks, LaneDropoutMasks
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
 from txl_dist.training import cuda_graphs
@@ -32,18 +32,15 @@ def lane_mask(
 ) -> Tensor:
     seed, step, *lanes = numbers.tolist()
     masks = LaneDropoutMasks(seed=seed, step=step, lanes=lanes[:-1] if by_lane else lanes[-1:])
-    return masks.scale(x, rate=rate, layer=layer, place=place, by_lane=True)  # type: ignore[arg-type]
+    return masks.scale(x, Dropout(rate, layer=int(layer), place=place))  # type: ignore[arg-type]
 
 
 class Masks(GpuLaneDropoutMasks):
     """Those of a GPU, drawn on the CPU by one operation."""
 
-    def scale(
-        self, x: Tensor, *, rate: float, layer: int | Tensor, place: str, by_lane: bool
-    ) -> Tensor:
-        mask: Tensor = lane_mask(
-            self.numbers, x.detach(), rate, torch.as_tensor(layer), place, by_lane
-        )
+    def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
+        place = dropout.rate, dropout.layer_number, dropout.place, dropout.by_lane
+        mask: Tensor = lane_mask(self.numbers, x.detach(), *place)
         return mask
 
 
@@ -104,7 +101,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
         {},
         {"untie_r": False},
         {"distance_encoding": "rotary", "residual_scalars": True, "pre_lnorm": True},
-        {"distance_encoding": "alibi", "mem_shares": (0.4, 1.0)},
+        {"distance_encoding": "alibi"},
         {"distance_encoding": "shaw", "clamp_len": 4},
     ],
     ids=str,

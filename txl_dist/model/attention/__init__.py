@@ -43,7 +43,7 @@ AttentionFunction = Callable[
 """(q_HBTK, k_HBSK, v_HBSK, terms, visibility, keep_BHTS) -> weighted sums of values [B, T, H, K].
 
 `keep_BHTS` multiplies the attention weights, for dropout. It is a tensor, or `KeepBits` if the
-implementation `reads_keep_bits`.
+implementation `needs_triton`.
 """
 
 AttentionWeightsCallback = Callable[[int, Tensor], None]
@@ -62,8 +62,8 @@ def choose_implementation(
 
     def supports_call(implementation: AttentionImplementation) -> bool:
         return (
-            (implementation.supports_dropout or not with_dropout)
-            and (implementation.max_d_head is None or config.d_head <= implementation.max_d_head)
+            not (implementation.is_for_inference and with_dropout)
+            and config.d_head <= implementation.max_d_head
             and not (implementation.is_for_cpus and on_gpu)
             and (not implementation.needs_triton or on_gpu or has_triton(device))
         )
@@ -75,7 +75,7 @@ def choose_implementation(
         candidate
         for candidate in ATTENTION_IMPLEMENTATIONS.values()
         if supports_call(candidate)
-        and (on_gpu or candidate.has_fast_cpu_gradient or not is_trained)
+        and not (candidate.is_for_inference and is_trained)
         and (on_gpu or not candidate.needs_triton)
     )
 
@@ -91,10 +91,8 @@ class SegmentContext:
     attention: AttentionFunction
     """The implementation that `choose_implementation` has chosen."""
     attention_of_projections: AttentionFunction | None
-    """The same of keys and values as they are projected, [B, N, 2 H K] of memory and segment; None
-    if the implementation has no such function."""
-    reads_keep_bits: bool
-    """Whether this implementation takes a dropout mask as bits."""
+    """The same of keys and values as they are projected, [B, N, 2 H K] of memory and segment, for
+    an implementation that `needs_triton`; None for others. The former take dropout as bits."""
     visibility: Visibility
     """Which keys each query may see. It has a mask if `attention` or the callback needs one."""
     dropout_masks: DropoutMasks | None
@@ -152,14 +150,11 @@ class Attention(nn.Module):
             # 4 % more operations in a training step of benchmarks/model_speed.py.
             projected = self.key_value(memory), self.key_value(x_BTD)
             terms = self._terms(context)
-            if self._reads_projections(context, terms):
+            if (read := self._attend_to_projections(context, terms)) is not None:
                 q_HBTK = self.scaled_queries(q_HBTK, terms)
                 keep = self._dropout_scale(x_BTD, context, memory.shape[1] + x_BTD.shape[1])
-                read = context.attention_of_projections
-                assert read is not None
-                return self._output(
-                    x_BTD, read(q_HBTK, *projected, terms, context.visibility, keep)
-                )
+                mixed_BTHK = read(q_HBTK, *projected, terms, context.visibility, keep)
+                return self._output(x_BTD, mixed_BTHK)
             k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
             if self.qk_norm:
                 k_HBSK = normalise(k_HBSK, rotary_SK=terms.rotary_SK)
@@ -173,15 +168,14 @@ class Attention(nn.Module):
         mixed_BTHK = context.attention(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep_BHTS)
         return self._output(x_BTD, mixed_BTHK)
 
-    def _reads_projections(self, context: SegmentContext, terms: DistanceTerms) -> bool:
-        """Whether nothing changes keys and values before attention reads them."""
-        return (
-            context.attention_of_projections is not None
-            and context.on_attention_weights is None
-            and not self.qk_norm
-            and terms.rotary_SK is None
-            and self.heads[1] % 16 == 0
-        )
+    def _attend_to_projections(
+        self, context: SegmentContext, terms: DistanceTerms
+    ) -> AttentionFunction | None:
+        """The function for keys and values as they are projected, if nothing changes them."""
+        is_changed = self.qk_norm or terms.rotary_SK is not None or self.heads[1] % 16
+        if is_changed or context.on_attention_weights is not None:
+            return None
+        return context.attention_of_projections
 
     def _output(self, x_BTD: Tensor, mixed_BTHK: Tensor) -> Tensor:
         if self.gate is not None:
@@ -212,7 +206,7 @@ class Attention(nn.Module):
         shape = (num_lanes, self.heads[0], num_queries, num_keys)
         # An expanded scalar: a mask needs a shape, dtype and device, but no values.
         like_BHTS = x_BTD.new_zeros(()).expand(shape)
-        if context.reads_keep_bits:
+        if context.attention_of_projections is not None:  # triton's kernels, which read bits
             return self.weight_dropout.keep_bits(like_BHTS, context.dropout_masks)
         return self.weight_dropout.scale(like_BHTS, context.dropout_masks)
 

@@ -185,9 +185,7 @@ def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
     assert terms.distance_HSK is not None
     b_HS = cast_like(terms.score_HS, q_HBTK)
     if q_HBTK.shape[2] > 1:
-        r_HRK = terms.padded_distance_HRK
-        if r_HRK is None:
-            r_HRK = pad(terms.distance_HSK, (0, 0, 1, 0))
+        r_HRK = pad(terms.distance_HSK, (0, 0, 1, 0))
         return padded_distance_scores(q_HBTK, r_HRK.to(q_HBTK.dtype), b_HS)
     # A single query needs no shift, so r is not copied to pad it. In generation, one token per
     # call, that copy would cost more than the product.

@@ -3,7 +3,6 @@
 Imports triton, so triton.py imports this module when a kernel runs.
 """
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -128,10 +127,7 @@ class Inputs(NamedTuple):
 
 def forward(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> None:
     """Write `outputs`: the weighted sums of values, and the binary logsumexp."""
-    mixed_BTHK, logsumexp_HBT = _interpretable(outputs)
-    call = _Call.of(inputs)
-    call.launch(forward_kernel, mixed_BTHK.shape[1], mixed_BTHK, logsumexp_HBT)
-    _copy_back((mixed_BTHK, logsumexp_HBT), outputs)
+    _Call.of(inputs).launch(forward_kernel, outputs[0].shape[1], *outputs)
 
 
 def backward(
@@ -144,13 +140,9 @@ def backward(
 
     Those of keys and values have the strides of these.
     """
-    mixed_BTHK, logsumexp_HBT, d_mixed_BTHK = _interpretable((*outputs, d_mixed_BTHK))
-    d_q, d_keys, d_distance = gradients
-    results = (d_q, *d_keys, d_distance)
-    computed = _interpretable(results)
-    d_q, d_k1, d_v1, d_k2, d_v2, d_distance = computed
+    (mixed_BTHK, logsumexp_HBT), call = outputs, _Call.of(inputs)
+    d_q, (d_k1, d_v1, d_k2, d_v2), d_distance = gradients
     mean_HBT = torch.empty_like(logsumexp_HBT)
-    call = _Call.of(inputs)
     call.launch(
         query_gradient_kernel, d_q.shape[2],
         mixed_BTHK, logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_q, d_distance,
@@ -161,20 +153,6 @@ def backward(
         logsumexp_HBT, d_mixed_BTHK, mean_HBT,
         d_k1, d_v1, d_k1 if d_k2 is None else d_k2, d_v1 if d_v2 is None else d_v2,
     )  # fmt: skip
-    _copy_back(computed, results)
-
-
-def _interpretable(tensors: Any) -> Any:
-    """The same tensors; in fp32 for triton's interpreter, which multiplies bf16 as integers."""
-    if not triton.knobs.runtime.interpret:
-        return tensors
-    return tuple(x.float() if x is not None and x.dtype == torch.bfloat16 else x for x in tensors)
-
-
-def _copy_back(computed: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
-    for source, result in zip(computed, results, strict=True):
-        if source is not None and result is not None and source is not result:
-            result.copy_(source)
 
 
 class _Call(NamedTuple):
@@ -189,11 +167,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> "_Call":
-        q_HBTK, keys, distance_HCBNW, reach_BT, keep_words, keep_factor = inputs
-        q_HBTK, k1, v1, k2, v2 = _interpretable((q_HBTK, *keys))
-        distance_HCBNW, reach_BT, keep_words = _interpretable(
-            (distance_HCBNW, reach_BT, keep_words)
-        )
+        q_HBTK, (k1, v1, k2, v2), distance_HCBNW, reach_BT, keep_words, keep_factor = inputs
         num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
         split = k1.shape[2]
         num_keys = split if k2 is None else split + num_queries

@@ -6,7 +6,7 @@
     tokens.py        vectors that the model reads and writes as tokens of a segment
 
 `MemoryKind` is what a kind computes from the config, `SequenceState` the state of some lanes. A new
-kind is a module with both, and in model/config.py an entry in `MEMORY_KINDS` and its settings. For
+kind is a module with both, an entry in `MEMORY_KINDS` of model/choices.py, and its settings. For
 `txl export --format hf` it also needs its equations in convert/standalone.py and a text in
 analysis/model_card.py. Nothing else knows what a state holds: it is tensors with names, whose first
 dimension is the lanes. So training, checkpoints, a resume on other ranks and evaluation work for
@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from txl_dist.model.config import ModelConfig
 
@@ -39,13 +39,8 @@ class SequenceState(ABC):
 
     @property
     @abstractmethod
-    def num_pasts(self) -> tuple[int, ...]:
-        """M of each layer: the keys before the segment to which attention attends, at most."""
-
-    @property
     def num_past(self) -> int:
-        """That of the layer with the most."""
-        return max(self.num_pasts)
+        """M: the keys before the segment to which attention attends, at most."""
 
     @property
     def num_past_tokens(self) -> int:
@@ -169,28 +164,13 @@ class MemoryKind(ABC):
         """
         return self.empty(num_lanes, dtype=dtype, device=device)
 
-    def added_tokens(self) -> "AddedTokens | None":
-        """The module that adds tokens to segments, if the kind `adds_tokens`."""
+    def added_tokens(self) -> Any:
+        """The module that adds tokens to segments (tokens.py), or None."""
         return None
 
     def fits(self, saved: ModelConfig) -> bool:
         """Whether the rows of a model `saved` can be loaded (`SequenceState.load_row`)."""
         return saved.memory == self.config.memory
-
-
-class AddedTokens(nn.Module, ABC):
-    """Tokens that the model computes like those of a segment, to read and write the state."""
-
-    @abstractmethod
-    def forward(self, x_BTD: Tensor, age_BT: Tensor, state: SequenceState) -> tuple[Tensor, Tensor]:
-        """The segment with them: the input of the first layer and the ages [B, T].
-
-        The ages say which keys a token sees (`SequenceState.reach`), also for added tokens.
-        """
-
-    @abstractmethod
-    def removed(self, x_BTD: Tensor) -> Tensor:
-        """The segment without them."""
 
 
 def memory_kind(config: ModelConfig) -> MemoryKind:

@@ -23,7 +23,6 @@ which has no parameters, so it needs no auxiliary loss.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +44,6 @@ class Compressive(MemoryKind):
             return None
         span = max(num_recent, self.config.mem_len + rate * num_slots)
         return tgt_len * self.config.n_layer * -(-span // tgt_len)
-
-    def for_inference(
-        self, num_lanes: int, *, max_tokens: int | None, dtype: torch.dtype, device: torch.device
-    ) -> "CompressiveState":
-        """Not faster, but it can remove tokens of the last segment."""
-        return replace(self.empty(num_lanes, dtype=dtype, device=device), keeps_last=True)
 
     def empty(
         self,
@@ -100,13 +93,10 @@ class CompressiveState(SequenceState):
     num_pending_B: Tensor
     """p: tokens beyond the last M that wait for their block."""
     rate: int
-    keeps_last: bool = False
-    last: "_LastSegment | None" = None
-    """If `keeps_last`: what this state was made of."""
 
     @property
-    def num_pasts(self) -> tuple[int, ...]:
-        return (self.compressed[0].shape[1] + self.recent[0].shape[1],) * len(self.recent)
+    def num_past(self) -> int:
+        return self.compressed[0].shape[1] + self.recent[0].shape[1]
 
     @property
     def num_past_tokens(self) -> int:
@@ -157,10 +147,6 @@ class CompressiveState(SequenceState):
             tuple(recent),
             stored_like(self.num_pending_B, (pending_B + tgt_len) % rate),
             rate,
-            self.keeps_last,
-            _LastSegment(replace(self, last=None), tuple(hidden_BTD), age_BT)
-            if self.keeps_last
-            else None,
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -172,46 +158,15 @@ class CompressiveState(SequenceState):
         return named
 
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "CompressiveState":
-        if not any(num_removed):
-            return self._rows([*lanes])
-        if self.last is None:
+        if any(num_removed):
             raise ValueError("a compressive memory has no older tokens to put in place of newer")
-        rows = [
-            self.last.without(lane, number) for lane, number in zip(lanes, num_removed, strict=True)
-        ]
+        rows = list(lanes)
         return replace(
             self,
-            compressed=tuple(map(torch.cat, zip(*(row.compressed for row in rows), strict=True))),
-            recent=tuple(map(torch.cat, zip(*(row.recent for row in rows), strict=True))),
-            num_pending_B=torch.cat([row.num_pending_B for row in rows]),
-            last=None,
+            compressed=tuple(x[rows] for x in self.compressed),
+            recent=tuple(x[rows] for x in self.recent),
+            num_pending_B=self.num_pending_B[rows],
         )
-
-    def _rows(self, lanes: list[int]) -> "CompressiveState":
-        return replace(
-            self,
-            compressed=tuple(x[lanes] for x in self.compressed),
-            recent=tuple(x[lanes] for x in self.recent),
-            num_pending_B=self.num_pending_B[lanes],
-            last=None,
-        )
-
-
-class _LastSegment(NamedTuple):
-    """What a state was made of, to make it again without the last tokens of some lanes."""
-
-    before: CompressiveState
-    hidden_BTD: tuple[Tensor, ...]
-    age_BT: Tensor
-
-    def without(self, lane: int, num_removed: int) -> CompressiveState:
-        """The state of one lane without its last tokens."""
-        num_kept = self.hidden_BTD[0].shape[1] - num_removed
-        before = self.before._rows([lane])
-        if num_kept == 0:
-            return before
-        age_1T = self.age_BT[lane % len(self.age_BT), :num_kept][None]
-        return before.after([x[lane : lane + 1, :num_kept] for x in self.hidden_BTD], age_1T)
 
 
 def _rows(x_BND: Tensor, row_BX: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -35,7 +35,7 @@ class Recurrent(MemoryKind):
 
         The dependency length O(N * L) of the paper, section 3.2.
         """
-        return tgt_len * sum(-(-mem_len // tgt_len) for mem_len in self.config.mem_lens)
+        return tgt_len * self.config.n_layer * -(-self.config.mem_len // tgt_len)
 
     def empty(
         self,
@@ -44,11 +44,10 @@ class Recurrent(MemoryKind):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "RecurrentMemory":
-        lanes, width = num_lanes, self.config.d_model
+        shape = num_lanes, self.config.mem_len, self.config.d_model
         return RecurrentMemory(
             tuple(
-                torch.zeros(lanes, mem_len, width, dtype=dtype, device=device)
-                for mem_len in self.config.mem_lens
+                torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.config.n_layer)
             )
         )
 
@@ -58,9 +57,8 @@ class Recurrent(MemoryKind):
         return KVCache.empty(self.config, num_lanes, max_tokens=max_tokens)
 
     def fits(self, saved: ModelConfig) -> bool:
-        """The same kind, and at least as many tokens in every layer."""
-        lens = zip(saved.mem_lens, self.config.mem_lens, strict=True)
-        return super().fits(saved) and all(old >= new for old, new in lens)
+        """The same kind, and at least as many tokens."""
+        return super().fits(saved) and saved.mem_len >= self.config.mem_len
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,9 @@ class RecurrentMemory(SequenceState):
     layers: tuple[Tensor, ...]
 
     @property
-    def num_pasts(self) -> tuple[int, ...]:
+    def num_past(self) -> int:
         """Tokens per lane and layer, including the zeros before the start of a stream."""
-        return tuple(layer.shape[1] for layer in self.layers)
+        return self.layers[0].shape[1]
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         """The memory of a layer with the dtype of its input; itself if it has that."""
@@ -117,18 +115,17 @@ class RecurrentMemory(SequenceState):
         return sum(min(age, self.num_past) for age in ages), self.num_past * len(ages)
 
     def check(self, config: ModelConfig, num_lanes: int) -> None:
-        require_recurrent(config)
-        shapes = [tuple(layer.shape) for layer in self.layers]
-        # Another memory length than in training is allowed, as in evaluation.
-        expected = [(num_lanes, shape[1], config.d_model) for shape in shapes]
-        if config.same_length and not all(layer.shape[1] for layer in self.layers):
-            raise ValueError("same_length=true needs a memory of at least one token in each layer")
-        if len(shapes) != config.n_layer or shapes != expected:
+        """A memory of another length than in training is allowed, as in evaluation."""
+        require_recurrent(config, len(self.layers))
+        shapes = [[*layer.shape] for layer in self.layers]
+        if shapes != [[num_lanes, self.num_past, config.d_model]] * len(shapes):
             raise ValueError(
-                f"the memory has {len(shapes)} layers, the first of shape {list(shapes[0])}: "
-                f"expected {config.n_layer} of shape [{num_lanes}, mem_len, {config.d_model}], for "
-                f"the lanes of input_BT; streams start with model.empty_memory({num_lanes})"
+                f"the memory has layers of the shapes {shapes}: expected [{num_lanes}, mem_len, "
+                f"{config.d_model}], for the lanes of input_BT; streams start with "
+                f"model.empty_memory({num_lanes})"
             )
+        if config.same_length and not self.num_past:
+            raise ValueError("same_length=true needs a memory of at least one token in each layer")
 
 
 def _newest(old_BMD: Tensor, new_BTD: Tensor) -> Tensor:
@@ -152,10 +149,10 @@ class LayerKVCache:
     """Keys and values of the last M tokens of one layer, and the layer's distance terms.
 
     New tokens are written to the right of the memory in a longer buffer. When it is full, the
-    memory is moved to its start.
+    memory is moved to the start of another one.
     """
 
-    def __init__(self, *, num_heads: int, num_lanes: int, mem_len: int, d_head: int) -> None:
+    def __init__(self, num_heads: int, num_lanes: int, mem_len: int, d_head: int) -> None:
         self._shape = (num_heads, num_lanes, mem_len, d_head)
         self._start = 0
         self._keys_values: tuple[Tensor, Tensor] | None = None
@@ -218,39 +215,28 @@ class LayerKVCache:
     def terms(self, num_keys: int, make: Callable[[], DistanceTerms]) -> DistanceTerms:
         """The terms for this number of keys; `make` computes them the first time."""
         if num_keys not in self._terms:
-            self._terms[num_keys] = make().detached()
+            terms = make()
+            if terms.distance_HSK is not None:  # contiguous, because every token reads it
+                terms = replace(terms, distance_HSK=terms.distance_HSK.contiguous())
+            self._terms[num_keys] = terms
         return self._terms[num_keys]
 
     def _buffers_for(self, tgt_len: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-        mem_len = self._shape[2]
-        if self._keys_values is None:
-            self._keys_values = self._new_buffers(tgt_len, like)
-        buffer_len = self._keys_values[0].shape[2]
-        if self._start + mem_len + tgt_len > buffer_len:
-            if mem_len + tgt_len > buffer_len:  # a longer segment than any before
-                old, self._keys_values = self._keys_values, self._new_buffers(tgt_len, like)
-                for before, after in zip(old, self._keys_values, strict=True):
-                    after[:, :, :mem_len] = before[:, :, self._start : self._start + mem_len]
-            else:
-                for buffer_HBNK in self._keys_values:
-                    _move_to_start(buffer_HBNK, self._start, mem_len)
-            self._start = 0
-        return self._keys_values
+        """Buffers with room for a segment; the memory is moved to the start of new ones."""
+        mem_len, old = self._shape[2], self._keys_values
+        if old is not None and self._start + mem_len + tgt_len <= old[0].shape[2]:
+            return old
+        new = self._keys_values = self._new_buffers(tgt_len, like)
+        for before, after in zip(old or (), new, strict=False):
+            after[:, :, :mem_len] = before[:, :, self._start : self._start + mem_len]
+        self._start = 0
+        return new
 
     def _new_buffers(self, tgt_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
         num_heads, num_lanes, mem_len, d_head = self._shape
         spare = max(tgt_len, _SPARE_TOKENS, mem_len // _SPARE_SHARE)
         shape = (num_heads, num_lanes, mem_len + spare, d_head)
         return like.new_zeros(shape), like.new_zeros(shape)
-
-
-def _move_to_start(buffer_HBNK: Tensor, start: int, length: int) -> None:
-    """Move tokens [start, start + length) to [0, length), within the buffer."""
-    # In parts of `start` tokens, because a copy between overlapping ranges is undefined. Allocating
-    # a new buffer instead takes more time than the copy, for the kernel to zero its pages.
-    for first in range(0, length, start):
-        stop = min(first + start, length)
-        buffer_HBNK[:, :, first:stop] = buffer_HBNK[:, :, start + first : start + stop]
 
 
 @dataclass(frozen=True)
@@ -266,16 +252,16 @@ class KVCache(SequenceState):
 
         `max_tokens`: no segment has more tokens before it than this, so no more are kept.
         """
-        mem_lens = config.mem_lens
+        mem_len = config.mem_len
         # Under same_length, mem_len also limits the attention span.
         if max_tokens is not None and not config.same_length:
-            mem_lens = tuple(min(mem_len, max(0, max_tokens)) for mem_len in mem_lens)
-        shape = {"num_heads": config.n_head, "num_lanes": num_lanes, "d_head": config.d_head}
-        return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for mem_len in mem_lens))
+            mem_len = min(mem_len, max(0, max_tokens))
+        shape = config.n_head, num_lanes, mem_len, config.d_head
+        return cls(tuple(LayerKVCache(*shape) for _ in range(config.n_layer)))
 
     @property
-    def num_pasts(self) -> tuple[int, ...]:
-        return tuple(layer.mem_len for layer in self.layers)
+    def num_past(self) -> int:
+        return self.layers[0].mem_len
 
     def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
         return self.layers[number]
@@ -299,15 +285,13 @@ class KVCache(SequenceState):
 
     def check(self, config: ModelConfig, num_lanes: int) -> None:
         """`LayerKVCache.append` compares the lanes."""
-        require_recurrent(config)
-        if len(self.layers) != config.n_layer:
-            raise ValueError(f"a KVCache of {len(self.layers)} layers for n_layer={config.n_layer}")
+        require_recurrent(config, len(self.layers))
 
 
-def require_recurrent(config: ModelConfig) -> None:
-    """Raise ValueError for a model of another kind of memory."""
-    if config.memory != "recurrent":
+def require_recurrent(config: ModelConfig, num_layers: int) -> None:
+    """Raise ValueError for a model of another kind of memory, or of other layers."""
+    if config.memory != "recurrent" or config.n_layer != num_layers:
         raise ValueError(
-            f"the memory is that of model.memory=recurrent, the model has {config.memory}; streams "
-            "start with model.empty_memory(lanes)"
+            f"the memory has {num_layers} layers of model.memory=recurrent: expected "
+            f"{config.n_layer} of {config.memory}; streams start with model.empty_memory(lanes)"
         )

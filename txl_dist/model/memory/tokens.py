@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import AddedTokens, MemoryKind, SequenceState, stored_like
+from txl_dist.model.memory import MemoryKind, SequenceState, stored_like
 from txl_dist.model.memory.recurrent import Recurrent, RecurrentMemory
 from txl_dist.model.norms import new_norm
 
@@ -70,7 +70,7 @@ class MemoryTokens(RecurrentAndTokens):
     """`model.memory: tokens`: no layer has a recurrent memory."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(replace(config, mem_len=0, mem_shares=()))
+        super().__init__(replace(config, mem_len=0))
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class TokensState(SequenceState):
     recurrent: RecurrentMemory
 
     @property
-    def num_pasts(self) -> tuple[int, ...]:
-        return self.recurrent.num_pasts
+    def num_past(self) -> int:
+        return self.recurrent.num_past
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         return self.recurrent.past(number, x_BTD)
@@ -116,8 +116,13 @@ class TokensState(SequenceState):
         return TokensState(self.tokens_BmD[list(lanes)], recurrent)
 
 
-class ReadAndWriteTokens(AddedTokens):
-    """m tokens before and m after a segment. Their first value is a parameter."""
+class ReadAndWriteTokens(nn.Module):
+    """m tokens before and m after a segment, which the layers compute like its own.
+
+    forward(x_BTD, age_BT, state) -> the segment with them, the input of the first layer, and its
+    ages, which say which keys a token sees (`SequenceState.reach`). `removed` is the opposite. The
+    first value of the tokens is a parameter.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ def test_every_form_equals_the_equation_and_its_gradients(
     implementation: str, terms: str, dropout: bool, sizes: list[int]
 ) -> None:
     inputs = Inputs.of(sizes, terms, dropout=dropout)
-    if dropout and not ATTENTION_IMPLEMENTATIONS[implementation].supports_dropout:
+    if dropout and ATTENTION_IMPLEMENTATIONS[implementation].is_for_inference:
         return
     attention = resolve_name(ATTENTION_IMPLEMENTATIONS[implementation].function)
     mixed, expected = inputs.run(attention), inputs.run(reference)
@@ -128,6 +128,7 @@ def test_a_form_without_dropout_refuses_a_dropout_mask() -> None:
 
 @pytest.mark.parametrize("implementation", SLOW_IN_TRITON)
 @pytest.mark.parametrize("name", DISTANCE_ENCODINGS)
+@pytest.mark.usefixtures("interpreted_bf16")
 def test_every_encoding_runs_in_every_form_in_bf16(name: str, implementation: str) -> None:
     facts = DISTANCE_ENCODINGS[name]
     options = {"clamp_len": 4} if facts.needs_clamp_len else {}

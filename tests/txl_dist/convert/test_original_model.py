@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.support.small_models import small_model
-from txl_dist.convert.conversion import original_config
-from txl_dist.convert.original_weights import from_original, to_original
+from txl_dist.convert.original_model import from_original, original_config, to_original
 from txl_dist.errors import ConfigError
 
 OPTIONS = [
@@ -15,8 +14,6 @@ OPTIONS = [
     {"d_embed": 3, "tie_projs": (True,)},
     {"d_embed": 3, "tie_weight": False, "pre_lnorm": True},
     {"untie_r": True},
-    {"distance_encoding": "shaw", "clamp_len": 4},
-    {"distance_encoding": "absolute", "mem_len": 0},
     {"cutoffs": (2, 7)},
     {"cutoffs": (2, 7), "tie_weight": False, "d_embed": 3},
     {"cutoffs": (2, 7), "div_val": 2, "tie_projs": (False, True, True)},
@@ -44,7 +41,6 @@ OTHER_BLOCKS: list[dict] = [
     {"biases": False},
     {"residual_scalars": True},
     {"memory": "tokens"},
-    {"mem_shares": (0.4, 1.0)},
     {"distance_encoding": "rotary"},
 ]
 
@@ -55,9 +51,8 @@ def test_a_block_that_the_original_does_not_have_is_refused_by_name(options: dic
     name, value = list(options.items())[-1]
     with pytest.raises(ValueError, match=f"^{name}="):
         from_original(original, small_model(**options).config)
-    if name != "distance_encoding":
-        with pytest.raises(ConfigError, match=f"config.json: {name}="):
-            original_config({"n_token": 11, name: value}, origin="config.json")
+    with pytest.raises(ConfigError, match=f"config.json: {name}="):
+        original_config({"n_token": 11, name: value}, origin="config.json")
 
 
 def test_queries_keys_and_values_are_concatenated_in_this_order() -> None:

@@ -1,21 +1,22 @@
-"""Converts configs and tensors of other programs, after checking every name, shape and value.
+"""The paper's Transformer-XL as its own code and transformers' TransfoXL describe and store it.
 
-Configs are the JSON of the paper's code or of transformers; only the options that determine the
-model's function are read. Tensors have the original's names (original_weights.py).
+Configs are JSON, constructor arguments or a `TransfoXLConfig`; only the options that determine the
+model's function are read. Weights: the original has one matrix for queries, keys and values, splits
+the softmax's bias by cluster, stores the clusters' columns in reverse, and repeats tied tensors
+under two names. The conversion of names works on any tensors of these shapes, including gradients:
+the golden tests use it, too.
+
 Source: the constructor of `MemTransformerLM` (the paper's code), and `TransfoXLConfig`.
 """
 
-import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from data_pipeline.system.strict import first_problem
-from txl_dist.convert.original_weights import BLOCK_SETTINGS, from_original, to_original
+from txl_dist.convert.checks import assign_weights, check_tensors, checked_config, empty_model
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -33,29 +34,11 @@ _SAME_NAME_OPTIONAL = (
     "proj_init_std",
 )
 
-
-MAX_CONFIG_BYTES = 16 * 2**20
-
-
-def parse_json(text: str | bytes, *, origin: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises CheckpointError for anything else."""
-    try:
-        value = json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{origin} is not valid JSON ({error}); it is damaged") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{origin} must hold a JSON object, found {type(value).__name__}")
-    return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file with one JSON object. Raises CheckpointError."""
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{path} is larger than {MAX_CONFIG_BYTES:,} bytes: not a config")
-        return parse_json(path.read_bytes(), origin=str(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None
+BLOCK_SETTINGS = (
+    *("norm", "final_norm", "qk_norm", "attention_scale", "output_gate", "feed_forward"),
+    *("biases", "residual_scalars", "memory", "distance_encoding"),
+)
+"""Settings of the block that the original does not have: its models have their defaults."""
 
 
 def original_config(options: Mapping[str, Any], *, origin: str) -> ModelConfig:
@@ -84,19 +67,6 @@ def transformers_config(options: Mapping[str, Any], *, origin: str) -> ModelConf
     for name in ("clamp_len", *(["tie_projs"] if "tie_projs" in shared else [])):
         _required(options, name, origin=origin)
     return checked_config(shared, origin=origin)
-
-
-def checked_config(values: Mapping[str, Any], *, origin: str) -> ModelConfig:
-    """Build a ModelConfig from parsed JSON. Raises ConfigError naming the invalid field."""
-    try:
-        config = TypeAdapter(ModelConfig).validate_json(json.dumps(values), strict=True)
-    except ValidationError as error:
-        raise ConfigError(f"{origin}: {first_problem(error)}") from None
-    if config.num_ids < 1:
-        raise ConfigError(
-            f"{origin}: the vocabulary size is {config.vocab_size}; expected at least 1"
-        )
-    return config
 
 
 def _shared_fields(options: Mapping[str, Any], *, origin: str) -> dict[str, Any]:
@@ -130,10 +100,6 @@ def _required(options: Mapping[str, Any], name: str, *, origin: str) -> Any:
             f"{origin}: {name} is missing; without it the shapes of the model are unknown"
         )
     return options[name]
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 _BUFFERS = ("pos_emb.inv_freq",)
@@ -176,72 +142,6 @@ def model_from_original(
     )
 
 
-def empty_model(config: ModelConfig, *, origin: str, num_tensors: int) -> TransformerXL:
-    """A model on the meta device: an absurd config is rejected before it takes memory.
-
-    Raises ConfigError if a model with this config cannot consist of `num_tensors` tensors.
-    """
-    # A meta tensor takes no memory, but a module does: 10^9 layers would not fit.
-    if config.n_layer > num_tensors:
-        raise ConfigError(f"{origin}: n_layer={config.n_layer}, but only {num_tensors} tensors")
-    try:
-        with torch.device("meta"):
-            return TransformerXL(config)
-    except RuntimeError as error:  # sizes that overflow 64 bits
-        raise ConfigError(f"{origin}: no model can have this config: {error}") from None
-
-
-def assign_weights(model: TransformerXL, weights: Mapping[str, Tensor]) -> TransformerXL:
-    """Make `weights` the parameters of a model on the meta device, without a copy.
-
-    The model is in evaluation mode, as other libraries return models that they load.
-    """
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
-
-
-def check_tensors(
-    tensors: Mapping[str, object], expected: Mapping[str, Tensor], *, origin: str
-) -> dict[str, Tensor]:
-    """The tensors in fp32. Raises CheckpointError unless names and shapes are those of `expected`
-    and all values are finite.
-    """
-    differences = {
-        "misses": expected.keys() - tensors.keys(),
-        "has tensors unknown to this architecture:": tensors.keys() - expected.keys(),
-    }
-    problems = [f"{problem} {_list(names)}" for problem, names in differences.items() if names]
-    if problems:
-        raise CheckpointError(
-            f"{origin} {' and '.join(problems)}; the config is not that of these weights"
-        )
-    return {
-        name: _checked(tensors[name], expected[name], origin=f"{origin}: {name}")
-        for name in expected
-    }
-
-
-def _checked(tensor: object, expected: Tensor, *, origin: str) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{origin} is {type(tensor).__name__}, expected a tensor")
-    if tensor.shape != expected.shape:
-        raise CheckpointError(
-            f"{origin} has shape {tuple(tensor.shape)}, the config says {tuple(expected.shape)}"
-        )
-    # Another layout or device (meta) can come from a pickle, and the checks below would fail on it.
-    dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not (dense and tensor.is_floating_point()):
-        raise CheckpointError(f"{origin} is {tensor.dtype}, {tensor.layout}; expected dense floats")
-    # fp32 for every format: fp16 and bf16 convert exactly, and parameters are trained in fp32.
-    tensor = tensor.detach().to(torch.float32)
-    if num_bad := int((~tensor.isfinite()).sum()):
-        raise CheckpointError(
-            f"{origin} is NaN or Inf in {num_bad:,} of {tensor.numel():,} values; the model it "
-            "was saved from had diverged, or the file is damaged"
-        )
-    return tensor
-
-
 def _tied_names(config: ModelConfig) -> dict[str, str]:
     """Second name of a tied tensor -> its first name, which `from_original` reads."""
     names = {}
@@ -259,6 +159,111 @@ def _tied_names(config: ModelConfig) -> dict[str, str]:
     return names
 
 
-def _list(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+# --- names of tensors -----------------------------------------------------------------------------
+
+_LAYER_NAMES = {
+    "dec_attn.o_net.weight": "attention.out.weight",
+    "dec_attn.r_net.weight": "attention.distances.project.weight",
+    "dec_attn.layer_norm.weight": "attention_norm.weight",
+    "dec_attn.layer_norm.bias": "attention_norm.bias",
+    "pos_ff.CoreNet.0.weight": "feed_forward.up.weight",
+    "pos_ff.CoreNet.0.bias": "feed_forward.up.bias",
+    "pos_ff.CoreNet.3.weight": "feed_forward.down.weight",
+    "pos_ff.CoreNet.3.bias": "feed_forward.down.bias",
+    "pos_ff.layer_norm.weight": "feed_forward_norm.weight",
+    "pos_ff.layer_norm.bias": "feed_forward_norm.bias",
+}
+_BIASES = {"r_w_bias": "content_bias_HK", "r_r_bias": "distance_bias_HK"}
+
+
+_REVERSED = ("crit.cluster_weight", "crit.cluster_bias")
+"""One row per cluster; the original's first row is the last cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows [start, stop) of one of our tensors; stop None means all."""
+
+    name: str
+    start: int = 0
+    stop: int | None = None
+
+
+def _require_original(config: ModelConfig) -> None:
+    """Raise ValueError for a model whose function the original's weights do not describe."""
+    defaults = ModelConfig()
+    for name in BLOCK_SETTINGS:
+        if (value := getattr(config, name)) != (default := getattr(defaults, name)):
+            raise ValueError(f"{name}={value!r}: models of the original have {default!r}")
+
+
+def _originals(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
+    """Original name -> our rows, which are concatenated in the original's tensor."""
+    names = _ends(config)
+    if config.shares_biases:
+        names |= {name: (_Rows(ours),) for name, ours in _BIASES.items()}
+    width = config.n_head * config.d_head
+    for layer in range(config.n_layer):
+        prefix = f"layers.{layer}."
+        names |= {prefix + name: (_Rows(prefix + ours),) for name, ours in _LAYER_NAMES.items()}
+        if config.untie_r:  # an option of transformers
+            for name, ours in _BIASES.items():
+                names[f"{prefix}dec_attn.{name}"] = (_Rows(f"{prefix}attention.distances.{ours}"),)
+        # Queries come first in the original's tensor, then keys, then values.
+        query = _Rows(prefix + "attention.query.weight", 0, width)
+        key_value = _Rows(prefix + "attention.key_value.weight", 0, 2 * width)
+        names[prefix + "dec_attn.qkv_net.weight"] = (query, key_value)
+    return names
+
+
+def _ends(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
+    """Embedding and softmax; tied tensors have the embedding's name only."""
+    names: dict[str, tuple[_Rows, ...]] = {}
+    for table, (start, stop) in enumerate(config.table_bounds):
+        names[f"word_emb.emb_layers.{table}.weight"] = (_Rows(f"table.weights.{table}"),)
+        names[f"crit.out_layers.{table}.bias"] = (_Rows("softmax.bias", start, stop),)
+        if not config.tie_weight:
+            names[f"crit.out_layers.{table}.weight"] = (_Rows(f"softmax.weights.{table}"),)
+        if config.has_projection:
+            names[f"word_emb.emb_projs.{table}"] = (_Rows(f"table.projections.{table}"),)
+    for cluster in range(config.num_clusters):
+        if config.has_projection and not config.is_tied(cluster):
+            names[f"crit.out_projs.{cluster}"] = (_Rows(f"softmax.projections.{cluster}"),)
+    if config.cutoffs:
+        names["crit.cluster_weight"] = (_Rows("softmax.cluster_weight"),)
+        names["crit.cluster_bias"] = (_Rows("softmax.cluster_bias"),)
+    return names
+
+
+def from_original(
+    tensors: Mapping[str, Tensor], config: ModelConfig, *, clusters_reversed: bool = True
+) -> dict[str, Tensor]:
+    """Our state dict from the original's; a tied tensor is read from one of its names.
+
+    `clusters_reversed=False` reads clusters in ascending order, as transformers stores them. Raises
+    ValueError for a model with settings that the original does not have.
+    """
+    _require_original(config)
+    rows_of: dict[str, list[tuple[int, Tensor]]] = {}
+    for original, rows in _originals(config).items():
+        reverse = clusters_reversed and original in _REVERSED
+        tensor = tensors[original].flip(0) if reverse else tensors[original]
+        first = 0
+        for part in rows:
+            length = len(tensor) if part.stop is None else part.stop - part.start
+            rows_of.setdefault(part.name, []).append((part.start, tensor[first : first + length]))
+            first += length
+    return {
+        name: torch.cat([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
+        for name, parts in rows_of.items()
+    }
+
+
+def to_original(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse: tensors by our names (weights or gradients) under the original's names."""
+    _require_original(config)
+    named = {}
+    for original, rows in _originals(config).items():
+        tensor = torch.cat([tensors[part.name][part.start : part.stop] for part in rows])
+        named[original] = tensor.flip(0) if original in _REVERSED else tensor
+    return named

@@ -18,8 +18,7 @@ from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.config.training_config import DeepSpeedConfig, TrainingConfig
 from txl_dist.errors import ConfigError
-from txl_dist.training.engine.deepspeed_patches import without_compiler
-from txl_dist.training.engine.settings import deepspeed_settings
+from txl_dist.training.engine.deepspeed_setup import deepspeed_settings, without_compiler
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}
 ON_CPU: dict[str, Any] = {**SHAPE, "on_gpu": False}
@@ -239,7 +238,7 @@ def test_a_wrong_mapping_of_deepspeed_is_noticed_before_training(
 
 CODE = """
 import sys
-from txl_dist.training.engine.deepspeed_patches import import_deepspeed
+from txl_dist.training.engine.deepspeed_setup import import_deepspeed
 
 import_deepspeed()
 print([name for name in ("mlflow", "torch._inductor.compile_fx") if name in sys.modules])

@@ -20,7 +20,7 @@ from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine, warn_if_busy
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
+from txl_dist.training.data import DEFAULT_SPLIT, TrainingData
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.phases import count_tokens, realised_shares
 from txl_dist.training.schedule import lr_at
@@ -227,8 +227,15 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
             DEFAULT_SPLIT,
         )
     else:
-        averaged = " | scores the average of the weights" if config.optimizer.averaging else ""
-        log.info("evaluation | %s%s", evaluation_line(config, data.evaluation), averaged)
+        limit, num_tokens = config.evaluation.max_tokens, data.evaluation.num_tokens
+        log.info(
+            "evaluation | %s tokens of split %r of %s | every %s steps and at the end%s",
+            f"{num_tokens:,}" if limit is None else f"{min(limit, num_tokens):,} of {num_tokens:,}",
+            data.evaluation.name,
+            data.evaluation.corpus.directory,
+            f"{config.evaluation.interval_steps:,}",
+            " | scores the average of the weights" if config.optimizer.averaging else "",
+        )
 
 
 def _counters(state: TrainState) -> dict[str, float]:
@@ -238,17 +245,6 @@ def _counters(state: TrainState) -> dict[str, float]:
         "rollbacks": state.divergence.num_rollbacks,
     }
     return {name: count for name, count in counters.items() if count}
-
-
-def evaluation_line(run: RunConfig, evaluated: EvaluatedSplit) -> str:
-    """`split 'valid' of data/web (24,576 tokens) | every 500 steps and at the end`."""
-    config = run.evaluation
-    text = f"split {evaluated.name!r} of {evaluated.corpus.directory}"
-    if config.max_tokens is not None and config.max_tokens < evaluated.num_tokens:
-        text = f"the first {config.max_tokens:,} tokens of {text}"
-    else:
-        text = f"{text} ({evaluated.num_tokens:,} tokens)"
-    return f"{text} | every {config.interval_steps:,} steps and at the end"
 
 
 def step_line(step: int, values: dict[str, float]) -> str:

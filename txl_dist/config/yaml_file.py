@@ -59,7 +59,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 def _yaml() -> YAML:
     yaml: Any = YAML(typ="safe", pure=True)  # its attributes have no declared types
     yaml.Representer = _Representer
-    yaml.allow_duplicate_keys = True  # `_Index` refuses them, without their values.
+    yaml.allow_duplicate_keys = True  # `_record_lines` refuses them, without their values.
     yaml.default_flow_style, yaml.width = False, 100
     yaml.sort_base_mapping_type_on_output = False
     return yaml
@@ -77,11 +77,11 @@ def read_yaml(text: str) -> YamlDocument:
         node = yaml.compose(text)
         if node is None:
             return YamlDocument()
-        index = _Index()
-        index.add(node, ())
+        lines: dict[KeyPath, int] = {}
+        _record_lines(node, (), lines, set())
         value = yaml.constructor.construct_document(node)
         json.dumps(value, allow_nan=False)  # raises ValueError
-        return YamlDocument(value, index.lines)
+        return YamlDocument(value, lines)
     except MarkedYAMLError as error:
         raise YamlTextError(str(error.problem), error.problem_mark) from None
     except (YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
@@ -97,38 +97,29 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
     return text.getvalue()
 
 
-class _Index:
-    """The lines of a composed document. Refuses what is not supported."""
-
-    def __init__(self) -> None:
-        self.lines: dict[KeyPath, int] = {}
-        self._nodes: set[int] = set()
-
-    def add(self, node: Node, path: KeyPath) -> None:
-        """Record a node and everything in it."""
-        mark = node.start_mark
-        if id(node) in self._nodes:  # ruamel.yaml resolves an alias to the node of its anchor
-            raise YamlTextError("an anchor with an alias is not supported; write it out", mark)
-        self._nodes.add(id(node))
-        # For a mapping's value the line of its key is already there: the better one to show.
-        self.lines.setdefault(path, mark.line + 1)
-        if isinstance(node, SequenceNode):
-            for number, item in enumerate(node.value):
-                self.add(item, (*path, number))
-        elif isinstance(node, MappingNode):
-            for key_node, value_node in node.value:
-                key, mark = key_node.value, key_node.start_mark
-                if key_node.tag != _TEXT:
-                    raise YamlTextError(f"a key must be text, found {key!s:.40}; quote it", mark)
-                if first := self.lines.get((*path, key)):
-                    name = dotted((*path, key))
-                    raise YamlTextError(
-                        f"{name} is given twice, first on line {first}; keep one", mark
-                    )
-                self.lines[(*path, key)] = mark.line + 1
-                self.add(value_node, (*path, key))
-        elif str(node.tag).endswith(":timestamp"):
-            node.tag = _TEXT
+def _record_lines(node: Node, path: KeyPath, lines: dict[KeyPath, int], seen: set[int]) -> None:
+    """Add the lines of a composed node and of all in it. Refuses what is not supported."""
+    mark = node.start_mark
+    if id(node) in seen:  # ruamel.yaml resolves an alias to the node of its anchor
+        raise YamlTextError("an anchor with an alias is not supported; write it out", mark)
+    seen.add(id(node))
+    # For a mapping's value the line of its key is already there: the better one to show.
+    lines.setdefault(path, mark.line + 1)
+    if isinstance(node, SequenceNode):
+        for number, item in enumerate(node.value):
+            _record_lines(item, (*path, number), lines, seen)
+    elif isinstance(node, MappingNode):
+        for key_node, value_node in node.value:
+            key, mark = key_node.value, key_node.start_mark
+            if key_node.tag != _TEXT:
+                raise YamlTextError(f"a key must be text, found {key!s:.40}; quote it", mark)
+            if first := lines.get((*path, key)):
+                name = dotted((*path, key))
+                raise YamlTextError(f"{name} is given twice, first on line {first}; keep one", mark)
+            lines[(*path, key)] = mark.line + 1
+            _record_lines(value_node, (*path, key), lines, seen)
+    elif str(node.tag).endswith(":timestamp"):
+        node.tag = _TEXT
 
 
 def dotted(path: KeyPath) -> str:

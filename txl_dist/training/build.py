@@ -29,7 +29,7 @@ from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackedDataset, dataset_name
 from txl_dist.training.batches import Batches
 from txl_dist.training.compilation import compile_layers
-from txl_dist.training.data import Corpus, TrainingData
+from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine, create_engine
 from txl_dist.training.goodput import RunEvents
 from txl_dist.training.loop import Evaluate, Evaluation, Trainer
@@ -173,14 +173,7 @@ def build_evaluator(start: Start, engine: Engine) -> Evaluate | None:
     )
     chunks = plan_evaluation(source, settings, model.config)
     text = scored_text(source, max_tokens=settings.max_tokens)
-
-    score = StepScore(
-        step=0,
-        split=settings.split,
-        max_tokens=settings.max_tokens,
-        data_digest=data.evaluation.corpus.manifest.digest,
-        nats=None,
-    )
+    digest = data.evaluation.corpus.manifest.digest
 
     def evaluate(state: TrainState, stop: StopRequest) -> StepScore | None:
         world.activity.name = f"evaluation of split {settings.split}"
@@ -189,8 +182,15 @@ def build_evaluator(start: Start, engine: Engine) -> Evaluate | None:
             sums = evaluate_on_ranks(whole_scorer, chunks, world=world, stop=stop)
         if sums is None:
             return None
-        facts = {"step": state.step, "tokens": state.tokens}
-        return score.model_copy(update=facts).with_sums(text.counted(sums))
+        score = StepScore(
+            step=state.step,
+            tokens=state.tokens,
+            split=settings.split,
+            max_tokens=settings.max_tokens,
+            data_digest=digest,
+            nats=None,
+        )
+        return score.with_sums(text.counted(sums))
 
     return evaluate
 
@@ -241,37 +241,37 @@ def start_tracker(start: Start) -> TrackingProcess | None:
     tags = {"num_ranks": str(start.world.num_ranks)}
     if len(corpora) > 1:
         tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
+    datasets = tracked_datasets(start.data)
     tracker = TrackingProcess.start(
-        start.directory.path,
-        start.config,
-        tags=tags,
-        datasets=tracked_datasets(start.data),
+        start.directory.path, start.config, tags=tags, datasets=datasets
     )
     return start.stack.enter_context(tracker)
 
 
 def tracked_datasets(data: TrainingData) -> list[TrackedDataset]:
     """The splits that a run trains on and scores, as a tracker records them."""
-    datasets = [_tracked(corpus, TRAIN_SPLIT, "training") for corpus in data.corpora]
-    if (evaluated := data.evaluation) is not None:
-        datasets.append(_tracked(evaluated.corpus, evaluated.name, "evaluation"))
-    return datasets
-
-
-def _tracked(corpus: Corpus, split: str, context: str) -> TrackedDataset:
-    manifest = corpus.manifest
-    entry, source = manifest.splits[split], shown(str(corpus.directory))
-    return TrackedDataset(
-        name=dataset_name(source, split),
-        digest=manifest.digest,
-        source=source,
-        context=context,
-        profile={
+    splits = [(corpus, TRAIN_SPLIT, "training") for corpus in data.corpora]
+    if data.evaluation is not None:
+        splits.append((data.evaluation.corpus, data.evaluation.name, "evaluation"))
+    datasets = []
+    for corpus, split, context in splits:
+        manifest, source = corpus.manifest, shown(str(corpus.directory))
+        entry = manifest.splits[split]
+        profile = {
             "tokens": entry.tokens,
             "documents": entry.documents,
             "text_bytes": entry.text_bytes if manifest.has_text else None,
             "vocab_size": manifest.vocab_size,
             "dtype": manifest.dtype,
             "tokenizer_sha256": manifest.tokenizer_digest,
-        },
-    )
+        }
+        datasets.append(
+            TrackedDataset(
+                name=dataset_name(source, split),
+                digest=manifest.digest,
+                source=source,
+                context=context,
+                profile=profile,
+            )
+        )
+    return datasets

@@ -95,21 +95,15 @@ def require_compatible(
     )
     settings = flatten_config(job.config)
     check_config(manifest.run, settings, allowed=job.allow_change, checkpoint=str(path))
-    if state.turn:
-        _require_same_lanes(manifest.run, settings, state, data.phase, path)
-
-
-def _require_same_lanes(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    state: TrainState,
-    phase: Phase,
-    path: DatasetPath,
-) -> None:
-    """Raises CheckpointError if lanes change while some of them are a segment ahead of others."""
-    old = {**default_settings(), **old}
-    changed = [key for key in new if key.startswith(_BETWEEN_TURNS) and new[key] != old.get(key)]
-    if PhaseChange.between(state.phases[-1], phase):
+    if not state.turn:
+        return
+    # Some lanes are a segment ahead of others.
+    old = {**default_settings(), **manifest.run}
+    changed = [
+        key for key, value in settings.items()
+        if key.startswith(_BETWEEN_TURNS) and value != old.get(key)
+    ]  # fmt: skip
+    if PhaseChange.between(state.phases[-1], data.phase):
         changed.append("the data")
     if changed:
         turns = old["data.num_lanes"] // old["data.lanes_per_step"]

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,11 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.engine.optimizers import (
     ADAM_STATES,
-    MUON_STATES,
     Adam,
     AdamW,
     FlatMatrices,
     Lamb,
     Muon,
-    _correction,
     averaging_weight,
     hidden_matrices,
     matrices,
@@ -158,73 +155,6 @@ def test_muon_updates_the_matrices_of_a_whole_weight_one_by_one(num_stacked: int
     optimizer.step()
     expected = [orthogonalised(matrix) for matrix in weight.grad.chunk(num_stacked)]
     torch.testing.assert_close(-weight.detach(), torch.cat(expected), rtol=1e-4, atol=1e-5)
-
-
-SHAPES = ((4, 6), (6, 4), (5,), (4, 6), (12, 3))
-
-
-def after_steps(
-    create: Callable[..., torch.optim.Optimizer], states: tuple[str, ...], rule: str
-) -> list[Tensor]:
-    """The weights after 3 steps; one is 0 at first, and another never has a gradient but 0."""
-    generator = torch.Generator().manual_seed(6)
-    shapes = [shape for shape in SHAPES if rule == "adam" or len(shape) == 2]
-    weights = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
-    weights[0].data.zero_()
-    groups = [
-        {"params": part, "rule": rule, "weight_decay": decay, "num_stacked": count}
-        for part, decay, count in ((weights[:-1], 0.1, 1), (weights[-1:], 0.0, 3))
-    ]
-    optimizer = create(groups, lr=0.03, betas=(0.8, 0.95), eps=1e-6)
-    for weight in weights:
-        empty = {name: torch.zeros_like(weight) for name in states}
-        optimizer.state[weight] = {"step": torch.tensor(0.0), **empty}
-    for _ in range(3):
-        for weight in weights:
-            weight.grad = torch.randn(weight.shape, generator=generator)
-        weights[1].grad = torch.zeros_like(weights[1])
-        optimizer.step()
-    return [weight.detach() for weight in weights]
-
-
-class LambOneByOne(Lamb):
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            (beta1, beta2), state, gradient = group["betas"], self.state[parameter], parameter.grad
-            assert gradient is not None
-            state["step"] += 1
-            mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / _correction(beta1, state["step"])
-            squares = state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
-            root = (squares / _correction(beta2, state["step"])).sqrt_().add_(group["eps"])
-            update = mean.div_(root).add_(parameter, alpha=group["weight_decay"])
-            norm, update_norm = map(torch.linalg.vector_norm, (parameter, update))
-            has_ratio = (norm > 0) & (update_norm > 0)
-            ratio = torch.where(has_ratio, norm / update_norm.clamp(min=1e-38), 1.0)
-            parameter.sub_(update.mul_(ratio * group["lr"]))
-
-
-class MuonOneByOne(Muon):
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            state, gradient = self.state[parameter], parameter.grad
-            assert gradient is not None
-            momentum = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
-            matrices = gradient.lerp(momentum, self.momentum).chunk(group["num_stacked"])
-            update = torch.cat([orthogonalised(matrix) for matrix in matrices])
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-group["lr"])
-
-
-@pytest.mark.parametrize(
-    ("together", "one_by_one", "states", "rule"),
-    [(Lamb, LambOneByOne, ADAM_STATES, "adam"), (Muon, MuonOneByOne, MUON_STATES, "muon")],
-)
-def test_a_group_is_updated_as_its_parameters_one_by_one_bit_for_bit(
-    together: Any, one_by_one: Any, states: tuple[str, ...], rule: str
-) -> None:
-    weights, expected = (after_steps(x, states, rule) for x in (together, one_by_one))
-    assert all(map(torch.equal, weights, expected))
-    assert all(weight.isfinite().all() and weight.any() for weight in weights)
 
 
 class Operations(TorchDispatchMode):

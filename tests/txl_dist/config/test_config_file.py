@@ -47,10 +47,11 @@ SMALL = "directory: runs/x\ndata: {path: d}\ntraining: {num_steps: 4}\n"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(CONFIGS).as_posix())
-def test_every_config_of_the_repository_is_valid_and_survives_a_dump(
+def test_every_config_of_the_repository_is_valid_without_warning_and_survives_a_dump(
     path: Path, tmp_path: Path
 ) -> None:
     config = load_run_config(path)
+    assert config.warnings == []
     (tmp_path / "dumped.yaml").write_text(dump_run_config(config))
     assert load_run_config(tmp_path / "dumped.yaml") == config
 
@@ -261,23 +262,6 @@ def test_the_error_for_a_wrong_override_names_what_is_legal(
     assert caught.value.exit_code == 2
 
 
-def test_all_problems_are_reported_together_with_their_origins(load: Any) -> None:
-    text = "data:\n  num_lanes: 0\nmodel:\n  n_layers: 2\n  tie_weight: yes\n"
-    with pytest.raises(ConfigError) as caught:
-        load(text, "optimizer.lrr=3")
-    message = str(caught.value)
-    assert "7 problems" in message
-    for part in (
-        "run.yaml:2: data.num_lanes is 0",
-        "run.yaml:4: unknown key model.n_layers",
-        "run.yaml:5: model.tie_weight",
-        "override optimizer.lrr: unknown key",
-        "directory is missing",
-        "training is missing",
-    ):
-        assert part in message
-
-
 TWO_SECTIONS = """directory: runs/x
 data: {path: data/x}
 training:
@@ -294,6 +278,15 @@ model:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (
+            ("data=null", "model.n_layers=2", "training.num_steps=null", "optimizer.lr=0"),
+            (
+                "override data: data.path: is missing",
+                "override model.n_layers: unknown key model.n_layers",
+                "override training.num_steps: training.num_steps is null",
+                "override optimizer.lr: optimizer.lr is 0",
+            ),
+        ),
         (
             ("optimizer.warmup_steps=99", "optimizer.min_lr=1"),
             (
@@ -462,14 +455,6 @@ def test_every_setting_in_a_comment_can_be_used(tmp_path: Path) -> None:
     assert load_run_config(path).model_dump(mode="json") == settings
 
 
-def test_every_setting_is_documented() -> None:
-    lines = starting_file("mine").splitlines()
-    settings = [i for i, line in enumerate(lines) if re.match(r" *(# )?\w+: ", line)]
-    assert len(settings) > 70
-    for i in settings:
-        assert re.match(r" *# .*[a-z`]", lines[i - 1]), lines[i]
-
-
 # --- warnings -------------------------------------------------------------------------------------
 
 
@@ -507,8 +492,3 @@ def test_a_recipe_without_effect_is_warned_of(load: Any, tmp_path: Path) -> None
         assert load_run_config(path).warnings == []
         (warning,) = load_run_config(path, [f"model.recipe={other}"]).warnings
         assert f"model.recipe={other} has nearly no effect" in warning
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_no_shipped_config_has_a_warning(path: Path) -> None:
-    assert load_run_config(path).warnings == []

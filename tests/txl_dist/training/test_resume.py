@@ -322,15 +322,6 @@ def prepare_other_data(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_never_resuming_does_not_touch_a_directory_with_a_run(
-    ranks: RankGroups, dataset: Path, run: Path
-) -> None:
-    before = (run / "metrics.jsonl").read_bytes()
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, resume="never")) == [2]
-    assert "--resume auto" in refusal(run)
-    assert (run / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_finished_run_is_not_changed(ranks: RankGroups, dataset: Path, run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]

@@ -16,7 +16,6 @@ ordinary loss, to compare them: RUN/events/divergence-step-NNNNNNNN-rank-R.json
 import json
 import logging
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,9 @@ from txl_dist.training.saving import RunSaver
 from txl_dist.training.start import Start, resume_at
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult, TrainStep
+
+MAX_FILES = 100
+"""Files of each rank that are kept; the oldest are removed."""
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +174,9 @@ class Recovery:
             folder.mkdir(parents=True, exist_ok=True)
             content = json.dumps(self._content(state, batch, result), indent=1)
             write_file(folder / f"{stem}{rank}.json", content.encode() + b"\n")
+            # Sorted by name, so by step.
+            for path in sorted(folder.glob(f"divergence-step-*-rank-{rank}.json"))[:-MAX_FILES]:
+                path.unlink()
         except OSError as error:
             log.warning("%s cannot be written: %s", folder, error.strerror)
         return str(folder / f"{stem}*.json")
@@ -179,13 +184,12 @@ class Recovery:
     def _content(self, state: TrainState, batch: Batch, result: StepResult) -> dict[str, Any]:
         data, config, phase = self.start.data, self.start.config, state.phases[-1]
         plan = data.plan_of(phase)
+        parts = plan.epoch_ranges(batch.position, batch.next_position)
         content: dict[str, Any] = {
             "step": state.step + 1,
             "event": result.event,
             "position": batch.position,
-            "epochs": [
-                part._asdict() for part in plan.epoch_ranges(batch.position, batch.next_position)
-            ],
+            "epochs": [part._asdict() for part in parts],
             "loss": _mean(result.sums),
             "gradient_norm": _json(result.gradient_norm),
         }
@@ -202,17 +206,23 @@ class Recovery:
             )
         except (TxlError, OSError) as error:  # the event matters more than a list of documents
             content["documents_error"] = str(error)
-        of_lane: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-        for document in documents:
-            facts = {**document._asdict(), "corpus": phase.corpora[document.corpus].name}
-            of_lane[facts.pop("lane")].append(facts)
         content["lanes"] = [
             {
                 "lane": lane,
                 "loss": _mean(lane_sums),
                 "nats": _json(lane_sums.nats),
                 "targets": lane_sums.num_tokens,
-                "documents": of_lane[lane],
+                "documents": [
+                    {
+                        "id": document.id,
+                        "corpus": phase.corpora[document.corpus].name,
+                        "epoch": document.epoch,
+                        "position": document.position,
+                        "num_tokens": document.num_tokens,
+                    }
+                    for document in documents
+                    if document.lane == lane
+                ],
             }
             for lane, lane_sums in result.lane_sums.items()
         ]

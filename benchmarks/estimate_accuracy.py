@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "recompute": {"training": {"activation_checkpointing": True}},
     "micro-batches": {"training": {"micro_batch_lanes": 1}},
-    "average": {"optimizer": {"averaging": "ema"}},
+    "average": {"optimizer": {"averaging": "asgd"}},
     "dropout": {"model": {"dropout": 0.1, "dropatt": 0.1}},
     "clusters": {"model": {"cutoffs": (200, 800), "div_val": 2}},
     "offload": {"deepspeed": {"offload": "optimizer"}},

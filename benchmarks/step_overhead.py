@@ -137,7 +137,7 @@ def measure(folder: Path, num_steps: int, overrides: list[str]) -> None:
             (engine, "forward", "forward"),
             (engine, "backward", "backward"),
             (engine, "step", "clip and update"),
-            (trainer.observers, "line", "report, every tenth step"),
+            (trainer, "_write_line", "report, every tenth step"),
         ):
             setattr(owner, name, with_timer(getattr(owner, name), ours, part))
         alternation = Alternation(trainer.batches.read, BareStep(trainer, bare), ours)

@@ -201,7 +201,7 @@ def plan_job(
         stop_seconds = math.ceil(config.training.grace_seconds) + SHUTDOWN_SECONDS
         stem, identity = config.directory, [on_cluster(config.directory)]
         corpora = [corpus.path for corpus in config.data.corpora.values()]
-        local_paths = [config.directory, config.evaluation.path, *corpora]
+        local_paths = [config.directory, *corpora]
         # The config becomes the first argument, where cluster/job_driver.py expects it.
         position = next(n for n, word in enumerate(words) if n and Path(word) == given)
         others = (word for n, word in enumerate(words) if n not in (0, position))

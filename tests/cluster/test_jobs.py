@@ -79,9 +79,9 @@ def test_preparations_are_named_by_their_output_and_evaluations_by_their_words()
 
 
 def test_the_command_runs_on_the_cluster_with_the_config_of_the_package() -> None:
-    request = plan("train", "--ranks", "2", str(TINY), "seed=4", "evaluation.path=data/other")
+    request = plan("train", "--ranks", "2", str(TINY), "seed=4")
     assert request.words[:6] == ("train", "configs/tiny.yaml", "--on", "auto", "--ranks", "2")
-    assert request.excludes == ("/runs/tiny", "/data/other", "/data/tiny")
+    assert request.excludes == ("/runs/tiny", "/data/tiny")
     assert request.stop_seconds == 25 + SHUTDOWN_SECONDS
     assert plan(*TRAIN, "training.grace_seconds=99.5").stop_seconds == 100 + SHUTDOWN_SECONDS
     assert plan("eval", "a", "b").words == ("eval", "--on", "auto", "a", "b")

@@ -30,8 +30,7 @@ SETTINGS = (
     *DROPOUT,
     "training.checkpoint_interval_steps=4",
     "optimizer.weight_decay=0.1",  # two groups of parameters
-    "optimizer.averaging=ema",  # one more state of every parameter
-    "optimizer.ema_decay=0.8",
+    "optimizer.averaging=asgd",  # one more state of every parameter
 )
 MUON = ("optimizer.name=muon", "optimizer.lr=0.02", "optimizer.averaging=asgd")
 # Newton-Schulz iterations enlarge differences of small singular values up to 500 times.

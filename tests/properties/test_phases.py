@@ -16,8 +16,7 @@ from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource, numbered_sources
-from txl_dist.training.data import mixed_source
-from txl_dist.training.state import CorpusEntry, Phase, phases_from
+from txl_dist.training.phases import CorpusEntry, Phase, mixed_source, phases_from
 
 TGT_LEN = 3
 quickly = examples(100)

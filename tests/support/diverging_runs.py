@@ -1,7 +1,8 @@
 """Training runs with an injected fault: a NaN on one rank, or a learning rate that is too high."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,6 @@ from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.interface import Accept
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
-from txl_dist.training.observer import Observer
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
@@ -20,24 +20,29 @@ from txl_dist.training.state import TrainState
 Fault = Callable[[Trainer], None]
 
 
-class Events(Observer):
-    """Collects the events of a run."""
-
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-
-    def event(self, message: str, *values: Any) -> None:
-        self.events.append(message % values)
+@contextmanager
+def logged_events() -> Iterator[list[str]]:
+    """What the loop and the recovery of a run log inside the context."""
+    events: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: events.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(f"txl_dist.training.{name}") for name in ("loop", "recovery")]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield events
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, list[str]]:
     """Run a job with faults. Returns the exit code, the error's message, and the log's events."""
     directory = RunDirectory(job.run_path)
     directory.create()
-    events: list[str] = []
-    with ExitStack() as stack:
+    with logged_events() as events, ExitStack() as stack:
         trainer = build_trainer(Start.open(job, world, directory, stack))
-        trainer.observers.all.append(Events(events))
         for fault in faults:
             fault(trainer)
         try:

@@ -160,8 +160,7 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
         config = txl_dist.load_run_config(kind(TINY), overrides)
         assert config.run_path == tmp_path / "run"
         content = config.model_dump() | {"directory": run}
-        content["data"] |= {"path": data, "cache_path": data}
-        content["evaluation"] |= {"path": data}
+        content["data"] |= {"path": data}
         again = txl_dist.RunConfig.model_validate(content)
         assert txl_dist.TrainJob(config=again, resume=checkpoint).resume == str(checkpoint)
     assert (result.settings.tgt_len, result.settings.mem_len) == (

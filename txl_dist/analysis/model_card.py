@@ -36,9 +36,9 @@ MEMORY_TEXTS = {
     "{memory_tokens} vectors that the model reads and writes as tokens",
 }
 _TRAINING = (
-    "training.num_steps", "training.num_tokens", "training.num_epochs", "data.num_lanes",
-    "data.lanes_per_step", "data.tgt_len", "data.reset", "training.backprop_segments", "seed",
-    "precision", "deepspeed.zero_stage", "model.dropout", "model.dropatt",
+    "training.num_steps", "data.num_lanes", "data.lanes_per_step", "data.tgt_len", "data.reset",
+    "training.backprop_segments", "seed", "precision", "deepspeed.zero_stage", "model.dropout",
+    "model.dropatt",
 )  # fmt: skip
 """Settings in the table; those of the optimizer follow."""
 _LIMITS = f"""The model continues text in the manner of its training data, whatever that contains.

@@ -179,18 +179,18 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
 
     from txl_dist.config.config_file import load_run_config
     from txl_dist.training.data import first_phase, open_corpora
-    from txl_dist.training.state import realised_shares
+    from txl_dist.training.phases import realised_shares
 
     data = load_run_config(config, overrides or []).data
     phase = first_phase(open_corpora(data), num_lanes=data.num_lanes)
     shares = realised_shares(phase)
     if as_json:
-        corpora = {share.name: {**asdict(share), "passes": share.passes} for share in shares}
+        corpora = {share.name: asdict(share) for share in shares}
         print(json.dumps({"tokens_per_epoch": phase.num_tokens, "corpora": corpora}))
         return
     print(f"one epoch reads {phase.num_tokens:,} tokens of split 'train'")
     for share in shares:
-        print(f"  {share.line}")
+        print(f"  {share}")
 
 
 def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:

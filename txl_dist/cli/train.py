@@ -11,7 +11,6 @@ from txl_dist.cli.progress import run_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.training.data import TrainingData
     from txl_dist.training.job import TrainJob
 
 
@@ -108,19 +107,27 @@ def train(
         require_manifest(corpus.path)  # before numpy is imported: the most common mistake
     if not (quiet or dry_run):
         print(f"checking {config} and its data", flush=True)
+    # These import numpy.
+    from txl_dist.training.compatibility import check_newest_checkpoint
+    from txl_dist.training.data import TrainingData
+
     launcher = find_launcher(on or "ray")
-    data, num_steps = _open_data(job, num_ranks=rank_range.maximum)
+    # Before any rank: one message, instead of one from every rank after a slow start.
+    data = TrainingData.open(job.config, num_ranks=rank_range.maximum)
+    check_newest_checkpoint(job, data)
     if dry_run:
+        plan = data.plan
+        steps_per_epoch = -(-plan.lane_tokens // plan.tgt_len) * plan.num_turns
         print(
-            f"{config}: ready. {data.plan.num_tokens:,} training tokens in "
-            f"{counted(data.plan.num_lanes, 'lane')}, --ranks {rank_range}; the run would write "
-            f"to {job.run_path}"
+            f"{config}: ready. {plan.num_tokens:,} training tokens in "
+            f"{counted(plan.num_lanes, 'lane')}, {counted(steps_per_epoch, 'step')} per epoch, "
+            f"--ranks {rank_range}; the run would write to {job.run_path}"
         )
         for warning in job.config.warnings:
             print(f"WARNING: {warning}")
         return
     RunDirectory(job.run_path).create()
-    with run_progress(job.run_path, num_steps, quiet=quiet) as on_line:
+    with run_progress(job.run_path, job.config.num_steps, quiet=quiet) as on_line:
         launcher.train(
             job,
             num_ranks=rank_range.maximum,
@@ -130,22 +137,6 @@ def train(
         )
     if not quiet:
         print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")
-
-
-def _open_data(job: "TrainJob", *, num_ranks: int) -> "tuple[TrainingData, int]":
-    """The data and the number of steps of a run that can start.
-
-    In this process, before any rank: one message, instead of one from every rank after a slow
-    start. Raises ConfigError, CheckpointError or DataError.
-    """
-    from txl_dist.training.compatibility import check_newest_checkpoint
-    from txl_dist.training.data import TrainingData
-    from txl_dist.training.schedule import resolve_duration
-
-    data = TrainingData.open(job.config, num_ranks=num_ranks)
-    config = resolve_duration(job.config, data.plan)
-    check_newest_checkpoint(job.model_copy(update={"config": config}), data)
-    return data, config.num_steps
 
 
 def _require_known_settings(job: "TrainJob") -> None:

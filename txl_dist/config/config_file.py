@@ -17,7 +17,6 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,9 @@ from pydantic import ValidationError
 
 from data_pipeline.system.remote_path import dataset_path
 from txl_dist.config import optimizer_config
-from txl_dist.config.data_config import CorpusConfig, lanes_for
+from txl_dist.config.data_config import lanes_for
 from txl_dist.config.named_configs import find_config
-from txl_dist.config.redaction import redact
+from txl_dist.config.redaction import redact, redact_field
 from txl_dist.config.removed import PAGE, SETTINGS, without_removed
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.yaml_file import (
@@ -108,10 +107,9 @@ class _Source:
         except YamlTextError as error:
             raise ConfigError(f"{path}{error.place}: {error}") from None
         if not isinstance(document.value, dict):
-            kind = "nothing" if document.value is None else _kind_of(document.value)
             raise ConfigError(
                 f"{path}: a config is a mapping of sections (data, model, training, ...), "
-                f"found {kind}. For an example: txl config show quickstart"
+                f"found {_show('', document.value)}. For an example: txl config show quickstart"
             )
         self.value: dict[str, Any] = document.value
         self._origins = {key: f"{path}:{line}" for key, line in document.lines.items() if key}
@@ -129,8 +127,7 @@ class _Source:
                 section[part] = {}
             section = section[part]
             if not isinstance(section, dict):
-                found = f"{dotted(parts[:depth])} is {_kind_of(section)}"
-                raise ConfigError(f"{origin}: {found}, not a section")
+                raise ConfigError(f"{origin}: {dotted(parts[:depth])} has a value: no section")
         # A shell has its own comments: `#` is text, and not the end of a value.
         is_text = re.search(r"(^|\s)#", value_text) and value_text.strip()[0] not in "'\"[{"
         try:
@@ -148,25 +145,18 @@ class _Source:
         try:
             # As JSON, because only there strict mode accepts mappings for dataclasses and
             # lists for tuples.
-            value = _with_recipe(without_removed(self.value))
-            return RunConfig.model_validate_json(json.dumps(value), strict=True)
+            value = json.dumps(_with_recipe(without_removed(self.value)))
+            return RunConfig.model_validate_json(value, strict=True)
         except ValidationError as error:
             problems: dict[str, None] = {}
             for details in error.errors(include_url=False):
-                path = tuple(details["loc"])
+                # pydantic marks a wrong key of a mapping.
+                path = tuple(part for part in details["loc"] if part != "[key]")
                 for text in _explain(dict(details), path):
-                    origins = dict.fromkeys(map(self._origin, self._settings_of(path, text)))
-                    problems[f"{', '.join(origins)}: {text}"] = None
+                    problems[f"{self._origin(path)}: {text}"] = None
         if len(problems) > 1:
             problems = {f"{self.path}: {len(problems)} problems": None, **problems}
         raise ConfigError("\n  ".join(problems))
-
-    def _settings_of(self, path: KeyPath, text: str) -> list[KeyPath]:
-        """The settings that an error at `path` concerns: if it is a section, those in the text."""
-        words = [tuple(word.split(".")) for word in re.findall(r"[a-z][\w.]*(?==)", text)]
-        # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
-        named = [name for word in words for name in ((*path, *word), word) if len(name) > 1]
-        return [name for name in named if name in self._origins] or [path]
 
     def _origin(self, path: KeyPath) -> str:
         """The override or the line that set `path`, or the nearest section above it."""
@@ -174,21 +164,16 @@ class _Source:
         return next((self._origins[key] for key in above if key in self._origins), str(self.path))
 
 
-@cache
-def _legal_keys() -> dict[str, list[str]]:
-    """The names of the settings of each section by its name; those of the top level by ""."""
-    values = RunConfig.model_validate(_REQUIRED).model_dump()
-    sections = {name: [*section] for name, section in values.items() if isinstance(section, dict)}
-    return {"": [*values], **sections}
-
-
 def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
     """The config with the settings of its `model.recipe` for those that it leaves out.
 
     A section without any setting is YAML's null: all its settings may be in comments.
     """
-    sections = _legal_keys()
-    result = {key: {} if key in sections and it is None else it for key, it in value.items()}
+    sections = RunConfig.model_validate(_REQUIRED).model_dump()
+    result = {
+        key: {} if it is None and isinstance(sections.get(key), dict) else it
+        for key, it in value.items()
+    }
     model = result.get("model")
     recipe = model.get("recipe") if isinstance(model, dict) else None
     for name, recipes in (("model", model_config.RECIPES), ("optimizer", optimizer_config.RECIPES)):
@@ -215,51 +200,28 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
             yield f"{name}={_show(name, value)} was removed; {SETTINGS[name].instead} ({PAGE})"
         else:
             yield f"unknown key {name}; {_nearest_key(path)}"
-    elif path[-1:] == ("[key]",):  # of a mapping with given keys
-        choices = re.findall(r"'(.*?)'", error.get("ctx", {}).get("expected", ""))
-        nearest = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        yield f"unknown key {dotted(path[:-1])}; {_rule(error)}{hint}"
     elif kind == "missing":
         yield f"{name} is missing; give it a value (example: txl config show quickstart)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):
         yield f"{name} is a section; write its keys below it, found {_show(name, value)}"
     else:
-        yield f"{name} is {_show(name, value)}; {_rule(error)}"
-
-
-def _rule(error: Mapping[str, Any]) -> str:
-    """pydantic's text, such as "Input should be greater than 0", fitted into our sentence."""
-    text = str(error["msg"])
-    return (text[:1].lower() + text[1:]).replace("input", "it", 1)
+        # pydantic's text, such as "Input should be greater than 0", fitted into our sentence.
+        rule = str(error["msg"])
+        rule = (rule[:1].lower() + rule[1:]).replace("input", "it", 1)
+        yield f"{name} is {_show(name, value)}; {rule}"
 
 
 def _nearest_key(path: KeyPath) -> str:
-    """A hint for an unknown key: a similar one in its section, or the same one in another."""
-    section, name, legal = path[:-1], str(path[-1]), _legal_keys()
-    siblings = legal.get(dotted(section), [])
-    if section[:2] == ("data", "mixture"):
-        siblings = [*CorpusConfig.model_fields]
-    if nearest := difflib.get_close_matches(name, siblings, n=1):
-        return f"did you mean {dotted((*section, nearest[0]))}?"
-    for other, keys in legal.items():
-        for key in keys:  # It is a key of another section, or was written as `a.b: value`.
-            full = f"{other}.{key}" if other else key
-            if name in (key, full):
-                return f"did you mean {full}?" + (" Sections are nested." if full == name else "")
-    return f"valid here: {', '.join(siblings)}"
-
-
-def _kind_of(value: Any) -> str:
-    """The YAML kind of a value."""
-    names = {dict: "a mapping", list: "a list", str: "text", bool: "true/false", type(None): "null"}
-    return names.get(type(value), "a number")
+    """A hint for an unknown key: the same one in another section, or a similar one."""
+    legal = [*flatten_settings(_REQUIRED), *default_settings(), "data.mixture.NAME.weight"]
+    same = [key for key in legal if key.endswith(f".{path[-1]}")]
+    nearest = same or difflib.get_close_matches(dotted(path), legal, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else "all settings: txl config show quickstart"
 
 
 def _show(name: str, value: Any) -> str:
     """The value as JSON, shortened, and hidden if `name` is secret."""
-    redacted = redact({name.rpartition(".")[2]: value})
-    text = json.dumps(next(iter(redacted.values())), ensure_ascii=False, default=str)
+    text = json.dumps(redact_field(name.rpartition(".")[2], value), ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -316,7 +278,6 @@ def starting_file(
 #
 # {lanes} lanes for {text} (docs/how_to/choose_settings.md).
 # The other recipe: txl config init NAME --recipe {other}. Other sizes, to compare: txl config list.
-# The run warns if the loss shows that it learns nothing from the context.
 
 """
     return header + "\n".join(_settings({"directory": f"runs/{name}", **given})) + "\n"
@@ -339,13 +300,11 @@ def _settings(given: dict[str, Any]) -> Iterator[str]:
 def _setting(name: str, value: Any, text: str, *, indent: str, in_use: bool) -> Iterator[str]:
     comment = f"{indent}# "
     yield from textwrap.wrap(text, 100, initial_indent=comment, subsequent_indent=comment)
-    # Collections in one line, which is also JSON; numbers and text as in the run directory.
-    is_collection = isinstance(value, list | dict)
-    # dump_yaml would quote some names, such as `on`, which other readers of YAML take for true.
-    shown = (
-        json.dumps(value) if is_collection else dump_yaml({"": value}).partition(": ")[2].strip()
-    )
-    yield f"{indent if in_use else comment}{name}: {shown}"
+    # JSON is YAML, but text without quotes is easier to read where YAML allows it.
+    line = json.dumps(value)
+    if isinstance(value, str | float):
+        line = dump_yaml({"": value}).partition(": ")[2].strip()
+    yield f"{indent if in_use else comment}{name}: {line}"
 
 
 def documentation_of(section: type) -> dict[str, str]:

@@ -13,7 +13,6 @@ from pydantic import (
     field_validator,
 )
 
-from data_pipeline.system.sources import is_url, shown
 from data_pipeline.system.strict import StrictModel
 from txl_dist.config.redaction import redact_field
 
@@ -88,18 +87,6 @@ class DataConfig(Section):
     """Cut the text into pieces of so many tokens and shuffle them: a lane reads a piece, then
     another one elsewhere, without memory of the one before. Pieces of `tgt_len` tokens are what
     others call random windows; in longer ones the memory works. null: lanes read documents."""
-    cache_path: PathText | None = None
-    """Directory on a disk of each node that keeps the parts of shards that were read, for data on a
-    network file system; null: none, except that URLs use TXL_CACHE_DIR."""
-    cache_bytes: int = Field(default=10 * 2**30, ge=1)
-    """Size limit of `cache_path` for all ranks of a node together, in bytes."""
-
-    @field_validator("cache_path")
-    @classmethod
-    def _require_local_cache(cls, path: str | None) -> str | None:
-        if path is not None and is_url(path):
-            raise ValueError(f"{shown(path)!r} is a URL; write a directory on a disk of the node")
-        return path
 
     @field_validator("path")
     @classmethod

@@ -68,7 +68,7 @@ def find_config(given: str | Path) -> Path:
     name = path.as_posix().removeprefix("configs/").removesuffix(_SUFFIX)
     named = named_configs().get(name)
     if named is None:
-        raise ConfigError(f"{path} is not a config file{_suggestion(path, name)}")
+        raise ConfigError(f"{path} is not a config file{_suggestion(path)}")
     # `txl config init quickstart` writes quickstart.yaml.
     namesake = Path(f"{given}{_SUFFIX}")
     if namesake.is_file() and not namesake.samefile(named):
@@ -92,18 +92,13 @@ def summary(path: Path) -> str:
     return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
 
 
-def _suggestion(path: Path, name: str) -> str:
+def _suggestion(path: Path) -> str:
     directory = path if path.is_dir() else path.parent
-    files = {config.stem: config for config in sorted(directory.glob("*.yaml"))}
-    wanted = "config" if path.is_dir() else path.stem
-    if nearest := difflib.get_close_matches(wanted, files, n=1, cutoff=0.5):
-        return f"; did you mean {files[nearest[0]]}?"
-    last_parts = {full: full.rpartition("/")[2] for full in named_configs()}
-    similar = [full for full, last in last_parts.items() if last == name]
-    if not similar:
-        close = {*difflib.get_close_matches(name, [*last_parts, *last_parts.values()], n=3)}
-        similar = [full for full, last in last_parts.items() if close & {full, last}]
-    if similar:
-        return f", and the package has none of that name; did you mean {' or '.join(similar)}?"
-    found = ", ".join(map(str, files.values())) or "none"
+    files = {config.stem: str(config) for config in sorted(directory.glob("*.yaml"))}
+    if similar := difflib.get_close_matches(path.stem, files, n=1, cutoff=0.5):
+        return f"; did you mean {files[similar[0]]}?"
+    similar = [name for name in named_configs() if name.endswith(f"/{path.stem}")]
+    if similar or (similar := difflib.get_close_matches(path.stem, named_configs(), n=3)):
+        return f"; did you mean {' or '.join(similar)}?"
+    found = ", ".join(files.values()) or "none"
     return f". Configs in {directory}: {found}. Those of the package: txl config list"

@@ -32,9 +32,35 @@ SETTINGS: dict[str, Removed] = {
     "data.train_split": Removed(
         ("train",), "prepare the data with names of splits: txl prepare train=PATH valid=PATH"
     ),
+    "data.cache_path": Removed(
+        (None,),
+        "copy the dataset to a disk of each node, or give data.path a URL: TXL_CACHE_DIR keeps "
+        "what was read from it",
+    ),
+    "data.cache_bytes": Removed(range(2**63), "leave it out, as data.cache_path"),
     "data.prefetch_segments": Removed(range(2**31), "leave it out: 16 segments are read ahead"),
     "divergence.max_events_interval_steps": Removed(
         (1000,), "leave it out: divergence.max_events counts the last 1,000 steps"
+    ),
+    "evaluation.path": Removed(
+        (None,),
+        "prepare the split together with the training data (txl prepare train=PATH valid=PATH), or "
+        "score the checkpoints by txl eval RUN DATA",
+    ),
+    "optimizer.decay_steps": Removed(
+        (None,), "it belonged to `schedule: wsd`; use `linear`, which had a lower loss"
+    ),
+    "optimizer.ema_decay": Removed(
+        (0.999,), "it belonged to `averaging: ema`; use `asgd`, the mean of the weights"
+    ),
+    "optimizer.lr_factors": Removed(({},), _USELESS),
+    "training.num_tokens": Removed(
+        (None,),
+        "give training.num_steps: the tokens divided by those of a step, the lanes of a step x "
+        "data.tgt_len",
+    ),
+    "training.num_epochs": Removed(
+        (None,), "give training.num_steps: txl train --dry-run says how many steps an epoch has"
     ),
     "training.changes": Removed(
         ((), [], "[]"),

@@ -71,12 +71,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         # Collect all contradictions, so that one correction is enough.
-        steps = self.training.num_steps
-        problems = [] if steps is None else list(self.optimizer.problems_with(num_steps=steps))
-        problems += self.optimizer.problems_at_stage(self.deepspeed.zero_stage)
-        min_lr, lr = self.optimizer.min_lr, self.optimizer.lr
-        if min_lr > lr:
-            problems.append(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
+        problems = [
+            *self.optimizer.problems_with(num_steps=self.num_steps),
+            *self.optimizer.problems_at_stage(self.deepspeed.zero_stage),
+        ]
         if self.model.vocab_size is None:
             problems.append(
                 "model.vocab_size=null is a model of vectors, for a loop of your own; a run reads "
@@ -94,10 +92,10 @@ class RunConfig(Section):
                 "use null"
             )
         profile = self.training.profile_steps
-        if profile is not None and steps is not None and profile[0] > steps:
+        if profile is not None and profile[0] > self.num_steps:
             problems.append(
                 f"training.profile_steps={list(profile)} begins after the end of the run "
-                f"(training.num_steps={steps})"
+                f"(training.num_steps={self.num_steps})"
             )
         if self.training.compile and self.deepspeed.zero_stage == 3:
             problems.append(
@@ -110,24 +108,19 @@ class RunConfig(Section):
                 f"data.tgt_len={self.data.tgt_len} cannot be read as training.backprop_segments="
                 f"{self.training.backprop_segments} segments of equal length; use a multiple"
             )
-        problems += self._problems_of_backprop_segments()
+        if self.training.backprop_segments == 1 and self.model.memory_facts.adds_tokens:
+            problems.append(
+                f"model.memory={self.model.memory} needs training.backprop_segments of at least 2: "
+                "only the losses of later segments of a step train what a segment writes"
+            )
+        if self.training.backprop_segments > 1 and not self.model.has_memory:
+            problems.append(
+                "training.backprop_segments needs a memory, through which gradients pass: set "
+                "model.mem_len to at least 1, or backprop_segments=1"
+            )
         if problems:
             raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
         return self
-
-    def _problems_of_backprop_segments(self) -> list[str]:
-        num_segments, model = self.training.backprop_segments, self.model
-        if model.memory_facts.adds_tokens and num_segments == 1:
-            return [
-                f"model.memory={model.memory} needs training.backprop_segments of at least 2: only "
-                "the losses of later segments of a step train what a segment writes"
-            ]
-        if num_segments > 1 and not model.has_memory:
-            return [
-                "training.backprop_segments needs a memory, through which gradients pass: set "
-                "model.mem_len to at least 1, or backprop_segments=1"
-            ]
-        return []
 
     @property
     def warnings(self) -> list[str]:
@@ -152,14 +145,9 @@ class RunConfig(Section):
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run. Tokens and epochs: first call `resolve_duration`."""
-        assert self.training.num_steps is not None
+        """Optimizer steps of the whole run."""
         return self.training.num_steps
 
     @property
     def run_path(self) -> Path:
         return Path(self.directory)
-
-    def tokens_after(self, step: int) -> int:
-        """Targets of all steps after `step`, over all lanes."""
-        return (self.num_steps - step) * self.data.tokens_per_step

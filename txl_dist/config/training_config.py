@@ -9,19 +9,15 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from txl_dist.config.data_config import PathText, Section
+from txl_dist.config.data_config import Section
 
 
 class TrainingConfig(Section):
     """Length of the run, micro-batches, logging and checkpoints."""
 
-    num_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the whole run, those before a resume included. Exactly one of `num_steps`,
-    `num_tokens` and `num_epochs` sets the length of a run."""
-    num_tokens: int | None = Field(default=None, ge=1)
-    """Length in tokens of all lanes; rounded up to whole steps."""
-    num_epochs: float | None = Field(default=None, gt=0)
-    """Length in epochs of the training data; rounded up to whole steps."""
+    num_steps: int = Field(ge=1)
+    """Optimizer steps of the whole run, those before a resume included. A step reads the lanes of a
+    step x `data.tgt_len` tokens; `txl train --dry-run` says how many steps an epoch has."""
     micro_batch_lanes: int | None = Field(default=None, ge=1)
     """Lanes per micro-batch of a rank; null: all its lanes. Changes the speed and the bytes of
     activations only."""
@@ -73,19 +69,6 @@ class TrainingConfig(Section):
             )
         return steps
 
-    @model_validator(mode="after")
-    def _require_one_duration(self) -> Self:
-        lengths = {name: getattr(self, name) for name in ("num_steps", "num_tokens", "num_epochs")}
-        given = [f"{name}={value}" for name, value in lengths.items() if value is not None]
-        if not given:
-            raise ValueError("num_steps, num_tokens or num_epochs is missing: the length of a run")
-        if len(given) > 1:
-            raise ValueError(
-                f"{' and '.join(given)} all set the length of the run; keep one "
-                "and remove the others, or set them to null"
-            )
-        return self
-
 
 EVENT_STEPS = 1000
 """Number of the latest steps in which events of divergence are counted."""
@@ -119,11 +102,8 @@ class EvaluationConfig(Section):
     """Evaluation during training, in `exact` mode: every `interval_steps`, and at the end."""
 
     split: str | None = "auto"
-    """`auto`: the split `valid` if the data has it. null: the ranks evaluate nothing; `txl eval
-    --watch` can score the checkpoints while training continues."""
-    path: PathText | None = None
-    """Dataset of the split; null: the first corpus of `data` that has the split. With it, the names
-    of the scores begin with the dataset: `books/valid/loss` instead of `valid/loss`."""
+    """A split of the first corpus of `data` that has it. `auto`: `valid`, if there is one. null:
+    the ranks evaluate nothing; `txl eval --watch` can score the checkpoints during training."""
     interval_steps: int = Field(default=500, ge=1)
     """Steps between two evaluations; the last step always has one."""
     batch_chunks: int = Field(default=8, ge=1)

@@ -1,11 +1,11 @@
 """YAML 1.2 of config files, by ruamel.yaml: values with the line of each, and its dump.
 
 Not supported, and refused with the line: repeated keys, keys that are not text, tags, aliases
-(nested ones expand exponentially), numbers that are not finite, and nesting deeper than MAX_DEPTH.
+(nested ones expand exponentially), and numbers that are not finite.
 """
 
 import io
-import math
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ from txl_dist.errors import ConfigError
 KeyPath = tuple[str | int, ...]
 """Keys and list indices that lead to a value from the top."""
 
-MAX_DEPTH = 32
 MAX_BYTES = 256 * 1024
 """A longer file is not a run config, and is not read."""
 _TEXT = "tag:yaml.org,2002:str"
@@ -60,7 +59,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 def _yaml() -> YAML:
     yaml: Any = YAML(typ="safe", pure=True)  # its attributes have no declared types
     yaml.Representer = _Representer
-    yaml.allow_duplicate_keys = True  # `_Index` refuses them, without their values.
+    yaml.allow_duplicate_keys = True  # `_record_lines` refuses them, without their values.
     yaml.default_flow_style, yaml.width = False, 100
     yaml.sort_base_mapping_type_on_output = False
     return yaml
@@ -78,15 +77,17 @@ def read_yaml(text: str) -> YamlDocument:
         node = yaml.compose(text)
         if node is None:
             return YamlDocument()
-        index = _Index()
-        index.add(node, ())
-        return YamlDocument(yaml.constructor.construct_document(node), index.lines)
+        lines: dict[KeyPath, int] = {}
+        _record_lines(node, (), lines, set())
+        value = yaml.constructor.construct_document(node)
+        json.dumps(value, allow_nan=False)  # raises ValueError
+        return YamlDocument(value, lines)
     except MarkedYAMLError as error:
         raise YamlTextError(str(error.problem), error.problem_mark) from None
-    except YAMLError as error:
+    except (YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
         raise YamlTextError(str(error).splitlines()[0]) from None
     except RecursionError:
-        raise YamlTextError(f"nested deeper than {MAX_DEPTH} levels") from None
+        raise YamlTextError("nested too deeply") from None
 
 
 def dump_yaml(value: Mapping[str, Any]) -> str:
@@ -96,49 +97,29 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
     return text.getvalue()
 
 
-class _Index:
-    """The lines of a composed document. Refuses what is not supported."""
-
-    def __init__(self) -> None:
-        self.lines: dict[KeyPath, int] = {}
-        self._nodes: set[int] = set()
-
-    def add(self, node: Node, path: KeyPath) -> None:
-        """Record a node and everything in it."""
-        mark = node.start_mark
-        if id(node) in self._nodes:  # ruamel.yaml resolves an alias to the node of its anchor
-            raise YamlTextError("an anchor with an alias is not supported; write it out", mark)
-        self._nodes.add(id(node))
-        if len(path) > MAX_DEPTH:
-            raise YamlTextError(f"nested deeper than {MAX_DEPTH} levels", mark)
-        # For a mapping's value the line of its key is already there: the better one to show.
-        self.lines.setdefault(path, mark.line + 1)
-        if isinstance(node, SequenceNode):
-            for number, item in enumerate(node.value):
-                self.add(item, (*path, number))
-        elif isinstance(node, MappingNode):
-            for key_node, value_node in node.value:
-                self._add_entry(key_node, value_node, path)
-        elif str(node.tag).endswith((":int", ":float")):
-            try:
-                is_finite = math.isfinite(float(node.value))
-            except ValueError:  # .inf, or a number that is not decimal
-                is_finite = False
-            if not is_finite:
-                text = f"{node.value[:40]} is not a finite decimal number; quote it if it is text"
-                raise YamlTextError(text, mark)
-        elif str(node.tag).endswith(":timestamp"):
-            node.tag = _TEXT
-
-    def _add_entry(self, key_node: Node, value_node: Node, path: KeyPath) -> None:
-        key, mark = key_node.value, key_node.start_mark
-        if key_node.tag != _TEXT:
-            raise YamlTextError(f"a key must be text, found {key!s:.40}; quote it", mark)
-        if first := self.lines.get((*path, key)):
-            name = dotted((*path, key))
-            raise YamlTextError(f"{name} is given twice, first on line {first}; keep one", mark)
-        self.lines[(*path, key)] = mark.line + 1
-        self.add(value_node, (*path, key))
+def _record_lines(node: Node, path: KeyPath, lines: dict[KeyPath, int], seen: set[int]) -> None:
+    """Add the lines of a composed node and of all in it. Refuses what is not supported."""
+    mark = node.start_mark
+    if id(node) in seen:  # ruamel.yaml resolves an alias to the node of its anchor
+        raise YamlTextError("an anchor with an alias is not supported; write it out", mark)
+    seen.add(id(node))
+    # For a mapping's value the line of its key is already there: the better one to show.
+    lines.setdefault(path, mark.line + 1)
+    if isinstance(node, SequenceNode):
+        for number, item in enumerate(node.value):
+            _record_lines(item, (*path, number), lines, seen)
+    elif isinstance(node, MappingNode):
+        for key_node, value_node in node.value:
+            key, mark = key_node.value, key_node.start_mark
+            if key_node.tag != _TEXT:
+                raise YamlTextError(f"a key must be text, found {key!s:.40}; quote it", mark)
+            if first := lines.get((*path, key)):
+                name = dotted((*path, key))
+                raise YamlTextError(f"{name} is given twice, first on line {first}; keep one", mark)
+            lines[(*path, key)] = mark.line + 1
+            _record_lines(value_node, (*path, key), lines, seen)
+    elif str(node.tag).endswith(":timestamp"):
+        node.tag = _TEXT
 
 
 def dotted(path: KeyPath) -> str:
@@ -151,14 +132,10 @@ def dotted(path: KeyPath) -> str:
 
 def read_text(path: Path) -> str:
     """The text of a config file. Raises ConfigError if it is none."""
-    if not path.is_file():  # nothing, a directory, or a pipe, which would block
-        raise ConfigError(f"{path} is not a file")
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)  # One more, to see that the file is too long.
-        if len(data) > MAX_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} is longer than {MAX_BYTES:,} bytes: not a run config")
         # Some Windows editors start a file with a byte order mark; "utf-8-sig" removes it.
-        return data.decode("utf-8-sig")
+        return path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a text file in UTF-8: {error}") from None

@@ -23,7 +23,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import training_flops
 from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.device import TORCH_DTYPE
-from txl_dist.training.data import first_phase, open_corpora
+from txl_dist.training.data import open_corpora
 from txl_dist.training.speed import device_peak_flops
 
 STAGES = (0, 1, 2, 3)
@@ -89,21 +89,16 @@ class RunEstimate:
         return {**asdict(self), "stages": stages, "days": self.days, "legal_world_sizes": sizes}
 
 
-def with_data(config: RunConfig) -> tuple[RunConfig, int | None]:
-    """The config with the vocabulary of its data, and the number of steps if it is known.
+def with_data(config: RunConfig) -> tuple[RunConfig, int]:
+    """The config with the vocabulary of its data, and the number of steps.
 
     The manifests of the datasets are read, if they are there. Raises ConfigError if the vocabulary
     is unknown, DataError for a damaged dataset.
     """
     vocab_size, data = config.model.vocab_size, config.data
-    num_tokens: float | None = config.training.num_tokens
     paths = [dataset_path(corpus.path) for corpus in data.corpora.values()]
     if all(not isinstance(path, Path) or (path / MANIFEST_NAME).exists() for path in paths):
-        corpora = open_corpora(data)
-        vocab_size = corpora[0].manifest.vocab_size
-        if config.training.num_epochs is not None:
-            phase = first_phase(corpora, num_lanes=data.num_lanes)
-            num_tokens = config.training.num_epochs * phase.plan(tgt_len=data.tgt_len).num_tokens
+        vocab_size = open_corpora(data)[0].manifest.vocab_size
     elif not vocab_size:
         listed = ", ".join(corpus.path for corpus in data.corpora.values())
         raise ConfigError(
@@ -114,10 +109,7 @@ def with_data(config: RunConfig) -> tuple[RunConfig, int | None]:
         model = replace(config.model, vocab_size=vocab_size)
     except ValueError as error:
         raise ConfigError(f"model, with {vocab_size:,} token ids: {error}") from None
-    steps = config.training.num_steps
-    if steps is None and num_tokens is not None:
-        steps = math.ceil(num_tokens / data.tokens_per_step)
-    return config.model_copy(update={"model": model}), steps
+    return config.model_copy(update={"model": model}), config.num_steps
 
 
 def flops_per_token(config: RunConfig) -> float:

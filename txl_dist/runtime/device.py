@@ -79,7 +79,7 @@ def autocast(
 
     Disabled for fp32. Parameters, optimizer state, memory and losses are fp32 in either precision,
     so checkpoints are the same. DeepSpeed applies its own autocast in training
-    (`training/engine/settings.py`) and disables any other around its engine; evaluation and
+    (`training/engine/deepspeed_setup.py`) and disables any other around its engine; evaluation and
     generation use this one. See docs/decisions/0006-bf16-by-autocast.md.
 
     `cache_enabled`: whether a weight is cast once per context, and not once per operation.

@@ -11,8 +11,10 @@ from torch import Tensor
 from data_pipeline.streams.batches import Batch, in_turns, pipeline, rows_of_segments
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.streams.segments import Segment
+from txl_dist.config.run_config import RunConfig
 from txl_dist.model.devices import to_device
-from txl_dist.training.start import Start
+from txl_dist.runtime.world import World
+from txl_dist.training.data import TrainingData
 from txl_dist.training.state import TrainState
 
 DATA_TIMEOUT_SHARE = 0.9
@@ -22,23 +24,30 @@ PREFETCH_SEGMENTS = 16
 
 
 class Batches:
-    """The batches of `num_rows` rows of this rank's lanes; at most one stream is open."""
+    """The batches of `num_rows` rows of a rank's lanes. Close it: a thread reads ahead."""
 
-    def __init__(self, start: Start, *, num_rows: int) -> None:
-        self._start, self._num_rows = start, num_rows
-        self._lanes = start.data.plan.lanes_of_rank(start.world.rank, start.world.num_ranks)
-        self._streams = start.stack.enter_context(ExitStack())
+    def __init__(
+        self, data: TrainingData, config: RunConfig, world: World, *, num_rows: int
+    ) -> None:
+        self._data, self._config, self._device = data, config, world.device
+        self._lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
+        self._num_rows = num_rows
+        self._streams = ExitStack()
+        """At most one stream is open."""
         self._batches: Iterator[Batch] | DeviceBatches = iter(())
 
     def open_at(self, state: TrainState) -> None:
         """Continue with the batch that `state` reads next."""
-        self._streams.close()  # that of superseded steps
+        self.close()  # the stream of superseded steps
         stream = self._streams.enter_context(closing(self._stream(state)))
         batches: Iterator[Batch] = pipeline(stream, self._in_turns(state, turn=state.turn))
-        device = self._start.world.device
-        if device.type != "cpu":
-            batches = DeviceBatches(batches, device, is_ready=lambda: stream.has_segment)
+        if self._device.type != "cpu":
+            batches = DeviceBatches(batches, self._device, is_ready=lambda: stream.has_segment)
         self._batches = batches
+
+    def close(self) -> None:
+        """End the thread that reads."""
+        self._streams.close()
 
     def read(self) -> Batch:
         """The next batch. Raises the errors of `SegmentStream`."""
@@ -57,14 +66,14 @@ class Batches:
     def _in_turns(
         self, state: TrainState, *, turn: int
     ) -> Callable[[Iterable[Segment]], Iterator[Batch]]:
-        plan = self._start.data.plan_of(state.phases[-1])
+        plan = self._data.plan_of(state.phases[-1])
         return in_turns(plan, self._lanes, num_rows=self._num_rows, turn=turn)
 
     def _stream(self, state: TrainState) -> SegmentStream:
-        config, data, phase = self._start.config, self._start.data, state.phases[-1]
-        plan = data.plan_of(phase)
+        config, phase = self._config, state.phases[-1]
+        plan = self._data.plan_of(phase)
         return SegmentStream(
-            data.source_of(phase, config),
+            self._data.source_of(phase, config),
             plan,
             lanes=self._lanes,
             num_rows=rows_of_segments(plan, self._lanes, num_rows=self._num_rows),

@@ -23,24 +23,23 @@ from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE, require_triton
 from txl_dist.runtime.fault_injection import fault_point
+from txl_dist.runtime.stop import StopRequest
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackedDataset, dataset_name
 from txl_dist.training.batches import Batches
 from txl_dist.training.compilation import compile_layers
-from txl_dist.training.data import Corpus, TrainingData
-from txl_dist.training.diagnostics import LearningCheck, StepProfiler
+from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine, create_engine
 from txl_dist.training.goodput import RunEvents
-from txl_dist.training.loading import in_phase_of, resume_at
 from txl_dist.training.loop import Evaluate, Evaluation, Trainer
-from txl_dist.training.observer import Observer, Observers
+from txl_dist.training.observer import Observer
 from txl_dist.training.recovery import Recovery
 from txl_dist.training.report import Report, log_start
 from txl_dist.training.saving import open_saver
 from txl_dist.training.scores import StepScore
-from txl_dist.training.speed import StragglerCheck, Utilisation
-from txl_dist.training.start import Start
+from txl_dist.training.speed import StepProfiler, StragglerCheck, Utilisation
+from txl_dist.training.start import Start, in_phase_of, resume_at
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
@@ -50,7 +49,8 @@ log = logging.getLogger(__name__)
 def build_trainer(start: Start) -> Trainer:
     """Resume or initialise, and build all parts of the run. Collective."""
     step = build_step(start)
-    batches = Batches(start, num_rows=step.num_rows)
+    batches = Batches(start.data, start.config, start.world, num_rows=step.num_rows)
+    start.stack.enter_context(closing(batches))
     if start.point is not None:
         state = resume_at(start.point, start, step, batches)
     else:
@@ -60,7 +60,7 @@ def build_trainer(start: Start) -> Trainer:
         lambda: start.clean_directory() if start.world.is_rank_zero else 0
     )
     # Before the tracker: the peak is measured without its process.
-    observers = build_observers(start, state)
+    observers = build_observers(start)
     tracker = start_tracker(start)
     if start.world.is_rank_zero:
         log_start(start, state, shapes=step.engine.shapes, reached_step=reached_steps[0])
@@ -173,24 +173,24 @@ def build_evaluator(start: Start, engine: Engine) -> Evaluate | None:
     )
     chunks = plan_evaluation(source, settings, model.config)
     text = scored_text(source, max_tokens=settings.max_tokens)
+    digest = data.evaluation.corpus.manifest.digest
 
-    score = StepScore(
-        step=0,
-        split=settings.split,
-        max_tokens=settings.max_tokens,
-        data_digest=data.evaluation.corpus.manifest.digest,
-        nats=None,
-    )
-
-    def evaluate(state: TrainState, *, stop: object) -> StepScore | None:
+    def evaluate(state: TrainState, stop: StopRequest) -> StepScore | None:
         world.activity.name = f"evaluation of split {settings.split}"
         with engine.averaged_weights(), engine.whole_model() as whole_model:
             whole_scorer = replace(scorer, model=whole_model)
             sums = evaluate_on_ranks(whole_scorer, chunks, world=world, stop=stop)
         if sums is None:
             return None
-        facts = {"step": state.step, "tokens": state.tokens}
-        return score.model_copy(update=facts).with_sums(text.counted(sums))
+        score = StepScore(
+            step=state.step,
+            tokens=state.tokens,
+            split=settings.split,
+            max_tokens=settings.max_tokens,
+            data_digest=digest,
+            nats=None,
+        )
+        return score.with_sums(text.counted(sums))
 
     return evaluate
 
@@ -198,7 +198,7 @@ def build_evaluator(start: Start, engine: Engine) -> Evaluate | None:
 # --- what observes --------------------------------------------------------------------------------
 
 
-def build_observers(start: Start, state: TrainState) -> Observers:
+def build_observers(start: Start) -> list[Observer]:
     """The observers of this rank; a new one is one class and one entry here. Collective."""
     world, config, data = start.world, start.config, start.config.data
     flops = training_flops(
@@ -210,16 +210,8 @@ def build_observers(start: Start, state: TrainState) -> Observers:
     utilisation = Utilisation(
         world, TORCH_DTYPE[config.precision], flops_per_token=flops / data.tokens_per_step
     )
-    observers: list[Observer] = [
-        StragglerCheck(world, zero_stage=config.deepspeed.zero_stage),
-    ]
-    # Raises on all ranks.
-    learning = world.run_on_all(
-        lambda: LearningCheck.of(config, start.data, state) if world.is_rank_zero else None
-    )[0]
+    observers: list[Observer] = [StragglerCheck(world, zero_stage=config.deepspeed.zero_stage)]
     if world.is_rank_zero:
-        if learning is not None:
-            observers.append(learning)
         if config.training.profile_steps is not None:
             first_step, last_step = config.training.profile_steps
             profiler = StepProfiler(
@@ -230,11 +222,11 @@ def build_observers(start: Start, state: TrainState) -> Observers:
             )
             observers.append(start.stack.enter_context(closing(profiler)))
         journal = start.stack.enter_context(MetricsJournal(start.directory.metrics))
-        scored = start.data.evaluation.label if start.data.evaluation else None
-        report = Report(journal, world.activity, config, scored=scored, utilisation=utilisation)
-        events = RunEvents(start.directory.event_log, world.activity, split=scored or "")
-        observers += [report, events]
-    return Observers(observers)
+        observers += [
+            Report(journal, world.activity, config, utilisation),
+            RunEvents(start.directory.event_log, world.activity),
+        ]
+    return observers
 
 
 # --- what is tracked ------------------------------------------------------------------------------
@@ -257,26 +249,28 @@ def start_tracker(start: Start) -> TrackingProcess | None:
 
 def tracked_datasets(data: TrainingData) -> list[TrackedDataset]:
     """The splits that a run trains on and scores, as a tracker records them."""
-    datasets = [_tracked(corpus, TRAIN_SPLIT, "training") for corpus in data.corpora]
-    if (evaluated := data.evaluation) is not None:
-        datasets.append(_tracked(evaluated.corpus, evaluated.name, "evaluation"))
-    return datasets
-
-
-def _tracked(corpus: Corpus, split: str, context: str) -> TrackedDataset:
-    manifest = corpus.manifest
-    entry, source = manifest.splits[split], shown(str(corpus.directory))
-    return TrackedDataset(
-        name=dataset_name(source, split),
-        digest=manifest.digest,
-        source=source,
-        context=context,
-        profile={
+    splits = [(corpus, TRAIN_SPLIT, "training") for corpus in data.corpora]
+    if data.evaluation is not None:
+        splits.append((data.evaluation.corpus, data.evaluation.name, "evaluation"))
+    datasets = []
+    for corpus, split, context in splits:
+        manifest, source = corpus.manifest, shown(str(corpus.directory))
+        entry = manifest.splits[split]
+        profile = {
             "tokens": entry.tokens,
             "documents": entry.documents,
             "text_bytes": entry.text_bytes if manifest.has_text else None,
             "vocab_size": manifest.vocab_size,
             "dtype": manifest.dtype,
             "tokenizer_sha256": manifest.tokenizer_digest,
-        },
-    )
+        }
+        datasets.append(
+            TrackedDataset(
+                name=dataset_name(source, split),
+                digest=manifest.digest,
+                source=source,
+                context=context,
+                profile=profile,
+            )
+        )
+    return datasets

@@ -2,7 +2,7 @@
 
 There are three kinds of settings. Those that affect no number may differ freely. Those that change
 the trajectory, but for which weights and position stay valid, need `--allow-change KEY`; the memory
-is rebuilt if it does not fit (`loading.py`). All others define another model or another
+is rebuilt if it does not fit (`start.py`). All others define another model or another
 token order, for which the checkpoint's weights or position would be wrong; they cannot change.
 """
 
@@ -23,7 +23,8 @@ from txl_dist.config.removed import without_removed
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
-from txl_dist.training.state import Phase, PhaseChange, TrainState, load_state
+from txl_dist.training.phases import Phase, PhaseChange
+from txl_dist.training.state import TrainState, load_state
 
 MIXTURE = "data.mixture"
 
@@ -36,7 +37,7 @@ _FREE = (
     "model.attention",
     "model.recipe",  # its settings are compared themselves
     "model.vocab_size",
-    "training.num_tokens",  # compared as training.num_steps, like num_epochs
+    "training.num_tokens",  # of older versions, which resolved them to training.num_steps
     "training.num_epochs",
     "training.micro_batch_lanes",
     "training.log_interval_steps",
@@ -71,7 +72,6 @@ _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
 _BETWEEN_TURNS = ("data.num_lanes", "data.lanes_per_step", "data.tgt_len", "model.mem_")
 """Settings that change only where all lanes are at one position, like the data."""
-_IN_TOKENS = ("training.num_tokens", "training.num_epochs")
 
 
 def require_compatible(
@@ -94,21 +94,15 @@ def require_compatible(
     )
     settings = flatten_config(job.config)
     check_config(manifest.run, settings, allowed=job.allow_change, checkpoint=str(path))
-    if state.turn:
-        _require_same_lanes(manifest.run, settings, state, data.phase, path)
-
-
-def _require_same_lanes(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    state: TrainState,
-    phase: Phase,
-    path: DatasetPath,
-) -> None:
-    """Raises CheckpointError if lanes change while some of them are a segment ahead of others."""
-    old = {**default_settings(), **old}
-    changed = [key for key in new if key.startswith(_BETWEEN_TURNS) and new[key] != old.get(key)]
-    if PhaseChange.between(state.phases[-1], phase):
+    if not state.turn:
+        return
+    # Some lanes are a segment ahead of others.
+    old = {**default_settings(), **manifest.run}
+    changed = [
+        key for key, value in settings.items()
+        if key.startswith(_BETWEEN_TURNS) and value != old.get(key)
+    ]  # fmt: skip
+    if PhaseChange.between(state.phases[-1], data.phase):
         changed.append("the data")
     if changed:
         turns = old["data.num_lanes"] // old["data.lanes_per_step"]
@@ -159,15 +153,6 @@ def check_config(
             else "cannot change in a run; begin a new one in another directory"
         )
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
-    # Computed from the new lanes as if they had held from step 0, the length would be wrong.
-    sizes = ("data.num_lanes", "data.lanes_per_step", "data.tgt_len")
-    changed = [key for key in sizes if old.get(key) != new.get(key)]
-    for key in _IN_TOKENS if changed else ():
-        if new.get(key) is not None:
-            lines.append(
-                f"\n  {key}={new[key]}: tokens per step change with {changed[0]} -> set the length "
-                "in steps (training.num_steps, optimizer.warmup_steps), and this to null"
-            )
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")
 

@@ -5,9 +5,8 @@ Shards are not read here, only manifests and the tokenizer.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from data_pipeline.errors import counted
 from data_pipeline.shards.manifest import (
@@ -16,11 +15,9 @@ from data_pipeline.shards.manifest import (
     load_manifest,
     open_tokenizer,
 )
-from data_pipeline.shards.shard_files import FrameCache
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
-from data_pipeline.streams.order import Ordering
+from data_pipeline.streams.mixture import MixedSource
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.loading import StoredTokenizer, differences
@@ -28,7 +25,7 @@ from txl_dist.config.data_config import TRAIN_SPLIT, DataConfig, lanes_for
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
-from txl_dist.training.state import CorpusEntry, Phase
+from txl_dist.training.phases import CorpusEntry, Phase, mixed_source
 
 DEFAULT_SPLIT = "valid"
 """The split that `evaluation.split: auto` scores."""
@@ -42,15 +39,13 @@ class Corpus:
     directory: DatasetPath
     weight: float
     manifest: ShardManifest
-    cache: FrameCache | None = None
-    """Where frames are kept on this node; None: nowhere, or where URLs are cached."""
 
     @property
     def tokenizer(self) -> StoredTokenizer:
         return StoredTokenizer(self.directory / TOKENIZER_NAME, self.manifest.tokenizer_digest)
 
     def open(self, split: str) -> SplitReader:
-        return open_split(self.directory, split, manifest=self.manifest, frame_cache=self.cache)
+        return open_split(self.directory, split, manifest=self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +54,7 @@ class EvaluatedSplit:
 
     corpus: Corpus
     name: str
-    label: str
-    """Begins the names of its scores, such as `valid/loss`: the split, and before it the dataset if
-    `evaluation.path` names one. The loss of training is `loss`."""
+    """Begins the names of its scores, such as `valid/loss`. The loss of training is `loss`."""
 
     def open(self) -> SplitReader:
         return self.corpus.open(self.name)
@@ -107,7 +100,7 @@ class TrainingData:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:
             raise ConfigError(f"model, with the vocabulary of {directory}: {error}") from None
-        evaluation = _evaluation(config, corpora)
+        evaluation = _evaluation(config.evaluation.split, corpora)
         plan = phase.plan(tgt_len=config.data.tgt_len, num_turns=config.data.num_turns)
         plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
         _require_segment_fits(plan, rows=config.data.rows)
@@ -135,10 +128,7 @@ class TrainingData:
     @property
     def digests(self) -> dict[str, str]:
         """Digests of all datasets, by a name for messages; they must be equal on all ranks."""
-        digests = {f"data {corpus.name}": corpus.manifest.digest for corpus in self.corpora}
-        if self.evaluation is not None:
-            digests["evaluation data"] = self.evaluation.corpus.manifest.digest
-        return digests
+        return {f"data {corpus.name}": corpus.manifest.digest for corpus in self.corpora}
 
     def plan_of(self, phase: Phase) -> LanePlan:
         """The lanes of a phase of these corpora."""
@@ -161,39 +151,24 @@ def _require_segment_fits(plan: LanePlan, *, rows: int) -> None:
         )
 
 
-def mixed_source(
-    phase: Phase, sources: Mapping[str, TokenSource], *, ordering: Ordering, seed: int
-) -> TokenSource | MixedSource:
-    """The tokens that a phase reads. `sources` maps digests of corpora to their tokens."""
-    # Not read cyclically: the order of a single corpus is that of a run without a mixture.
-    if len(phase.corpora) == 1:
-        return sources[phase.corpora[0].digest]
-    tokens_per_epoch = phase.tokens_per_epoch
-    return MixedSource(
-        [
-            CyclicCorpus(
-                sources[entry.digest],
-                tokens_per_epoch=tokens_per_epoch[entry.name],
-                ordering=ordering,
-                seed=seed,
-                key=int(entry.digest[:16], 16),  # its order does not depend on the other corpora
-                start=entry.start,
-                first_epoch=phase.first_epoch,
-            )
-            for entry in phase.corpora
-        ]
-    )
-
-
 def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
-    """The corpora of a config. Raises DataError if two do not fit together."""
-    cache = _cache_of(data)
+    """Open the corpora of a config.
+
+    Raises DataError if two are the same, or if a token id has another meaning in one of them.
+    """
     corpora = tuple(
-        Corpus(name, dataset_path(entry.path), entry.weight, load_manifest(entry.path), cache)
+        Corpus(name, dataset_path(entry.path), entry.weight, load_manifest(entry.path))
         for name, entry in data.corpora.items()
     )
+    first = corpora[0]
     for number, corpus in enumerate(corpora):
-        _require_same_tokens(corpora[0], corpus)
+        if changes := differences(first.tokenizer, corpus.tokenizer):
+            raise DataError(
+                f"corpora {first.name!r} ({first.directory}) and {corpus.name!r} "
+                f"({corpus.directory}) do not fit together; their tokenizers differ: {changes}. "
+                "Prepare the second with the first one's tokenizer: txl prepare INPUT --out "
+                f"NEW_DIR --tokenizer {first.tokenizer.path}"
+            )
         for other in corpora[:number]:
             if other.manifest.digest == corpus.manifest.digest:
                 raise DataError(
@@ -201,23 +176,6 @@ def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
                     f"({corpus.directory}) are the same data. Name it once, with both weights added"
                 )
     return corpora
-
-
-def _cache_of(data: DataConfig) -> FrameCache | None:
-    if data.cache_path is None:
-        return None
-    return FrameCache(Path(data.cache_path).expanduser(), data.cache_bytes)
-
-
-def _require_same_tokens(first: Corpus, other: Corpus) -> None:
-    """Raises DataError unless token ids have the same meaning in both corpora."""
-    if changes := differences(first.tokenizer, other.tokenizer):
-        raise DataError(
-            f"corpora {first.name!r} ({first.directory}) and {other.name!r} ({other.directory}) do "
-            f"not fit together; their tokenizers differ: {changes}. Prepare the second with the "
-            f"first one's tokenizer: txl prepare INPUT --out NEW_DIR --tokenizer "
-            f"{first.tokenizer.path}"
-        )
 
 
 def first_phase(corpora: Sequence[Corpus], *, num_lanes: int) -> Phase:
@@ -247,24 +205,17 @@ def first_phase(corpora: Sequence[Corpus], *, num_lanes: int) -> Phase:
     return phase
 
 
-def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> EvaluatedSplit | None:
-    """The split to score. Raises DataError if no corpus has it, or its tokenizer differs."""
-    split, path = config.evaluation.split, config.evaluation.path
+def _evaluation(split: str | None, corpora: Sequence[Corpus]) -> EvaluatedSplit | None:
+    """The split to score, of the first corpus that has it. Raises DataError if none has it."""
     if split is None:
         return None
     name = DEFAULT_SPLIT if split == "auto" else split
-    if path is not None:
-        cache = _cache_of(config.data)
-        corpus = Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path), cache)
-        _require_same_tokens(corpora[0], corpus)
-        label = f"{corpus.directory.resolve().name}/{name}"
-    else:
-        candidates = [c for c in corpora if name in c.manifest.splits]
-        if split == "auto":
-            # A split of one token has no target.
-            candidates = [c for c in candidates if c.manifest.splits[name].tokens > 1]
-            if not candidates:
-                return None
-        corpus, label = candidates[0] if candidates else corpora[0], name
+    candidates = [corpus for corpus in corpora if name in corpus.manifest.splits]
+    if split == "auto":
+        # A split of one token has no target.
+        candidates = [c for c in candidates if c.manifest.splits[name].tokens > 1]
+        if not candidates:
+            return None
+    corpus = next(iter(candidates), corpora[0])
     corpus.manifest.split(name, corpus.directory)  # raises DataError if it is missing
-    return EvaluatedSplit(corpus, name, label)
+    return EvaluatedSplit(corpus, name)

@@ -10,10 +10,11 @@ launcher code: `step.py` computes, observers report (`observer.py`), `saving.py`
 `recovery.py` returns to them, and `build.py` creates these parts.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from data_pipeline.streams.batches import Batch
 from txl_dist.config.run_config import RunConfig
@@ -23,7 +24,7 @@ from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.training.batches import Batches
-from txl_dist.training.observer import Observers
+from txl_dist.training.observer import Observer, Values
 from txl_dist.training.recovery import BadScoreError, Recovery
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
@@ -31,14 +32,14 @@ from txl_dist.training.scores import ScoreTable, StepScore
 from txl_dist.training.state import LastUpdate, TrainState
 from txl_dist.training.step import StepResult, TrainStep
 
+log = logging.getLogger(__name__)
 
-class Evaluate(Protocol):
-    """Scores a split with the weights of all ranks. Collective.
+Evaluate = Callable[[TrainState, StopRequest], StepScore | None]
+"""Scores a split with the weights of all ranks. Collective.
 
-    Returns the score of the weights of `state`, or None on all ranks if `stop` is true on any.
-    """
-
-    def __call__(self, state: TrainState, *, stop: object) -> StepScore | None: ...
+Returns the score of the weights of the state, or None on all ranks if the request to stop is true
+on any.
+"""
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Trainer:
     batches: Batches
     """Those from `state` on."""
     step: TrainStep
-    observers: Observers
+    observers: list[Observer]
     saver: RunSaver
     evaluation: Evaluation
     recovery: Recovery
@@ -103,7 +104,8 @@ class Trainer:
                         # The step was accepted, so the checkpoint after the previous one is usable.
                         self.saver.confirm()
                     self.state = after_step(self.state, batch, result, self.config)
-                    self.observers.step(self.state, result)
+                    for observer in self.observers:
+                        observer.step(self.state, result)
                     if self._is_due(training.log_interval_steps):
                         self._write_line()
 
@@ -127,7 +129,8 @@ class Trainer:
     def _observed(self) -> Iterator[None]:
         """Tell the observers when the run starts, and how it ends."""
         is_complete = is_stopped = False
-        self.observers.start(self.state)
+        for observer in self.observers:
+            observer.start(self.state)
         try:
             yield
             is_complete = True
@@ -138,7 +141,8 @@ class Trainer:
             cause = self.saver.wait_after(error)
             raise DivergedError(f"{cause}. {self.recovery.advice(self.state)}") from error
         finally:
-            self.observers.end(self.state, is_complete=is_complete, is_stopped=is_stopped)
+            for observer in self.observers:
+                observer.end(self.state, is_complete=is_complete, is_stopped=is_stopped)
 
     def _is_due(self, interval_steps: int) -> bool:
         # A function of the step number only, so a resumed run has the same events.
@@ -147,13 +151,14 @@ class Trainer:
 
     def _read(self) -> Batch:
         number, activity = self.state.step + 1, self.step.world.activity
-        self.observers.segment(number)
+        for observer in self.observers:
+            observer.segment(number)
         activity.name = f"step {number}"
         activity.enter(Span.DATA_WAIT)
         batch = self.batches.read()
         activity.enter(Span.OTHER)
         if activity.num_steps == 0:
-            self.observers.event("first batch")
+            log.info("first batch")
         return batch
 
     def _compute(self, batch: Batch) -> StepResult:
@@ -162,10 +167,10 @@ class Trainer:
             "stop": bool(self.stop),
             "save_due": self.saver.is_due,
             "save_failed": self.saver.has_failed,
-            **self.observers.flags(),
+            **{name: flag for each in self.observers for name, flag in each.flags().items()},
         }
         if number in divergence.skip_steps:
-            self.observers.event("step %d is skipped: a rollback has excluded it", number)
+            log.info("step %d is skipped: a rollback has excluded it", number)
             return self.step.skip(step=number, flags=flags)
         computed = self.step.compute(
             batch, step=number, contiguous_from=self.state.contiguous_from, flags=flags
@@ -182,7 +187,11 @@ class Trainer:
         return result
 
     def _write_line(self) -> None:
-        self.observers.line(self.state, {})
+        values: Values = {}
+        for observer in self.observers:
+            observer.line(self.state, values)
+        for observer in self.observers:
+            observer.report(self.state, values)
         if self.state.unreported_sums.num_tokens:  # else the next line covers this step too
             changes = {"unreported": astuple(LossSums()), "unreported_steps": 0}
             self.state = self.state.model_copy(update=changes)
@@ -191,10 +200,8 @@ class Trainer:
         """Score the weights of this step on all ranks."""
         assert self.evaluation.score is not None
         fault_point("evaluation")
-        activity, step = self.step.world.activity, self.state.step
-        previous = activity.enter(Span.EVALUATION)
-        score = self.evaluation.score(self.state, stop=self.stop)
-        activity.enter(previous)
+        with self._in_span(Span.EVALUATION):
+            score = self.evaluation.score(self.state, self.stop)
         if score is None:
             self._stop()
         if score.nats is None:
@@ -203,27 +210,36 @@ class Trainer:
         # The file first: if this process is killed now, the next start writes the line.
         table = self.evaluation.table
         gain = self.step.world.broadcast(table and table.add(score))
-        self.observers.score(score, gain)
-        if gain is not None and self.saver.saved_step != step:
+        self._announce(score, gain)
+        if gain is not None and self.saver.saved_step != self.state.step:
             self._save()  # without a checkpoint at its step: save only the best ones
         if gain is not None:
             self.saver.mark_best()
 
+    def _announce(self, score: StepScore, gain: float | None) -> None:
+        for observer in self.observers:
+            observer.score(score, gain)
+
     def _save(self) -> None:
-        activity = self.step.world.activity
-        previous = activity.enter(Span.SAVE_WAIT)
-        self.observers.save(self.state)
-        # What `txl eval --watch` has scored since the last save.
-        table = self.evaluation.table
-        for score, gain in table.refresh() if table else ():
-            self.observers.score(score, gain)
-        self.saver.save(self.state)
-        activity.enter(previous)
+        with self._in_span(Span.SAVE_WAIT):
+            for observer in self.observers:
+                observer.save(self.state)
+            # What `txl eval --watch` has scored since the last save.
+            table = self.evaluation.table
+            for score, gain in table.refresh() if table else ():
+                self._announce(score, gain)
+            self.saver.save(self.state)
 
     def _finish_saving(self, *, require_copies: bool) -> None:
+        with self._in_span(Span.SAVE_WAIT):
+            self.saver.finish(require_copies=require_copies)
+
+    @contextmanager
+    def _in_span(self, span: Span) -> Iterator[None]:
+        """Count the time inside as that of `span`. After an error, the span goes on."""
         activity = self.step.world.activity
-        previous = activity.enter(Span.SAVE_WAIT)
-        self.saver.finish(require_copies=require_copies)
+        previous = activity.enter(span)
+        yield
         activity.enter(previous)
 
     def _stop(self) -> NoReturn:

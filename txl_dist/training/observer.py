@@ -1,7 +1,7 @@
 """Observer: something that watches a run without taking part in it, such as a monitor or a tracker.
 
     start -> (segment -> step -> line -> save) ... -> end
-                          score, rollback and event at any time
+                          score, divergence and rollback at any time
 
 The loop calls each method of all observers on every rank. No observer depends on the others: a
 value that one adds to a line is not read before `report`. An observer that writes only on rank 0
@@ -17,8 +17,8 @@ exists only there. One with collectives exists on every rank, and uses
                 ...
 """
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from txl_dist.training.state import TrainState
 
@@ -67,60 +67,5 @@ class Observer:
     def rollback(self, state: TrainState, reached_step: int) -> None:
         """The run has returned to `state` from `reached_step`."""
 
-    def event(self, message: str, *values: Any) -> None:
-        """Something that people should know, as a message for `logging`."""
-
     def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
         """The run ends at `state`. `is_complete`: no step is left. `is_stopped`: on request."""
-
-
-class Observers(Observer):
-    """A list of observers as one."""
-
-    def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self.all = list(observers)
-
-    def flags(self) -> Mapping[str, bool]:
-        return {name: flag for each in self.all for name, flag in each.flags().items()}
-
-    def start(self, state: TrainState) -> None:
-        for each in self.all:
-            each.start(state)
-
-    def segment(self, step: int) -> None:
-        for each in self.all:
-            each.segment(step)
-
-    def step(self, state: TrainState, result: "StepResult") -> None:
-        for each in self.all:
-            each.step(state, result)
-
-    def line(self, state: TrainState, values: Values) -> None:
-        for each in self.all:
-            each.line(state, values)
-        for each in self.all:
-            each.report(state, values)
-
-    def save(self, state: TrainState) -> None:
-        for each in self.all:
-            each.save(state)
-
-    def score(self, score: "StepScore", gain: float | None) -> None:
-        for each in self.all:
-            each.score(score, gain)
-
-    def divergence(self, step: int, reason: str) -> None:
-        for each in self.all:
-            each.divergence(step, reason)
-
-    def rollback(self, state: TrainState, reached_step: int) -> None:
-        for each in self.all:
-            each.rollback(state, reached_step)
-
-    def event(self, message: str, *values: Any) -> None:
-        for each in self.all:
-            each.event(message, *values)
-
-    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
-        for each in self.all:
-            each.end(state, is_complete=is_complete, is_stopped=is_stopped)

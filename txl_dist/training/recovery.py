@@ -27,11 +27,10 @@ from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.activity import Span
 from txl_dist.training.batches import Batches
-from txl_dist.training.loading import resume_at
-from txl_dist.training.observer import Observers
-from txl_dist.training.resume import newest_before
+from txl_dist.training.observer import Observer
+from txl_dist.training.resume import newest_intact
 from txl_dist.training.saving import RunSaver
-from txl_dist.training.start import Start
+from txl_dist.training.start import Start, resume_at
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult, TrainStep
 
@@ -56,7 +55,7 @@ class Recovery:
     start: Start
     step: TrainStep
     batches: Batches
-    observers: Observers
+    observers: list[Observer]
     saver: RunSaver
 
     def record(self, state: TrainState, batch: Batch, result: StepResult) -> TrainState:
@@ -70,7 +69,8 @@ class Recovery:
             f"{self.step.lanes}); no rank has changed its weights. Losses and text of all "
             f"lanes: {files}"
         )
-        self.observers.divergence(state.step + 1, facts)
+        for observer in self.observers:
+            observer.divergence(state.step + 1, facts)
         if self.start.config.divergence.policy != "skip":
             raise StepDivergedError(facts)
         return self._with_event(state, facts, step=state.step + 1)
@@ -84,7 +84,7 @@ class Recovery:
                 f"{facts}. This is event {number} within {EVENT_STEPS} steps, "
                 f"more than divergence.max_events={config.max_events}"
             )
-        self.observers.event(
+        log.info(
             "divergence.policy=%s, event %d of at most %d: %s",
             config.policy,
             number,
@@ -115,7 +115,8 @@ class Recovery:
             weights_of = self.saver.saved_step
         is_step = isinstance(error, StepDivergedError)
         if not is_step:
-            self.observers.divergence(weights_of, cause)
+            for observer in self.observers:
+                observer.divergence(weights_of, cause)
         if self.start.config.divergence.policy != "rollback":
             raise error
         last_update = state.divergence.last_update(weights_of)
@@ -126,7 +127,7 @@ class Recovery:
 
         world.activity.name = f"rollback after step {state.step}"
         self.saver.settle()  # a checkpoint may be being written
-        point = newest_before(last_update, self.start.directory.checkpoints, world)
+        point, _ = newest_intact(self.start.directory.checkpoints, world, before=last_update)
         if point is None:
             raise DivergedError(
                 f"{cause}, and divergence.policy=rollback finds no checkpoint of a step before "
@@ -143,8 +144,13 @@ class Recovery:
         divergence = restored.divergence.model_copy(update=changes)
         restored = restored.model_copy(update={"divergence": divergence})
         self.saver.rewind(restored)
-        world.run_on_all(lambda: self.observers.rollback(restored, state.step))
-        self.observers.event(
+
+        def announce() -> None:
+            for observer in self.observers:
+                observer.rollback(restored, state.step)
+
+        world.run_on_all(announce)
+        log.info(
             "returned from step %d to the checkpoint of step %d; the run continues without %s %s",
             state.step,
             restored.step,

@@ -9,7 +9,6 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
@@ -21,13 +20,14 @@ from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine, warn_if_busy
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
+from txl_dist.training.data import DEFAULT_SPLIT, TrainingData
 from txl_dist.training.observer import Observer, Values
+from txl_dist.training.phases import count_tokens, realised_shares
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import StepScore
 from txl_dist.training.speed import Utilisation
 from txl_dist.training.start import Start
-from txl_dist.training.state import TrainState, count_tokens, realised_shares
+from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
 
 EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
@@ -44,23 +44,16 @@ class Report(Observer):
         journal: MetricsJournal,
         activity: Activity,
         config: RunConfig,
-        *,
-        scored: str | None = None,
-        utilisation: Utilisation | None = None,
+        utilisation: Utilisation,
     ) -> None:
-        """`scored`: `EvaluatedSplit.label` of the split that the ranks score."""
-        self._utilisation = utilisation
         self._journal, self._activity, self._config = journal, activity, config
-        self._scored = scored
+        self._utilisation = utilisation
         self._before: dict[Span, float] | None = None
         """Seconds by span at the last line; None until a step begins."""
         self._num_steps = 0
         """Steps computed since the last line. After a resume, fewer than those of the loss sums."""
         self._seconds = self._excluded_seconds = 0.0
         """From the start of training in this process to the last line."""
-
-    def start(self, state: TrainState) -> None:
-        self._write_phase(state)
 
     def segment(self, step: int) -> None:
         # What preceded the first step, such as an evaluation, is not expected again.
@@ -82,11 +75,13 @@ class Report(Observer):
                 "memory_valid": last.memory_valid,
                 **self._speed(sums.num_tokens / state.unreported_steps),
             }
-            values["seconds_left"] = self._seconds_left(state, values)
-            if self._utilisation is not None:
-                speed = values["tokens_per_second"]
-                values["mfu"] = self._utilisation.share(tokens_per_second=speed)
-                values["peak_flops"] = self._utilisation.peak_flops
+            # Evaluations and saves are expected to take the same share of time as until now.
+            step_share = max(1e-9, 1 - self._excluded_seconds / max(1e-9, self._seconds))
+            steps_left, speed = self._config.num_steps - state.step, values["tokens_per_second"]
+            tokens_left = steps_left * self._config.data.tokens_per_step
+            values["seconds_left"] = tokens_left / speed / step_share
+            values["mfu"] = self._utilisation.share(tokens_per_second=speed)
+            values["peak_flops"] = self._utilisation.peak_flops
         values |= _counters(state)
 
     def _speed(self, tokens_per_step: float) -> Values:
@@ -110,17 +105,14 @@ class Report(Observer):
         }
 
     def report(self, state: TrainState, values: Values) -> None:
-        if "loss" in values:
-            self.write(state, values)
+        has_loss = "loss" in values
+        if has_loss or _counters(state):
+            line = values if has_loss else _counters(state)
+            self._journal.write(
+                {"step": state.step, "tokens": state.tokens, "time": time.time(), **line}
+            )
+        if has_loss:
             log.info("%s", step_line(state.step, values))
-        elif counters := _counters(state):
-            self.write(state, counters)
-
-    def _seconds_left(self, state: TrainState, values: Values) -> float:
-        # Evaluations and saves are expected to take the same share of time as until now.
-        step_share = max(1e-9, 1 - self._excluded_seconds / max(1e-9, self._seconds))
-        tokens = self._config.tokens_after(state.step)
-        return tokens / values["tokens_per_second"] / step_share
 
     def save(self, state: TrainState) -> None:
         self._journal.sync()  # a resume from this checkpoint keeps all lines up to its step
@@ -129,47 +121,21 @@ class Report(Observer):
         self._journal.sync()
         self._journal.truncate_after(state.step)
         self._before, self._num_steps = None, 0
-        self._write_phase(state)
 
     def score(self, score: StepScore, gain: float | None) -> None:
         if score.nats is None:
             log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
             return
-        sums, scored = score.sums, self._scored or score.split
-        self._journal.write(score.metrics(scored))
+        sums = score.sums
+        self._journal.write(score.metrics())
         log.info(
             "evaluation at step %d | %s %s | %s targets%s",
             score.step,
-            scored,
+            score.split,
             " | ".join(in_lines(sums.metrics)),
             f"{sums.num_tokens:,}",
             f" | best so far, by {gain:.2g}" if gain else "",
         )
-
-    def event(self, message: str, *values: Any) -> None:
-        log.info(message, *values)
-
-    def write(self, state: TrainState, values: Values) -> None:
-        """Write a line of the step of `state` to metrics.jsonl."""
-        line = {"step": state.step, "tokens": state.tokens, "time": time.time(), **values}
-        self._journal.write(line)
-
-    def _write_phase(self, state: TrainState) -> None:
-        """Log the corpora of the phase; if it begins now, write their shares as metrics.
-
-        Does nothing for a run that has only ever read one corpus.
-        """
-        phase = state.phases[-1]
-        if len(state.phases) == len(phase.corpora) == 1:
-            return
-        shares = realised_shares(phase)
-        log.info("mixture | %s", " | ".join(share.line for share in shares))
-        if phase.position == state.position:
-            values = {f"mixture/{share.name}": share.share for share in shares}
-            # With the number of the next step: a resume from here removes that step's lines and
-            # writes them again. Without `tokens`, which MLflow stores once per step: those of the
-            # next step are not trained yet.
-            self._journal.write({"step": state.step + 1, "time": time.time(), **values})
 
 
 def log_start(
@@ -204,30 +170,28 @@ def log_start(
             process_seconds=sum(world.activity.seconds().values()),
         ),
     )
-    evaluation = f"the evaluation of step {state.step}" if start.evaluation_is_pending else ""
-    is_done = state.step >= config.num_steps
-    steps = "" if is_done else f"steps {state.step + 1} to {config.num_steps}"
-    remaining = ", then ".join(filter(None, (evaluation, steps)))
-    if not remaining:
-        log.info(
-            "this run is finished: %d of training.num_steps=%d steps are done. To train it "
-            "further: training.num_steps=MORE (or num_tokens, num_epochs, as in the config) "
-            "--allow-change training.num_steps",
-            state.step,
-            config.num_steps,
-        )
-    else:
+    remaining = [f"the evaluation of step {state.step}"] if start.evaluation_is_pending else []
+    if state.step < config.num_steps:
+        remaining.append(f"steps {state.step + 1} to {config.num_steps}")
+    if remaining:
         log.info(
             f"{begin} | {num_parameters:,} parameters | {ranks} "
             f"| {counted(config.data.num_lanes, 'lane')} of "
-            f"{start.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
+            f"{start.data.plan.lane_tokens:,} tokens per epoch | {', then '.join(remaining)}"
+        )
+    else:
+        log.info(
+            "this run is finished: %d of training.num_steps=%d steps are done. To train it "
+            "further: training.num_steps=MORE --allow-change training.num_steps",
+            state.step,
+            config.num_steps,
         )
     if point is not None:
-        plan = start.data.plan_of(state.phases[-1])
-        log.info("%s", count_tokens(point.state.phases, state, plan).line)
+        log.info("%s", count_tokens(point.state.phases, state.phases[-1], position=state.position))
+    if len(state.phases) > 1 or len(start.data.corpora) > 1:
+        shares = realised_shares(state.phases[-1])
+        log.info("mixture | %s", " | ".join(map(str, shares)))
     _log_data(config, start.data)
-    if config.optimizer.averaging and start.data.evaluation:
-        log.info("evaluation | scores the average of the weights (%s)", config.optimizer.averaging)
 
 
 def _computation(config: RunConfig, world: World) -> str:
@@ -241,6 +205,7 @@ def _computation(config: RunConfig, world: World) -> str:
 
 
 def _log_data(config: RunConfig, data: TrainingData) -> None:
+    """Log what is scored, and warn of settings and data that are probably not meant."""
     for warning in config.warnings:
         log.warning("settings | WARNING: %s", warning)
     shuffled = [c for c in data.corpora if c.manifest.settings.shuffle is not None]
@@ -250,11 +215,6 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
             "but %s was prepared with --shuffle, so that is an unrelated one. Prepare it without "
             "--shuffle, or set data.reset=document",
             " and ".join(str(corpus.directory) for corpus in shuffled),
-        )
-    if data.corpora[0].manifest.has_text and not data.tokenizer.token_bytes().any():
-        log.info(
-            "bits per byte | only of whole splits, whose text was counted: the tokens of this "
-            "tokenizer do not tell the bytes of a text"
         )
     if config.evaluation.split is None:
         log.info("evaluation | none, because evaluation.split=null")
@@ -267,7 +227,15 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
             DEFAULT_SPLIT,
         )
     else:
-        log.info("evaluation | %s", evaluation_line(config, data.evaluation))
+        limit, num_tokens = config.evaluation.max_tokens, data.evaluation.num_tokens
+        log.info(
+            "evaluation | %s tokens of split %r of %s | every %s steps and at the end%s",
+            f"{num_tokens:,}" if limit is None else f"{min(limit, num_tokens):,} of {num_tokens:,}",
+            data.evaluation.name,
+            data.evaluation.corpus.directory,
+            f"{config.evaluation.interval_steps:,}",
+            " | scores the average of the weights" if config.optimizer.averaging else "",
+        )
 
 
 def _counters(state: TrainState) -> dict[str, float]:
@@ -277,17 +245,6 @@ def _counters(state: TrainState) -> dict[str, float]:
         "rollbacks": state.divergence.num_rollbacks,
     }
     return {name: count for name, count in counters.items() if count}
-
-
-def evaluation_line(run: RunConfig, evaluated: EvaluatedSplit) -> str:
-    """`split 'valid' of data/web (24,576 tokens) | every 500 steps and at the end`."""
-    config = run.evaluation
-    text = f"split {evaluated.name!r} of {evaluated.corpus.directory}"
-    if config.max_tokens is not None and config.max_tokens < evaluated.num_tokens:
-        text = f"the first {config.max_tokens:,} tokens of {text}"
-    else:
-        text = f"{text} ({evaluated.num_tokens:,} tokens)"
-    return f"{text} | every {config.interval_steps:,} steps and at the end"
 
 
 def step_line(step: int, values: dict[str, float]) -> str:

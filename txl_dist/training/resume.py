@@ -9,8 +9,8 @@
     auto      none                            a new run
     auto      none, but RUN/LATEST exists     refused: they were moved, or are not mounted
     auto      the newest is intact            the run resumes from it
-    auto      the newest is damaged           from its copy, else from the one before it, and the
-                                              lost steps are logged; with --strict: refused
+    auto      the newest is damaged           from the one before it, and the lost steps are logged;
+                                              with --strict: refused
     auto      all are damaged                 refused
     any       newer ones named step-N.ID      refused: copied from a URL, they have to be renamed
     any       of another run, as copies       refused; nothing in the run directory is changed
@@ -23,7 +23,7 @@ directory. Superseded and unfinished checkpoints never count.
 
 Then settings and data are compared: some may differ, some need `--allow-change`, the others are
 refused (`compatibility.py`). Only after that the attempt begins, which stops older attempts of the
-run (`run_directory.py`). A rollback has another rule: `newest_before`.
+run (`run_directory.py`). A rollback has another rule (recovery.py).
 
 The table is also in docs/how_to/train_for_weeks.md; decision 50 has the reasons.
 """
@@ -84,15 +84,24 @@ def run_id_of(point: ResumePoint | None) -> str:
     return uuid.uuid4().hex if point is None or point.is_fork else point.manifest.run_id
 
 
-def newest_before(step: int, directory: CheckpointDirectory, world: World) -> ResumePoint | None:
-    """The newest intact checkpoint of an earlier step than `step`, or None. Collective."""
-    for earlier in reversed(world.broadcast(directory.steps())):
-        if earlier < step:
+def newest_intact(
+    directory: CheckpointDirectory, world: World, *, before: int | None = None
+) -> tuple[ResumePoint | None, list[str]]:
+    """Find the newest checkpoint without damage, of an earlier step than `before` if that is given.
+
+    Returns None without one, and the damage of those that are newer, which is also logged.
+    Collective.
+    """
+    damage: list[str] = []
+    # From rank 0: on a network file system the ranks may see different directory listings.
+    for step in reversed(world.broadcast(directory.steps())):
+        if before is None or step < before:
             try:
-                return verify_point(directory.at(earlier), world)
+                return verify_point(directory.at(step), world), damage
             except CheckpointError as error:
                 log.warning("%s", error)
-    return None
+                damage.append(str(error))
+    return None, damage
 
 
 def verify_point(path: Path, world: World) -> ResumePoint:
@@ -136,7 +145,7 @@ class Resume:
         source = self._on_rank_zero(lambda: self._source(download=download))
         if source == "new run":
             return None
-        point = self._fork(source) if isinstance(source, Path) else self.newest_intact()
+        point = self._fork(source) if isinstance(source, Path) else self._newest_intact()
         require_compatible(point.manifest, point.state, point.path, job=self.job, data=self.data)
         # A warning, not an error: most changes of the code do not change losses.
         if point.manifest.written_by != (current := code_description()):
@@ -190,7 +199,8 @@ class Resume:
                 "Choose another directory=PATH, move that run to another place, or resume it with "
                 "--resume auto"
             )
-        begin = self._fork_of_directory()
+        manifest = self.directory.newest_manifest()
+        begin = manifest.state.get("forked_from") if manifest else self._given_path
         if begin != self._given_path:
             origin = f"which began at {begin}" if begin else "which is no fork"
             raise ConfigError(
@@ -211,17 +221,6 @@ class Resume:
         # Links are not followed: their targets may differ from host to host, or change.
         return str(Path(self.job.resume).absolute())
 
-    def _fork_of_directory(self) -> str | None:
-        """The PATH where the run of the directory began. All its checkpoints have the same."""
-        damage = []
-        for step in reversed(self.directory.steps()):
-            try:
-                path = self.directory.at(step)
-                return load_state(path, load_checkpoint_manifest(path)).forked_from
-            except CheckpointError as error:
-                damage.append(str(error))
-        raise self._all_damaged(damage)
-
     def _fork(self, path: Path) -> ResumePoint:
         point = verify_point(path, self.world)
         # The events of the other run do not count any more.
@@ -229,50 +228,28 @@ class Resume:
         update = {"forked_from": self._given_path, "divergence": divergence}
         return replace(point, state=point.state.model_copy(update=update), is_fork=True)
 
-    def newest_intact(self) -> ResumePoint:
+    def _newest_intact(self) -> ResumePoint:
         """The newest checkpoint without damage, which may be older than the newest. Collective."""
-        # From rank 0: on a network file system the ranks may see different directory listings.
-        steps = self.world.broadcast(self.directory.steps())
-        damage: list[str] = []
-        for step in reversed(steps):
-            try:
-                point = self._verified(step)
-            except CheckpointError as error:
-                if self.job.strict:
-                    raise CheckpointError(
-                        f"{error}. Restore it from a backup; without --strict the run resumes from "
-                        "the newest intact checkpoint before it (txl checkpoint list "
-                        f"{self.directory.run})"
-                    ) from None
-                damage.append(str(error))
-                continue
-            num_lost = steps[-1] - step
-            if damage and self.world.is_rank_zero:
-                log.warning(
-                    "%s. Resuming from step %d instead; %s lost and will be trained again",
-                    "; ".join(damage),
-                    step,
-                    f"{counted(num_lost, 'step')} {'is' if num_lost == 1 else 'are'}",
-                )
-            return point
-        raise self._all_damaged(damage)
-
-    def _all_damaged(self, damage: list[str]) -> CheckpointError:
-        return CheckpointError(
-            f"all checkpoints of {self.directory.run} are damaged: {'; '.join(damage)}. Restore "
-            "one from a backup, or start a new run in another directory"
-        )
-
-    def _verified(self, step: int) -> ResumePoint:
-        """The checkpoint of a step, or its copy at `training.checkpoint_url` if it is damaged."""
-        path = self.directory.at(step)
-        try:
-            return verify_point(path, self.world)
-        except CheckpointError as error:
-            if not self._on_rank_zero(lambda: self._replace_by_copy(step)):
-                raise
-            log.warning("%s. It was replaced by its copy", error)
-        return verify_point(path, self.world)
+        run = self.directory.run
+        point, damage = newest_intact(self.directory, self.world)
+        if point is None:
+            raise CheckpointError(
+                f"all checkpoints of {run} are damaged: {'; '.join(damage)}. Restore one from a "
+                "backup, or start a new run in another directory"
+            )
+        if damage and self.job.strict:
+            raise CheckpointError(
+                f"{damage[0]}. Restore it from a backup; without --strict the run resumes from the "
+                f"newest intact checkpoint before it (txl checkpoint list {run})"
+            )
+        if damage and self.world.is_rank_zero:
+            num_lost = self.directory.steps()[-1] - point.state.step
+            log.warning(
+                "Resuming from step %d instead; %s lost and will be trained again",
+                point.state.step,
+                f"{counted(num_lost, 'step')} {'is' if num_lost == 1 else 'are'}",
+            )
+        return point
 
     def _on_rank_zero(self, work: Callable[[], T]) -> T:
         return do_on_rank_zero(self.world, work, name="the choice or download of a checkpoint")
@@ -348,20 +325,3 @@ class Resume:
         # A kill or an outage may have prevented a rollback from removing the copies it superseded.
         superseded = names_of(directory.superseded())
         return [name for name in names if name not in superseded]
-
-    def _replace_by_copy(self, step: int) -> bool:
-        """Replace the damaged checkpoint of a step by its copy; False without an intact one."""
-        directory, copies = self.directory, self._copies
-        if copies is None:
-            return False
-        # Unless its manifest is damaged, only the copy of this save: others are superseded.
-        own, superseded = names_of([directory.at(step)]), names_of(directory.superseded())
-        try:
-            names = [name for name in copies.complete() if step_of(name) == step]
-            usable = [name for name in names if name in own or (not own and name not in superseded)]
-            if usable:
-                copies.download(usable[-1], directory)  # that which LATEST names, if there are two
-            return bool(usable)
-        except (CheckpointError, OSError) as error:
-            log.warning("the copy of step %d at %s cannot be used: %s", step, copies.url, error)
-            return False

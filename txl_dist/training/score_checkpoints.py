@@ -27,7 +27,6 @@ from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.schedule import resolve_duration
 from txl_dist.training.scores import FOLDER, ScoreTable, StepScore, due_in
 
 POLL_SECONDS = 0.5
@@ -61,7 +60,7 @@ def watch(
             f"the data of {run} has no split {DEFAULT_SPLIT!r} with tokens; set evaluation.split="
             f"NAME in {directory.config}"
         )
-    config, num_scored = resolve_duration(config, data.plan), 0
+    num_scored = 0
     scorer = _CheckpointScorer(directory.checkpoints, data.evaluation, config, workers, num_threads)
     with _only_watcher(run):
         table = ScoreTable(directory.checkpoints, due_in(config))
@@ -78,7 +77,7 @@ def watch(
                 time.sleep(POLL_SECONDS)
             else:
                 with suppress(ConfigError), directory.locked():  # else a new start writes them
-                    table.write_metrics(directory.metrics, data.evaluation.label)
+                    table.write_metrics(directory.metrics)
                 return num_scored
 
 

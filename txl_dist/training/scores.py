@@ -73,15 +73,14 @@ class StepScore(StrictModel):
     def __str__(self) -> str:
         return self.reason or f"loss {self.nats_per_token:.4f}"
 
-    def metrics(self, label: str) -> dict[str, float]:
-        """The line for metrics.jsonl; `label` begins the names (`EvaluatedSplit.label`)."""
-        sums = self.sums
+    def metrics(self) -> dict[str, float]:
+        """The line for metrics.jsonl; the split begins the names."""
         return {
             "step": self.step,
             "tokens": self.tokens,
             "time": time.time(),
-            f"{label}/tokens_scored": sums.num_tokens,
-            **{f"{label}/{name}": value for name, value in sums.metrics.items()},
+            f"{self.split}/tokens_scored": self.tokens_scored,
+            **{f"{self.split}/{name}": value for name, value in self.sums.metrics.items()},
         }
 
     @property
@@ -231,17 +230,20 @@ class ScoreTable:
         steps = self._checkpoints.steps()
         return [step for step in steps if step not in self._by_step and self._is_due(step)]
 
-    def write_metrics(self, path: Path, label: str) -> None:
+    def write_metrics(self, path: Path) -> None:
         """Append the scores that the metrics in `path` lack."""
         if not path.exists():
             return
-        metric = f"{label}/loss"
-        written = {line["step"] for line in read_metrics(path) if metric in line}
+        written = {
+            line["step"]
+            for line in read_metrics(path)
+            if any(name.endswith("/loss") for name in line)
+        }
         scores = (self._by_step[step] for step in sorted(self._by_step.keys() - written))
         if missing := [score for score in scores if score.nats is not None]:
             with MetricsJournal(path) as journal:
                 for score in missing:
-                    journal.write(score.metrics(label))
+                    journal.write(score.metrics())
 
     def mark_best(self) -> None:
         """Let BEST point to the checkpoint of the best score, if there is one."""

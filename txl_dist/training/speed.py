@@ -1,4 +1,4 @@
-"""Speed: the MFU of a run, and which rank is slower than the others, and with what.
+"""Speed: the MFU of a run, which rank is slower than the others, and traces of steps.
 
 MFU is the FLOP/s of a run divided by the peak FLOP/s of the machine: the fastest product of two
 square matrices, measured on all ranks at the same time at the start. Data-sheet figures assume
@@ -10,6 +10,14 @@ are compared only by the time that each spends before the first collective of a 
 and the forward. At ZeRO stage 3 the forward gathers parameters, so only the data wait is compared.
 On GPUs the forward is the time to start its kernels: a slow data pipeline or host is found there, a
 slow GPU is not.
+
+`training.profile_steps` writes a trace of some steps by torch.profiler to RUN/profile:
+
+    rank-0-step-100.json   for chrome://tracing or https://ui.perfetto.dev; one file for each part
+                           of a range that a resume divides
+
+A trace covers everything the rank does from the first of these steps to the last one: data, step,
+report and checkpoints. Profiling slows these steps down; other steps are not affected.
 """
 
 import logging
@@ -19,8 +27,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
+from torch.profiler import profile
 
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.device import synchronize
@@ -160,3 +170,37 @@ def describe_slowest(times: Sequence[RankTime]) -> str | None:
         f"slowest rank {slowest} ({rank.host}): {times_median}, in {span}; the others wait "
         f"{excess / rank.total_seconds:.0%} of the time for it"
     )
+
+
+class StepProfiler(Observer):
+    """Writes the trace of a rank. Call `close` at the end of the run."""
+
+    def __init__(self, directory: Path, *, rank: int, first_step: int, last_step: int) -> None:
+        self._directory, self._rank = directory, rank
+        self._first_step, self._last_step = first_step, last_step
+        self._path = directory
+        self._profile: profile | None = None
+
+    def segment(self, step: int) -> None:
+        """Start before the first step of the range; write the files after the last one."""
+        is_inside = self._first_step <= step <= self._last_step
+        if is_inside and self._profile is None:
+            self._path = self._directory / f"rank-{self._rank}-step-{step}.json"
+            self._profile = profile()
+            self._profile.start()
+        elif not is_inside:
+            self.close()
+
+    def close(self) -> None:
+        """Stop and write the files, if a trace is being recorded."""
+        recorded, self._profile = self._profile, None
+        if recorded is None:
+            return
+        recorded.stop()
+        try:
+            self._directory.mkdir(exist_ok=True)
+            recorded.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:  # a full disk must not end the run
+            log.warning("the profile %s could not be written: %s", self._path, error)
+        else:
+            log.info("profile | %s", self._path)

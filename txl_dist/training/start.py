@@ -1,13 +1,20 @@
-"""The start of a rank: from the job to everything that the parts of its run are built from.
+"""The start of a rank: from the job to the state and memory from which its run continues.
 
-    data and config   opened and checked, before the ranks wait for each other
+    data              opened and checked, before the ranks wait for each other
     other ranks       joined, and the same job on all of them
     lock              of the run directory, so that one process on a host writes it
     resume point      the checkpoint to resume from, or none (`resume.py`)
     attempt           ends older attempts of the run
     scores            of the run until now, and whether that of the resume point is missing
 
-`build.py` builds the run from a Start.
+`build.py` builds the run from a Start. `resume_at` then loads the checkpoint: weights, optimizer
+state, and the memory of the lanes.
+
+A checkpoint's memory does not fit if the number of lanes has changed, or if it has become longer.
+It is replayed then: the tokens before the position are read again, without scoring. The receptive
+field of a token is finite, so the segments in it give the memory that a lane would have if it had
+read the whole epoch up to there with the current weights (decision 5 has the argument). Nothing is
+trained, and dropout is off. A kind of memory without such a limit is refused.
 """
 
 import logging
@@ -16,19 +23,32 @@ from dataclasses import asdict, dataclass
 
 from data_pipeline.errors import counted
 from data_pipeline.system.files import remove_leftovers, write_file
+from txl_dist.checkpoint.directory import reading
+from txl_dist.checkpoint.reader import (
+    check_optimizer_states,
+    check_parameters,
+    load_fragments,
+    load_memory,
+)
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
+from txl_dist.errors import ConfigError
+from txl_dist.model.memory import memory_kind
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.process import code_description
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
+from txl_dist.training.batches import Batches
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob, require_same_job
+from txl_dist.training.phases import phases_from
 from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
 from txl_dist.training.run_directory import RunDirectory, begin_attempt
-from txl_dist.training.schedule import resolve_duration
 from txl_dist.training.scores import ScoreTable, due_in
+from txl_dist.training.state import TrainState
+from txl_dist.training.step import TrainStep
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
@@ -41,15 +61,12 @@ class Start:
     """One rank at the start of a run: the input of the functions that build its parts."""
 
     job: TrainJob
-    """As it was given: RUN/config.yaml keeps its config."""
     world: World
     directory: RunDirectory
     stack: ExitStack
     """Closes files, locks, threads and processes."""
     stop: StopRequest
     data: TrainingData
-    config: RunConfig
-    """That of the job, with the length of the run in steps."""
     point: ResumePoint | None
     """None: a new run."""
     run_id: str
@@ -76,21 +93,20 @@ class Start:
         """
         # Before the rendezvous: wrong data or config must not cost one.
         data = TrainingData.open(job.config, num_ranks=world.num_ranks)
-        config = resolve_duration(job.config, data.plan)
-        world.join(timeout_seconds=config.training.rank_timeout_seconds)
+        world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
         log.info("all ranks are up: %s", counted(world.num_ranks, "rank"))
-        require_same_job(config, data, world)
+        require_same_job(job.config, data, world)
 
-        resolved, checkpoints = job.model_copy(update={"config": config}), directory.checkpoints
+        checkpoints = directory.checkpoints
         lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
         world.run_on_rank_zero(lambda: stack.enter_context(lock))
-        point = find_resume_point(resolved, data, world)
+        point = find_resume_point(job, data, world)
         run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
         # Only after all checks: beginning an attempt fences the one that is running.
-        checkpoints.attempt = begin_attempt(resolved, directory, world, run_id=run_id)
+        checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
         if world.broadcast(checkpoints.newest_step() != newest_step):
             # The older attempt has saved meanwhile.
-            point = find_resume_point(resolved, data, world, download=False)
+            point = find_resume_point(job, data, world, download=False)
             run_id = world.broadcast(run_id_of(point))
 
         stop = StopRequest() if stop is None else stop
@@ -102,7 +118,7 @@ class Start:
 
         scores, is_pending = None, False
         if world.is_rank_zero:
-            is_due = due_in(config) if data.evaluation else lambda step: False
+            is_due = due_in(job.config) if data.evaluation else lambda step: False
             inherited = point.state.best if point is not None and not point.is_fork else None
             scores = ScoreTable(checkpoints, is_due, inherited=inherited)
             kept_step = point.kept_step if point else 0
@@ -110,9 +126,13 @@ class Start:
             is_pending = kept_step in scores.waiting()
         return cls(
             job=job, world=world, directory=directory, stack=stack, stop=stop, data=data,
-            config=config, point=point, run_id=run_id, scores=scores,
+            point=point, run_id=run_id, scores=scores,
             evaluation_is_pending=world.broadcast(is_pending),
         )  # fmt: skip
+
+    @property
+    def config(self) -> RunConfig:
+        return self.job.config
 
     @property
     def kept_step(self) -> int:
@@ -152,13 +172,88 @@ class Start:
             log.warning("the checkpoint at step %d is renamed to superseded-*", step)
         for path in (directory.config, directory.metrics):
             remove_leftovers(path)
-        write_file(directory.config, dump_run_config(self.job.config).encode())
+        write_file(directory.config, dump_run_config(self.config).encode())
         redone = {}
         if evaluation and self.evaluation_is_pending:
-            redone = {self.kept_step: f"{evaluation.label}/loss"}
+            redone = {self.kept_step: f"{evaluation.name}/loss"}
         with MetricsJournal(directory.metrics) as journal:
             # A copy of the run from a URL has metrics, but no files of scores.
             journal.truncate_after(self.kept_step, redone=redone)
         if evaluation:
-            scores.write_metrics(directory.metrics, evaluation.label)
+            scores.write_metrics(directory.metrics)
         return reached_step
+
+
+# --- loading a checkpoint -------------------------------------------------------------------------
+
+
+def resume_at(point: ResumePoint, start: Start, step: TrainStep, batches: Batches) -> TrainState:
+    """Load weights, optimizer state and memory; returns the state of the run. Collective."""
+    fault_point("resume")
+    engine = step.engine
+    # The configs are compatible; this detects changes in the code of the model.
+    check_parameters(point.path, point.manifest, engine.shapes)
+    check_optimizer_states(point.path, point.manifest, engine.optimizer_states)
+    # At a fork, the other run may remove the checkpoint.
+    with reading(point.path):
+        load_fragments(point.path, point.manifest, engine.fragments_to_load())
+        engine.finish_loading(num_steps=point.state.step - point.state.skipped_steps)
+        if has_memory_for(start.config, point):
+            step.load_memory(load_memory(point.path, point.manifest, step.lanes))
+    state = in_phase_of(start, point.state)
+    if num_segments := segments_to_replay(start.config, point, state):
+        # The memory has no gap any more then.
+        state = state.model_copy(update={"contiguous_from": 0})
+        step.world.activity.name = f"replay of {counted(num_segments, 'segment')}"
+        fault_point("replay")
+        replayed = batches.before(state, num_segments=num_segments)
+        with engine.whole_model() as model:
+            model.eval()  # or it would draw dropout masks
+            for batch in replayed:
+                step.replay(batch, model, start.config.precision)
+            model.train()
+        num_tokens = num_segments * start.config.data.tgt_len
+        log.info("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
+    return state
+
+
+def in_phase_of(start: Start, state: TrainState) -> TrainState:
+    """The state with the data of this job as its last phase."""
+    phases = phases_from(
+        state.phases,
+        start.data.phase,
+        position=state.position,
+        context_tokens=context_segments(start.config) * start.config.data.tgt_len,
+    )
+    return state.model_copy(update={"phases": phases})
+
+
+def context_segments(config: RunConfig) -> int:
+    """Segments that determine the memory; 0 without a memory, or if no number of them does."""
+    num_tokens = memory_kind(config.model).receptive_tokens(config.segment_len)
+    return -(-(num_tokens or 0) // config.data.tgt_len)
+
+
+def has_memory_for(config: RunConfig, point: ResumePoint) -> bool:
+    """Whether the memory of a checkpoint fits: the same lanes, and rows that can be loaded."""
+    has_lanes = len(point.manifest.rank_of_lane) == config.data.num_lanes
+    return has_lanes and memory_kind(config.model).fits(point.manifest.architecture)
+
+
+def segments_to_replay(config: RunConfig, point: ResumePoint, state: TrainState) -> int:
+    """How many segments to replay before the first step after a resume; usually none.
+
+    Raises ConfigError if the memory would have to be replayed, and no number of segments is enough.
+    """
+    phase = state.phases[-1]
+    # After a change of the corpora, or at the start of an epoch, lanes start without a memory.
+    is_cold = phase.position == state.position and not phase.unread
+    if is_cold or has_memory_for(config, point):
+        return 0
+    if memory_kind(config.model).receptive_tokens(config.segment_len) is None:
+        raise ConfigError(
+            f"the lanes of {point.path} cannot be given to other lanes or another memory: "
+            f"model.memory={config.model.memory} may depend on any earlier token, so it cannot be "
+            "read again. Keep data.num_lanes and model.mem_len, or start a new run"
+        )
+    return context_segments(config)

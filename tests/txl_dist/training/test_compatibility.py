@@ -1,6 +1,7 @@
 """Data of another tokenizer is refused, with the command that prepares compatible data."""
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -52,8 +53,10 @@ def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFacto
     return run
 
 
-def _evaluate_while_training(dataset: Path, run: Path, data: Path) -> None:
-    job = tiny_job(dataset, run, "evaluation.split=train", f"evaluation.path={data}")
+def _mix(dataset: Path, run: Path, data: Path) -> None:
+    corpora = {path.name: {"path": str(path), "weight": 1} for path in (dataset, data)}
+    mixture = ("data.path=null", f"data.mixture={json.dumps(corpora)}")
+    job = tiny_job(dataset, run, NO_EVALUATION, *mixture)
     TrainingData.open(job.config, num_ranks=1)
 
 
@@ -71,7 +74,7 @@ def _score(dataset: Path, run: Path, data: Path) -> None:
     find_model(run).check_data(load_manifest(data), data)
 
 
-@pytest.mark.parametrize("use", [_evaluate_while_training, _resume, _score])
+@pytest.mark.parametrize("use", [_mix, _resume, _score])
 def test_the_command_in_the_error_prepares_compatible_data(
     dataset: Path, text: Path, run: Path, tmp_path: Path, use: Callable[[Path, Path, Path], None]
 ) -> None:
@@ -108,7 +111,7 @@ def run_on_ids(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> t
     return data, folder / "run"
 
 
-@pytest.mark.parametrize("use", [_evaluate_while_training, _resume, _score])
+@pytest.mark.parametrize("use", [_mix, _resume, _score])
 def test_the_command_in_the_error_prepares_compatible_ids_and_names_do_not_count(
     run_on_ids: tuple[Path, Path], tmp_path: Path, use: Callable[[Path, Path, Path], None]
 ) -> None:
@@ -165,21 +168,11 @@ def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
     assert ranks(1).run(train, job) == [4]
 
 
-@pytest.mark.parametrize("key", ["training.num_tokens", "training.num_epochs"])
-def test_a_length_in_tokens_is_refused_when_the_lanes_change(key: str) -> None:
-    """It would be computed as if the new lanes had held from the first step."""
-    old = {**default_settings(), "data.num_lanes": 5, key: 15}
-    allowed = ("data.num_lanes", "data.lanes_per_step", "training.num_steps")
-    check_config(old, old, allowed=allowed, checkpoint="RUN")
-    for changed, value in (("data.num_lanes", 10), ("data.lanes_per_step", 1)):
-        with pytest.raises(CheckpointError, match=rf"{key}=15: .*{changed}.*in steps"):
-            check_config(old, {**old, changed: value}, allowed=allowed, checkpoint="RUN")
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("ray.cpus_per_rank", 2),
+        ("training.num_tokens", 300),
         ("ray.gpus_per_rank", 2),
         ("ray.node_labels.zone", "a"),
         ("ray.ranks_on_head", True),

@@ -19,7 +19,6 @@ from tests.support.training_runs import (
     ZERO,
     losses,
     metrics,
-    refusal,
     tiny_job,
     train,
 )
@@ -64,21 +63,6 @@ def test_compiled_layers_are_recorded_where_that_is_possible(
     )
     assert bool(config.training.compile) == (settings[0] != "training.compile=false")
     assert compilation.records_graphs(config, torch.device(device)) == is_recorded
-
-
-def train_without_a_compiler(world: World, job: TrainJob) -> int:
-    from torch._inductor import config
-
-    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        return train(world, job)
-
-
-def test_a_machine_without_a_compiler_is_refused_before_training(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, COMPILE)
-    assert ranks(1).run(train_without_a_compiler, job) == [2]
-    assert "needs a C++ compiler" in refusal(tmp_path)
 
 
 def train_and_count_graphs(world: World, job: TrainJob) -> tuple[int, int]:

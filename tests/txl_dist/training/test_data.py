@@ -8,7 +8,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.errors import DataError
 from txl_dist.training.data import TrainingData
 
 DEFAULT = "evaluation={interval_steps: 8, max_tokens: 50}"
@@ -45,8 +45,7 @@ def test_by_default_the_valid_split_is_scored(
     scored = [line["step"] for line in metrics(tmp_path) if "valid/loss" in line]
     assert scored == [8, 16, 20]
     assert (tmp_path / "BEST").exists()
-    expected = f"evaluation | the first 50 tokens of split 'valid' of {dataset} | every 8 steps and"
-    assert expected in _log(tmp_path)
+    assert f"tokens of split 'valid' of {dataset} | every 8 steps and at the end" in _log(tmp_path)
 
 
 def test_data_without_a_valid_split_trains_with_a_warning(
@@ -66,21 +65,8 @@ def test_null_disables_evaluation_without_a_warning(
     assert "evaluation | none, because evaluation.split=null" in _log(tmp_path)
 
 
-def test_a_score_of_another_dataset_is_named_after_it(
-    ranks: RankGroups, dataset: Path, train_only: Path, tmp_path: Path
-) -> None:
-    """The same in the log and in metrics.jsonl, from which MLflow and reports take it."""
-    other = (f"evaluation.path={train_only}", "evaluation.split=train")
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *other)) == [0]
-    names = {name for line in metrics(tmp_path) for name in line if name.endswith("/loss")}
-    assert names == {"train-only/train/loss"}
-    assert "evaluation at step 20 | train-only/train loss " in _log(tmp_path)
-
-
-def test_a_path_to_evaluate_must_have_a_valid_split(
-    dataset: Path, train_only: Path, tmp_path: Path
-) -> None:
-    job = tiny_job(dataset, tmp_path, DEFAULT, f"evaluation.path={train_only}")
+def test_a_split_that_no_corpus_has_is_refused(train_only: Path, tmp_path: Path) -> None:
+    job = tiny_job(train_only, tmp_path, "evaluation.split=valid")
     with pytest.raises(DataError, match="has no split 'valid'; it has train"):
         TrainingData.open(job.config, num_ranks=1)
 
@@ -108,20 +94,3 @@ def test_a_memory_that_continues_over_documents_shuffled_before_is_a_warning(
         assert ranks(1).run(train, tiny_job(data, tmp_path / reset, *settings)) == [0]
         warns = f"{data} was prepared with --shuffle" in _log(tmp_path / reset)
         assert warns == (reset == "stream")
-
-
-@pytest.mark.slow
-def test_ranks_of_a_node_train_through_one_cache_with_the_same_losses(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    plain, cached, cache = tmp_path / "plain", tmp_path / "cached", tmp_path / "node"
-    assert ranks(2).run(train, tiny_job(dataset, plain, DEFAULT)) == [0, 0]
-    settings = f"data.cache_path={cache}"
-    assert ranks(2).run(train, tiny_job(dataset, cached, DEFAULT, settings)) == [0, 0]
-    assert losses(cached) == losses(plain)
-    assert any(path.name.startswith("txl-frame-") for path in cache.iterdir())
-
-
-def test_a_url_cannot_be_the_cache(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a directory on a disk of the node"):
-        tiny_job(dataset, tmp_path, "data.cache_path=s3://bucket/cache")

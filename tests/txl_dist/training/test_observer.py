@@ -67,7 +67,7 @@ def train_observed(world: World, job: TrainJob, *faults: Any) -> list[tuple[str,
     directory.create()
     with ExitStack() as stack:
         trainer = build_trainer(Start.open(job, world, directory, stack))
-        trainer.observers.all.append(everything := Everything(world))
+        trainer.observers.append(everything := Everything(world))
         for fault in faults:
             fault(trainer)
         trainer.run()

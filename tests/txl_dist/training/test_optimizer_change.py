@@ -24,7 +24,7 @@ def check(old: dict[str, Any], new: dict[str, Any], *allowed: str) -> None:
 
 @pytest.mark.parametrize("key", ["name", "averaging"])
 def test_another_optimizer_or_average_is_refused_even_on_request(key: str) -> None:
-    new = settings(f"optimizer.{key}={'adam' if key == 'name' else 'ema'}")
+    new = settings(f"optimizer.{key}={'adam' if key == 'name' else 'asgd'}")
     with pytest.raises(CheckpointError, match=rf"optimizer\.{key}: .* cannot change in a run"):
         check(settings(), new, f"optimizer.{key}")
 
@@ -48,11 +48,11 @@ def test_a_stage_that_cannot_run_the_optimizer_is_refused_with_the_reason(
 def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    short = ("training.num_steps=4", "optimizer.averaging=ema", "evaluation.max_tokens=40")
+    short = ("training.num_steps=4", "optimizer.averaging=asgd", "evaluation.max_tokens=40")
     job = tiny_job(dataset, tmp_path, *short)
     assert ranks(1).run(train, job) == [0]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert "scores the average of the weights (ema)" in log
+    assert "scores the average of the weights" in log
 
     path = tmp_path / "checkpoints" / "step-00000004"
     manifest = load_checkpoint_manifest(path)
@@ -65,7 +65,7 @@ def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
     assert score_of_step(tmp_path, 4).nats_per_token == pytest.approx(scored, rel=1e-6)
 
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION, *short[:1])) == [4]
-    assert "optimizer.averaging: checkpoint 'ema', now None" in refusal(tmp_path)
+    assert "optimizer.averaging: checkpoint 'asgd', now None" in refusal(tmp_path)
 
 
 def score(checkpoint: Path, dataset: Path, weights: Any) -> float:

@@ -442,19 +442,6 @@ def test_steps_that_a_rollback_excludes_do_not_count_as_speed(
     assert speeds[1:] == pytest.approx([15, 15], rel=0.01)
 
 
-@pytest.mark.slow
-def test_after_a_rollback_to_a_new_phase_its_shares_are_written_again(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    """And a replayed memory has no gap."""
-    settings = (*SETTINGS, ROLLBACK, "data.reset=stream")
-    for job in jobs_with_change(dataset, tmp_path, *settings, change=("data.num_lanes=3",)):
-        ends = ranks(2).run(train_with, job, NanHidden(rank=0, steps=(8,)))
-        assert [code for code, *_ in ends] == [0, 0]
-    shares = [line["step"] for line in metrics(tmp_path) if any("mixture" in k for k in line)]
-    assert shares == [7]
-
-
 def test_a_memory_that_was_replayed_has_no_gap(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

@@ -110,7 +110,8 @@ def test_the_time_left_does_not_expect_the_evaluation_before_the_first_step_agai
     overrides = ["data.path=none", "directory=none", "training.num_steps=601"]
     accepted: Any = SimpleNamespace(is_update=True)
     with MetricsJournal(tmp_path / "metrics.jsonl") as journal, caplog.at_level(logging.INFO):
-        report = Report(journal, activity, load_run_config(TINY, overrides))
+        utilisation: Any = SimpleNamespace(share=lambda **_: 0.0, peak_flops=0.0)
+        report = Report(journal, activity, load_run_config(TINY, overrides), utilisation)
         for step, (evaluation, left) in enumerate(((100.0, "0:10:00"), (1.0, "0:14:59")), 1):
             spent[Span.EVALUATION] += evaluation
             report.segment(step)
@@ -120,7 +121,7 @@ def test_the_time_left_does_not_expect_the_evaluation_before_the_first_step_agai
                 step=step, unreported=(1.0, 15, 15), unreported_steps=1, last_update=last
             )
             report.step(state, accepted)
-            values = {"mfu": 0.0}
+            values: dict[str, float] = {}
             report.line(state, values)
             report.report(state, values)
             assert f" | eta {left}" in caplog.messages[-1]

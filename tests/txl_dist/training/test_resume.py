@@ -22,10 +22,10 @@ from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.build import build_trainer
-from txl_dist.training.divergence import DivergenceState
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.start import Start
+from txl_dist.training.state import DivergenceState
 
 SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
 

@@ -27,6 +27,7 @@ from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import TxlError
+from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
@@ -131,7 +132,7 @@ class CopyAtScore(Observer):
 
 
 def keep_copy_before_line(trainer: Trainer, copy: Path) -> None:
-    trainer.observers.all.insert(0, CopyAtScore(trainer, copy))
+    trainer.observers.insert(0, CopyAtScore(trainer, copy))
 
 
 def test_a_kill_between_a_score_and_its_line_writes_it_once(
@@ -298,11 +299,11 @@ def nan_in_evaluation(trainer: Trainer, step: int) -> None:
     evaluate = trainer.evaluation.score
     assert evaluate is not None
 
-    def poisoned(state: TrainState, *, stop: object) -> StepScore | None:
+    def poisoned(state: TrainState, stop: StopRequest) -> StepScore | None:
         if trainer.state.step == step and trainer.step.world.rank == 1:
             with trainer.step.engine.whole_model() as model:
                 next(model.parameters()).data.view(-1)[:] = float("nan")
-        return evaluate(state, stop=stop)
+        return evaluate(state, stop)
 
     trainer.evaluation.score = poisoned
 

@@ -1,8 +1,7 @@
-"""Lengths in steps, tokens or epochs, and learning rates by step."""
+"""The learning rate: a function of the step and the config alone."""
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,116 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.streams.lanes import LanePlan
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_job, train
-from txl_dist.config.config_file import load_run_config
 from txl_dist.config.optimizer_config import OptimizerConfig
-from txl_dist.config.run_config import RunConfig
-from txl_dist.errors import ConfigError
-from txl_dist.training.schedule import lr_at, resolve_duration
+from txl_dist.training.schedule import lr_at
 
-# The length of a run in steps, tokens or epochs: the same steps, and a resume compares steps.
-
-
-PLAN = LanePlan(num_tokens=64, num_lanes=5, tgt_len=3)  # 12 tokens per lane: 4 steps per epoch
-ALL_UNSET = ("training.num_steps=null", NO_EVALUATION)
-
-
-def config(*overrides: str) -> RunConfig:
-    return tiny_job(Path("data"), Path("run"), *overrides).config
-
-
-@pytest.mark.parametrize(
-    ("length", "num_steps"),
-    [
-        ("num_tokens=60", 4),
-        ("num_tokens=61", 5),
-        ("num_tokens=1", 1),
-        ("num_epochs=1", 4),
-        ("num_epochs=2.5", 10),
-        ("num_epochs=1.01", 5),
-        ("num_epochs=0.001", 1),
-        ("num_steps=7", 7),
-    ],
-)
-def test_tokens_and_epochs_are_rounded_up_to_whole_steps(length: str, num_steps: int) -> None:
-    written = config(*ALL_UNSET, "optimizer.warmup_steps=0", f"training.{length}")
-    assert resolve_duration(written, PLAN).num_steps == num_steps
-
-
-def test_lanes_in_turns_need_more_steps_for_as_many_tokens() -> None:
-    """Six lanes of 10 tokens, four segments each; two lanes per step: three turns."""
-    plan = LanePlan(num_tokens=64, num_lanes=6, tgt_len=3, num_turns=3)
-    turns = (*ALL_UNSET, "optimizer.warmup_steps=0", "data.num_lanes=6", "data.lanes_per_step=2")
-    for length, num_steps in (("num_tokens=60", 10), ("num_epochs=1", 12), ("num_epochs=2", 21)):
-        written = config(*turns, f"training.{length}")
-        assert resolve_duration(written, plan).num_steps == num_steps
-
-
-def test_a_warm_up_longer_than_the_resolved_run_is_refused() -> None:
-    written = config(*ALL_UNSET, "training.num_epochs=0.5")
-    with pytest.raises(ConfigError, match=r"warmup_steps=4 is longer than training.num_steps=2"):
-        resolve_duration(written, PLAN)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("training.num_epochs=2",), "num_steps=20 and num_epochs=2.0 all set the length"),
-        (("training.num_steps=null",), "num_steps, num_tokens or num_epochs is missing"),
-    ],
-)
-def test_exactly_one_length_is_required(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(*overrides)
-
-
-def test_a_run_in_tokens_is_the_run_in_steps_and_resumes_as_either(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    short = (NO_EVALUATION, "optimizer.warmup_steps=2")
-    in_tokens = (*short, "training.num_steps=null", "training.num_tokens=90")
-    run = tmp_path / "tokens"
-    assert ranks(1).run(train, tiny_job(dataset, run, *in_tokens)) == [0]
-    assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
-    # The file keeps what the user wrote, so that it is a valid config.
-    written = load_run_config(run / "config.yaml").training
-    assert (written.num_steps, written.num_tokens) == (None, 90)
-
-    # The same length in another unit is no change; another length is.
-    in_steps = tiny_job(dataset, run, *short, "training.num_steps=6")
-    assert ranks(1).run(train, in_steps) == [0]
-    longer = (*short, "training.num_steps=null", "training.num_tokens=91")
-    assert ranks(1).run(train, tiny_job(dataset, run, *longer)) == [4]
-    assert "training.num_steps: checkpoint 6, now 7 -> --allow-change" in refusal(run)
-
-
-def test_epochs_are_the_decimal_number_that_was_written() -> None:
-    """0.07 * 100 is 7.000000000000001 in floating point, which would be a step more."""
-    plan = LanePlan(num_tokens=504, num_lanes=5, tgt_len=1)
-    assert plan.lane_tokens == 100
-    written = config(*ALL_UNSET, "optimizer.warmup_steps=0", "training.num_epochs=0.07")
-    assert resolve_duration(written, plan).num_steps == 7
-
-
-def test_an_average_that_would_never_begin_is_refused() -> None:
-    average = ("optimizer.averaging=asgd", "optimizer.averaging_start_step=99")
-    with pytest.raises(ConfigError, match="is after the end of the run"):
-        config(*average, "training.num_steps=20")
-
-
-# The learning rate: a function of the step and the config alone.
-
-
-SCHEDULES: dict[str, dict[str, int]] = {
-    "cosine": {}, "constant": {}, "linear": {}, "inverse_sqrt": {}, "wsd": {"decay_steps": 3},
-}  # fmt: skip
+SCHEDULES = ("cosine", "constant", "linear", "inverse_sqrt")
 
 
 def schedule_of(schedule: str, **settings: Any) -> OptimizerConfig:
-    values = {"schedule": schedule, **SCHEDULES[schedule], **settings}
-    return OptimizerConfig.model_validate(values)
+    return OptimizerConfig.model_validate({"schedule": schedule, **settings})
 
 
 def rates(config: OptimizerConfig, num_steps: int) -> list[float]:
@@ -154,32 +51,26 @@ def test_the_cosine_is_half_a_period_after_warm_up() -> None:
 @given(
     num_steps=st.integers(1, 60),
     warmup=st.integers(0, 60),
-    schedule=st.sampled_from(sorted(SCHEDULES)),
+    schedule=st.sampled_from(SCHEDULES),
     min_lr=st.sampled_from([0.0, 0.1, 0.8]),
 )
 def test_it_rises_to_lr_then_never_rises_again(
     num_steps: int, warmup: int, schedule: str, min_lr: float
 ) -> None:
-    num_steps += SCHEDULES[schedule].get("decay_steps", 0)
-    warmup = min(warmup, num_steps - SCHEDULES[schedule].get("decay_steps", 0))
+    warmup = min(warmup, num_steps)
     config = schedule_of(schedule, lr=0.8, warmup_steps=warmup, min_lr=min_lr)
     values = rates(config, num_steps)
     assert all(a < b for a, b in pairwise(values[:warmup]))
     assert all(a >= b - 1e-12 for a, b in pairwise(values[max(0, warmup - 1) :]))
     lowest = 0 if schedule == "inverse_sqrt" else min_lr
     assert all(lowest - 1e-12 <= rate <= 0.8 + 1e-12 for rate in values[warmup:])
-    if schedule in ("cosine", "linear", "wsd") and warmup < num_steps:
+    if schedule in ("cosine", "linear") and warmup < num_steps:
         assert values[-1] == pytest.approx(min_lr)
 
 
 def test_linear_is_a_line_from_the_warm_up_to_min_lr() -> None:
     config = schedule_of("linear", lr=0.8, warmup_steps=2, min_lr=0.2)
     assert rates(config, 5) == pytest.approx([0.4, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_wsd_is_constant_until_its_last_steps() -> None:
-    config = schedule_of("wsd", lr=0.8, warmup_steps=2, min_lr=0.2)
-    assert rates(config, 7) == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_inverse_sqrt_is_lr_at_the_end_of_the_warm_up() -> None:
@@ -265,8 +156,6 @@ def test_every_rate_of_a_short_run_is_that_of_the_paper_s_script(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedule": "wsd"}, "needs decay_steps"),
-        ({"decay_steps": 3}, "has no effect with schedule=cosine"),
         ({"schedule": "linear", "schedule_of_paper_code": True}, "not in the paper's code"),
     ],
 )

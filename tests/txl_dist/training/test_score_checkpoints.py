@@ -75,7 +75,7 @@ def assert_same_scores(run: Path, expected: Path) -> None:
     [
         (),
         ("precision=bf16",),
-        ("optimizer.averaging=ema", "deepspeed.zero_stage=2"),
+        ("optimizer.averaging=asgd", "deepspeed.zero_stage=2"),
     ],
 )
 def test_scores_are_those_of_two_ranks(

@@ -1,8 +1,9 @@
 """The slowest rank is named with its ratio to the median and with what it is slow in.
 
-Utilisation is at most 1.
+Utilisation is at most 1. Traces are of the steps that were asked for.
 """
 
+import json
 import re
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, tiny_job, train
+from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
 from txl_dist.training import batches, speed
 from txl_dist.training.job import TrainJob
@@ -121,3 +123,48 @@ def test_a_product_that_would_take_more_than_a_second_is_not_computed(
     assert speed.measure_peak_flops(World(0, 1), torch.bfloat16) == flops
     speed.measure_peak_flops.cache_clear()
     assert computed == sizes
+
+
+# --- traces -------------------------------------------------------------------------------------
+
+
+def test_a_trace_has_the_steps_that_were_asked_for(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(
+        dataset, tmp_path, NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=0",
+        "training.profile_steps=[2, 3]",
+    )  # fmt: skip
+    assert ranks(1).run(train, job) == [0]
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "rank-0-step-2.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    updates = [event for event in events if event.get("name") == "Optimizer.step#AdamW.step"]
+    assert len(updates) == 2
+
+
+@pytest.mark.parametrize("steps", ["[0, 3]", "[4, 3]"])
+def test_steps_that_do_not_exist_are_refused(dataset: Path, tmp_path: Path, steps: str) -> None:
+    with pytest.raises(ConfigError, match="first and the last step"):
+        tiny_job(dataset, tmp_path, f"training.profile_steps={steps}")
+
+
+def test_a_range_that_a_resume_divides_has_a_file_for_each_part(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    for num_steps in (4, 6):
+        job = tiny_job(
+            dataset, tmp_path, NO_EVALUATION, f"training.num_steps={num_steps}",
+            "optimizer.warmup_steps=0", "training.profile_steps=[3, 6]",
+            allow_change=("training.num_steps",),
+        )  # fmt: skip
+        assert ranks(1).run(train, job) == [0]
+    assert sorted(path.name for path in (tmp_path / "profile").glob("*.json")) == [
+        "rank-0-step-3.json",
+        "rank-0-step-5.json",
+    ]
+
+
+def test_a_trace_after_the_end_of_the_run_is_refused(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="begins after the end of the run"):
+        tiny_job(dataset, tmp_path, "training.num_steps=5", "training.profile_steps=[6, 7]")

@@ -1,24 +1,21 @@
 """TrainState is read from a checkpoint's manifest, or refused with the wrong entry's name.
 
-The count of lost and repeated tokens notices a phase that does not continue its epoch.
+Its divergence state judges steps: what is a spike, and which steps have updated the weights.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.txl_dist.checkpoint.saving import BEST, save
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.errors import CheckpointError
-from txl_dist.training.state import (
-    CorpusEntry,
-    Phase,
-    TrainState,
-    count_tokens,
-    load_state,
-    phases_from,
-)
+from txl_dist.evaluation.scores import LossSums
+from txl_dist.training.state import DivergenceState, TrainState, load_state
 
 
 def test_the_state_of_a_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
@@ -63,48 +60,105 @@ def test_only_scores_of_the_same_text_are_compared(change: dict[str, Any], impro
     assert BEST.gain_over(None) == 0
 
 
-def phase(num_lanes: int, **fields: object) -> Phase:
-    corpus = CorpusEntry(name="data", digest="0" * 64, tokens=20, weight=1.0)
-    return Phase.model_validate({"corpora": (corpus,), "num_lanes": num_lanes, **fields})
+# --- divergence ---------------------------------------------------------------------------------
 
 
-def continued(**fields: object) -> Phase:
-    """Two lanes of ten tokens have read three each; three lanes continue."""
-    return phase(3, position=3, **fields)
+def judged(config: DivergenceConfig, losses: list[float], norms: list[float]) -> list[str | None]:
+    """Whether each step was accepted; only accepted steps enter the window."""
+    state, verdicts = DivergenceState(), []
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        sums = LossSums(nats=4 * loss, num_tokens=4)
+        verdicts.append(state.find_event(config, step=step, sums=sums, gradient_norm=norm))
+        if verdicts[-1] is None:
+            state = state.with_accepted(config, sums=sums, gradient_norm=norm)
+    return verdicts
 
 
-@pytest.mark.parametrize(
-    ("after", "lost", "twice"),
-    [
-        (continued(unread=((3, 10), (13, 20))), 0, 0),
-        (continued(unread=((5, 10), (13, 20))), 0, 0),  # fewer than the tail of three lanes
-        (continued(unread=((6, 10), (13, 20))), 3, 0),
-        (continued(unread=((2, 10), (13, 20))), 0, 1),
-        (continued(first_epoch=1), 14, 0),
-        (continued(), 0, 6),
-    ],
-)
-def test_lost_and_repeated_tokens_are_counted(after: Phase, lost: int, twice: int) -> None:
-    state = TrainState(position=3, tokens=6, phases=(phase(2), after))
-    count = count_tokens((phase(2),), state, after.plan())
-    assert (count.lost, count.twice, count.targets_missing) == (lost, twice, 0)
-    assert count.line.startswith(f"tokens lost by this resume {lost}, read twice {twice} | ")
+def spikes(values: list[float], **settings: Any) -> list[int]:
+    """Steps that are events, with `values` as losses; the same with `values` as norms."""
+    ones = [1.0] * len(values)
+    of_loss = judged(DivergenceConfig(loss_spike=4, **settings), values, ones)
+    of_norm = judged(DivergenceConfig(gradient_spike=4, **settings), ones, values)
+    found = [[step for step, event in enumerate(v, start=1) if event] for v in (of_loss, of_norm)]
+    assert found[0] == found[1]
+    return found[0]
 
 
-def test_a_new_number_of_lanes_continues_the_epoch() -> None:
-    phases = phases_from((phase(2),), phase(3), position=3, context_tokens=4)
-    assert phases[-1] == continued(unread=((3, 10), (13, 20)), context_tokens=4)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_always_an_event(value: float) -> None:
+    losses = judged(DivergenceConfig(), [1.0, value], [1.0, 1.0])
+    assert losses[0] is None
+    assert "the loss of step 2 is" in str(losses[1])
+    norms = judged(DivergenceConfig(), [1.0, 1.0], [1.0, value])
+    assert "the global gradient norm of step 2 is" in str(norms[1])
 
 
-def test_targets_that_were_not_trained_on_are_counted() -> None:
-    state = TrainState(position=3, tokens=4, phases=(phase(2),))
-    assert count_tokens((phase(2),), state, phase(2).plan()).targets_missing == 2
+def test_without_thresholds_no_finite_value_is_an_event_and_nothing_is_kept() -> None:
+    config, state = DivergenceConfig(), DivergenceState()
+    assert judged(config, [1.0, 1e30, 1.0], [1.0, 1.0, 1e30]) == [None] * 3
+    sums = LossSums(nats=3.0, num_tokens=1)
+    assert state.with_accepted(config, sums=sums, gradient_norm=1.0) == state
 
 
-@pytest.mark.parametrize("turn", [0, 1, 2])
-def test_targets_of_lanes_that_are_a_segment_ahead_count(turn: int) -> None:
-    """Five lanes of four tokens each; all have read two, and those of earlier turns a third."""
-    phases = (phase(5),)
-    tokens = 5 * 2 + sum(len(range(earlier, 5, 3)) for earlier in range(turn))
-    state = TrainState(position=2, turn=turn, tokens=tokens, phases=phases)
-    assert count_tokens(phases, state, phases[0].plan(num_turns=3)).targets_missing == 0
+def test_a_spike_is_above_median_and_robust_deviations_of_the_window() -> None:
+    window = [3.0, 3.1, 2.9, 3.2, 2.8]  # median 3, MAD 0.1
+    limit = 3.0 + 4 * 1.4826 * 0.1
+    assert spikes([*window, limit - 1e-6], window_steps=5) == []
+    assert spikes([*window, limit + 1e-6], window_steps=5) == [6]
+    assert spikes([*window, 0.1], window_steps=5) == []  # falling is not divergence
+
+
+def test_equal_values_have_a_deviation_of_one_percent() -> None:
+    assert spikes([2.0] * 5 + [2.07], window_steps=5) == []
+    assert spikes([2.0] * 5 + [2.09], window_steps=5) == [6]
+
+
+def test_nothing_is_a_spike_before_the_window_is_full() -> None:
+    assert spikes([1.0] * 4 + [9.0], window_steps=5) == []
+    assert spikes([1.0] * 5 + [9.0], window_steps=5) == [6]
+
+
+def test_a_rejected_value_does_not_raise_the_limit() -> None:
+    assert spikes([1.0] * 5 + [9.0] * 7, window_steps=5) == list(range(6, 13))
+
+
+def test_the_window_follows_a_slow_change() -> None:
+    values = [float(value) for value in np.linspace(3, 30, 500)]
+    assert spikes(values, window_steps=5) == []
+    state, config = DivergenceState(), DivergenceConfig(loss_spike=4, window_steps=5)
+    for value in values:
+        sums = LossSums(nats=value, num_tokens=1)
+        state = state.with_accepted(config, sums=sums, gradient_norm=1.0)
+    assert state.losses == tuple(values[-5:])
+
+
+def test_a_step_without_targets_has_no_loss_to_judge() -> None:
+    config = DivergenceConfig(loss_spike=4, window_steps=5)
+    state = DivergenceState(losses=(1.0,) * 5)
+    assert state.find_event(config, step=6, sums=LossSums(), gradient_norm=0.0) is None
+    assert state.with_accepted(config, sums=LossSums(), gradient_norm=0.0) == state
+
+
+def test_events_outside_of_the_interval_do_not_count() -> None:
+    state = DivergenceState()
+    for step in (5, 9, 1005):
+        state = state.with_event(step=step)
+    assert state.event_steps == (9, 1005)
+
+
+def test_the_last_update_is_before_skipped_steps() -> None:
+    state = DivergenceState(event_steps=(9,), skip_steps=(7, 8))
+    assert [state.last_update(step) for step in (6, 7, 9, 10)] == [6, 6, 6, 10]
+
+
+def test_the_state_survives_a_checkpoint_and_older_ones_have_none() -> None:
+    divergence = DivergenceState(losses=(0.1,), event_steps=(3,), skip_steps=(2, 3))
+    state = TrainState(step=4, skipped_steps=2, contiguous_from=9, divergence=divergence)
+    assert TrainState.model_validate_json(state.model_dump_json()) == state
+    old = TrainState.model_validate_json('{"step": 4, "position": 12}')
+    assert (old.skipped_steps, old.contiguous_from, old.divergence) == (0, 0, DivergenceState())
+
+
+def test_a_limit_of_events_that_no_run_can_reach_is_refused() -> None:
+    with pytest.raises(ValueError, match="less than 1000"):
+        DivergenceConfig(max_events=1000)

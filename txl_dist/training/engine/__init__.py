@@ -1,10 +1,9 @@
 """DeepSpeed ZeRO behind one interface; nothing outside this package imports deepspeed.
 
-    interface.py   Engine: what training calls, and what all stages have in common
-    stages.py      what differs between ZeRO stages
-    optimizers.py  the optimizers, their groups of parameters, the average of the weights
-    settings.py    DeepSpeed's configuration, from ours, and `deepspeed.initialize`
-    deepspeed_patches.py  what is changed in DeepSpeed, and why
+    interface.py        Engine: what training calls, and what all stages have in common
+    stages.py           what differs between ZeRO stages
+    optimizers.py       the optimizers, their groups of parameters, the average of the weights
+    deepspeed_setup.py  DeepSpeed's configuration, from ours, and what is changed in it, and why
 
 Why checkpoints do not use DeepSpeed's own format, and which private attributes are used instead:
 docs/decisions/0003-deepspeed-by-its-fragments.md.

@@ -19,9 +19,12 @@ from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.deepspeed_patches import norm_checked_by
+from txl_dist.training.engine.deepspeed_setup import (
+    deepspeed_settings,
+    initialise_deepspeed,
+    norm_checked_by,
+)
 from txl_dist.training.engine.optimizers import averaging_weight, create_optimizer, states_by_name
-from txl_dist.training.engine.settings import deepspeed_settings, initialise_deepspeed
 
 
 class Decision(NamedTuple):
@@ -135,7 +138,7 @@ class Engine(ABC):
         gradients are cleared, and weights, optimizer state and its step count do not change.
         """
         for group in self._optimizer.param_groups:
-            group["lr"] = lr * group["lr_factor"]
+            group["lr"] = lr
         decision = self._update(accept)
         if decision.is_accepted:
             self._num_updates += 1

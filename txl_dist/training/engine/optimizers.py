@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from txl_dist.checkpoint.snapshot import AVERAGE
-from txl_dist.config.optimizer_config import OptimizerConfig, Role
+from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision
 from txl_dist.model.attention import StackedLinear
 from txl_dist.model.transformer_xl import TransformerXL
@@ -322,16 +322,6 @@ def matrices(model: TransformerXL) -> frozenset[str]:
     return hidden_matrices(model) | frozenset(projections)
 
 
-def _role(name: str, hidden: frozenset[str]) -> Role:
-    """The role of a parameter (config/optimizer_config.py). A shared weight is embedding."""
-    if name in hidden:
-        return "hidden"
-    if name.startswith("table."):
-        return "embedding"
-    is_head = name.startswith(("softmax.weights.", "softmax.projections."))
-    return "head" if is_head or name == "softmax.cluster_weight" else "other"
-
-
 def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Groups for a torch optimizer, in the order of their first parameters.
 
@@ -340,8 +330,8 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     weights of the adaptive softmax and the position biases for hidden matrices.
 
     Besides torch's keys a group has `rule` (adam, or the optimizer's own for hidden matrices),
-    `states`, the names of the optimizer's states of its parameters, `lr_factor`, of its learning
-    rate, and `num_stacked`, the matrices in each of its weights.
+    `states`, the names of the optimizer's states of its parameters, and `num_stacked`, the matrices
+    in each of its weights.
     """
     hidden, decayed = hidden_matrices(model), matrices(model)
     average, entry = (AVERAGE,) if config.averaging else (), OPTIMIZERS[config.name]
@@ -360,13 +350,11 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
             "params": [],
             "rule": rule,
             "weight_decay": weight_decay,
-            "lr_factor": (lr_factor := config.lr_factors.get(_role(name, hidden), 1.0)),
             "num_stacked": (num_stacked := stacked.get(name, 1) if rule != "adam" else 1),
             "states": (*states, *average),
         }
-        groups.setdefault((rule, weight_decay, lr_factor, num_stacked), empty)["params"].append(
-            parameter
-        )
+        key = rule, weight_decay, num_stacked
+        groups.setdefault(key, empty)["params"].append(parameter)
     return list(groups.values())
 
 
@@ -380,16 +368,13 @@ def states_by_name(
 
 
 def averaging_weight(config: OptimizerConfig, step: int) -> float:
-    """How much the weights after step `step` count in their average, which every step updates.
+    """Return how much the weights after step `step` count in the average up to that step.
 
-    `ema` is an exponential average. `asgd` is the mean of the weights of all steps since the first
-    one, as averaged SGD keeps it (Polyak & Juditsky 1992); the paper's Penn Treebank model averages
-    its weights (arXiv:1901.02860). Until `averaging_start_step` the average is a copy.
+    The average is the mean of the weights since step `averaging_start_step`, as averaged SGD keeps
+    it (Polyak & Juditsky 1992), and a copy before; the paper's Penn Treebank model averages its
+    weights (arXiv:1901.02860).
     """
-    num_steps = step - config.averaging_start_step
-    if num_steps <= 0:
-        return 1.0
-    return 1 - config.ema_decay if config.averaging == "ema" else 1 / (num_steps + 1)
+    return 1 / max(1, step - config.averaging_start_step + 1)
 
 
 OPTIMIZERS: dict[str, type[EagerOptimizer]] = {

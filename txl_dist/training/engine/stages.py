@@ -22,7 +22,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.deepspeed_patches import link_optimizer_states, reduce_no_gradients
+from txl_dist.training.engine.deepspeed_setup import link_optimizer_states, reduce_no_gradients
 from txl_dist.training.engine.interface import Accept, Decision, Engine
 from txl_dist.training.engine.optimizers import FlatMatrices
 

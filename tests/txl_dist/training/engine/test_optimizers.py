@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tests.support.commands import ENVIRONMENT
 from tests.support.diverging_runs import SkipSteps, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import newton_schulz_by_svd
-from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model
 from txl_dist.config.optimizer_config import OptimizerConfig
@@ -24,13 +23,11 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.engine.optimizers import (
     ADAM_STATES,
-    MUON_STATES,
     Adam,
     AdamW,
     FlatMatrices,
     Lamb,
     Muon,
-    _correction,
     averaging_weight,
     hidden_matrices,
     matrices,
@@ -160,84 +157,6 @@ def test_muon_updates_the_matrices_of_a_whole_weight_one_by_one(num_stacked: int
     torch.testing.assert_close(-weight.detach(), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tie_weight", [True, False])
-def test_all_weights_of_an_adaptive_softmax_are_the_head(tie_weight: bool) -> None:
-    adaptive = model(cutoffs=(9, 20), div_val=2, tie_weight=tie_weight)
-    groups = parameter_groups(adaptive, OptimizerConfig(lr_factors={"head": 3.0}))
-    heads = {id(p) for group in groups if group["lr_factor"] == 3 for p in group["params"]}
-    names = {name for name, p in adaptive.named_parameters() if id(p) in heads}
-    softmax = {name for name, _ in adaptive.named_parameters() if name.startswith("softmax.")}
-    assert names == {name for name in softmax if not name.endswith("bias")}
-    assert "softmax.cluster_weight" in names
-
-
-SHAPES = ((4, 6), (6, 4), (5,), (4, 6), (12, 3))
-
-
-def after_steps(
-    create: Callable[..., torch.optim.Optimizer], states: tuple[str, ...], rule: str
-) -> list[Tensor]:
-    """The weights after 3 steps; one is 0 at first, and another never has a gradient but 0."""
-    generator = torch.Generator().manual_seed(6)
-    shapes = [shape for shape in SHAPES if rule == "adam" or len(shape) == 2]
-    weights = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
-    weights[0].data.zero_()
-    groups = [
-        {"params": part, "rule": rule, "weight_decay": decay, "num_stacked": count}
-        for part, decay, count in ((weights[:-1], 0.1, 1), (weights[-1:], 0.0, 3))
-    ]
-    optimizer = create(groups, lr=0.03, betas=(0.8, 0.95), eps=1e-6)
-    for weight in weights:
-        empty = {name: torch.zeros_like(weight) for name in states}
-        optimizer.state[weight] = {"step": torch.tensor(0.0), **empty}
-    for _ in range(3):
-        for weight in weights:
-            weight.grad = torch.randn(weight.shape, generator=generator)
-        weights[1].grad = torch.zeros_like(weights[1])
-        optimizer.step()
-    return [weight.detach() for weight in weights]
-
-
-class LambOneByOne(Lamb):
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            (beta1, beta2), state, gradient = group["betas"], self.state[parameter], parameter.grad
-            assert gradient is not None
-            state["step"] += 1
-            mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / _correction(beta1, state["step"])
-            squares = state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
-            root = (squares / _correction(beta2, state["step"])).sqrt_().add_(group["eps"])
-            update = mean.div_(root).add_(parameter, alpha=group["weight_decay"])
-            norm, update_norm = map(torch.linalg.vector_norm, (parameter, update))
-            has_ratio = (norm > 0) & (update_norm > 0)
-            ratio = torch.where(has_ratio, norm / update_norm.clamp(min=1e-38), 1.0)
-            parameter.sub_(update.mul_(ratio * group["lr"]))
-
-
-class MuonOneByOne(Muon):
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            state, gradient = self.state[parameter], parameter.grad
-            assert gradient is not None
-            momentum = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
-            matrices = gradient.lerp(momentum, self.momentum).chunk(group["num_stacked"])
-            update = torch.cat([orthogonalised(matrix) for matrix in matrices])
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-group["lr"])
-
-
-@pytest.mark.parametrize(
-    ("together", "one_by_one", "states", "rule"),
-    [(Lamb, LambOneByOne, ADAM_STATES, "adam"), (Muon, MuonOneByOne, MUON_STATES, "muon")],
-)
-def test_a_group_is_updated_as_its_parameters_one_by_one_bit_for_bit(
-    together: Any, one_by_one: Any, states: tuple[str, ...], rule: str
-) -> None:
-    weights, expected = (after_steps(x, states, rule) for x in (together, one_by_one))
-    assert all(map(torch.equal, weights, expected))
-    assert all(weight.isfinite().all() and weight.any() for weight in weights)
-
-
 class Operations(TorchDispatchMode):
     """Counts the operations that the host starts inside the context."""
 
@@ -300,20 +219,13 @@ def test_the_keys_and_values_and_halves_of_swiglu_are_stacked() -> None:
     assert found == {"attention.key_value.weight": 2, "feed_forward.up.weight": 2}
 
 
-def test_averages_are_a_copy_until_their_start_then_the_mean_or_exponential() -> None:
-    values = [3.0, 5.0, 1.0, 7.0]  # after steps 1 to 4
-    results = {}
-    for kind in ("asgd", "ema"):
-        config = OptimizerConfig.model_validate(
-            {"averaging": kind, "averaging_start_step": 2, "ema_decay": 0.9}
-        )
-        average, by_step = 0.0, []
-        for step, value in enumerate(values, start=1):
-            average += averaging_weight(config, step) * (value - average)
-            by_step.append(average)
-        results[kind] = by_step
-    assert results["asgd"] == pytest.approx([3, 5, 3, 13 / 3])
-    assert results["ema"] == pytest.approx([3, 5, 4.6, 4.84])
+def test_an_average_is_a_copy_until_its_start_then_the_mean() -> None:
+    config = OptimizerConfig(averaging="asgd", averaging_start_step=2)
+    average, by_step = 0.0, []
+    for step, value in enumerate((3.0, 5.0, 1.0, 7.0), start=1):
+        average += averaging_weight(config, step) * (value - average)
+        by_step.append(average)
+    assert by_step == pytest.approx([3, 5, 3, 13 / 3])
 
 
 CODE = """
@@ -366,10 +278,11 @@ def test_weights_are_those_of_torch_bit_for_bit(
     assert torch.equal(*weights)
 
 
-NUM_STEPS, START, DECAY, SKIPPED = 9, 3, 0.7, 5
+NUM_STEPS, START, SKIPPED = 9, 3, 5
 SETTINGS = (
     NO_EVALUATION, f"training.num_steps={NUM_STEPS}", "training.checkpoint_interval_steps=1",
-    "training.keep_checkpoints=99", f"optimizer.averaging_start_step={START}",
+    "training.keep_checkpoints=99",
+    "optimizer.averaging=asgd", f"optimizer.averaging_start_step={START}",
 )  # fmt: skip
 
 
@@ -380,55 +293,19 @@ def weights(run: Path, step: int, which: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("averaging", "num_ranks", "stage"),
-    [
-        ("ema", 1, "0"),
-        ("asgd", 2, "2"),
-        pytest.param("ema", 2, "3-all-spread", marks=pytest.mark.slow),
-    ],
+    ("num_ranks", "stage"),
+    [(1, "0"), (2, "2"), pytest.param(2, "3-all-spread", marks=pytest.mark.slow)],
 )
 def test_an_average_is_the_mean_of_the_weights_after_each_update(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, averaging: str, num_ranks: int, stage: str
+    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int, stage: str
 ) -> None:
     """A skipped step is no update: it has no weight in the average."""
-    options = (f"optimizer.averaging={averaging}", *ZERO[stage])
-    options += (f"optimizer.ema_decay={DECAY}",) if averaging == "ema" else ()
-    job = tiny_job(dataset, tmp_path, *SETTINGS, *options)
+    job = tiny_job(dataset, tmp_path, *SETTINGS, *ZERO[stage])
     ends = ranks(num_ranks).run(train_with, job, SkipSteps(SKIPPED))
     assert [code for code, *_ in ends] == [0] * num_ranks
     updates = [weights(tmp_path, n, "last") for n in range(1, NUM_STEPS + 1) if n != SKIPPED]
     for name, average in weights(tmp_path, NUM_STEPS, "averaged").items():
-        counted = [of_step[name] for of_step in updates[START - 1 :]]
-        expected = torch.stack(counted).mean(0)
-        if averaging == "ema":
-            expected = counted[0]
-            for weight in counted[1:]:
-                expected = DECAY * expected + (1 - DECAY) * weight
+        expected = torch.stack([of_step[name] for of_step in updates[START - 1 :]]).mean(0)
         torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-6)
     changed = [not torch.equal(updates[-1][name], updates[START][name]) for name in updates[0]]
     assert all(changed), "else an average would be equal to the weights"
-
-
-@pytest.mark.parametrize(("num_ranks", "stage"), [(1, "0"), (2, "1")])
-def test_a_factor_multiplies_the_rate_of_its_role_only(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int, stage: str
-) -> None:
-    settings = (
-        NO_EVALUATION, "training.num_steps=1", "training.checkpoint_interval_steps=1",
-        "optimizer.warmup_steps=0", "model.tie_weight=false", *ZERO[stage],
-    )  # fmt: skip
-    changes = []
-    for factors in ("{}", "{head: 3, other: 2}"):
-        run = tmp_path / f"{len(factors)}"
-        job = tiny_job(dataset, run, *settings, f"optimizer.lr_factors={factors}")
-        assert ranks(num_ranks).run(train, job) == [0] * num_ranks
-        new = weights(run, 1, "last")
-        config = load_model(CheckpointDirectory(run).at(1), weights="last")[0].config
-        old = TransformerXL(config, seed=job.config.seed).named_parameters()
-        changes.append({key: new[key] - value.detach().double() for key, value in old})
-    plain, scaled = changes
-    for name, change in plain.items():
-        is_head = name == "softmax.weights.0"
-        is_other = name.endswith(("bias", "norm.weight", "_HK"))
-        expected = change * (3 if is_head else 2 if is_other else 1)
-        torch.testing.assert_close(scaled[name], expected, rtol=1e-4, atol=1e-7)

@@ -113,10 +113,9 @@ def _processes(matches: Callable[[Sequence[str]], bool]) -> list[psutil.Process]
 
 
 def _is_train_command(words: Sequence[str]) -> bool:
-    """Whether this is `txl train`, a module or job of it, and not a shell that calls it."""
-    programs = {"txl", "txl_dist", "cluster.job_driver"}
+    """Whether this is `txl train` or its module, and not a shell that calls it."""
     return any(
-        command == "train" and program.rsplit("/", 1)[-1] in programs
+        command == "train" and program.rsplit("/", 1)[-1] in ("txl", "txl_dist")
         for program, command in pairwise(words[:5])
     )
 

@@ -147,7 +147,7 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
         with Command(tmp_path, *words, *options) as command:
             command.wait_for(" step 30 |")
             lost.kill()
-            command.wait_for("continuing with 1 instead of 2 ranks from step ")
+            command.wait_for("continuing with 1 rank instead of 2 from step ")
             with ray_node(tmp_path, join=head.address):
                 command.wait_for("continuing with 2 ranks instead of 1", timeout_seconds=300)
                 lines = num_lines(run / "metrics.jsonl")
@@ -157,7 +157,7 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
     text = command.text()
     print(text)
     assert text.count(" died; ") == 1
-    (shrunk,) = re.findall(r"continuing with 1 instead of 2 ranks from step \d+; (.*)", text)
+    (shrunk,) = re.findall(r"continuing with 1 rank instead of 2 from step \d+; (.*)", text)
     assert re.fullmatch(r"at least \d+ steps? (is|are) lost|no step is lost", shrunk)
     assert "there is room for 2 ranks instead of 1: the ranks save" in text
     assert re.search(r"with 2 ranks instead of 1 from step \d+; no step is lost", text)

@@ -103,13 +103,11 @@ def _announce_preemption(deadline_seconds: float, address: str | None) -> None:
 
 
 def _processes(matches: Callable[[Sequence[str]], bool]) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            words = process.cmdline()
-            if words and process.status() != psutil.STATUS_ZOMBIE and matches(words):
-                found.append(process)
-    return found
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])  # leaves out processes that have ended
+        if (words := process.info["cmdline"]) and matches(words)
+    ]
 
 
 def _is_train_command(words: Sequence[str]) -> bool:

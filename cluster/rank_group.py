@@ -46,7 +46,6 @@ from txl_dist.launch.group import (
     RankRange,
     RanksUp,
     Room,
-    Waiting,
 )
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.training.job import TrainJob
@@ -63,6 +62,7 @@ class RayRankGroup:
 
     def __init__(self, job: TrainJob, ranks: RankRange, thread: ConnectionThread) -> None:
         self.max_restarts = job.config.ray.max_restarts
+        self.waits_for = thread.place
         self.growth_interval_seconds = job.config.ray.growth_interval_seconds
         self._config, self._ranks, self._thread = job.config, ranks, thread
         thread.work = self._serve
@@ -108,16 +108,16 @@ class RayRankGroup:
                 raise monitor.lost_head_error(resume_advice(self._directory.path))
             if monitor.state is not None:
                 events += self._news(monitor, monitor.state)
-        place = self._thread.place
-        reason = monitor.describe_wait(self._ranks.minimum) if monitor else place
+            self.waits_for = monitor.describe_wait(self._ranks.minimum)
         limit_seconds = self._config.ray.start_timeout_seconds
         if not self._is_up and time.monotonic() - self._waiting_since > limit_seconds:
+            ray_log_path = self._directory.logs / "ray.log"
             raise TxlError(
                 f"the ranks did not start within {limit_seconds:g} s (ray.start_timeout_seconds), "
-                f"while waiting for {reason}. Ray's log: {self._directory.logs / 'ray.log'}. Run "
-                "the same command again, or use --on processes"
+                f"while waiting for {self.waits_for}. Ray's log: {ray_log_path}. Run the same "
+                "command again, or use --on processes"
             )
-        return [*events, Waiting(reason)]
+        return events
 
     def request_stop(self) -> None:
         """Ranks see the stop file, also those that are importing their libraries, once they can."""

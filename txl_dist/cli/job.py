@@ -23,8 +23,7 @@ DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 app = typer.Typer(
     help="Run txl commands on a Ray cluster; watch and stop them.", no_args_is_help=True
 )
-_note = partial(typer.echo, err=True)
-"""Prints for people."""
+_note = partial(typer.echo, err=True)  # what is for people
 Address = Annotated[
     str,
     typer.Option(

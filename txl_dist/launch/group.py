@@ -59,13 +59,6 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """What the ranks of a start wait for until they are up; printed now and then."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class RanksUp:
     """All processes of a start exist."""
 
@@ -124,7 +117,7 @@ class Preempted:
     """`node 10.0.0.2 is preempted in 58 s`."""
 
 
-Event = Line | Waiting | RanksUp | RankEnded | NotStarted | Room | Preempted
+Event = Line | RanksUp | RankEnded | NotStarted | Room | Preempted
 
 
 # --- the group ------------------------------------------------------------------------------------
@@ -135,6 +128,8 @@ class RankGroup(Protocol):
 
     max_restarts: int
     """Restarts after failures, without --max-restarts."""
+    waits_for: str
+    """What a start waits for until its ranks are up; printed now and then."""
     growth_interval_seconds: float
     """Elastic runs: least time from a start to one with more ranks, which restarts all."""
 

@@ -126,8 +126,6 @@ class LaunchOutput:
         self._began = self._last_print = time.monotonic()
         self.has_stepped = False
         """Whether the running ranks have written a step line."""
-        self.waits_for = "the ranks to start"
-        """What a start waits for until its ranks are up."""
 
     @property
     def status_is_due(self) -> bool:
@@ -140,9 +138,8 @@ class LaunchOutput:
         """The ranks start, for the first time or again."""
         self._began, self.has_stepped = time.monotonic(), False
 
-    def print_wait(self, *, are_up: bool) -> None:
+    def print_wait(self, waits_for: str) -> None:
         """Print what the launch waits for."""
-        waits_for = "the first step line" if are_up else self.waits_for
         self.print(f"waiting {time.monotonic() - self._began:.0f} s for {waits_for}")
 
     def print(self, line: str) -> None:

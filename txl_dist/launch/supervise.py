@@ -37,7 +37,6 @@ from txl_dist.launch.group import (
     RankRange,
     RanksUp,
     Room,
-    Waiting,
 )
 from txl_dist.launch.launch_files import FileFollower, LaunchFiles, LaunchOutput
 from txl_dist.launch.restarts import (
@@ -268,15 +267,14 @@ class _Supervisor:
                 raise PreemptedError(f"stopped on request, but {error}") from error
             raise
         if self.output.status_is_due:
-            self.output.print_wait(are_up=self._start.places is not None)
+            are_up = self._start.places is not None
+            self.output.print_wait("the first step line" if are_up else self.group.waits_for)
         time.sleep(POLL_SECONDS)
 
     def _take(self, event: Event) -> None:
         match event:
             case Line(text):
                 self.output.print(text)
-            case Waiting(reason):
-                self.output.waits_for = reason
             case RanksUp(places):
                 self._start.places, self._have_trained = dict(places), True
             case RankEnded(rank):

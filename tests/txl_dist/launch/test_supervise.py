@@ -37,7 +37,7 @@ Script = Iterator[list[Event]]
 class ScriptedGroup(Launcher):
     """Each start follows a function of the test; ranks run on nodes `a` and `b`, one each."""
 
-    max_restarts, growth_interval_seconds = 0, 0.001
+    max_restarts, growth_interval_seconds, waits_for = 0, 0.001, "the script"
 
     def __init__(self, run: Path, *settings: str) -> None:
         overrides = [f"directory={run}", "training.grace_seconds=0.3"]
@@ -377,18 +377,14 @@ def test_a_status_is_due_after_a_silence_until_the_first_step_line(
     monkeypatch.setattr(launch_files.time, "monotonic", lambda: clock)
     output = launch_files.LaunchOutput(lines.append)
     output.begin_ranks()
-    output.waits_for = "Ray to start"
-    for are_up, silence_seconds in ((False, 6), (True, 6), (True, 60), (True, 25)):
+    for silence_seconds in (6, 6, 60, 25):
         assert not output.status_is_due
         clock += silence_seconds
         assert output.status_is_due
-        output.print_wait(are_up=are_up)
+        output.print_wait("Ray")
     clock += launch_files.STATUS_SECONDS + 1
     assert not output.status_is_due, "the longer it takes, the rarer the lines"
-    assert lines == [
-        "waiting 6 s for Ray to start",
-        *(f"waiting {seconds} s for the first step line" for seconds in (12, 72, 97)),
-    ]
+    assert lines == [f"waiting {seconds} s for Ray" for seconds in (6, 12, 72, 97)]
     about = {"time": 1.0, "attempt": 1, "text": ""}
     output.take_event(json.dumps({**about, "kind": "first_line"}))
     clock += 1000

@@ -25,7 +25,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
-from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
 
 from cluster.connection import lines_of
 from data_pipeline.system.sources import shown
@@ -245,7 +245,8 @@ class RayJobs(JobSubmissionClient):
 
     def jobs(self) -> list[Job]:
         """Return all txl jobs that the cluster knows, oldest first."""
-        known = sorted(self.list_jobs(), key=lambda details: details.start_time or 0)
+        known = [each for each in self.list_jobs() if each.type == JobType.SUBMISSION]
+        known.sort(key=lambda details: details.start_time or 0)
         return [job_of(each) for each in known if "txl.command" in (each.metadata or {})]
 
     def job(self, job_id: str) -> Job:
@@ -258,10 +259,12 @@ class RayJobs(JobSubmissionClient):
         num_written = 0
         while True:
             job = self.job(job_id)  # before its output, which then is complete
-            output = self.get_job_logs(job_id)
-            write(output[num_written:])
-            num_written = len(output)
+            with suppress(RuntimeError):  # no output: the command has not run, or its node is lost
+                output = self.get_job_logs(job_id)
+                write(output[num_written:])
+                num_written = len(output)
             if job.exit_code is not None:
+                write("" if num_written else f"{job.message}\n")
                 return job
             time.sleep(POLL_SECONDS)
 

@@ -385,6 +385,20 @@ def test_the_exit_code_is_that_of_the_command(cluster: MemoryCluster, code: int)
     assert "already ended" in run_txl("job", "stop", job_id)[1]
 
 
+def test_a_job_whose_command_never_ran_says_why(
+    cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_logs(job_id: str) -> str:
+        raise RuntimeError("status code 500: no such file")
+
+    job_id = submit(cluster)
+    cluster.end(job_id, JobStatus.FAILED, -1)
+    monkeypatch.setattr(cluster, "get_job_logs", no_logs)
+    code, output = run_txl("job", "logs", "--follow", job_id)
+    assert code == 1
+    assert "ConfigError: the cause" in output
+
+
 def test_with_json_only_the_job_is_on_standard_output(
     cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,8 +53,7 @@ from chaos_training import (
     require,
     wait_until,
 )
-
-from txl_dist.runtime.fault_injection import Reached
+from fault_traces import Reached
 
 STEPS_PER_KILL = 40
 KILLS_PER_RUN = 10

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from fault_traces import Reached, read_trace
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from txl_dist.runtime.fault_injection import TRACE_VARIABLE, Reached, read_trace
+from txl_dist.runtime.fault_injection import TRACE_VARIABLE
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword.py", "this.py")

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from fault_traces import read_trace
 from figures import Figure, run_script
 from training_figures import bench_config, prepare_text
 
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.config.training_config import TrackingConfig
 from txl_dist.errors import TxlError
-from txl_dist.runtime.fault_injection import TRACE_VARIABLE, read_trace
+from txl_dist.runtime.fault_injection import TRACE_VARIABLE
 
 BARE_STEP, BARE_RAY_START = (
     str(Path(__file__).with_name(name)) for name in ("bare_step.py", "bare_ray_start.py")

@@ -5,8 +5,7 @@ connection.py    connects to a running cluster, or to a private Ray
 rank_group.py    the ranks of a run, for the supervisor (txl_dist/launch/supervise.py)
 nodes.py         what ranks reserve, which nodes are alive and free; one rank, as an actor
 doctor.py        checks all nodes before a run (txl doctor)
-jobs.py          the client of the Ray Jobs API, for `txl job`
-job_driver.py    runs the txl command of a job on the cluster
+jobs.py          txl commands as jobs of Ray's Jobs API, for `txl job`
 drain_node.py    tells Ray that this host will be preempted
 deploy/          files for `ray up`, Kubernetes, Slurm and containers
 """

@@ -3,10 +3,8 @@
 Ray reads its environment variables when it is imported, so this module imports it late. `ray.init`
 has no time limit for an address at which nothing responds, so `check_cluster` asks first.
 
-Each launcher has a folder `txl-ray-*` in the temporary directory with the token of its private Ray,
-and holds a lock on it until it ends. The kernel releases the lock however the launcher ends. A
-folder that can be locked therefore belongs to a dead launcher, also if containers share the
-directory.
+Nothing is left of a private Ray when the context ends. If the launcher is killed, Ray's processes
+end by themselves, the last of them (its agents) after about a minute.
 """
 
 import atexit
@@ -14,10 +12,8 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +25,6 @@ from typing import Any
 
 import psutil
 
-from data_pipeline.system.files import try_lock
 from data_pipeline.system.signals import (
     STOPPED_EXIT_CODE,
     block_stop_signals,
@@ -45,10 +40,7 @@ SHUTDOWN_SECONDS = 15.0
 HEAD_SECONDS = 30.0
 """Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
 
-PREFIX = "txl-ray-"
-TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 LOOPBACK = "127.0.0.1"
-_LOCK, _SESSION = "lock", "session"
 _KILL_SECONDS = 5.0
 """Time limit for the kernel to end killed processes."""
 
@@ -65,8 +57,7 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # deduplication cuts tracebacks in the middle
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ[TOKEN_VARIABLE] = str(access_token())
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": access_token()}
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -84,11 +75,12 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     try:
         yield
     finally:
+        processes = []
         if address is None:
             _skip_grace_periods()
+            processes = ray_processes()  # now: Ray's agents lose their parent
         ray.shutdown()
-        if address is None:
-            kill_private_ray()  # Ray's agents, which end some time after Ray
+        _kill(processes)
 
 
 class ConnectionThread(threading.Thread):
@@ -141,8 +133,7 @@ class ConnectionThread(threading.Thread):
         Returns: the exit happens when the interpreter ends. Kills a private Ray now.
         """
         if self.is_private:
-            kill_private_ray()
-            shutil.rmtree(access_token().parent, ignore_errors=True)
+            _kill(ray_processes())
         atexit.register(exit_without_teardown, exit_code)
 
     def run(self) -> None:
@@ -194,9 +185,6 @@ def _start_private(num_cpus: int) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        # It identifies processes that hide their environment.
-        session = ray._private.worker._global_node.get_session_dir_path()
-        access_token().with_name(_SESSION).write_text(session)
     except (OSError, RuntimeError, ValueError) as error:
         raise TxlError(
             f"a private Ray could not be started: {error}. Run without Ray: --on processes"
@@ -223,11 +211,10 @@ _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 
 _SETTINGS_FRAME = 4
 
 
-def check_cluster(address: str, *, option: str = "--on") -> None:
+def check_cluster(address: str) -> None:
     """Raise ConfigError, within seconds, unless a Ray cluster responds and accepts our token.
 
-    `address` is `auto`, that of a cluster, or that of a Ray client server; `option` is that of the
-    command line with the address, for the message.
+    `address` is `auto`, that of a cluster, or that of a Ray client server.
     """
     from ray import exceptions
     from ray._private.services import canonicalize_bootstrap_address
@@ -242,11 +229,11 @@ def check_cluster(address: str, *, option: str = "--on") -> None:
         if "://" not in address:  # a Ray client server is no GcsServer, and has a time limit
             GcsClient(address=head)
     except (OSError, ValueError, exceptions.RayError) as error:
-        private = "; or use --on ray, which starts a private Ray" if option == "--on" else ""
         raise ConfigError(
-            f"no Ray cluster can be used at {option} {address}: {error}. Check that it runs (ray "
+            f"no Ray cluster can be used at --on {address}: {error}. Check that it runs (ray "
             "status there), its port (default 6379), the network, and its token on this machine "
-            f"(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH){private}"
+            "(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH); or use --on ray, which starts a private "
+            "Ray"
         ) from None
 
 
@@ -299,74 +286,18 @@ def lines_of(error: BaseException) -> list[str]:
     return lines or [type(error).__name__]
 
 
-# --- a private Ray: access token, shutdown, and cleanup after killed launchers --------------------
+# --- a private Ray --------------------------------------------------------------------------------
 
 
 @cache
-def access_token() -> Path:
-    """A file with the token of this process's Ray, readable by this user only.
-
-    One per process, because Ray reads the token only once.
-    """
-    clean_up_dead_launchers(Path(tempfile.gettempdir()))
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    path = directory / "token"
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    # Renamed to its final name after it is locked: another launcher never sees it unlocked. The
-    # descriptor stays open, and so locked, until this process ends.
-    descriptor = os.open(directory / "new-lock", os.O_RDWR | os.O_CREAT, 0o600)
-    if not try_lock(descriptor, if_unsupported=False):
-        raise ConfigError(
-            f"{directory.parent} is on a file system without locks, so another launcher would take "
-            "this one for dead and end its Ray. Set TMPDIR to a local directory"
-        )
-    os.write(descriptor, f"pid {os.getpid()}\n".encode())
-    (directory / "new-lock").rename(directory / _LOCK)
-    return path
+def access_token() -> str:
+    """The token of this process's private Ray. One per process, as Ray reads it only once."""
+    return secrets.token_hex(32)
 
 
-def kill_private_ray() -> None:
-    """Kill every process of this process's Ray. Another Ray can be started with the same token."""
-    launcher = psutil.Process()
-
-    def running() -> list[psutil.Process]:
-        children = filter(_is_ray, launcher.children(recursive=True))
-        return [*children, *ray_processes(access_token())]
-
-    # Repeated, because a process may have started another one between the listing and its death.
-    while processes := running():
-        _kill(processes)
-
-
-def clean_up_dead_launchers(parent: Path) -> None:
-    """Kill the Ray processes of dead launchers, and remove their folders in `parent`."""
-    for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
-        # OSError: the folder is another user's, or another launcher has just removed it.
-        with suppress(OSError), lock.open("rb+") as file:
-            if not try_lock(file.fileno(), if_unsupported=False):
-                continue
-            while processes := ray_processes(lock.with_name("token")):
-                _kill(processes)
-            shutil.rmtree(lock.parent)
-
-
-def ray_processes(token: Path) -> list[psutil.Process]:
-    """The Ray processes that were started with this token, without the calling process."""
-    record = token.with_name(_SESSION)
-    session = record.read_text() if record.exists() else None
-    processes = []
-    for process in filter(_is_ray, psutil.process_iter()):
-        with suppress(psutil.Error):
-            # Ray's agents overwrite their environment when they set their title. They are
-            # identified by their open log files, which are in the session directory.
-            if process.environ().get(TOKEN_VARIABLE) == str(token) or (
-                session is not None
-                and any(file.path.startswith(f"{session}/") for file in process.open_files())
-            ):
-                processes.append(process)
-    return [process for process in processes if process.pid != os.getpid()]
+def ray_processes() -> list[psutil.Process]:
+    """The processes of this process's private Ray."""
+    return [child for child in psutil.Process().children(recursive=True) if _is_ray(child)]
 
 
 def _is_ray(process: psutil.Process) -> bool:

@@ -103,20 +103,17 @@ def _announce_preemption(deadline_seconds: float, address: str | None) -> None:
 
 
 def _processes(matches: Callable[[Sequence[str]], bool]) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            words = process.cmdline()
-            if words and process.status() != psutil.STATUS_ZOMBIE and matches(words):
-                found.append(process)
-    return found
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])  # leaves out processes that have ended
+        if (words := process.info["cmdline"]) and matches(words)
+    ]
 
 
 def _is_train_command(words: Sequence[str]) -> bool:
-    """Whether this is `txl train`, a module or job of it, and not a shell that calls it."""
-    programs = {"txl", "txl_dist", "cluster.job_driver"}
+    """Whether this is `txl train` or its module, and not a shell that calls it."""
     return any(
-        command == "train" and program.rsplit("/", 1)[-1] in programs
+        command == "train" and program.rsplit("/", 1)[-1] in ("txl", "txl_dist")
         for program, command in pairwise(words[:5])
     )
 

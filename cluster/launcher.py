@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from cluster.connection import HEAD_SECONDS, ConnectionThread, lines_of, ray_log
+from cluster.connection import ConnectionThread, lines_of, ray_log
 from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
@@ -96,7 +96,6 @@ class RayWorkers:
         self._deaths: Counter[int] = Counter()
         """By number of the unit: the workers that died with it."""
         self._num_started = self._num_failed_starts = 0
-        self._is_head_lost = False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -148,7 +147,10 @@ class RayWorkers:
                         self._finish_start(call, handle)
                     elif (result := self._finish_unit(call, handle)) is not None:
                         yield result
-                self._check_head()
+                if self._monitor.is_head_lost:
+                    raise self._monitor.lost_head_error(
+                        "Run the same command; finished work is kept (txl eval: with --resume)"
+                    )
         finally:
             busy = {call: handle for call, handle in self._calls.items() if handle.task}
             self._kill(list(busy.values()))
@@ -237,20 +239,11 @@ class RayWorkers:
     def _kill(self, handles: list[_WorkerHandle]) -> None:
         import ray
 
-        if self._is_head_lost:
+        if self._monitor.is_head_lost:
             return  # the call would not return, and Ray has ended the workers
         for handle in handles:
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError, ValueError):
                 ray.kill(handle.actor)
-
-    def _check_head(self) -> None:
-        if self._monitor.silent_seconds > HEAD_SECONDS:
-            self._is_head_lost = True
-            raise TxlError(
-                f"the head of the Ray cluster at {self._monitor.head} does not respond: its node "
-                "or network failed, which ends the workers too. Start the cluster again and run "
-                "the same command; finished work is kept (txl eval: with --resume)"
-            )
 
 
 class RayLauncher(Launcher):

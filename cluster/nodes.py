@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 import psutil
 
-from cluster.connection import responds
+from cluster.connection import HEAD_SECONDS, responds
 from data_pipeline.errors import counted
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
 
@@ -65,7 +65,7 @@ _JOIN_SECONDS = 5.0
 class ClusterState:
     """The state of a cluster at one time."""
 
-    node_ids: frozenset[str]
+    num_nodes: int
     """Nodes that are alive."""
     total: float
     """CPUs of the cluster, or GPUs if the ranks use GPUs."""
@@ -114,6 +114,18 @@ class ClusterMonitor:
         self._last_question = now
         return now - self._last_response
 
+    @property
+    def is_head_lost(self) -> bool:
+        """Whether the head node has not responded for HEAD_SECONDS."""
+        return self.silent_seconds > HEAD_SECONDS
+
+    def lost_head_error(self, advice: str) -> TxlError:
+        """The error for a head node that does not respond; `advice` says how to continue."""
+        return TxlError(
+            f"the head of the Ray cluster at {self.head} does not respond: its node or network "
+            f"failed, which ends the processes of all nodes. Start the cluster again. {advice}"
+        )
+
     def describe_wait(self, num_ranks: int) -> str:
         """What the ranks are waiting for before they start. `num_ranks`: the fewest that may."""
         if self.silent_seconds > 3 * POLL_SECONDS:
@@ -121,11 +133,12 @@ class ClusterMonitor:
         if self.state is None:
             return "Ray's list of nodes"
         need = f"{num_ranks} ranks need a {self.resource} each"
-        total, free, num_nodes = self.state.total, self.state.free, len(self.state.node_ids)
+        total, free = self.state.total, self.state.free
         if total < num_ranks:
+            nodes = counted(self.state.num_nodes, "live node")
             return (
-                f"resources: {need}, the cluster has {total:g} on "
-                f"{counted(num_nodes, 'live node')}. Add a node, or start again with fewer --ranks"
+                f"resources: {need}, the cluster has {total:g} on {nodes}. Add a node, or start "
+                "again with fewer --ranks"
             )
         return f"the ranks to start: {need}, and {free:g} of {total:g} are free"
 
@@ -154,7 +167,7 @@ def _read_state(resource: Resource) -> ClusterState:
         node["NodeID"]: free_by_node.get(node["NodeID"], {}).get(resource, 0.0) for node in nodes
     }
     return ClusterState(
-        node_ids=frozenset(free),
+        num_nodes=len(nodes),
         total=sum(node["Resources"].get(resource, 0.0) for node in nodes),
         free=sum(free.values()),
         num_free_slots=sum(int(free[node_id]) for node_id in free.keys() - deadlines.keys()),

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.connection import (
-    HEAD_SECONDS,
     SHUTDOWN_SECONDS,
     ConnectionThread,
     lines_of,
@@ -41,14 +40,12 @@ from txl_dist.errors import TxlError
 from txl_dist.launch.group import (
     Event,
     Line,
-    NodeLost,
     NotStarted,
     Preempted,
     RankEnded,
     RankRange,
     RanksUp,
     Room,
-    Waiting,
 )
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.training.job import TrainJob
@@ -65,6 +62,7 @@ class RayRankGroup:
 
     def __init__(self, job: TrainJob, ranks: RankRange, thread: ConnectionThread) -> None:
         self.max_restarts = job.config.ray.max_restarts
+        self.waits_for = thread.place
         self.growth_interval_seconds = job.config.ray.growth_interval_seconds
         self._config, self._ranks, self._thread = job.config, ranks, thread
         thread.work = self._serve
@@ -76,8 +74,6 @@ class RayRankGroup:
         self._monitor: ClusterMonitor | None = None
         self._locations: list[RankLocation] = []
         """Of the ranks of the current start, by rank; empty until they are up."""
-        self._nodes: set[str] = set()
-        """Nodes on which ranks have run, and which were alive since."""
         self._waiting_since = time.monotonic()
         """When the ranks began to be waited for."""
         self._is_up = False
@@ -90,7 +86,7 @@ class RayRankGroup:
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         self._thread.leave.set()
-        is_lost = self._monitor is not None and self._monitor.silent_seconds > HEAD_SECONDS
+        is_lost = self._monitor is not None and self._monitor.is_head_lost
         is_ending = self._monitor is not None or self._thread.error is not None
         self._thread.join(SHUTDOWN_SECONDS if is_ending and not is_lost else 0.0)
         if self._thread.is_alive():
@@ -108,20 +104,20 @@ class RayRankGroup:
             raise self._error(self._thread.error)
         monitor = self._monitor
         if monitor is not None:
-            if monitor.silent_seconds > HEAD_SECONDS:
-                raise self._lost_head(monitor)
+            if monitor.is_head_lost:
+                raise monitor.lost_head_error(resume_advice(self._directory.path))
             if monitor.state is not None:
                 events += self._news(monitor, monitor.state)
-        place = self._thread.place
-        reason = monitor.describe_wait(self._ranks.minimum) if monitor else place
+            self.waits_for = monitor.describe_wait(self._ranks.minimum)
         limit_seconds = self._config.ray.start_timeout_seconds
         if not self._is_up and time.monotonic() - self._waiting_since > limit_seconds:
+            ray_log_path = self._directory.logs / "ray.log"
             raise TxlError(
                 f"the ranks did not start within {limit_seconds:g} s (ray.start_timeout_seconds), "
-                f"while waiting for {reason}. Ray's log: {self._directory.logs / 'ray.log'}. Run "
-                "the same command again, or use --on processes"
+                f"while waiting for {self.waits_for}. Ray's log: {ray_log_path}. Run the same "
+                "command again, or use --on processes"
             )
-        return [*events, Waiting(reason)]
+        return events
 
     def request_stop(self) -> None:
         """Ranks see the stop file, also those that are importing their libraries, once they can."""
@@ -135,16 +131,13 @@ class RayRankGroup:
             events.append(event := self._events.get())
             if isinstance(event, RanksUp):
                 self._is_up = True
-                self._nodes |= set(event.nodes)
             elif isinstance(event, RankEnded):
                 self._is_up, self._waiting_since = False, time.monotonic()
         return events
 
     def _news(self, monitor: ClusterMonitor, state: ClusterState) -> list[Event]:
-        """What the state of the cluster says about room and nodes."""
-        lost = self._nodes - state.node_ids
-        self._nodes -= lost
-        events: list[Event] = [Room(state.num_free_slots), *map(NodeLost, sorted(lost))]
+        """What the state of the cluster says about room and preemptions."""
+        events: list[Event] = [Room(state.num_free_slots)]
         for location in self._locations:
             if location.node_id in state.deadlines:
                 seconds = state.deadlines[location.node_id]
@@ -158,18 +151,12 @@ class RayRankGroup:
         if isinstance(error, TxlError):
             return error
         log.warning("%s", error)
+        advice = resume_advice(self._directory.path)
         if self._monitor is not None and not responds(self._monitor.head):
-            return self._lost_head(self._monitor)
+            return self._monitor.lost_head_error(advice)
         return TxlError(
             f"Ray ended with an error: {lines_of(error)[0]}. More in {self._directory.logs}. "
-            f"{resume_advice(self._directory.path)}"
-        )
-
-    def _lost_head(self, monitor: ClusterMonitor) -> TxlError:
-        return TxlError(
-            f"the head of the Ray cluster at {monitor.head} does not respond: its node or network "
-            "failed, which ends the ranks too. Start the cluster again. "
-            f"{resume_advice(self._directory.path)}"
+            f"{advice}"
         )
 
     # --- Ray's thread -----------------------------------------------------------------------------
@@ -239,9 +226,7 @@ class RayRankGroup:
         calls = {actor.run.remote(prepared[0]): rank for rank, (_, actor) in enumerate(ranks)}
         self._locations = locations
         places = {rank: f" ({location})" for rank, location in enumerate(locations)}
-        # A private Ray has one node, which this process would not outlive.
-        nodes = {location.node_id for location in locations if not self._thread.is_private}
-        self._events.put(RanksUp(places, nodes))
+        self._events.put(RanksUp(places))
         return calls
 
     def _watch(self, calls: dict[Any, int], actors: list[Any]) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.connection import TOKEN_VARIABLE, access_token
+from cluster.connection import access_token
 from cluster.launcher import RayLauncher
 from tests.support.training_runs import tiny_job
 
 os.environ["RAY_AUTH_MODE"] = "token"
-os.environ[TOKEN_VARIABLE] = str(access_token())
+os.environ["RAY_AUTH_TOKEN"] = access_token()
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ def test_a_host_outside_a_cloud_has_no_notice() -> None:
         (["/usr/bin/python", "-m", "txl_dist", "train", "config.yaml"], True),
         (["/opt/python", "/usr/local/bin/txl", "train", "config.yaml"], True),
         (["txl", "train", "config.yaml"], True),
-        (["/opt/python", "-P", "-m", "cluster.job_driver", "train", "config.yaml"], True),
+        (["/opt/python", "-P", "-m", "txl_dist", "train", "config.yaml"], True),
         (["bash", "-c", "txl train config.yaml"], False),
         (["python", "-m", "txl_dist", "eval", "train"], False),
         (["ray::RankActor"], False),

@@ -32,6 +32,14 @@ SAT_OUT_SECONDS = 120.0
 """After a cut, TCP sends again at intervals that have doubled since its start, at most this."""
 
 
+@pytest.fixture(scope="module")
+def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of LONG, without interruption, on one host."""
+    run = tmp_path_factory.mktemp("straight")
+    assert ranks(2).run(train, tiny_job(dataset, run, NO_EVALUATION, *LONG)) == [0, 0]
+    return run
+
+
 @pytest.mark.parametrize("stage", ["1", "3-all-spread"])
 def test_two_hosts_train_as_one(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
@@ -79,10 +87,9 @@ def score(checkpoint: Path, dataset: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cut_seconds", [5.0, CUT_SECONDS])
 def test_a_partition_shorter_than_the_time_limit_ends_without_a_restart(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, cut_seconds: float
+    straight: Path, dataset: Path, tmp_path: Path, cut_seconds: float
 ) -> None:
-    straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, NO_EVALUATION, *LONG)) == [0, 0]
+    run = tmp_path / "run"
     words = settings(dataset, run, *LONG, "training.rank_timeout_seconds=300")
     with two_hosts() as hosts, torchrun_on(hosts, *words) as agents:
         wait_until(lambda: num_lines(run / "metrics.jsonl") > 3)
@@ -97,10 +104,9 @@ def test_a_partition_shorter_than_the_time_limit_ends_without_a_restart(
 
 
 def test_a_partition_longer_than_the_limit_ends_the_run_and_the_same_command_resumes(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    straight: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, NO_EVALUATION, *LONG)) == [0, 0]
+    run = tmp_path / "run"
     words = settings(dataset, run, *LONG, "training.rank_timeout_seconds=15")
     with two_hosts() as hosts:
         with torchrun_on(hosts, *words) as agents:
@@ -120,13 +126,12 @@ def test_a_partition_longer_than_the_limit_ends_the_run_and_the_same_command_res
 
 
 def test_a_host_that_is_cut_off_under_ray_is_replaced_when_it_is_back(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    straight: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By default Ray needs more than a minute to find out that a host is gone.
     for name, value in (("period_ms", 1000), ("timeout_ms", 2000), ("failure_threshold", 3)):
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
-    straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, NO_EVALUATION, *LONG)) == [0, 0]
+    run = tmp_path / "run"
     with (
         two_hosts() as (first, second),
         ray_node(tmp_path, ip=first.address, inside=first.prefix) as head,

@@ -159,7 +159,6 @@ def test_a_stop_while_ray_starts_or_works_ends_soon_and_leaves_nothing(
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
-    assert not list(temporary.glob("txl-ray-*"))
 
 
 def has_child(process: "subprocess.Popen[str]", word: str) -> bool:

@@ -1,15 +1,11 @@
 """Failures under Ray: a lost node, head or launcher. Evaluation: `test_ray_evaluation.py`."""
 
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from cluster.connection import clean_up_dead_launchers
 from tests.support.commands import num_lines, start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import ray_node, token_environment
@@ -41,7 +37,7 @@ def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
         for line in lines
         if " | loss " not in line
         and " checkpoint at step " not in line
-        and not line.startswith(("waiting ", "still starting"))
+        and not line.startswith("waiting ")
     ]
     died = [line for line in other_lines if "died; " in line]
     assert len(died) == 1, output
@@ -76,35 +72,20 @@ def test_a_lost_head_ends_the_run_with_an_error_that_names_it(
     assert "resumes from the newest checkpoint" in last
 
 
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """A TMPDIR for Ray with a short path, because the paths of its sockets are limited."""
-    directory = Path(tempfile.mkdtemp(prefix="txl-", dir="/tmp"))
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
-
-
 @pytest.mark.fault_row(2)
-def test_the_leftovers_of_a_killed_launcher_are_removed_by_the_next(
-    dataset: Path, tmp_path: Path, temporary: Path
+def test_a_private_ray_ends_some_time_after_its_launcher_was_killed(
+    dataset: Path, tmp_path: Path
 ) -> None:
     overrides = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", *LONG)
-    process = start_txl(
-        *("train", TINY, *overrides, "--ranks", 2), environment={"TMPDIR": str(temporary)}
-    )
+    process = start_txl("train", TINY, *overrides, "--ranks", 2)
     wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 20)
-    children = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if child.cmdline() and child.cmdline()[0].startswith("ray::")
-    ]
+    children = psutil.Process(process.pid).children(recursive=True)
+    ray = [child for child in children if "ray" in " ".join(child.cmdline()[:3])]
+    assert len(ray) > 5
     process.kill()
     process.communicate()
-    assert list(temporary.glob("txl-ray-*/token"))
-    clean_up_dead_launchers(temporary)
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(ray, timeout=150)  # Ray's agents wait for their head for a minute
     assert not alive
-    assert not list(temporary.glob("txl-ray-*"))
 
 
 @pytest.mark.fault_row(37)

@@ -69,7 +69,6 @@ def test_a_stop_while_ray_starts_ends_soon_with_75_and_leaves_nothing(
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
     assert not alive
-    assert not list(temporary.glob("txl-ray-*"))
 
 
 def test_a_stop_while_the_ranks_start_ends_them_before_their_first_step(

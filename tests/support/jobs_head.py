@@ -1,6 +1,5 @@
 """A head node with the Jobs API and a token, as an administrator starts it, on 127.0.0.1 only."""
 
-import os
 import shutil
 import socket
 import subprocess
@@ -88,12 +87,3 @@ class JobsHead:
         process = self.start(*words, **environment)
         output, _ = process.communicate(timeout=timeout_seconds)
         return process.returncode, output
-
-
-def project(directory: Path, config: Path) -> Path:
-    """A working directory with one config and data that must not travel."""
-    (directory / "configs").mkdir(parents=True)
-    shutil.copy(config, directory / "configs" / config.name)
-    (directory / "data").mkdir()
-    (directory / "data" / "large.bin").write_bytes(os.urandom(1000))
-    return directory

@@ -44,7 +44,8 @@ def token_environment(directory: Path) -> dict[str, str]:
     if not token.exists():
         token.touch(mode=0o600)
         token.write_text("0123456789abcdef" * 4)
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    # Ray prefers RAY_AUTH_TOKEN, which a private Ray of this process may have set.
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_TOKEN": ""}
 
 
 @contextmanager

@@ -6,7 +6,10 @@ client, which is found by name: this package must not import Ray.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any, NoReturn
@@ -15,31 +18,19 @@ import typer
 
 from txl_dist.cli.options import AsJson, print_result
 
-INTERRUPTED_EXIT_CODE = 130
-"""Ctrl-C while following a job, as in a shell: 128 + SIGINT. The job goes on."""
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 
 app = typer.Typer(
-    help="Submit txl commands to a Ray cluster; watch and stop them.",
-    no_args_is_help=True,
+    help="Run txl commands on a Ray cluster; watch and stop them.", no_args_is_help=True
 )
-
+_note = partial(typer.echo, err=True)  # what is for people
 Address = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL|ADDRESS|auto",
-        help="Dashboard of the cluster (http://HOST:8265) or address of its head (HOST:6379). "
-        "Default: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.",
-        show_default=False,
-    ),
-]
-JobId = Annotated[
     str,
-    typer.Argument(
-        metavar="JOB",
-        help="Id of one attempt, or the name of a run, with or without its digest: its newest "
-        "attempt.",
+    typer.Option(
+        metavar="URL", help="Dashboard of the cluster's head.", envvar="RAY_API_SERVER_ADDRESS"
     ),
 ]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Its id, as submit and list print it.")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -49,7 +40,7 @@ def submit(
         list[str],
         typer.Argument(metavar="-- train|prepare|eval ARGS...", help="The txl command."),
     ],
-    address: Address = None,
+    address: Address = DEFAULT_ADDRESS,
     root: Annotated[
         str | None,
         typer.Option(
@@ -60,14 +51,6 @@ def submit(
             envvar="TXL_JOB_ROOT",
         ),
     ] = None,
-    working_dir: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR",
-            help="Its files (configs) are sent to the cluster, without those of .gitignore and "
-            ".rayignore.",
-        ),
-    ] = Path(),
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,13 +68,10 @@ def submit(
             "job running.",
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be sent; contact no cluster.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a txl command on a cluster. Submitting a run twice is safe: while it runs, the second
-    submission is refused (or follows it, with --follow); afterwards it resumes the run.
+    """Run a txl command on a cluster. The config of a training run is sent with it. Submitting a
+    run twice is safe: while it runs, the second job fails; afterwards it resumes the run.
 
     Example: txl job submit --follow -- train quickstart --ranks 8
     """
@@ -99,42 +79,34 @@ def submit(
         command,
         program=context.find_root().command,
         root=root or str(Path.cwd()),
-        working_dir=working_dir,
         environment=env or (),
         python=python,
     )
-    if dry_run:
-        plan = {"name": request.name, "entrypoint": request.entrypoint}
-        content = {**plan, "environment": dict(request.environment)}
-        print_result(content, f"{request.command}\n{request.entrypoint}", as_json=as_json)
-        return
-    client = _connect(address)
-    job, was_running = client.submit(request, attach=follow)
-    if was_running:
-        _note(f"{job.id} is already running; following it")
-    if follow:
-        _follow(client, job.id, as_json=as_json)
-    print_result(asdict(job), job.id, as_json=as_json)
-    _note(_next_commands(client, job.id))
+    with _cluster(address) as client:
+        job = client.submit(request)
+        _note(f"Watch: txl job logs -f {job.id}. Stop: txl job stop {job.id}")
+        if follow:
+            _follow(client, job.id, as_json=as_json)
+        print_result(asdict(job), job.id, as_json=as_json)
 
 
 @app.command()
-def status(job: JobId, address: Address = None, as_json: AsJson = False) -> None:
+def status(job: JobId, address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """Show the state of a job, and of a failed one its error.
 
     Example: txl job status txl-train-quickstart-0123abcd
     """
-    client = _connect(address)
-    found = client.find(job)
+    with _cluster(address) as client:
+        found = client.job(job)
     if found.state == "failed" and not as_json:
         _note(found.message)
-    print_result(asdict(found), _summary(found, client), as_json=as_json)
+    print_result(asdict(found), _summary(found), as_json=as_json)
 
 
 @app.command()
 def logs(
     job: JobId,
-    address: Address = None,
+    address: Address = DEFAULT_ADDRESS,
     follow: Annotated[
         bool,
         typer.Option(
@@ -146,89 +118,78 @@ def logs(
 
     Example: txl job logs -f txl-train-quickstart-0123abcd
     """
-    client = _connect(address)
-    found = client.find(job)
-    if follow:
-        _follow(client, found.id)
-    print(client.logs(found.id), end="")
+    with _cluster(address) as client:
+        if follow:
+            _follow(client, job)
+        print(client.get_job_logs(job), end="")
 
 
 @app.command()
 def stop(
     job: JobId,
-    address: Address = None,
+    address: Address = DEFAULT_ADDRESS,
     wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")] = False,
 ) -> None:
     """Ask a job to stop. A training run saves a checkpoint first and ends with exit code 75.
 
     Example: txl job stop txl-train-quickstart-0123abcd --wait
     """
-    client = _connect(address)
-    found = client.find(job)
-    if not client.stop(found.id):
-        print(f"already ended: {_summary(client.job(found.id), client)}")
-        return
-    _note(f"asked {found.id} to stop; a training run saves first, then ends with exit code 75")
-    if wait:
-        print(_summary(client.wait(found.id), client))
+    with _cluster(address) as client:
+        if not client.stop_job(job):
+            print(f"already ended: {_summary(client.job(job))}")
+            return
+        _note(f"asked {job} to stop; a training run saves first, then ends with exit code 75")
+        if wait:
+            print(_summary(client.wait(job)))
 
 
 @app.command("list")
-def list_(address: Address = None, as_json: AsJson = False) -> None:
+def list_(address: Address = DEFAULT_ADDRESS, as_json: AsJson = False) -> None:
     """List the txl jobs that the cluster knows, oldest first. A restarted head node lists none.
 
     Example: txl job list --address http://127.0.0.1:8265
     """
-    jobs = _connect(address).jobs()
+    with _cluster(address) as client:
+        jobs = client.jobs()
     width = max((len(job.id) for job in jobs), default=0)
     lines = [
-        f"{job.id:{width}}  {job.state:7}  {'' if job.exit_code is None else job.exit_code:>3}  "
-        f"{job.duration:>9}  {job.command}"
+        f"{job.id:{width}}  {job.state:9}  {'' if job.exit_code is None else job.exit_code:>3}  "
+        f"{job.command}"
         for job in jobs
     ]
     content = {"jobs": [asdict(job) for job in jobs]}
     print_result(content, "\n".join(lines) or "no txl jobs", as_json=as_json)
 
 
-def _connect(address: str | None) -> Any:
-    client = resolve_name("cluster.jobs:RayJobs")(None if address == "auto" else address)
-    if not client.needs_token:
-        _note(
-            f"warning: {client.url} accepts jobs without a token, from anyone who can reach it. "
-            "Start Ray with RAY_AUTH_MODE=token (ray get-auth-token --generate); txl doctor checks"
-        )
-    return client
+@contextmanager
+def _cluster(address: str) -> Iterator[Any]:
+    with resolve_name("cluster.jobs:ray_jobs")(address) as client:
+        if client.accepts_anyone:
+            _note(
+                "warning: this cluster accepts jobs without a token, from anyone who can reach it. "
+                "Start Ray with RAY_AUTH_MODE=token (ray get-auth-token --generate)"
+            )
+        yield client
 
 
 def _follow(client: Any, job_id: str, *, as_json: bool = False) -> NoReturn:
     """Show the output of a job until it ends, and exit with the code of its txl command."""
     output = sys.stderr if as_json else sys.stdout  # with --json only the result goes there
     try:
-        _note(_next_commands(client, job_id))
         job = client.wait(job_id, lambda text: print(text, end="", file=output, flush=True))
     except KeyboardInterrupt:
-        _note(f"\n{job_id} keeps running. {_next_commands(client, job_id)}")
-        sys.exit(INTERRUPTED_EXIT_CODE)
+        _note(f"\n{job_id} keeps running")
+        sys.exit(130)  # as in a shell: 128 + SIGINT
     if as_json:
         print(json.dumps(asdict(job)))
-    _note(_summary(job, client))
-    sys.exit(int(job.is_ended) if job.exit_code is None else job.exit_code)
+    _note(_summary(job))
+    sys.exit(job.exit_code)
 
 
-def _summary(job: Any, client: Any) -> str:
+def _summary(job: Any) -> str:
     advice = {
         "stopped": "; submit the same command to resume",
-        "failed": f"; output: txl job logs {job.id} --address {client.url}",
+        "failed": f"; output: txl job logs {job.id}",
     }
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
-    return f"{job.id}: {job.state}{code}, {job.duration}{advice.get(job.state, '')}"
-
-
-def _next_commands(client: Any, job_id: str) -> str:
-    at = f"--address {client.url}"
-    return f"Watch: txl job logs -f {job_id} {at}. Stop: txl job stop {job_id} {at}"
-
-
-def _note(text: str) -> None:
-    """Print for people."""
-    print(text, file=sys.stderr)
+    return f"{job.id}: {job.state}{code}{advice.get(job.state, '')}"

@@ -79,11 +79,6 @@ def find_config(given: str | Path) -> Path:
     return named
 
 
-def is_sent_with_the_code(path: Path) -> bool:
-    """Whether a job on a cluster has the file, because it is in the package `txl_dist`."""
-    return path.is_relative_to(_PACKAGE)
-
-
 def summary(path: Path) -> str:
     """The first sentence of a file's header, such as what a run is for, and its size."""
     text = path.read_text("utf-8").removeprefix("#!/bin/bash\n")

@@ -94,6 +94,8 @@ COMMANDS: dict[str, str] = {
     "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",
     "report --results": "score the checkpoint in its run directory, whose results are shown; the "
     "tables and figures of txl recl and txl attention are in their --out",
+    "job submit --working-dir": "leave it out: the config is sent from anywhere, and no other file",
+    "job submit --dry-run": "check the command alone: txl train CONFIG --dry-run",
     "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
 }
 """What to use instead, by the words of the command after `txl`."""

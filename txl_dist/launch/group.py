@@ -1,6 +1,6 @@
 """The ranks of a launch, as the supervisor sees them: events come from a group, requests go to it.
 
-    RankGroup.start, poll -> events (RanksUp, RankEnded, NodeLost, ...), request_stop, kill
+    RankGroup.start, poll -> events (RanksUp, RankEnded, Room, ...), request_stop, kill
 
 Launchers implement `RankGroup` (`processes.py`, `cluster/rank_group.py`), and `supervise.py` uses
 it.
@@ -59,20 +59,11 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """What the ranks of a start wait for until they are up; printed now and then."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class RanksUp:
     """All processes of a start exist."""
 
     places: Mapping[int, str]
     """For messages, by rank: ` (node 10.0.0.2, pid 101)`, or nothing."""
-    nodes: Collection[str] = ()
-    """Ids of their nodes, if a node can be lost without the launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +96,6 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLost:
-    """A node of ranks is dead. May come some seconds after their RankEnded."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
 class NotStarted:
     """A start was given up before its ranks were up, and can be repeated."""
 
@@ -133,7 +117,7 @@ class Preempted:
     """`node 10.0.0.2 is preempted in 58 s`."""
 
 
-Event = Line | Waiting | RanksUp | RankEnded | NodeLost | NotStarted | Room | Preempted
+Event = Line | RanksUp | RankEnded | NotStarted | Room | Preempted
 
 
 # --- the group ------------------------------------------------------------------------------------
@@ -144,6 +128,8 @@ class RankGroup(Protocol):
 
     max_restarts: int
     """Restarts after failures, without --max-restarts."""
+    waits_for: str
+    """What a start waits for until its ranks are up; printed now and then."""
     growth_interval_seconds: float
     """Elastic runs: least time from a start to one with more ranks, which restarts all."""
 

@@ -8,24 +8,23 @@ launcher or one rank, and a rank that died cannot report anything.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from data_pipeline.system.files import try_lock, wait_for_lock, write_file
+from data_pipeline.system.files import wait_for_lock, write_file
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.events import parse_event
 from txl_dist.launch.group import OnLine
 
 FOLLOW_SECONDS = 0.2
-STATUS_SECONDS = 4.0
-"""Before the first batch, a status line is printed after this time without output."""
-TRAINING_SECONDS = 30.0
-"""The same between the first batch and the first step line, which may come after many steps."""
+STATUS_SECONDS = 5.0
+"""Before the first step line, a status line is printed after this time without output, or after a
+quarter of the time since the start of the ranks, if that is longer."""
 
 
 class LaunchFiles:
-    """RUN/.launch-ID.*; removed when the launch ends, or after it died by the next launch."""
+    """RUN/.launch-ID.*; removed when the launch ends."""
 
     def __init__(self, run: Path, launch_id: str) -> None:
         self._base = run.resolve() / f".launch-{launch_id}"
@@ -38,31 +37,27 @@ class LaunchFiles:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For the launcher: remove the files of dead launches now, and its own at the end.
+        """For the launcher: hold its lock, and remove the files of this launch at the end.
 
-        Another launch may live although no run uses the directory: its ranks start or restart.
+        Other launches may live although no run uses the directory: their ranks start or restart.
         """
         with self._launcher.open("wb") as file:
-            wait_for_lock(file.fileno(), timeout_seconds=1)  # another launcher may be testing it
-            for path in self._base.parent.glob(".launch-*.launcher"):
-                with suppress(FileNotFoundError), path.open("r+b") as other:  # it may just end
-                    if try_lock(other.fileno(), if_unsupported=False):
-                        self._remove(f"{path.stem}.*")
+            wait_for_lock(file.fileno(), timeout_seconds=1)  # `txl status` may be testing it
             try:
                 yield
             finally:
-                self._remove(f"{self._base.name}.*")
+                self._remove("*")
 
-    def _remove(self, pattern: str) -> None:
+    def _remove(self, suffix: str) -> None:
         # ..launch-*: temporary files of killed ranks (system/files.py).
-        for name in (pattern, f".{pattern}.tmp"):
+        for name in (f"{self._base.name}.{suffix}", f".{self._base.name}.{suffix}.tmp"):
             for path in self._base.parent.glob(name):
                 path.unlink(missing_ok=True)
 
     def reset(self) -> None:
         """Remove stop request and errors of ranks that have ended; others will start."""
-        self._remove(f"{self._base.name}.stop")
-        self._remove(f"{self._base.name}.error-*")
+        self._remove("stop")
+        self._remove("error-*")
 
     def write_error(self, rank: int, error: TxlError) -> None:
         """Called by a rank that has no pipe to the launcher, right before its process ends."""
@@ -123,8 +118,7 @@ class LaunchOutput:
         the model is built          with the optimizer
         first batch                 then the first step begins
 
-    If no line was printed for STATUS_SECONDS, the launcher prints what it waits for; after the
-    first batch, for TRAINING_SECONDS.
+    If no line was printed for STATUS_SECONDS, the launcher prints what it waits for.
     """
 
     def __init__(self, on_line: OnLine) -> None:
@@ -132,34 +126,21 @@ class LaunchOutput:
         self._began = self._last_print = time.monotonic()
         self.has_stepped = False
         """Whether the running ranks have written a step line."""
-        self._is_training = False
-        """Whether the first step of the running ranks has begun."""
-        self.waits_for = "the ranks to start"
-        """What a start waits for until its ranks are up."""
 
     @property
     def status_is_due(self) -> bool:
         """Whether the launch was silent for too long."""
-        limit_seconds = TRAINING_SECONDS if self._is_training else STATUS_SECONDS
-        return not self.has_stepped and time.monotonic() - self._last_print > limit_seconds
+        now = time.monotonic()
+        limit_seconds = max(STATUS_SECONDS, 0.25 * (now - self._began))
+        return not self.has_stepped and now - self._last_print > limit_seconds
 
     def begin_ranks(self) -> None:
         """The ranks start, for the first time or again."""
-        self._began = time.monotonic()
-        self.has_stepped = self._is_training = False
+        self._began, self.has_stepped = time.monotonic(), False
 
-    def print_wait(self, *, are_up: bool) -> None:
-        """Print what the ranks do before their first step line."""
-        seconds = f"{time.monotonic() - self._began:.0f} s"
-        if not are_up:
-            self.print(f"waiting {seconds} for {self.waits_for}")
-        elif self._is_training:
-            self.print(f"training for {seconds} until the first step line")
-        else:
-            self.print(
-                f"still starting ({seconds}): the ranks import torch and DeepSpeed, then they load "
-                "data and model"
-            )
+    def print_wait(self, waits_for: str) -> None:
+        """Print what the launch waits for."""
+        self.print(f"waiting {time.monotonic() - self._began:.0f} s for {waits_for}")
 
     def print(self, line: str) -> None:
         with self._lock:  # the log of rank 0 is followed in another thread
@@ -171,9 +152,6 @@ class LaunchOutput:
 
     def take_event(self, line: str) -> None:
         """A line of events.jsonl: how far the running ranks are."""
-        if (event := parse_event(line)) is None:
-            return
-        if event.kind == "start":
-            self.has_stepped = self._is_training = False
-        self._is_training |= event.kind == "first_batch"
-        self.has_stepped |= event.kind == "first_line"
+        event = parse_event(line)
+        if event is not None and event.kind in ("start", "first_line"):
+            self.has_stepped = event.kind == "first_line"

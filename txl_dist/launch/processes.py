@@ -78,6 +78,7 @@ class ProcessGroup:
     """The processes of the ranks."""
 
     max_restarts, growth_interval_seconds = 0, 0.0
+    waits_for = "the ranks to start"
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []

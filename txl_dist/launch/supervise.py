@@ -17,8 +17,8 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
 from data_pipeline.errors import counted
 from data_pipeline.system.signals import StopSignals
@@ -29,7 +29,6 @@ from txl_dist.events import EventLog
 from txl_dist.launch.group import (
     Event,
     Line,
-    NodeLost,
     NotStarted,
     OnLine,
     Preempted,
@@ -38,7 +37,6 @@ from txl_dist.launch.group import (
     RankRange,
     RanksUp,
     Room,
-    Waiting,
 )
 from txl_dist.launch.launch_files import FileFollower, LaunchFiles, LaunchOutput
 from txl_dist.launch.restarts import (
@@ -67,8 +65,6 @@ STOP_MARGIN_SECONDS = 3.0
 killed after this additional time, which Kubernetes' grace period still includes."""
 GIVE_UP_SECONDS = 20.0
 """Killed ranks that have not ended after this time are on a node that is dead or unreachable."""
-NODE_LOSS_SECONDS = 6.0
-"""Time for a cluster to find out, after ranks have failed, that their node has died."""
 
 
 def supervise(
@@ -118,9 +114,8 @@ def _attempt_of(job: TrainJob, directory: RunDirectory) -> Callable[[], int]:
 
     def number() -> int:
         nonlocal known
-        with suppress(OSError):
-            newest = newest_record(folder, launch_id=job.launch_id)
-            known = newest.number if newest else known
+        newest = newest_record(folder, launch_id=job.launch_id)
+        known = newest.number if newest else known
         return known
 
     return number
@@ -138,6 +133,26 @@ def _recorded_end(events: EventLog) -> Iterator[None]:
 
 
 @dataclass
+class _StartState:
+    """What is known about the running ranks; every start of ranks begins with a new one."""
+
+    places: dict[int, str] | None = None
+    """Of the ranks that are up; None until they are."""
+    ends: dict[int, RankEnded] = field(default_factory=dict)
+    killed: set[int] = field(default_factory=set)
+    """Ranks that were killed here, because they had not ended in time."""
+    preempted: str = ""
+    """A node of ranks that will be preempted, in words."""
+    not_started: str = ""
+    """Why the launcher gave up this start."""
+    is_stopping: bool = False
+    change: str = ""
+    """Why the running ranks were asked to end before others start."""
+    deadline: float = math.inf
+    """When the ranks that still run are killed."""
+
+
+@dataclass
 class _Supervisor:
     job: TrainJob
     directory: RunDirectory
@@ -151,47 +166,27 @@ class _Supervisor:
     events: EventLog
 
     def __post_init__(self) -> None:
+        self._start = _StartState()
         self._room: int | None = None
         self._have_trained = False
-        self._lost_nodes: set[str] = set()
-        self._suspect_nodes: frozenset[str] = frozenset()
-        """Nodes of the ranks of the last counted failure, which may turn out to be lost."""
-        self._begin_start()
-
-    def _begin_start(self) -> None:
-        """Forget the start before."""
-        self._places: dict[int, str] | None = None
-        """Of the ranks that are up; None until they are."""
-        self._nodes: frozenset[str] = frozenset()
-        self._ends: dict[int, RankEnded] = {}
-        self._killed: set[int] = set()
-        """Ranks that were killed here, because they had not ended in time."""
-        self._preempted = ""
-        """A node of ranks that will be preempted, in words."""
-        self._not_started = ""
-        self._is_stopping = False
-        self._change = ""
-        """Why the running ranks were asked to end before others start."""
-        self._deadline = math.inf
-        """When the ranks that still run are killed."""
 
     def run(self) -> None:
         """Start ranks until they have reached the end of the run. Raises what ends it earlier."""
         is_change, delay_seconds = False, 0.0
         while True:
-            self._begin_start()
+            self._start = _StartState()
             num_ranks = self._wait_to_start(delay_seconds)
             self._announce(num_ranks, is_change=is_change)
             failure = self._run_ranks(num_ranks)
-            if failure is None and not self._not_started:
+            if failure is None and not self._start.not_started:
                 return
             is_change, delay_seconds = False, 0.0
             self.log.flush()  # what rank 0 says about the failure comes first
             if self.files.saved.exists():  # these checkpoints replace the command's --resume
                 self.job = self.job.model_copy(update={"resume": "auto"})
             if failure is None:
-                self.output.print(self._not_started)
-            elif self._change and not self.signals and _is_planned(failure):
+                self.output.print(self._start.not_started)
+            elif self._start.change and not self.signals and _is_planned(failure):
                 is_change = True
             else:
                 self._count(failure)
@@ -240,13 +235,13 @@ class _Supervisor:
         self.events.write("ranks_started", f"starting {counted(num_ranks, 'rank')}")
         with ExitStack() as stack:
             self.group.start(self.job, num_ranks)
-            while self._places is None and len(self._ends) < num_ranks:
+            while self._start.places is None and len(self._start.ends) < num_ranks:
                 self._poll()
                 self._stop_without_ranks()
-                if self._not_started:
+                if self._start.not_started:
                     return None
-            watch = stack.enter_context(HangWatch(self.directory.path, num_ranks=num_ranks))
-            while running := [rank for rank in range(num_ranks) if rank not in self._ends]:
+            watch = stack.enter_context(HangWatch(self.directory.path))
+            while running := [rank for rank in range(num_ranks) if rank not in self._start.ends]:
                 self._check_stop()
                 self._check_change()
                 self._check_failure(running, num_ranks)
@@ -254,8 +249,8 @@ class _Supervisor:
                 self._kill_late(running)
                 self._poll()
         return failure_of(
-            [self._ends[rank] for rank in range(num_ranks)],
-            stop_requested=self._is_stopping or bool(self._change),
+            [self._start.ends[rank] for rank in range(num_ranks)],
+            stop_requested=self._start.is_stopping or bool(self._start.change),
             has_saved=self.files.saved.exists(),
             directory=self.directory,
         )
@@ -268,39 +263,33 @@ class _Supervisor:
         except PreemptedError:
             raise
         except TxlError as error:
-            if self._is_stopping:
+            if self._start.is_stopping:
                 raise PreemptedError(f"stopped on request, but {error}") from error
             raise
         if self.output.status_is_due:
-            self.output.print_wait(are_up=self._places is not None)
+            are_up = self._start.places is not None
+            self.output.print_wait("the first step line" if are_up else self.group.waits_for)
         time.sleep(POLL_SECONDS)
 
     def _take(self, event: Event) -> None:
         match event:
             case Line(text):
                 self.output.print(text)
-            case Waiting(reason):
-                self.output.waits_for = reason
-            case RanksUp(places, nodes):
-                self._places, self._nodes = dict(places), frozenset(nodes)
-                self._have_trained = True
+            case RanksUp(places):
+                self._start.places, self._have_trained = dict(places), True
             case RankEnded(rank):
-                place, hung = (self._places or {}).get(rank, ""), rank in self._killed
+                place, hung = (self._start.places or {}).get(rank, ""), rank in self._start.killed
                 event = replace(event, hung=hung, place=place)
                 is_lost = event.is_killed and not is_stop_code(event.code)
-                if is_lost and not any(end.is_killed for end in self._ends.values()):
+                if is_lost and not any(end.is_killed for end in self._start.ends.values()):
                     self.events.write("rank_lost", event.death, rank=rank)
-                self._ends.setdefault(rank, event)
-            case NodeLost(node):
-                self._lost_nodes.add(node)
-                if self._find_lost_nodes():
-                    self.output.print(f"node {node} was lost: the last failure does not count")
+                self._start.ends.setdefault(rank, event)
             case NotStarted(reason):
-                self._not_started = reason
+                self._start.not_started = reason
             case Room(num_ranks):
                 self._room = num_ranks
             case Preempted(reason):
-                self._preempted = reason
+                self._start.preempted = reason
 
     # --- stop requests and changes ----------------------------------------------------------------
 
@@ -314,19 +303,19 @@ class _Supervisor:
             )
 
     def _check_stop(self) -> None:
-        if self.signals and not self._is_stopping:
-            self._is_stopping = True
+        if self.signals and not self._start.is_stopping:
+            self._start.is_stopping = True
             self.output.print(STOPPING)
             self._ask_to_stop()
 
     def _check_change(self) -> None:
         """Ask the ranks to save and end, if others have to start."""
-        if self._is_stopping or self._change or self._ends or self.signals:
+        if self._start.is_stopping or self._start.change or self._start.ends or self.signals:
             return
         growth = self.plan.growth(self._room) if self.output.has_stepped else None
-        self._change = self._preempted or growth or ""
-        if self._change:
-            self._print_restart(f"{self._change}: the ranks save, and start again")
+        self._start.change = self._start.preempted or growth or ""
+        if self._start.change:
+            self._print_restart(f"{self._start.change}: the ranks save, and start again")
             self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
@@ -338,7 +327,7 @@ class _Supervisor:
 
     def _check_failure(self, running: list[int], num_ranks: int) -> None:
         """Limit the time of the other ranks after one has ended."""
-        failed = [end for end in self._ends.values() if end.code != 0]
+        failed = [end for end in self._start.ends.values() if end.code != 0]
         if not failed:
             return
         if any(is_stop_code(end.code) for end in failed):
@@ -355,20 +344,20 @@ class _Supervisor:
 
     def _check_hang(self, watch: HangWatch) -> None:
         hang = watch.hang(timeout_seconds=self.job.config.training.rank_timeout_seconds)
-        if hang and self._deadline == math.inf:
+        if hang and self._start.deadline == math.inf:
             self.output.print(hang)
             self._end_within(0.0)
 
     def _end_within(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
+        self._start.deadline = min(self._start.deadline, time.monotonic() + seconds)
 
     def _kill_late(self, running: list[int]) -> None:
-        late_seconds = time.monotonic() - self._deadline
+        late_seconds = time.monotonic() - self._start.deadline
         if late_seconds > 0:
-            self._killed |= set(running)
+            self._start.killed |= set(running)
             self.group.kill(running)
         if late_seconds > GIVE_UP_SECONDS:
-            self._ends |= {rank: RankEnded(rank, None, hung=True) for rank in running}
+            self._start.ends |= {rank: RankEnded(rank, None, hung=True) for rank in running}
 
     # --- restarts ---------------------------------------------------------------------------------
 
@@ -377,35 +366,17 @@ class _Supervisor:
         if not failure.can_restart or self.signals:
             raise failure.error
         self.budget.count(newest_step=self.directory.checkpoints.newest_step())
-        self._suspect_nodes = self._nodes
-        self._find_lost_nodes()
-        decide_at = time.monotonic() + NODE_LOSS_SECONDS
-        while self.budget.is_exhausted and self._suspect_nodes and time.monotonic() < decide_at:
-            self._poll()
-            self._stop_without_ranks()
         if self.budget.is_exhausted:
             raise self.budget.exhausted_error(failure, self.directory) from failure.error
-        restart = (
-            "with its node, which does not count as a failure; restart"
-            if self._nodes and not self._suspect_nodes
-            else f"restart {self.budget.num_failures} of at most {self.budget.max_restarts} (a "
-            "new checkpoint resets the count"
-            f"{', and a lost node is not counted' if self._suspect_nodes else ''})"
+        self._print_restart(
+            f"{failure.event}; restart {self.budget.num_failures} of at most "
+            f"{self.budget.max_restarts} (a new checkpoint resets the count), from "
+            f"{self._describe_resume()}"
         )
-        self._print_restart(f"{failure.event}; {restart}, from {self._describe_resume()}")
 
     def _print_restart(self, reason: str) -> None:
         self.output.print(reason)
         self.events.write("restart", reason)
-
-    def _find_lost_nodes(self) -> bool:
-        """The loss of a node explains the failure of its ranks, which then does not count. Returns
-        whether that has been found now.
-        """
-        if not self._suspect_nodes & self._lost_nodes or not self.budget.forgive_lost_node():
-            return False
-        self._suspect_nodes = frozenset()
-        return True
 
 
 def _describe_loss(num_steps: int) -> str:

@@ -1,6 +1,5 @@
 """Which device computes, and how: precision, reproducible operations, threads on CPUs."""
 
-import logging
 import os
 import platform
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from data_pipeline.errors import counted
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError
 from txl_dist.model.devices import triton_unavailable_reason
-
-log = logging.getLogger(__name__)
 
 
 def default_device() -> torch.device:
@@ -108,26 +105,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for the work of a GPU; on a CPU results are there already."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-BUSY_LOAD = 1.5
-"""Threads per core that want to compute, above which a rank says so."""
-
-
-def warn_if_busy(device: torch.device) -> None:
-    """Log a warning if this process computes with threads on cores that other programs use."""
-    num_threads, num_cores, load = torch.get_num_threads(), os.cpu_count() or 1, os.getloadavg()[0]
-    if device.type != "cpu" or num_threads == 1 or "OMP_WAIT_POLICY" in os.environ:
-        return
-    if load > BUSY_LOAD * num_cores:
-        log.warning(
-            "threads | WARNING: other programs use the cores (load %.0f on %d cores), so the %d "
-            "threads of a rank often wait for each other. With OMP_WAIT_POLICY=passive before the "
-            "command they do not keep a core while they wait, which may be several times faster",
-            load,
-            num_cores,
-            num_threads,
-        )
 
 
 EXACT_THREADS = 1

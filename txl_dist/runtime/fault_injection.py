@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Literal, cast, get_args
 
 from txl_dist.errors import ConfigError, TxlError
@@ -99,26 +98,6 @@ class Injector:
             is_here = fault.point == point and fault.nth == self._count[point]
             if is_here and fault.rank in (None, rank):
                 fault.act()
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """One line of a trace."""
-
-    time: float
-    """On the monotonic clock, which all processes of a machine share."""
-    pid: int
-    rank: int
-    point: str
-
-
-def read_trace(path: Path) -> list[Reached]:
-    """The complete lines of a trace that may not exist yet."""
-    if not path.exists():
-        return []
-    lines = path.read_text().rpartition("\n")[0].splitlines()
-    words = (line.split() for line in lines)
-    return [Reached(float(time), int(pid), int(rank), point) for time, pid, rank, point in words]
 
 
 @cache

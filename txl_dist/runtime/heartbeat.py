@@ -14,7 +14,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -29,8 +28,8 @@ BEAT_SECONDS = 5.0
 SILENT_BEATS = 3
 """A rank does not respond if its heartbeat has not changed for this many intervals."""
 NUM_READERS = 8
-"""Only this many ranks read the heartbeats of all others, and only while they wait; the rest reads
-theirs. This limits the load of the storage."""
+"""Only this many ranks read the heartbeats of all others; the rest reads theirs. This limits the
+load of the storage."""
 MAX_NAMED = 4
 """Ranks that one message describes."""
 POLL_SECONDS = 2.0
@@ -113,49 +112,25 @@ def read_heartbeats(run: Path) -> dict[int, Heartbeat]:
     return {beat.rank: beat for beat in beats if beat is not None}
 
 
-@dataclass(slots=True)
-class _Peer:
-    """What is known about another rank."""
-
-    beat: Heartbeat
-    changed_at: float
-    """When this heartbeat was first read."""
-    first: tuple[int, int]
-    """The identity when it was first read: that heartbeat may be of a killed process."""
-
-
 class Peers:
-    """The heartbeats of the other ranks, as one rank reads them."""
+    """The heartbeats of the other ranks, as a rank reads them that waits for these."""
 
     def __init__(self, run: Path, *, rank: int, num_ranks: int, beat_seconds: float) -> None:
-        self._run, self._beat_seconds = run, beat_seconds
+        self._run, self._silent_seconds = run, SILENT_BEATS * beat_seconds
         readable = range(num_ranks if rank < NUM_READERS else NUM_READERS)
         self._others = [other for other in readable if other != rank]
         self._reader_activity, self._read_at = "", 0.0
-        self._peers: dict[int, _Peer] = {}
-        self._missing: list[int] = []
-        self.longest_wait_seconds = 0.0
-        """How long the rank that has waited longest has been in its collective, of the ranks that
-        the last `read` has read and that live; 0: none waits."""
+        self._beats: dict[int, Heartbeat] = {}
+        self._changed_at: dict[int, float] = {}
+        """When this heartbeat of a rank was first read."""
 
-    def read(self, activity: str, *, is_waiting: bool = True) -> None:
+    def read(self, activity: str) -> None:
         """Read the heartbeats during this rank's `activity`. Call again at intervals."""
-        now, self._missing, self.longest_wait_seconds = time.monotonic(), [], 0.0
-        self._read_at, self._reader_activity = now, activity
-        for rank in self._others if is_waiting else self._others[:NUM_READERS]:
-            peer, beat = self._peers.get(rank), _read(_path(self._run, rank))
-            if peer is None and beat is None:
-                self._missing.append(rank)
-                continue
-            if peer is None:
-                assert beat is not None
-                peer = self._peers[rank] = _Peer(beat, now, beat.identity)
-            elif beat is not None:  # else it is being written
-                if beat.identity != peer.beat.identity:
-                    peer.changed_at = now
-                peer.beat = beat
-            if peer.beat.identity != peer.first and peer.beat.collective:
-                self.longest_wait_seconds = max(self.longest_wait_seconds, peer.beat.seconds)
+        self._read_at, self._reader_activity = time.monotonic(), activity
+        for rank in self._others:
+            beat, known = _read(_path(self._run, rank)), self._beats.get(rank)
+            if beat is not None and (known is None or known.identity != beat.identity):
+                self._beats[rank], self._changed_at[rank] = beat, self._read_at
 
     def describe(self, activity: str) -> str:
         """Name the ranks that are not in a collective, and what they do.
@@ -164,28 +139,30 @@ class Peers:
         """
         if activity != self._reader_activity:
             return ""
-        beats = [peer.beat for peer in self._peers.values()]
-        silent = [(peer.beat, self._read_at - peer.changed_at) for peer in self._peers.values()]
-        lines = [f"rank {rank} has no heartbeat" for rank in self._missing]
+        silent = {rank: self._read_at - at for rank, at in self._changed_at.items()}
+        missing = [rank for rank in self._others if rank not in self._beats]
+        lines = [f"rank {rank} has no heartbeat" for rank in missing]
         lines += [
-            f"{beat.process} has not responded for {seconds:.0f} s (last in {beat.place})"
-            for beat, seconds in silent
-            if seconds > SILENT_BEATS * self._beat_seconds
+            f"{self._beats[rank].process} has not responded for {seconds:.0f} s (last in "
+            f"{self._beats[rank].place})"
+            for rank, seconds in silent.items()
+            if seconds > self._silent_seconds
         ]
         if not lines:  # ranks that work are a consequence of a rank that does not respond
             lines = [
                 f"{beat.process} has been in {beat.place} for {beat.seconds:.0f} s"
-                + (f": {beat.stack[0]}" if beat.stack else "")
-                for beat in beats
+                + (f": {', called by '.join(beat.stack)}" if beat.stack else "")
+                for beat in self._beats.values()
                 if beat.collective is None
             ]
-        if not lines and beats:
-            waits = _join(
-                [f"rank {beat.rank} in {beat.collective} ({beat.place})" for beat in beats]
-            )
+        if not lines and self._beats:
+            waits = [
+                f"rank {beat.rank} in {beat.collective} ({beat.place})"
+                for beat in self._beats.values()
+            ]
             return (
-                f"all ranks that were read also wait: {waits}. The network between them may be "
-                "cut, or another rank hangs"
+                f"all ranks that were read also wait: {_join(waits)}. The network between them may "
+                "be cut, or another rank hangs"
             )
         return _join(lines)
 
@@ -202,8 +179,8 @@ class HangWatch:
     Files are read in a thread, because their file system may not respond.
     """
 
-    def __init__(self, run: Path, *, num_ranks: int, poll_seconds: float = POLL_SECONDS) -> None:
-        self._run, self._num_ranks, self._poll_seconds = run, num_ranks, poll_seconds
+    def __init__(self, run: Path, *, poll_seconds: float = POLL_SECONDS) -> None:
+        self._run, self._poll_seconds = run, poll_seconds
         self._beats: dict[int, Heartbeat] = {}
         self.silent_seconds = 0.0
         """Since the last change of any heartbeat, or since the start of the ranks."""
@@ -241,8 +218,8 @@ class HangWatch:
             # Count polls instead of reading a clock, so that time spent suspended (Ctrl-Z) is not
             # blamed on the ranks.
             self.silent_seconds += self._poll_seconds
-            for rank in range(self._num_ranks):
-                beat, known = _read(_path(self._run, rank)), self._beats.get(rank)
-                if beat is not None and (known is None or known.identity != beat.identity):
+            for rank, beat in read_heartbeats(self._run).items():
+                known = self._beats.get(rank)
+                if known is None or known.identity != beat.identity:
                     self.silent_seconds = 0.0
                     self._beats[rank] = beat

@@ -5,22 +5,17 @@ log nothing. So a thread samples the Python stack of the rank's main thread once
 step itself is not wrapped and not slowed down. The thread
 
 1. writes this rank's heartbeat every few seconds (`heartbeat.py`), also while the main thread
-   computes or saves for a long time: such a rank is slow, but it does not hang; and reads those of
-   the other ranks;
+   computes or saves for a long time: such a rank is slow, but it does not hang;
 2. logs a warning every `notice_seconds` if the main thread stays in one collective, with its name
-   and the ranks that are not in a collective according to their heartbeats;
-3. on rank 0, logs every few seconds how far an evaluation is;
-4. writes the stacks of this rank to RUN/logs/stacks-STEP-rank-N.txt when any rank has waited for
-   STACKS_SHARE of the time limit. That is before the limit, because NCCL's own watchdog aborts the
-   process at the limit.
+   and the ranks that are not in a collective according to their heartbeats, and their stacks. With
+   NCCL that is all: its own watchdog aborts the process at the time limit;
+3. on rank 0, logs every few seconds how far an evaluation is.
 
 After the time limit, `lost_rank_error` reads the collective's name from the traceback in the same
 way. Covered: calls of torch.distributed, waits for its asynchronous work inside DeepSpeed, and on
 GPUs, where a collective returns immediately, the calls that wait for its result.
 """
 
-import contextlib
-import faulthandler
 import linecache
 import logging
 import os
@@ -43,8 +38,8 @@ from txl_dist.runtime.process import PACKAGES
 NOTICE_SECONDS = 10.0
 EVALUATION_SECONDS = 8.0
 POLL_SECONDS = 1.0
-STACKS_SHARE = 0.8
-"""All ranks write their stacks after this share of the time limit."""
+NOTICE_SHARE = 0.8
+"""The first notice comes at this share of the time limit, or before."""
 NUM_CALLS = 5
 MAX_CHARS = 200
 """Longest text of one call: a heartbeat has to fit into a page."""
@@ -139,19 +134,16 @@ class CollectiveWatch:
         on_gpu: bool = False,
         notice_seconds: float = NOTICE_SECONDS,
     ) -> None:
-        self._activity, self._rank, self._run = activity, rank, run
+        self._activity, self._rank = activity, rank
         self._on_gpu = on_gpu and num_ranks > 1
         self._limit_seconds = limit_seconds
-        # At least one notice before the limit.
-        self._notice_seconds = min(notice_seconds, STACKS_SHARE * limit_seconds)
+        self._notice_seconds = min(notice_seconds, NOTICE_SHARE * limit_seconds)
         # Several intervals have to pass before a rank counts as silent.
         self._beat_seconds = min(BEAT_SECONDS, self._notice_seconds / 2, limit_seconds / 8)
         self._file = HeartbeatFile(run, rank=rank)
         self._file.remove()  # of a killed process; before other ranks can wait for this one
         self._peers = Peers(run, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds)
         self._num_beats = 0
-        self._written: set[Path] = set()
-        """Files of stacks."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collective-watch", daemon=True)
 
@@ -186,32 +178,32 @@ class CollectiveWatch:
             if current != previous:
                 previous, since = current, now
                 next_notice = now + self._notice_seconds
-            waited_seconds = now - since if name else 0.0
+            if now >= next_beat:
+                next_beat = now + self._beat_seconds
+                self._beat(frames, name, seconds=now - since)
+                if name:
+                    self._peers.read(self._activity.name)
+            if name and now >= next_notice:
+                next_notice = now + self._notice_seconds
+                self._warn(name, seconds=now - since)
             if self._activity.span is not Span.EVALUATION:
                 next_line = now + EVALUATION_SECONDS
             elif self._rank == 0 and now >= next_line:
                 next_line = now + EVALUATION_SECONDS
                 log.info("%s", self._activity.name)
-            if now >= next_beat:
-                next_beat = now + self._beat_seconds
-                self._beat(frames, name, seconds=now - since)
-                self._peers.read(self._activity.name, is_waiting=name is not None)
-                waited_seconds = max(waited_seconds, self._peers.longest_wait_seconds)
-            if name and now >= next_notice:
-                next_notice = now + self._notice_seconds
-                others = self.describe_others()
-                log.warning(
-                    "%s | rank %d has waited %.0f s for the other ranks in %s; the limit is "
-                    "training.rank_timeout_seconds=%g%s",
-                    self._activity.name,
-                    self._rank,
-                    now - since,
-                    name,
-                    self._limit_seconds,
-                    f"; {others}" if others else "",
-                )
-            if waited_seconds >= STACKS_SHARE * self._limit_seconds:
-                self._write_stacks(name)
+
+    def _warn(self, name: str, *, seconds: float) -> None:
+        others = self.describe_others()
+        log.warning(
+            "%s | rank %d has waited %.0f s for the other ranks in %s; the limit is "
+            "training.rank_timeout_seconds=%g%s",
+            self._activity.name,
+            self._rank,
+            seconds,
+            name,
+            self._limit_seconds,
+            f"; {others}" if others else "",
+        )
 
     def _beat(self, frames: StackFrames, name: str | None, *, seconds: float) -> None:
         self._num_beats += 1
@@ -228,27 +220,6 @@ class CollectiveWatch:
             stack=innermost_calls(frames),
         )
         self._file.write(beat)
-
-    def _write_stacks(self, name: str | None) -> None:
-        # `step 12` -> `step-12`, without how much of it is done, after a comma.
-        label = re.sub(r"[^a-z0-9]+", "-", self._activity.name.partition(",")[0].lower())[:80]
-        path = self._run / "logs" / f"stacks-{label.strip('-')}-rank-{self._rank}.txt"
-        if path in self._written:
-            return
-        self._written.add(path)
-        others = self.describe_others() if name else ""
-        title = (
-            f"rank {self._rank}, host {socket.gethostname()}, pid {os.getpid()}: "
-            f"{self._activity.name}, "
-            f"{self._activity.span}, {f'waits in {name}' if name else 'not in a collective'}"
-            f"{f'. Other ranks: {others}' if others else ''}"
-        )
-        log.warning("the stacks of this rank are in %s", path)
-        with contextlib.suppress(OSError), path.open("ab") as file:
-            file.write(f"{title}\n\n".encode())
-            file.flush()  # faulthandler writes to the descriptor
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.write(b"\n")
 
 
 def lost_rank_error(

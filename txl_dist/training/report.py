@@ -17,7 +17,7 @@ from txl_dist.evaluation.scores import in_lines
 from txl_dist.events import AttemptStart
 from txl_dist.model.attention import choose_implementation
 from txl_dist.runtime.activity import Activity, Span
-from txl_dist.runtime.device import describe_machine, warn_if_busy
+from txl_dist.runtime.device import describe_machine
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, TrainingData
@@ -149,7 +149,6 @@ def log_start(
     config, world, point = start.config, start.world, start.point
     host, machine = socket.gethostname(), describe_machine(world.device)
     log.info("machine | host %s: %s", host, machine)
-    warn_if_busy(world.device)
     num_parameters = sum(map(math.prod, shapes.values()))
     computation = _computation(config, world)
     begin = f"resuming at step {state.step} from {point.path}" if point else "a new run"

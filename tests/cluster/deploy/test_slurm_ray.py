@@ -68,9 +68,6 @@ class Job:
     process: subprocess.Popen[str]
     records: Path
 
-    def wait_for_training(self) -> None:
-        wait_until((self.records / "started").exists, timeout_seconds=30)
-
     def finish(self, *, timeout_seconds: float = 30) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=timeout_seconds)
         return self.process.returncode, output
@@ -145,57 +142,33 @@ def test_ray_requires_the_token_of_this_job_and_waits_for_all_hosts(tmp_path: Pa
     assert "0123456789abcdef" not in command + environment + output
 
 
-def test_the_time_limit_saves_and_requeues(tmp_path: Path) -> None:
-    job = submit_replaced(tmp_path)
-    job.wait_for_training()
-    job.process.send_signal(signal.SIGUSR1)
-    code, output = job.finish()
-    assert code == 75, output
-    assert (job.records / "stopped").exists()
-    assert job.is_requeued
-    assert not list((tmp_path / "run").glob(".slurm-ray-*")), "the token outlives the job"
-
-
-def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path: Path) -> None:
-    job = submit_replaced(tmp_path)
-    job.wait_for_training()
-    job.process.send_signal(signal.SIGTERM)
-    code, output = job.finish()
-    assert code == 75, output
-    assert (job.records / "stopped").exists()
-    assert not job.is_requeued
-
-
-def test_a_stop_request_while_hosts_start_ends_the_job(tmp_path: Path) -> None:
-    job = submit_replaced(tmp_path, HEAD_WAITS="1")
-    wait_until((job.records / "ray").exists, timeout_seconds=30)
-    job.process.send_signal(signal.SIGUSR1)
-    code, output = job.finish()
-    assert code == 75, output
-    assert not job.is_requeued
-
-
-@pytest.mark.parametrize("expected", [2, 5])
-def test_the_exit_code_is_that_of_training_although_symmetric_run_exits_with_0(
-    tmp_path: Path, expected: int
+@pytest.mark.parametrize(
+    ("variables", "waits_for", "number", "code", "is_requeued"),
+    [
+        ({}, "started", signal.SIGUSR1, 75, True),  # the time limit
+        ({}, "started", signal.SIGTERM, 75, False),  # cancelled
+        ({"HEAD_WAITS": "1"}, "ray", signal.SIGUSR1, 75, False),  # while the hosts start
+        ({"EXIT_CODE": "5"}, None, None, 5, False),
+        ({"HEAD_FAILS": "1"}, None, None, 1, False),
+    ],
+)
+def test_a_stop_saves_and_other_ends_have_their_code_although_symmetric_run_exits_with_0(
+    tmp_path: Path,
+    variables: dict[str, str],
+    waits_for: str | None,
+    number: signal.Signals | None,
+    code: int,
+    is_requeued: bool,
 ) -> None:
-    job = submit_replaced(tmp_path, EXIT_CODE=str(expected))
-    code, output = job.finish()
-    assert code == expected, output
-    assert not job.is_requeued
-
-
-def test_a_head_that_fails_is_an_error_although_symmetric_run_exits_with_0(tmp_path: Path) -> None:
-    job = submit_replaced(tmp_path, HEAD_FAILS="1")
-    code, output = job.finish()
-    assert code == 1
-    assert "submit the same command again" in output
-    assert not job.is_requeued
-
-
-def script_pid(job: Job) -> int:
-    [child] = psutil.Process(job.process.pid).children()
-    return child.pid
+    job = submit_replaced(tmp_path, **variables)
+    if waits_for is not None and number is not None:
+        wait_until((job.records / waits_for).exists, timeout_seconds=30)
+        job.process.send_signal(number)
+    ended, output = job.finish()
+    assert (ended, job.is_requeued) == (code, is_requeued), output
+    assert (job.records / "stopped").exists() == (waits_for == "started")
+    assert ("submit the same command again" in output) == ("HEAD_FAILS" in variables)
+    assert not list((tmp_path / "run").glob(".slurm-ray-*")), "the token outlives the job"
 
 
 @pytest.fixture
@@ -225,7 +198,8 @@ def test_a_job_with_a_real_ray_saves_is_requeued_and_resumes(
         timeout_seconds=240,
     )
     assert job.process.poll() is None, job.finish()
-    os.kill(script_pid(job), signal.SIGUSR1)
+    [script] = psutil.Process(job.process.pid).children()
+    script.send_signal(signal.SIGUSR1)
     code, output = job.finish(timeout_seconds=120)
     assert code == 75, output
     assert job.is_requeued

@@ -1,12 +1,11 @@
 """Launcher and ranks communicate through files of the run directory."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from data_pipeline.errors import DataError
+from data_pipeline.system.files import is_locked
 from txl_dist.launch.launch_files import LaunchFiles
 
 
@@ -34,39 +33,17 @@ def test_a_new_start_of_ranks_finds_no_request_or_error_of_the_last(files: Launc
     assert files.saved.exists(), "restarted ranks resume from the checkpoints of this launch"
 
 
-def test_a_launch_removes_its_own_files_and_those_of_dead_launches(tmp_path: Path) -> None:
-    for name in ("metrics.jsonl", "my.launch-notes.txt"):
+def test_a_launch_removes_its_own_files_and_no_others(files: LaunchFiles, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "my.launch-notes.txt", ".launch-01234.stop"):
         (tmp_path / name).touch()
-
-    def write(launch_id: str) -> None:
-        files = LaunchFiles(tmp_path, launch_id)
-        files.stop.touch()
-        files.write_error(0, DataError("text"))
-        (tmp_path / f"..launch-{launch_id}.error-0.123.tmp").touch()  # of a killed rank
-
-    (tmp_path / ".launch-dead.launcher").touch()  # without a lock
-    write("dead")
-    with LaunchFiles(tmp_path, "b").held():
-        write("b")
-        running = {path.name for path in tmp_path.iterdir()}
-        assert not any("dead" in name for name in running)
-        with LaunchFiles(tmp_path, "a").held():
-            write("a")
-        assert {path.name for path in tmp_path.iterdir()} == running
-    remaining = sorted(path.name for path in tmp_path.iterdir())
-    assert remaining == ["metrics.jsonl", "my.launch-notes.txt"]
-
-
-def test_a_launch_of_another_process_leaves_the_files(files: LaunchFiles, tmp_path: Path) -> None:
+    others = set(tmp_path.iterdir())
     with files.held():
         files.stop.touch()
         files.saved.touch()
-        program = (
-            "from pathlib import Path; import sys; "
-            "from txl_dist.launch.launch_files import LaunchFiles\n"
-            "with LaunchFiles(Path(sys.argv[1]), 'other').held(): pass"
-        )
-        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+        files.write_error(0, DataError("text"))
+        (tmp_path / "..launch-0123.error-0.123.tmp").touch()  # of a killed rank
+        with LaunchFiles(tmp_path, "other").held():
+            pass
         assert files.stop.exists()
-        assert files.saved.exists()
-    assert not files.stop.exists()
+        assert is_locked(tmp_path / ".launch-0123.launcher"), "how txl status finds the launcher"
+    assert set(tmp_path.iterdir()) == others

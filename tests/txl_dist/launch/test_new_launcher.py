@@ -60,7 +60,7 @@ class ShellLauncher(Launcher):
 class ShellGroup:
     """The scripts of the ranks."""
 
-    max_restarts, growth_interval_seconds = 1, 0.0
+    max_restarts, growth_interval_seconds, waits_for = 1, 0.0, "the scripts"
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.shells = folder, dict[int, "subprocess.Popen[bytes]"]()

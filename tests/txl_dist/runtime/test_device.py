@@ -26,8 +26,6 @@ from txl_dist.runtime.device import (
     ENVIRONMENT,
     autocast,
     deterministic,
-    torch_threads,
-    warn_if_busy,
 )
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
@@ -36,7 +34,7 @@ from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.start import Start
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 BF16 = "precision=bf16"
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -138,45 +136,25 @@ def test_the_gradient_of_each_part_of_the_lanes_is_rounded_to_bf16() -> None:
     assert 1e-4 < differences["bf16"] < 2**-8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ZERO)
-def test_a_resume_on_two_ranks_is_bit_for_bit(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
-) -> None:
-    settings = (BF16, NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
-    whole = tiny_job(dataset, tmp_path / "whole", *settings, "training.keep_checkpoints=9")
-    assert ranks(2).run(train, whole) == [0, 0]
-    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step-00000006")
-    resumed = tiny_job(dataset, tmp_path / "resumed", *settings, resume=checkpoint)
-    assert ranks(2).run(train, resumed) == [0, 0]
-    expected = {step: loss for step, loss in losses(tmp_path / "whole").items() if step > 6}
-    assert losses(tmp_path / "resumed") == expected
-
-
 @pytest.mark.parametrize(
     "stage",
     [
         pytest.param(stage, marks=[] if stage == "3-all-spread" else pytest.mark.slow)
         for stage in ZERO
-        if stage != "2"
     ],
 )
-def test_two_ranks_at_any_stage_have_close_losses(
+def test_two_ranks_at_any_stage_have_close_losses_and_resume_bit_for_bit(
     ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, stage: str
 ) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, BF16, *DROPOUT, *ZERO[stage])
-    assert ranks(2).run(train, job) == [0, 0]
-    assert losses(tmp_path) == pytest.approx(losses(run), rel=LOSS_TOLERANCE)
-
-
-def test_a_resume_is_bit_for_bit(
-    ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path
-) -> None:
-    checkpoint = run / "checkpoints" / "step-00000006"
-    settings = (BF16, NO_EVALUATION, *DROPOUT, *ZERO["0"])
-    job = tiny_job(dataset, tmp_path, *settings, resume=str(checkpoint))
-    assert ranks(1).run(train, job) == [0]
-    assert losses(tmp_path) == {step: loss for step, loss in losses(run).items() if step > 6}
+    settings = (BF16, NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
+    whole = tiny_job(dataset, tmp_path / "whole", *settings, "training.keep_checkpoints=9")
+    assert ranks(2).run(train, whole) == [0, 0]
+    assert losses(tmp_path / "whole") == pytest.approx(losses(run), rel=LOSS_TOLERANCE)
+    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step-00000006")
+    resumed = tiny_job(dataset, tmp_path / "resumed", *settings, resume=checkpoint)
+    assert ranks(2).run(train, resumed) == [0, 0]
+    expected = {step: loss for step, loss in losses(tmp_path / "whole").items() if step > 6}
+    assert losses(tmp_path / "resumed") == expected
 
 
 def forward_both_ways(world: World, job: TrainJob) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,32 +245,3 @@ def test_disabled_it_changes_nothing() -> None:
     with deterministic(enabled=False):
         assert not torch.are_deterministic_algorithms_enabled()
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("load", "num_threads", "device", "policy", "warns"),
-    [
-        (7.0, 2, CPU, None, True),
-        (2.0, 2, CPU, None, False),
-        (7.0, 1, CPU, None, False),
-        (7.0, 2, GPU, None, False),
-        (7.0, 2, CPU, "passive", False),
-    ],
-)
-def test_threads_on_a_busy_machine_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    load: float,
-    num_threads: int,
-    device: torch.device,
-    policy: str | None,
-    warns: bool,
-) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if policy:
-        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    with torch_threads(num_threads):
-        warn_if_busy(device)
-    assert ("load 7 on 3 cores" in caplog.text) == warns

@@ -128,41 +128,6 @@ def test_messages_and_reads_are_bounded_for_many_ranks(tmp_path: Path) -> None:
     assert last.describe("step 12").endswith(f"and {NUM_READERS - MAX_NAMED} more ranks")
 
 
-def test_the_longest_wait_is_that_of_a_rank_in_a_collective(tmp_path: Path) -> None:
-    peers = peers_of(tmp_path)
-    for number in (1, 2):
-        write(tmp_path, beat(1, number), beat(2, 1))
-        peers.read("step 12")
-        assert peers.longest_wait_seconds == 0
-    write(tmp_path, beat(2, 2, collective="all_reduce"))
-    peers.read("step 12")
-    assert peers.longest_wait_seconds == 6
-
-
-def test_a_heartbeat_that_a_killed_process_left_is_no_wait(tmp_path: Path) -> None:
-    peers = peers_of(tmp_path)
-    write(tmp_path, beat(1, 9, collective="all_reduce", pid=50))
-    for _ in range(3):
-        peers.read("step 1")
-        assert peers.longest_wait_seconds == 0
-    write(tmp_path, beat(1, 1, collective="all_reduce"))
-    peers.read("step 1")
-    assert peers.longest_wait_seconds == 6
-
-
-def test_a_rank_that_works_does_not_repeat_the_wait_of_a_rank_that_it_no_longer_reads(
-    tmp_path: Path,
-) -> None:
-    last = NUM_READERS + 1
-    peers = peers_of(tmp_path, num_ranks=last + 1)
-    for number in (1, 2):
-        write(tmp_path, beat(last, number, collective="all_reduce"))
-        peers.read("step 12")
-    assert peers.longest_wait_seconds == 6
-    peers.read("step 13", is_waiting=False)
-    assert peers.longest_wait_seconds == 0
-
-
 def test_a_run_directory_that_cannot_be_written_has_no_effect() -> None:
     run = Path("/dev/null/run")
     file = HeartbeatFile(run, rank=0)
@@ -205,7 +170,7 @@ def write_beat(run: Path, rank: int, *, number: int) -> None:
 def test_ranks_hang_when_none_of_them_changes_its_heartbeat(tmp_path: Path) -> None:
     write_beat(tmp_path, 0, number=9)  # left by a killed process
     limit_seconds = 5 * POLL_SECONDS
-    with HangWatch(tmp_path, num_ranks=2, poll_seconds=POLL_SECONDS) as watch:
+    with HangWatch(tmp_path, poll_seconds=POLL_SECONDS) as watch:
         time.sleep(10 * POLL_SECONDS)
         assert watch.hang(timeout_seconds=limit_seconds) is None, "they may take longer to start"
         for rank in (0, 1):
@@ -224,5 +189,5 @@ def test_ranks_hang_when_none_of_them_changes_its_heartbeat(tmp_path: Path) -> N
 @pytest.mark.usefixtures("short_limits")
 def test_ranks_that_never_begin_hang(tmp_path: Path) -> None:
     write_beat(tmp_path, 0, number=9)  # left by a killed process
-    with HangWatch(tmp_path, num_ranks=2, poll_seconds=POLL_SECONDS) as watch:
+    with HangWatch(tmp_path, poll_seconds=POLL_SECONDS) as watch:
         wait_until(lambda: watch.hang(timeout_seconds=0.0) == "no rank has begun within 1 s")

@@ -214,7 +214,8 @@ def estimate(
 # --- txl doctor -----------------------------------------------------------------------------------
 
 CheckName = StrEnum(
-    "CheckName", ["versions", "devices", "storage", "dataset", "tracking", "exposure"]
+    "CheckName",
+    ["versions", "devices", "network", "storage", "dataset", "tracking", "exposure"],
 )
 
 
@@ -242,9 +243,6 @@ def doctor(
         str | None,
         typer.Option(metavar="DATA", help="A dataset: check that all nodes read the same one."),
     ] = None,
-    min_free_gib: Annotated[
-        float, typer.Option(min=0, help="Free space that the run directory needs, in GiB.")
-    ] = 10.0,
     skip: Annotated[
         list[CheckName] | None, typer.Option(help="A check to leave out; can be repeated.")
     ] = None,
@@ -252,8 +250,9 @@ def doctor(
 ) -> None:
     """Check this machine or all nodes of a cluster before a run.
 
-    Versions, devices, storage, dataset, tracking and exposure are checked, and on a cluster whether
-    its nodes are equal. Exit code 1 if a problem was found. Nothing is changed.
+    Checks versions, devices, the address of the host's name, storage, dataset, tracking and
+    exposure, and on a cluster whether its nodes are equal. Exit code 1 if a problem was found.
+    Nothing is changed.
 
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
     """
@@ -266,12 +265,7 @@ def doctor(
         path and (path if is_url(path) else str(Path(path).expanduser().absolute()))
         for path in (run, data)
     )
-    request = checks.DoctorRequest(
-        run=run,
-        data=data,
-        min_free_bytes=int(min_free_gib * 2**30),
-        skip=frozenset(map(str, skip or ())),
-    )
+    request = checks.DoctorRequest(run=run, data=data, skip=frozenset(map(str, skip or ())))
     launcher = find_launcher(on or "processes")
     if not isinstance(launcher, checks.NodeChecker):
         raise ConfigError(

@@ -240,11 +240,7 @@ class TransformerXLModel(LM):
         for text in texts:
             unknown += self._tokenizer.unknown_symbols(text)
         if unknown:
-            log.warning(
-                "%s: %s; the model reads the unknown token instead",
-                requests[0].request_type,
-                describe_unknown(unknown),
-            )
+            log.warning("%s: %s", requests[0].request_type, describe_unknown(unknown))
         self._num_unknown += unknown.total()
 
     def _token_of_prefix(self, prefix: str) -> int:

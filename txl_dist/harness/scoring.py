@@ -23,7 +23,7 @@ from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError
-from txl_dist.generation.generate import generate_batch
+from txl_dist.generation.generate import generate_from_ids
 from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import EXACT_THREADS, require_triton, torch_threads
@@ -125,7 +125,7 @@ def continue_prompts(unit: Unit[GenerationRequest]) -> list[str]:
     """The texts that follow the prompts of a unit."""
     model, tokenizer = open_model(unit.source)
     with torch_threads(EXACT_THREADS):
-        texts = generate_batch(
+        texts = generate_from_ids(
             model,
             tokenizer,
             [request.prompt for request in unit.requests],
@@ -133,9 +133,10 @@ def continue_prompts(unit: Unit[GenerationRequest]) -> list[str]:
             tgt_len=unit.source.tgt_len,
             sampling=unit.requests[0].sampling,
             limits=unit.requests[0].limits,
+            batch_size=len(unit.requests),
             precision=unit.source.precision,
         )
-    return [text.text for text in texts]
+        return [text.text for text in texts]
 
 
 # Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary

@@ -234,7 +234,7 @@ def test_words_that_a_model_does_not_know_are_counted(
         caplog.clear()
         getattr(model, name)(requests(name, *arguments))
         (message,) = caplog.messages
-        assert re.match(f"{name}: {expected}; the model", message), message
+        assert re.match(f"{name}: {expected}$", message), message
     assert model.get_model_info()["unknown_symbols"] == 4
     caplog.clear()
     model.loglikelihood(requests("loglikelihood", ("the", " cat <unk>")))

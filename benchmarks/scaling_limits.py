@@ -30,7 +30,7 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import dry_run
 from txl_dist.estimate.rank_bytes import FP32_BYTES, ModelNeeds, ZeroSettings
-from txl_dist.estimate.run_estimate import Assumptions, flops_per_token, peak_tflops, with_data
+from txl_dist.estimate.run_estimate import A100_TFLOPS, Assumptions, flops_per_token, with_data
 from txl_dist.runtime.heartbeat import NUM_READERS
 from txl_dist.runtime.waiting import BEAT_SECONDS
 
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--peak-tflops", type=float)
     words = parser.parse_args()
     config = load_run_config(words.config, words.overrides)
-    peak = words.peak_tflops or peak_tflops(config.precision, "cuda")
+    peak = words.peak_tflops or A100_TFLOPS[config.precision]
     run = ScaledRun(
         config,
         lanes_per_gpu=words.lanes_per_gpu,

@@ -169,21 +169,18 @@ def estimate(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, or of ranks on CPUs.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, one for each rank.")],
     peak_tflops: Annotated[
         float | None,
         typer.Option(
             min=1e-6,
-            help="Peak of one rank.",
-            show_default="A100: 312 bf16, 19.5 fp32; on a CPU that of this machine, measured",
+            help="Peak of one GPU.",
+            show_default="A100: 312 bf16, 19.5 fp32",
         ),
     ] = None,
     utilisation: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the peak (MFU).")
     ] = 0.3,
-    device: Annotated[
-        Literal["cuda", "cpu"], typer.Option(help="Device type of the ranks.")
-    ] = "cuda",
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory, FLOPs and time of a run on any number of GPUs.
@@ -199,12 +196,8 @@ def estimate(
     from txl_dist.estimate import run_estimate
 
     run, num_steps = run_estimate.with_data(load_run_config(config, overrides or ()))
-    source = "measured on this CPU" if device == "cpu" and peak_tflops is None else "assumed"
     assumptions = run_estimate.Assumptions(
-        device=device,
-        peak_tflops=peak_tflops or run_estimate.peak_tflops(run.precision, device),
-        utilisation=utilisation,
-        source=source,
+        peak_tflops=peak_tflops or run_estimate.A100_TFLOPS[run.precision], utilisation=utilisation
     )
     result = run_estimate.estimate_run(run, gpus=gpus, num_steps=num_steps, assumptions=assumptions)
     content = {**result.to_json(), "assumptions": asdict(assumptions)}

@@ -65,6 +65,7 @@ COMMANDS: dict[str, str] = {
     "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",
     "report --results": "score the checkpoint in its run directory, whose results are shown; the "
     "tables and figures of txl recl and txl attention are in their --out",
+    "estimate --device": "leave it out: it estimates GPUs; on CPUs, measure a short run",
     "doctor --min-free-gib": "leave it out: the free space is shown, less than 10 GiB is noted",
     "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
 }

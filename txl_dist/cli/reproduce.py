@@ -98,26 +98,17 @@ class Experiment:
     """What the paper does not say, so that it was chosen here."""
 
 
-def _file_content() -> dict[str, Any]:
-    return tomllib.loads((configs_directory() / "paper" / "experiments.toml").read_text("utf-8"))
-
-
 @cache
 def experiments() -> dict[str, Experiment]:
     """Return all experiments that can be run, by name."""
     from pydantic import TypeAdapter
 
-    content = _file_content()
+    path = configs_directory() / "paper" / "experiments.toml"
+    content = tomllib.loads(path.read_text("utf-8"))
     for name, values in content["experiments"].items():
         values.setdefault("config", f"paper/{name}")
         values["corpus"] = content["corpora"][values["corpus"]]
     return TypeAdapter(dict[str, Experiment]).validate_python(content["experiments"])
-
-
-def impossible_rows() -> dict[str, str]:
-    """Return the rows of the paper's tables that cannot be run, each with the reason."""
-    impossible: dict[str, str] = _file_content()["impossible"]
-    return impossible
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +307,7 @@ def reproduce(
         ),
     ] = False,
     as_json: AsJson = False,
-    list_: Annotated[
-        bool, typer.Option("--list", help="List the experiments, and the rows without one.")
-    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
 ) -> None:
     """Prepare, train and evaluate one of the paper's experiments.
 
@@ -335,12 +324,13 @@ def reproduce(
     if list_:
         _print_list(as_json=as_json)
         return
-    experiment = _find_experiment(name)
+    if name not in experiments():
+        names = ", ".join(experiments())
+        raise ConfigError(f"there is no experiment {name!r}; expected one of {names}")
+    experiment = experiments()[name]
     if data is None:
-        raise ConfigError(
-            f"txl reproduce {name}: give the directory of the published files with --data DIR. "
-            f"Source: {experiment.corpus.source}"
-        )
+        source = experiment.corpus.source
+        raise ConfigError(f"txl reproduce {name}: give --data DIR, the published files of {source}")
     plan = Plan(
         name=name,
         experiment=experiment,
@@ -375,15 +365,6 @@ def reproduce(
     print_result(comparison, _text_of(comparison), as_json=as_json)
 
 
-def _find_experiment(name: str) -> Experiment:
-    if reason := impossible_rows().get(name):
-        raise ConfigError(f"txl reproduce {name}: cannot be run. {reason}")
-    known = experiments()
-    if name not in known:
-        raise ConfigError(f"there is no experiment {name!r}; expected one of {', '.join(known)}")
-    return known[name]
-
-
 def _run_command(program: Any, words: list[str]) -> None:
     """Run a command of typer's `program` by its words, and print it: that does the same."""
     print(f"$ txl {shlex.join(words)}", file=sys.stderr, flush=True)
@@ -410,13 +391,9 @@ def _text_of(comparison: dict[str, Any]) -> str:
 
 def _print_list(*, as_json: bool) -> None:
     if as_json:
-        rows = {name: asdict(row) for name, row in experiments().items()}
-        print(json.dumps({"experiments": rows, "impossible": impossible_rows()}))
+        print(json.dumps({name: asdict(row) for name, row in experiments().items()}))
         return
     for name, row in experiments().items():
         published = "-" if row.published is None else f"{row.published:g}"
         metric = f"{row.split} {row.metric.replace('_', ' ')}"
         print(f"{name:26}{metric:26}{published:>6}  {row.table:8} {row.corpus.source}")
-    print("\nThese rows of the paper's tables cannot be run:")
-    for name, reason in impossible_rows().items():
-        print(f"{name:32}{reason}")

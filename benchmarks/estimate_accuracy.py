@@ -99,10 +99,9 @@ def build(size: str, option: str, stage: int) -> Any:
 
 def estimate(config: Any, num_ranks: int) -> int:
     """Bytes of tensors on one rank."""
-    from txl_dist.estimate.run_estimate import Assumptions, estimate_run
+    from txl_dist.estimate.run_estimate import estimate_run
 
-    machine = Assumptions(device="cpu", peak_tflops=1)
-    run = estimate_run(config, gpus=num_ranks, num_steps=10, assumptions=machine)
+    run = estimate_run(config, gpus=num_ranks, num_steps=10, peak_tflops=1, device="cpu")
     return run.stages[config.deepspeed.zero_stage].device
 
 

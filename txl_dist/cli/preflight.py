@@ -190,18 +190,18 @@ def estimate(
 
     Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4
     """
-    from dataclasses import asdict
-
     from txl_dist.config.config_file import load_run_config
     from txl_dist.estimate import run_estimate
 
     run, num_steps = run_estimate.with_data(load_run_config(config, overrides or ()))
-    assumptions = run_estimate.Assumptions(
-        peak_tflops=peak_tflops or run_estimate.A100_TFLOPS[run.precision], utilisation=utilisation
+    result = run_estimate.estimate_run(
+        run,
+        gpus=gpus,
+        num_steps=num_steps,
+        peak_tflops=peak_tflops or run_estimate.A100_TFLOPS[run.precision],
+        utilisation=utilisation,
     )
-    result = run_estimate.estimate_run(run, gpus=gpus, num_steps=num_steps, assumptions=assumptions)
-    content = {**result.to_json(), "assumptions": asdict(assumptions)}
-    print_result(content, "\n".join(run_estimate.lines_of(result, assumptions)), as_json=as_json)
+    print_result(result.to_json(), "\n".join(run_estimate.lines_of(result)), as_json=as_json)
 
 
 # --- txl doctor -----------------------------------------------------------------------------------

@@ -53,14 +53,9 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = 0
-        self.peak_bytes = 0
         self._bytes_of: dict[int, int] = {}
         self.on_change: Callable[[], None] = lambda: None
         """Called after every storage that is created."""
-
-    def reset_peak(self) -> None:
-        """Let `peak_bytes` start again from what is alive now."""
-        self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
         self,
@@ -85,7 +80,6 @@ class LiveBytes(TorchDispatchMode):
             return
         self._bytes_of[key] = storage.nbytes()
         self.live_bytes += self._bytes_of[key]
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, key)
         self.on_change()
 

@@ -28,21 +28,17 @@ A100_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
 """By `precision`, from the data sheet of NVIDIA's A100 (dense bf16; fp32 without TF32)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumptions:
-    """One kind of machine, which need not be this one."""
-
-    peak_tflops: float
-    """Of one rank."""
-    device: Device = "cuda"
-    utilisation: float = 0.3
-    """Share of the peak that a step reaches (MFU)."""
+UTILISATION = 0.3
+"""Share of the peak that a step reaches (MFU), if nothing else is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEstimate:
     """A run on a number of GPUs."""
 
+    peak_tflops: float
+    """Of one rank; assumed, as the utilisation is."""
+    utilisation: float
     num_parameters: int
     flops_per_token: float
     """Forward and backward, with a full memory."""
@@ -120,7 +116,13 @@ def flops_per_token(config: RunConfig) -> float:
 
 
 def estimate_run(
-    config: RunConfig, *, gpus: int, num_steps: int | None, assumptions: Assumptions
+    config: RunConfig,
+    *,
+    gpus: int,
+    num_steps: int | None,
+    peak_tflops: float,
+    utilisation: float = UTILISATION,
+    device: Device = "cuda",
 ) -> RunEstimate:
     """Estimate `config`, whose vocabulary is set.
 
@@ -141,9 +143,9 @@ def estimate_run(
     rank_rows = math.ceil(data.rows / gpus)
     rows = min(rank_rows, config.training.micro_batch_lanes or rank_rows)
     micro_batches = math.ceil(rank_rows / rows)
-    model = dry_run(config, micro_batch_rows=rows, device=assumptions.device)
+    model = dry_run(config, micro_batch_rows=rows, device=device)
     lane_elements, lane_bytes = _memory_of_a_lane(config.model, config.training.memory_dtype)
-    on_gpu = assumptions.device == "cuda"
+    on_gpu = device == "cuda"
     stages = {
         stage: RankPeak(
             model=model,
@@ -161,8 +163,10 @@ def estimate_run(
     recompute = 4 / 3 if config.training.activation_checkpointing else 1.0
     flops = flops_per_token(config)
     seconds = rows * micro_batches * data.tgt_len * flops * recompute
-    seconds /= assumptions.peak_tflops * 1e12 * assumptions.utilisation
+    seconds /= peak_tflops * 1e12 * utilisation
     return RunEstimate(
+        peak_tflops=peak_tflops,
+        utilisation=utilisation,
         num_parameters=model.num_parameters,
         flops_per_token=flops,
         zero_stage=config.deepspeed.zero_stage,
@@ -189,7 +193,7 @@ def _memory_of_a_lane(model: ModelConfig, dtype: Precision) -> tuple[int, int]:
 # --- the text -------------------------------------------------------------------------------------
 
 
-def lines_of(estimate: RunEstimate, assumptions: Assumptions) -> Iterator[str]:
+def lines_of(estimate: RunEstimate) -> Iterator[str]:
     """The lines that `txl estimate` prints."""
     lanes, run_stage, days = estimate.lanes_per_step, estimate.zero_stage, estimate.days
     yield (
@@ -223,8 +227,8 @@ def lines_of(estimate: RunEstimate, assumptions: Assumptions) -> Iterator[str]:
     yield from _rows({f"  {part}": _size(num_bytes) for part, num_bytes in sizes.items()})
     yield ""
     yield (
-        f"assumed: {assumptions.peak_tflops:.3g} TFLOP/s per GPU, at a utilisation of "
-        f"{assumptions.utilisation:.0%}"
+        f"assumed: {estimate.peak_tflops:.3g} TFLOP/s per GPU, at a utilisation of "
+        f"{estimate.utilisation:.0%}"
     )
     yield "allow 1 to 2 GiB more per GPU for the CUDA context, NCCL and fragmentation"
 

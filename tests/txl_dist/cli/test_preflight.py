@@ -143,7 +143,7 @@ def test_the_json_has_every_stage_and_the_sum_of_its_parts(dataset: Path) -> Non
         parts = ("weights", "gradients", "optimizer", "buffers", "lanes", "activations")
         assert memory["device"] == sum(memory[part] for part in parts)
     assert content["days"] * 86400 == pytest.approx(20 * content["step_seconds"])
-    assert content["assumptions"]["peak_tflops"] == 19.5
+    assert content["peak_tflops"] == 19.5
 
 
 def test_the_speed_follows_the_peak() -> None:

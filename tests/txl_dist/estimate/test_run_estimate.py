@@ -9,11 +9,10 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.measured_steps import MeasuredSteps, measure_steps
 from tests.txl_dist.estimate.models import run_config
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.run_estimate import Assumptions, RunEstimate, estimate_run
+from txl_dist.estimate.run_estimate import RunEstimate, estimate_run
 from txl_dist.runtime.world import World
 
 MAX_ERROR = 0.10
-MACHINE = Assumptions(device="cpu", peak_tflops=1)
 SPREAD = {"stage3_param_persistence_threshold": 0}
 FEW_ACTIVATIONS = {"tgt_len": 4, "model": {"mem_len": 4}}
 CASES: dict[str, dict[str, Any]] = {
@@ -53,7 +52,7 @@ def measured(world: World, stage: int, case: str) -> MeasuredSteps:
 
 
 def estimate(config: RunConfig, *, gpus: int = 1) -> RunEstimate:
-    return estimate_run(config, gpus=gpus, num_steps=10, assumptions=MACHINE)
+    return estimate_run(config, gpus=gpus, num_steps=10, peak_tflops=1, device="cpu")
 
 
 @pytest.mark.slow

@@ -166,19 +166,6 @@ def test_batches_and_workers_change_nothing(
 
 
 @pytest.mark.slow
-def test_more_context_gives_another_perplexity_and_enough_of_it_the_same(folder: Path) -> None:
-    task = rolling_task(folder / "documents.jsonl")
-    arguments = {"checkpoint": str(folder / "model"), "batch_size": 8}
-    short, long, memory = (
-        scores("txl", task, model_args=arguments | options)["metrics"]["byte_perplexity"]
-        for options in ({"mem_len": 0, "tgt_len": 5}, {"mem_len": 0, "tgt_len": 2000},
-                        {"mem_len": 2000})
-    )  # fmt: skip
-    assert short != pytest.approx(memory, rel=1e-4)
-    assert long == pytest.approx(memory, rel=1e-6)
-
-
-@pytest.mark.slow
 def test_the_command_line_of_the_harness_has_model_txl(folder: Path, tmp_path: Path) -> None:
     task = rolling_task(folder / "documents.jsonl")
     (tmp_path / "tasks").mkdir()

@@ -30,7 +30,7 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import dry_run
 from txl_dist.estimate.rank_bytes import FP32_BYTES, ModelNeeds, ZeroSettings
-from txl_dist.estimate.run_estimate import Assumptions, flops_per_token, peak_tflops, with_data
+from txl_dist.estimate.run_estimate import A100_TFLOPS, UTILISATION, flops_per_token, with_data
 from txl_dist.runtime.heartbeat import NUM_READERS
 from txl_dist.runtime.waiting import BEAT_SECONDS
 
@@ -268,13 +268,13 @@ class ScaledRun:
         config: RunConfig,
         *,
         lanes_per_gpu: int | None,
-        assumptions: Assumptions,
+        peak_tflops: float,
         links: Links,
     ) -> None:
         self.config, _ = with_data(config)
         self.lanes_per_gpu, self.links = lanes_per_gpu, links
         self.model = dry_run(self.config, micro_batch_rows=1, device="cuda")
-        self.flops_per_second = assumptions.peak_tflops * 1e12 * assumptions.utilisation
+        self.flops_per_second = peak_tflops * 1e12 * UTILISATION
         self.flops_per_token = flops_per_token(self.config)
 
     def num_rows(self, gpus: int) -> int:
@@ -352,11 +352,10 @@ def main() -> None:
     parser.add_argument("--peak-tflops", type=float)
     words = parser.parse_args()
     config = load_run_config(words.config, words.overrides)
-    peak = words.peak_tflops or peak_tflops(config.precision, "cuda")
     run = ScaledRun(
         config,
         lanes_per_gpu=words.lanes_per_gpu,
-        assumptions=Assumptions(peak_tflops=peak),
+        peak_tflops=words.peak_tflops or A100_TFLOPS[config.precision],
         links=Links(node_gbit=words.node_gbit),
     )
     numbers = [int(word) for word in words.gpus.split(",")]

@@ -8,11 +8,9 @@ a node that does not answer is named, and left out of the comparisons.
 """
 
 import os
-import socket
 import time
-import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,58 +21,59 @@ from data_pipeline.system.files import try_lock, write_file
 from txl_dist.doctor.checks import (
     LOCKS,
     MOUNT_LOCKS,
-    PROBE_PREFIX,
     SAME_SOURCES,
     DoctorRequest,
     check_this_machine,
-    existing_parent,
+    check_versions,
+    new_probe,
+    without_builds,
 )
-from txl_dist.doctor.finding import (
-    LIMIT_SECONDS,
-    Finding,
-    failed_check,
-    no_result,
-    note,
-    ok,
-    problem,
-)
+from txl_dist.doctor.finding import LIMIT_SECONDS, Finding, failed_check, run_checks
 
-DRIVER = "this machine"
-"""The node of findings about the machine of the command."""
 START_SECONDS = 60.0
 """Time limit for the start of a process on a node, imports included."""
 SHARED_WAIT_SECONDS = 10.0
 """NFS clients cache attributes for some seconds, so a new file may appear late on other nodes."""
-_POLL_SECONDS = 0.2
+COMPARED = {
+    "versions": SAME_SOURCES,
+    "dataset": "make both nodes see the same directory, or copy the newer one there",
+}
+"""Checks that must find the same on all nodes, and what to do otherwise."""
 
 View = Literal["seen", "not seen", "lock not seen"]
 """How one node sees the file of another."""
 
 
 class NodeProbe:
-    """An actor on one node."""
+    """An actor on one node. `name` is the node in its findings."""
 
-    def check(self, request: DoctorRequest, node: str) -> list[Finding]:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def check(self, request: DoctorRequest) -> list[Finding]:
         """Run the checks of one node."""
-        return check_this_machine(request, node)
+        return check_this_machine(request, self._name)
 
     def write(self, run: str) -> str:
         """Write and lock a file where `run` is or will be created; return its path."""
-        name = f"{PROBE_PREFIX}{socket.gethostname()}-{uuid.uuid4().hex}.tmp"
-        self._path = existing_parent(Path(run)) / name
-        write_file(self._path, name.encode())
+        self._path = new_probe(run)
+        write_file(self._path, self._path.name.encode())
         self._file = self._path.open("rb+")
         try_lock(self._file.fileno())
         return str(self._path)
 
     def view(self, path: str) -> View:
-        """Say how this node sees the file that another node has written."""
+        """Say how this node sees the file that another node has written, and holds locked."""
         deadline = time.monotonic() + SHARED_WAIT_SECONDS
-        while (view := _view(Path(path))) == "not seen" and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        while True:
+            with suppress(OSError), Path(path).open("rb+") as file:
+                if file.read() == Path(path).name.encode():  # else a file of another file system
+                    return "lock not seen" if try_lock(file.fileno()) else "seen"
+            if time.monotonic() > deadline:
+                return "not seen"
+            time.sleep(0.2)
             with suppress(OSError):
                 os.scandir(Path(path).parent).close()  # an NFS client reads the directory again
-        return view
 
     def remove(self) -> None:
         """Release and remove the file of `write`."""
@@ -82,65 +81,44 @@ class NodeProbe:
         self._path.unlink(missing_ok=True)
 
 
-def _view(path: Path) -> View:
-    try:
-        with path.open("rb+") as file:
-            if file.read() != path.name.encode():
-                return "not seen"  # a file of another file system
-            # The other process holds the lock, so it must not be free here.
-            return "lock not seen" if try_lock(file.fileno()) else "seen"
-    except OSError:
-        return "not seen"
-
-
-class _Nodes:
-    """The actors of the nodes that answer, and the findings about calls that failed."""
+class _Probes:
+    """The probes of all nodes that are alive, and the findings about calls that failed."""
 
     def __init__(self) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        alive = [
-            (node["NodeManagerAddress"], node["NodeID"]) for node in ray.nodes() if node["Alive"]
-        ]
-        hosts = [host for host, _ in alive]
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        hosts = Counter(node["NodeManagerAddress"] for node in nodes)
         remote = ray.remote(num_cpus=0, max_restarts=0)(NodeProbe)
-        self.hosts: dict[str, str] = {}
-        """By the name for findings: the address, and the id where nodes share an address."""
         self.actors: dict[str, Any] = {}
-        for host, node_id in sorted(alive):
-            name = host if hosts.count(host) == 1 else f"{host} (node {node_id[:8]})"
+        for node in nodes:
+            host, node_id = node["NodeManagerAddress"], node["NodeID"]
+            name = host if hosts[host] == 1 else f"{host} (node {node_id[:8]})"
             strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self.hosts[name] = host
-            self.actors[name] = remote.options(scheduling_strategy=strategy).remote()
-        self.findings: list[Finding] = []
+            self.actors[name] = remote.options(scheduling_strategy=strategy).remote(name)
+        self.failures: list[Finding] = []
 
     def call(
         self,
         check: str,
         method: str,
-        arguments: Mapping[str, tuple[Any, ...]],
-        *,
+        *arguments: Any,
+        on: Iterable[str],
         limit_seconds: float = LIMIT_SECONDS,
     ) -> dict[str, Any]:
-        """Node -> result of the method there. `arguments` has the nodes; failed ones are named."""
+        """Node -> result of the method there, for those of the nodes `on` that have one."""
         import ray
 
-        calls = {
-            getattr(self.actors[name], method).remote(*words): name
-            for name, words in arguments.items()
-        }
-        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_seconds)
+        calls = {name: getattr(self.actors[name], method).remote(*arguments) for name in on}
+        deadline = time.monotonic() + limit_seconds
         results = {}
-        for reference, name in calls.items():
+        for name, call in calls.items():
             try:
-                if reference in ready:
-                    results[name] = ray.get(reference)
-                    continue
-                finding = no_result(limit_seconds)
+                results[name] = ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
             except ray.exceptions.RayError as error:
-                finding = failed_check(getattr(error, "cause", None) or error)
-            self.findings.append(replace(finding, check=check, node=name))
+                failure = failed_check(getattr(error, "cause", None) or error)
+                self.failures.append(replace(failure, check=check, node=name))
         return results
 
 
@@ -154,74 +132,74 @@ def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[
 
         url = ray._private.worker.get_dashboard_url() or ""
         if (port := url.rpartition(":")[2]).isdigit():
-            ports = dict.fromkeys([*request.dashboard_ports, int(port)])
-            request = replace(request, dashboard_ports=tuple(ports))
-        nodes = _Nodes()
+            request = replace(request, dashboard_port=int(port))
+        probes = _Probes()
         try:
-            return _check(nodes, request)
+            return [*_check(probes, request), *probes.failures]
         finally:
-            for actor in nodes.actors.values():
+            for actor in probes.actors.values():
                 ray.kill(actor)
 
 
-def _check(nodes: _Nodes, request: DoctorRequest) -> list[Finding]:
-    # The driver first: in a comparison of two, it is the reference.
-    others = frozenset({"devices", "tracking", "exposure"})
-    driver = replace(request, run=None, data=None, skip=request.skip | others)
-    checked = nodes.call(
-        "versions",
-        "check",
-        {name: (request, name) for name in nodes.actors},
-        limit_seconds=START_SECONDS + LIMIT_SECONDS,
-    )
-    findings = check_this_machine(driver, DRIVER)
-    findings += [finding for found in checked.values() for finding in found]
+def _check(probes: _Probes, request: DoctorRequest) -> list[Finding]:
+    # This machine first: in a comparison of two, it is the reference.
+    versions = {} if "versions" in request.skip else {"versions": check_versions}
+    findings = run_checks(versions, node="this machine")
+    # The ranks use the addresses by which Ray has connected the nodes (cluster/nodes.py).
+    request = replace(request, skip=request.skip | {"network"})
+    limit = START_SECONDS + LIMIT_SECONDS
+    checked = probes.call("versions", "check", request, on=probes.actors, limit_seconds=limit)
+    findings += [finding for of_node in checked.values() for finding in of_node]
     findings += compare_nodes(findings)
     bad = {each.node for each in findings if (each.check, each.status) == ("storage", "problem")}
     able = [name for name in checked if name not in bad]
     if request.run is not None and "storage" not in request.skip and len(able) > 1:
         writer, *readers = able
-        written = nodes.call("storage", "write", {writer: (request.run,)})
+        written = probes.call("storage", "write", request.run, on=[writer])
         for path in written.values():
-            views = nodes.call("storage", "view", dict.fromkeys(readers, (path,)))
+            views = probes.call("storage", "view", path, on=readers)
             findings += compare_views(request.run, writer, views)
-        nodes.call("storage", "remove", dict.fromkeys(written, ()))
-    return [*findings, *nodes.findings]
+        probes.call("storage", "remove", on=written)
+    return findings
 
 
 def compare_nodes(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield a problem for every node that differs from most nodes in what must be the same."""
-    for check in dict.fromkeys(finding.check for finding in findings if finding.same_on_all):
-        reports = [each for each in findings if each.check == check and each.same_on_all]
-        most, _ = Counter(each.same_on_all for each in reports).most_common(1)[0]
-        example = next(each for each in reports if each.same_on_all == most)
-        for report in reports:
-            if report.same_on_all != most:
-                own, expected = set(report.same_on_all), set(most)
-                different = problem(
-                    ", ".join(fact for fact in report.same_on_all if fact not in expected),
-                    expected=f"as on node {example.node}: "
-                    + ", ".join(fact for fact in most if fact not in own),
-                    advice=SAME_SOURCES
-                    if check == "versions"
-                    else "make both nodes see the same directory, or copy the newer one there",
+    """Yield a problem for every node whose versions or dataset differ from those of most nodes."""
+    for check, advice in COMPARED.items():
+        facts = {
+            each.node: tuple(without_builds(each.found).split(", "))
+            for each in findings
+            if (each.check, each.status) == (check, "ok")
+        }
+        counts = Counter(facts.values())
+        for node, own in facts.items():
+            expected = max(counts, key=counts.__getitem__)  # of several, the first
+            if own != expected:
+                example = next(node for node, known in facts.items() if known == expected)
+                yield Finding(
+                    "problem",
+                    ", ".join(fact for fact in own if fact not in expected),
+                    f"as on {example}: " + ", ".join(fact for fact in expected if fact not in own),
+                    advice,
+                    check,
+                    node,
                 )
-                yield replace(different, check=check, node=report.node)
 
 
 def compare_views(run: str, writer: str, views: Mapping[str, View]) -> Iterator[Finding]:
     """Say whether the nodes share a directory; `views` are those of a file that `writer` wrote."""
     findings: dict[View, Finding] = {
-        "not seen": problem(
+        "not seen": Finding(
+            "problem",
             f"{run}: a file that {writer} wrote is not seen",
             expected="one directory that all nodes share",
             advice="mount the same file system at this path on all nodes, and choose a run "
             "directory on it",
         ),
-        "lock not seen": note(
-            f"{run}: a lock of {writer} is not seen", expected=LOCKS, advice=MOUNT_LOCKS
+        "lock not seen": Finding(
+            "note", f"{run}: a lock of {writer} is not seen", LOCKS, MOUNT_LOCKS
         ),
-        "seen": ok(f"{run}: files and locks of {writer} are seen"),
+        "seen": Finding("ok", f"{run}: files and locks of {writer} are seen"),
     }
     for node, view in views.items():
         yield replace(findings[view], check="storage", node=node)

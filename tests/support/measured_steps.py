@@ -64,7 +64,23 @@ def measure_steps(
     return _measure(config, world, live, num_steps)
 
 
-class _LiveStep(LiveBytes):
+class PeakBytes(LiveBytes):
+    """Keeps the largest number of bytes since `reset_peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_change = self._update
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` start again from what is alive now."""
+        self.peak_bytes = self.live_bytes
+
+    def _update(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class _LiveStep(PeakBytes):
     """Also counts collectives."""
 
     def __init__(self) -> None:

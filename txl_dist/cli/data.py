@@ -128,11 +128,8 @@ def inspect(
     manifest = load_manifest(directory)
     shown = excerpts(directory, documents=documents)
     if as_json:
-        content = totals(directory, manifest)
-        for name, entry in manifest.splits.items():
-            ratio = entry.text_bytes_per_compressed_byte if manifest.has_text else None
-            content["splits"][name]["text_bytes_per_compressed_byte"] = ratio
-        print(json.dumps({**content, "documents": [asdict(excerpt) for excerpt in shown]}))
+        rows = [asdict(excerpt) for excerpt in shown]
+        print(json.dumps({**totals(directory, manifest), "documents": rows}))
         return
     print(f"{printable(str(directory))}: digest {manifest.digest}")
     print(
@@ -212,6 +209,9 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
                 "tokens": entry.tokens,
                 "text_bytes": entry.text_bytes if manifest.has_text else None,
                 "bytes": entry.compressed_bytes,
+                "text_bytes_per_compressed_byte": entry.text_bytes_per_compressed_byte
+                if manifest.has_text
+                else None,
             }
             for name, entry in manifest.splits.items()
         },

@@ -12,14 +12,17 @@ import typer
 from data_pipeline.system.files import explain_disk_errors, require_writable, write_file
 from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption, path_argument
 from txl_dist.cli.progress import WorkUnit, running, work_progress
-from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.generation.text import DEFAULT_BATCH_SIZE, Sampling, TextLimits
+from txl_dist.errors import ConfigError, DataError
+from txl_dist.generation.text import (
+    DEFAULT_BATCH_SIZE,
+    Sampling,
+    TextLimits,
+    read_prompts,
+    stream_text,
+)
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
-    from txl_dist.generation.generate import GeneratedText
-    from txl_dist.generation.text import PromptLine
-    from txl_dist.model.transformer_xl import TransformerXL
 
 SAMPLING, LIMITS = Sampling(), TextLimits()
 
@@ -91,8 +94,6 @@ def generate(
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
-    from txl_dist.generation.text import read_prompts
-
     if prompts and prompt:
         raise ConfigError("--prompt and --prompts: give one of them")
     if out and not prompts:
@@ -106,10 +107,10 @@ def generate(
         limits = TextLimits(max_tokens=max_tokens, stop=tuple(stop or ()))
     except ValueError as error:
         raise ConfigError(f"txl generate: {error}") from None
-    lines = read_prompts(prompts) if prompts else []
+    given = read_prompts(prompts) if prompts else [prompt]
     with running(f"loading {checkpoint}"):
         from txl_dist.convert.stored_model import find_model
-        from txl_dist.generation.generate import generate_texts
+        from txl_dist.generation.generate import generate_from_ids, generate_tokens
         from txl_dist.runtime.device import default_device
 
         stored = find_model(checkpoint)
@@ -117,29 +118,33 @@ def generate(
         model = model.to(default_device())
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
     limits = replace(limits, stop_tokens=stop_tokens)
-    _require_prompts(prompt, prompts, lines, tokenizer)
+    ids = [*_ids_of_prompts(given, prompts, tokenizer)]
     options: dict[str, Any] = {
         "sampling": sampling,
-        "limits": limits,
         "tgt_len": stored.tgt_len,
-        "seed": seed,
         "precision": precision,
     }
-    texts = generate_texts(
-        model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
+    if not prompts and not as_json:
+        new_tokens = generate_tokens(model, ids[0], seed=seed, **options)
+        _print_growing(prompt, stream_text(new_tokens, tokenizer, limits, after=ids[0][-1]))
+        return
+    seeds = range(seed, seed + len(ids))
+    texts = generate_from_ids(
+        model, tokenizer, ids, seeds=seeds, limits=limits, batch_size=batch, **options
     )
-    if prompts:
-        _write_results(_result_lines(lines, texts, seed), len(lines), out)
-    elif as_json:
-        result = {"checkpoint": str(stored.path), "prompt": prompt, **asdict(next(texts))}
-        print(json.dumps(result))
-    else:
-        _stream(model, tokenizer, prompt, **options)
+    if not prompts:
+        content = {"checkpoint": str(stored.path), "prompt": prompt, **asdict(next(texts))}
+        print(json.dumps(content))
+        return
+    results = (
+        json.dumps({"line": line, "prompt": of_line, "seed": seed + line - 1, **asdict(text)})
+        for line, (of_line, text) in enumerate(zip(given, texts, strict=True), start=1)
+    )
+    _write_results(results, len(ids), out)
 
 
 def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     """The id of a `--stop-token`. Raises ConfigError for another text than that of one token."""
-
     if token.isascii() and token.isdecimal() and len(token) < 11:
         if int(token) < tokenizer.vocab_size:
             return int(token)
@@ -155,55 +160,32 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     return int(ids[0])
 
 
-def _require_prompts(
-    prompt: str, prompts: Path | None, lines: "Sequence[PromptLine]", tokenizer: "Tokenizer"
-) -> None:
-    """Refuse prompts without tokens."""
-    from txl_dist.generation.generate import require_prompt
+def _ids_of_prompts(
+    given: "Sequence[str | list[int]]", file: Path | None, tokenizer: "Tokenizer"
+) -> Iterator[list[int]]:
+    """The token ids of each prompt. Raises an error that names the first one without any."""
+    from txl_dist.generation.generate import prompt_tokens
 
-    named: list[tuple[str, str | list[int], type[TxlError]]] = [
-        (f"{prompts}, line {line.line}", line.prompt, DataError) for line in lines
-    ]
-    for name, text, error_class in named or [("--prompt", prompt, ConfigError)]:
+    for line, prompt in enumerate(given, start=1):
         try:
-            require_prompt(tokenizer, text)
+            yield prompt_tokens(tokenizer, prompt)
         except ValueError as error:
-            raise error_class(f"{name}: {error}") from None
+            if file:
+                raise DataError(f"{file}, line {line}: {error}") from None
+            raise ConfigError(f"--prompt: {error}") from None
 
 
-def _stream(
-    model: "TransformerXL",
-    tokenizer: "Tokenizer",
-    prompt: str,
-    *,
-    limits: "TextLimits",
-    **options: Any,
-) -> None:
-    """Print the text while it is generated."""
-    from txl_dist.generation.generate import generate_tokens, prompt_tokens
-    from txl_dist.generation.text import stream_text
-
-    tokens = prompt_tokens(tokenizer, prompt)
-    new_tokens = generate_tokens(model, tokens, **options)
+def _print_growing(prompt: str, texts: Iterator[str]) -> None:
+    """Print the prompt, and every part of its continuation when it is there."""
     sys.stdout.write(prompt)
-    for text in stream_text(new_tokens, tokenizer, limits, after=tokens[-1]):
+    for text in texts:
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
 
 
-def _result_lines(
-    lines: "Sequence[PromptLine]", texts: "Iterator[GeneratedText]", seed: int
-) -> Iterator[str]:
-    """One line of JSON per prompt."""
-    for index, (line, text) in enumerate(zip(lines, texts, strict=True)):
-        result = {"line": line.line, "prompt": line.prompt, "seed": seed + index, **asdict(text)}
-        yield json.dumps(result)
-
-
 def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
     """Print every result when it is there, or write all to a file at the end."""
-
     if out is None:
         for line in results:
             print(line, flush=True)

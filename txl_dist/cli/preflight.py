@@ -169,21 +169,18 @@ def estimate(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, or of ranks on CPUs.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, one for each rank.")],
     peak_tflops: Annotated[
         float | None,
         typer.Option(
             min=1e-6,
-            help="Peak of one rank.",
-            show_default="A100: 312 bf16, 19.5 fp32; on a CPU that of this machine, measured",
+            help="Peak of one GPU.",
+            show_default="A100: 312 bf16, 19.5 fp32",
         ),
     ] = None,
     utilisation: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the peak (MFU).")
     ] = 0.3,
-    device: Annotated[
-        Literal["cuda", "cpu"], typer.Option(help="Device type of the ranks.")
-    ] = "cuda",
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory, FLOPs and time of a run on any number of GPUs.
@@ -193,28 +190,25 @@ def estimate(
 
     Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4
     """
-    from dataclasses import asdict
-
     from txl_dist.config.config_file import load_run_config
     from txl_dist.estimate import run_estimate
 
     run, num_steps = run_estimate.with_data(load_run_config(config, overrides or ()))
-    source = "measured on this CPU" if device == "cpu" and peak_tflops is None else "assumed"
-    assumptions = run_estimate.Assumptions(
-        device=device,
-        peak_tflops=peak_tflops or run_estimate.peak_tflops(run.precision, device),
+    result = run_estimate.estimate_run(
+        run,
+        gpus=gpus,
+        num_steps=num_steps,
+        peak_tflops=peak_tflops or run_estimate.A100_TFLOPS[run.precision],
         utilisation=utilisation,
-        source=source,
     )
-    result = run_estimate.estimate_run(run, gpus=gpus, num_steps=num_steps, assumptions=assumptions)
-    content = {**result.to_json(), "assumptions": asdict(assumptions)}
-    print_result(content, "\n".join(run_estimate.lines_of(result, assumptions)), as_json=as_json)
+    print_result(result.to_json(), "\n".join(run_estimate.lines_of(result)), as_json=as_json)
 
 
 # --- txl doctor -----------------------------------------------------------------------------------
 
 CheckName = StrEnum(
-    "CheckName", ["versions", "devices", "storage", "dataset", "tracking", "exposure"]
+    "CheckName",
+    ["versions", "devices", "network", "storage", "dataset", "tracking", "exposure"],
 )
 
 
@@ -242,9 +236,6 @@ def doctor(
         str | None,
         typer.Option(metavar="DATA", help="A dataset: check that all nodes read the same one."),
     ] = None,
-    min_free_gib: Annotated[
-        float, typer.Option(min=0, help="Free space that the run directory needs, in GiB.")
-    ] = 10.0,
     skip: Annotated[
         list[CheckName] | None, typer.Option(help="A check to leave out; can be repeated.")
     ] = None,
@@ -252,8 +243,9 @@ def doctor(
 ) -> None:
     """Check this machine or all nodes of a cluster before a run.
 
-    Versions, devices, storage, dataset, tracking and exposure are checked, and on a cluster whether
-    its nodes are equal. Exit code 1 if a problem was found. Nothing is changed.
+    Checks versions, devices, the address of the host's name, storage, dataset, tracking and
+    exposure, and on a cluster whether its nodes are equal. Exit code 1 if a problem was found.
+    Nothing is changed.
 
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
     """
@@ -266,12 +258,7 @@ def doctor(
         path and (path if is_url(path) else str(Path(path).expanduser().absolute()))
         for path in (run, data)
     )
-    request = checks.DoctorRequest(
-        run=run,
-        data=data,
-        min_free_bytes=int(min_free_gib * 2**30),
-        skip=frozenset(map(str, skip or ())),
-    )
+    request = checks.DoctorRequest(run=run, data=data, skip=frozenset(map(str, skip or ())))
     launcher = find_launcher(on or "processes")
     if not isinstance(launcher, checks.NodeChecker):
         raise ConfigError(

@@ -6,22 +6,22 @@ are found in the user's directory in any published form, and compared with the p
 """
 
 import contextlib
-import difflib
 import glob
 import hashlib
+import itertools
 import json
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from data_pipeline.errors import DataError, counted, printable
+from data_pipeline.errors import DataError, printable
 from data_pipeline.system.files import write_file
 from txl_dist.cli.options import AsJson, Overrides, path_argument, print_result
 from txl_dist.config.named_configs import configs_directory
@@ -34,10 +34,12 @@ RESULT = "reproduction.json"
 SHRUNK = (
     *("model.n_layer=2", "model.d_model=64", "model.n_head=2", "model.d_head=32"),
     *("model.d_inner=128", "data.num_lanes=4", "data.tgt_len=32", "training.num_steps=20"),
-    *("optimizer.warmup_steps=0", "optimizer.averaging_start_step=1"),
+    *("model.mem_len=32", "optimizer.warmup_steps=0", "optimizer.averaging_start_step=1"),
+    # A sample of the corpus has fewer words than cutoffs need.
+    *("model.cutoffs=[]", "model.div_val=1", "model.tie_projs=[]"),
     *("evaluation.max_tokens=2000", "tracking.enabled=false"),
 )
-"""What --shrink changes in every config, besides the length of the memory."""
+"""What --shrink changes in every config. A row's own settings replace these."""
 SHRUNK_LENGTHS = {"tgt_len": 128, "mem_len": 32}
 """The largest lengths of the evaluation with --shrink."""
 NOTE_OF_SHRUNK = "a smoke run of a tiny model (--shrink): NO REPRODUCTION, its score means nothing"
@@ -96,17 +98,9 @@ class Experiment:
     """What the paper does not say, so that it was chosen here."""
 
 
-@dataclass(frozen=True)
-class Experiments:
-    """Those that can be run, and the rows of the paper's tables that cannot, with the reason."""
-
-    possible: Mapping[str, Experiment]
-    impossible: Mapping[str, str]
-
-
 @cache
-def read_experiments() -> Experiments:
-    """Read the file of the package."""
+def experiments() -> dict[str, Experiment]:
+    """Return all experiments that can be run, by name."""
     from pydantic import TypeAdapter
 
     path = configs_directory() / "paper" / "experiments.toml"
@@ -114,13 +108,7 @@ def read_experiments() -> Experiments:
     for name, values in content["experiments"].items():
         values.setdefault("config", f"paper/{name}")
         values["corpus"] = content["corpora"][values["corpus"]]
-    possible = TypeAdapter(dict[str, Experiment]).validate_python(content["experiments"])
-    return Experiments(possible, content["impossible"])
-
-
-def experiments() -> Mapping[str, Experiment]:
-    """All experiments that can be run, by name."""
-    return read_experiments().possible
+    return TypeAdapter(dict[str, Experiment]).validate_python(content["experiments"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +143,16 @@ class FoundFiles:
         from braceexpand import braceexpand
 
         found = {path.name: path for split in self.layout.inputs for path in self.files(split)}
-        digests = {
-            name: digest
-            for names, digest in self.layout.files.items()
-            for name in braceexpand(names)
-        }
-        if missing := [name for name in digests if name not in found]:
-            listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            yield f"{len(missing)} of {len(digests)} files are missing: {listed}"
-        for name in filter(found.get, filter(digests.get, digests)):
-            algorithm, _, expected = digests[name].partition(":")
-            with found[name].open("rb") as file:
-                digest = hashlib.file_digest(file, algorithm).hexdigest()
-            if digest != expected:
-                yield (
-                    f"{name} has {algorithm} {digest[:12]}..., the published file has "
-                    f"{expected[:12]}..."
-                )
+        for names, published in self.layout.files.items():
+            algorithm, _, expected = published.partition(":")
+            for name in braceexpand(names):
+                if name not in found:
+                    yield f"{name} is missing"
+                elif published:
+                    with found[name].open("rb") as file:
+                        digest = hashlib.file_digest(file, algorithm).hexdigest()
+                    if digest != expected:
+                        yield f"{name} has {algorithm} {digest}, the published file has {expected}"
 
 
 def find_published(corpus: Corpus, given: Path) -> FoundFiles:
@@ -180,32 +161,28 @@ def find_published(corpus: Corpus, given: Path) -> FoundFiles:
     `given` can also be one of those files. Raises DataError if there are none, or if several
     folders have them.
     """
+    shown, source = printable(str(given)), corpus.source
     if not given.exists():
-        raise DataError(
-            f"{printable(str(given))}: there is no such file or directory. --data is the directory "
-            f"of the published files of {corpus.source}"
-        )
+        raise DataError(f"{shown}: there is no such file or directory. Expected files of {source}")
     directory = given.parent if given.is_file() else given
     # Archives may have folders above their files.
     places = [directory, *sorted(path for path in directory.glob("*/") if path.is_dir())]
-    shown = printable(str(given))
     for layout in corpus.layouts:
-        complete = []
-        for found in (FoundFiles(place, layout) for place in places):
-            files = [found.files(split) for split in layout.inputs]
-            if all(files) and (given.is_dir() or any(given in of_split for of_split in files)):
-                complete.append(found)
+        complete = [
+            found
+            for found in (FoundFiles(place, layout) for place in places)
+            if all(files := [found.files(split) for split in layout.inputs])
+            and (given.is_dir() or given in itertools.chain(*files))
+        ]
         if len(complete) > 1 and complete[0].directory != directory:
-            names = [printable(str(each.directory)) for each in complete]
+            names = ", ".join(printable(str(each.directory)) for each in complete)
             raise DataError(
-                f"{shown} has files of {corpus.source} in several folders: {', '.join(names)}. "
-                f"Give one of them: --data {names[0]}"
+                f"{shown} has files of {source} in several folders: {names}. Give one of them"
             )
         if complete:
             return complete[0]
     forms = (layout.archive or ", ".join(layout.inputs.values()) for layout in corpus.layouts)
-    expected = "; or ".join(forms)
-    raise DataError(f"{shown} must hold the published files of {corpus.source}: {expected}")
+    raise DataError(f"{shown} must hold the published files of {source}: {'; or '.join(forms)}")
 
 
 def count_differences(corpus: Corpus, manifest: "ShardManifest") -> Iterator[str]:
@@ -231,11 +208,9 @@ class Plan:
     experiment: Experiment
     found: FoundFiles
     out: Path
-    own_overrides: tuple[str, ...] = ()
-    """Of the user; they are the last ones, and count."""
+    overrides: tuple[str, ...] = ()
+    """Of the user."""
     is_shrunk: bool = False
-    vocab_size: int | None = None
-    """Of the dataset, once it is prepared."""
     on: str = "ray"
     ranks: int = 1
 
@@ -243,28 +218,11 @@ class Plan:
     def dataset(self) -> Path:
         return self.out / "data"
 
-    def settings(self, overrides: tuple[str, ...]) -> list[str]:
-        """All overrides of the config."""
+    def settings(self) -> list[str]:
+        """All settings that replace those of the config; the last one of a name counts."""
+        shrunk = SHRUNK if self.is_shrunk else ()
         places = (f"directory={self.out / 'run'}", f"data.path={self.dataset}")
-        return [*places, *self.experiment.settings, *overrides]
-
-    def overrides(self) -> tuple[str, ...]:
-        """What --shrink and the user change in the settings of the row."""
-        if not self.is_shrunk:
-            return self.own_overrides
-        shrunk: tuple[str, ...] = SHRUNK
-        if "model.mem_len=0" not in self.experiment.settings:  # a row without memory stays one
-            shrunk = (*shrunk, "model.mem_len=32")
-        if self.vocab_size is not None:
-            from txl_dist.config.config_file import load_run_config
-
-            # A sample of the corpus has fewer words, and cannot have all cutoffs.
-            settings = self.settings((*shrunk, *self.own_overrides))
-            cutoffs = load_run_config(self.experiment.config, settings).model.cutoffs
-            possible = [str(cutoff) for cutoff in cutoffs if cutoff < self.vocab_size]
-            if len(possible) < len(cutoffs):
-                shrunk = (*shrunk, f"model.cutoffs=[{','.join(possible)}]")
-        return (*shrunk, *self.own_overrides)
+        return [*places, *shrunk, *self.experiment.settings, *self.overrides]
 
     def commands(self) -> dict[str, list[str]]:
         """The words of each txl command, by its name."""
@@ -279,7 +237,7 @@ class Plan:
                 *("--recipe", corpus.recipe, "--out", self.dataset, "--workers", self.ranks),
             ],
             "train": [
-                *("train", row.config, *self.settings(self.overrides())),
+                *("train", row.config, *self.settings()),
                 *("--on", self.on, "--ranks", self.ranks),
             ],
             "eval": [
@@ -290,7 +248,9 @@ class Plan:
         }
         return {name: [str(word) for word in words] for name, words in commands.items()}
 
-    def comparison(self, result: dict[str, Any], differences: list[str]) -> dict[str, Any]:
+    def comparison(
+        self, differences: list[str], evaluation: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The content of the result file. A token of enwik8 and text8 is a character there."""
         row = self.experiment
         key = "perplexity" if row.metric == "perplexity" else "bits_per_token"
@@ -298,18 +258,19 @@ class Plan:
             "experiment": self.name,
             "split": row.split,
             "metric": row.metric,
-            "score": result[key],
+            "score": evaluation[key] if evaluation else None,
             "published": row.published,
             "source": f"arXiv:1901.02860, {row.table}" if row.table else None,
             "shrunk": self.is_shrunk,
-            "overrides": [*self.overrides()],
+            "overrides": [*(SHRUNK if self.is_shrunk else ()), *self.overrides],
             "chosen_here": row.ours or None,
             "not_the_papers_data": differences,
-            "evaluation": result,
+            "evaluation": evaluation,
         }
 
 
 def reproduce(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="An experiment, see --list.")] = "",
     overrides: Overrides = None,
     data: Annotated[
@@ -346,9 +307,7 @@ def reproduce(
         ),
     ] = False,
     as_json: AsJson = False,
-    list_: Annotated[
-        bool, typer.Option("--list", help="List the experiments, and the rows without one.")
-    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
 ) -> None:
     """Prepare, train and evaluate one of the paper's experiments.
 
@@ -360,127 +319,81 @@ def reproduce(
     """
     from data_pipeline.shards.manifest import load_manifest
     from txl_dist.cli.evaluation_output import RESULT_NAME
+    from txl_dist.config.config_file import load_run_config
 
     if list_:
         _print_list(as_json=as_json)
         return
-    experiment = _find_experiment(name)
+    if name not in experiments():
+        names = ", ".join(experiments())
+        raise ConfigError(f"there is no experiment {name!r}; expected one of {names}")
+    experiment = experiments()[name]
     if data is None:
-        raise ConfigError(
-            f"txl reproduce {name}: give the directory of the published files with --data DIR. "
-            f"Source: {experiment.corpus.source}"
-        )
+        source = experiment.corpus.source
+        raise ConfigError(f"txl reproduce {name}: give --data DIR, the published files of {source}")
     plan = Plan(
         name=name,
         experiment=experiment,
         found=find_published(experiment.corpus, data),
         out=out or Path("runs", f"{name}-shrunk" if shrink else name),
-        own_overrides=tuple(overrides or ()),
+        overrides=tuple(overrides or ()),
         is_shrunk=shrink,
         on=on,
         ranks=ranks,
     )
+    commands, differences = plan.commands(), list(plan.found.differences())
     if dry_run:
-        _print_dry_run(plan, as_json=as_json)
+        load_run_config(experiment.config, plan.settings())
+        lines = [f"$ {shlex.join(['txl', *words])}" for words in commands.values()]
+        comparison = plan.comparison(differences)
+        lines += [_text_of(comparison), "the config is valid; nothing was started"]
+        content = {**comparison, "commands": [["txl", *words] for words in commands.values()]}
+        print_result(content, "\n".join(lines), as_json=as_json)
         return
+    program = context.find_root().command
     # With --json only the result goes to standard output.
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-        _run_command(plan.commands()["prepare"])
-        manifest = load_manifest(plan.dataset)
-        differences = [*plan.found.differences(), *count_differences(experiment.corpus, manifest)]
+        _run_command(program, commands["prepare"])
+        differences += count_differences(experiment.corpus, load_manifest(plan.dataset))
         for difference in differences:  # before hours of training
             print(f"not the paper's data: {difference}", file=sys.stderr)
-        plan = replace(plan, vocab_size=manifest.vocab_size)
-        _run_command(plan.commands()["train"])
-        _run_command(plan.commands()["eval"])
+        _run_command(program, commands["train"])
+        _run_command(program, commands["eval"])
     result = json.loads((plan.out / experiment.split / RESULT_NAME).read_text())
-    comparison = plan.comparison(result, differences)
+    comparison = plan.comparison(differences, result)
     write_file(plan.out / RESULT, f"{json.dumps(comparison, indent=1)}\n".encode())
     print_result(comparison, _text_of(comparison), as_json=as_json)
 
 
-def _find_experiment(name: str) -> Experiment:
-    known = read_experiments()
-    if name in known.impossible:
-        raise ConfigError(f"txl reproduce {name}: cannot be run. {known.impossible[name]}")
-    if name not in known.possible:
-        nearest = difflib.get_close_matches(name, known.possible, n=3)
-        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see txl reproduce --list"
-        raise ConfigError(f"txl reproduce: there is no experiment {name!r}; {hint}")
-    return known.possible[name]
-
-
-def _print_dry_run(plan: Plan, *, as_json: bool) -> None:
-    from txl_dist.config.config_file import load_run_config
-
-    load_run_config(plan.experiment.config, plan.settings(plan.overrides()))
-    content: dict[str, Any] = {
-        "experiment": plan.name,
-        "commands": [["txl", *words] for words in plan.commands().values()],
-        "files": [str(p) for split in plan.found.layout.inputs for p in plan.found.files(split)],
-        "not_the_papers_data": [*plan.found.differences()],
-        "shrunk": plan.is_shrunk,
-    }
-    files = content["files"]
-    lines = [
-        *(f"$ {shlex.join(words)}" for words in content["commands"]),
-        f"found {counted(len(files), 'file')}, such as {files[0]}",
-        *(f"not the paper's data: {each}" for each in content["not_the_papers_data"]),
-        *([f"settings chosen here: {plan.experiment.ours}"] if plan.experiment.ours else []),
-        *([NOTE_OF_SHRUNK] if plan.is_shrunk else []),
-        "the config is valid; nothing was started",
-    ]
-    print_result(content, "\n".join(lines), as_json=as_json)
-
-
-def _run_command(words: list[str]) -> None:
-    """Run a txl command by its words, and print them: what is printed does the same."""
-    from txl_dist.cli.app import app
-
+def _run_command(program: Any, words: list[str]) -> None:
+    """Run a command of typer's `program` by its words, and print it: that does the same."""
     print(f"$ txl {shlex.join(words)}", file=sys.stderr, flush=True)
-    code = typer.main.get_command(app)(words, prog_name="txl", standalone_mode=False)
-    if code:
+    if code := program(words, prog_name="txl", standalone_mode=False):
         raise typer.Exit(code)
 
 
 def _text_of(comparison: dict[str, Any]) -> str:
     published, score, source = (comparison[key] for key in ("published", "score", "source"))
-    paper = "no result" if published is None else f"{published} ({source})"
-    overrides, chosen = " ".join(comparison["overrides"]), comparison["chosen_here"]
     lines = [
         f"{comparison['experiment']}, {comparison['split']}, "
         f"{comparison['metric'].replace('_', ' ')}",
         *([f"  {NOTE_OF_SHRUNK}"] if comparison["shrunk"] else []),
-        f"  this run   {'out of range' if score is None else f'{score:.4f}'}",
-        f"  the paper  {paper}",
+        f"  this run   {'no score' if score is None else f'{score:.4f}'}",
+        f"  the paper  {'no result' if published is None else f'{published} ({source})'}",
         *(f"  not the paper's data: {each}" for each in comparison["not_the_papers_data"]),
-        *([f"  not the paper's settings: {overrides}"] if overrides else []),
-        *([f"  not in the paper, chosen here: {chosen}"] if chosen else []),
-        f"  protocol: {comparison['evaluation']['protocol']}",
+        *(f"  not the paper's setting: {each}" for each in comparison["overrides"]),
+        f"  not in the paper, chosen here: {comparison['chosen_here'] or 'nothing'}",
     ]
+    if comparison["evaluation"]:
+        lines.append(f"  protocol: {comparison['evaluation']['protocol']}")
     return "\n".join(lines)
 
 
 def _print_list(*, as_json: bool) -> None:
-    rows: dict[str, dict[str, Any]] = {
-        name: {
-            "published": row.published,
-            "metric": row.metric,
-            "split": row.split,
-            "table": row.table or None,
-            "chosen_here": row.ours or None,
-            "source": row.corpus.source,
-        }
-        for name, row in experiments().items()
-    }
-    impossible = read_experiments().impossible
     if as_json:
-        print(json.dumps({"experiments": rows, "impossible": dict(impossible)}))
+        print(json.dumps({name: asdict(row) for name, row in experiments().items()}))
         return
-    for name, row in rows.items():
-        published = "-" if row["published"] is None else f"{row['published']:g}"
-        metric = f"{row['split']} {row['metric'].replace('_', ' ')}"
-        print(f"{name:26}{metric:26}{published:>6}  {row['table'] or '':8} {row['source']}")
-    print("\nThese rows of the paper's tables cannot be run:")
-    for name, reason in impossible.items():
-        print(f"{name:32}{reason}")
+    for name, row in experiments().items():
+        published = "-" if row.published is None else f"{row.published:g}"
+        metric = f"{row.split} {row.metric.replace('_', ' ')}"
+        print(f"{name:26}{metric:26}{published:>6}  {row.table:8} {row.corpus.source}")

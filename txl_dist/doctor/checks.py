@@ -1,15 +1,17 @@
-"""The checks of one node: versions, devices, run directory, dataset, tracking; and what to check.
+"""The checks of one node: versions, devices, network, exposure, tracking, dataset, storage.
 
-A run needs files that are synced, renamed and locked (checkpoints, LATEST). Some network file
-systems lack locks. The probe file is removed.
+Each check yields findings, or raises an error, which becomes a problem (`run_checks`).
 """
 
 import contextlib
+import http.client
+import json
 import os
 import platform
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -22,15 +24,16 @@ from typing import Protocol, runtime_checkable
 import psutil
 
 import txl_dist
-from data_pipeline.errors import TxlError, counted
+from data_pipeline.errors import counted
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_files import check_sizes
-from data_pipeline.system.files import DISK_FULL, try_lock, write_file
+from data_pipeline.system.files import try_lock, write_file
 from data_pipeline.system.remote_path import dataset_path
 from data_pipeline.system.sources import shown
-from txl_dist.doctor.exposure import DASHBOARD_PORT, check_exposure
-from txl_dist.doctor.finding import Check, Finding, note, ok, problem, run_checks
+from txl_dist.doctor.finding import Check, Finding, run_checks
 from txl_dist.runtime.process import source_digest
+
+DASHBOARD_PORT = 8265
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +44,9 @@ class DoctorRequest:
     """Absolute path of a run directory, which exists or will be created; None: not checked."""
     data: str | None = None
     """Absolute path or URL of a dataset; None: not checked."""
-    min_free_bytes: int = 0
-    """Free space that the run directory needs."""
     skip: frozenset[str] = field(default_factory=frozenset)
     """Names of checks to leave out."""
-    dashboard_ports: tuple[int, ...] = (DASHBOARD_PORT,)
-    """Ports to check for open dashboards."""
+    dashboard_port: int = DASHBOARD_PORT
 
 
 @runtime_checkable
@@ -62,271 +62,251 @@ def check_this_machine(request: DoctorRequest, node: str | None = None) -> list[
     checks: dict[str, Check] = {
         "versions": check_versions,
         "devices": check_devices,
-        "tracking": partial(check_tracking, os.environ.get("MLFLOW_TRACKING_URI")),
-        "exposure": partial(check_exposure, request.dashboard_ports),
+        "network": check_network,
+        "tracking": partial(check_tracking, os.environ.get("MLFLOW_TRACKING_URI", "")),
+        "exposure": partial(check_exposure, request.dashboard_port),
     }
     if request.run is not None:
-        checks["storage"] = partial(
-            check_run_directory, request.run, min_free_bytes=request.min_free_bytes
-        )
+        checks["storage"] = partial(check_run_directory, request.run)
     if request.data is not None:
         checks["dataset"] = partial(check_dataset, request.data)
     wanted = {name: check for name, check in checks.items() if name not in request.skip}
     return run_checks(wanted, node=node or socket.gethostname())
 
 
+# --- versions, devices, network -------------------------------------------------------------------
+
 LIBRARIES = ("torch", "deepspeed", "ray", "mlflow", "webdataset", "numpy")
-MISSING = "not installed"
+SAME_SOURCES = (
+    "install the same sources of txl-dist and its libraries on every node (make setup, or pip "
+    "install --constraint constraints.txt), and start its Ray again"
+)
+MIN_SHM_BYTES = 2**30
+"""NCCL exchanges data of GPUs on one node through /dev/shm; Docker's default is 64 MiB."""
 
 
 def installed_versions() -> dict[str, str]:
     """Name -> version, of Python, LIBRARIES and our code."""
-
-    def version_of(name: str) -> str:
+    versions = {"python": platform.python_version()}
+    for name in (*LIBRARIES, "txl-dist"):
         try:
-            return version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            return MISSING
-
-    return {
-        "python": platform.python_version(),
-        **{name: version_of(name) for name in LIBRARIES},
-        "txl-dist": f"{version_of('txl-dist')} (sources {source_digest()[:12]})",
-    }
+            versions[name] = "not installed"
+    versions["txl-dist"] += f" (sources {source_digest()[:12]})"
+    return versions
 
 
 def pinned_versions() -> dict[str, str]:
     """Return the versions of LIBRARIES in `constraints.txt`, which a wheel has in the package."""
     package = Path(txl_dist.__file__).parent
-    places = (directory / "constraints.txt" for directory in (package, package.parent))
-    path = next(filter(Path.is_file, places), None)
-    if path is None:
-        return {}
-    pins = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;#]+)", path.read_text(encoding="utf-8")))
-    return {name: pins[name] for name in LIBRARIES if name in pins}
+    is_wheel = (package / "constraints.txt").is_file()
+    path = (package if is_wheel else package.parent) / "constraints.txt"
+    pins = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;#]+)", path.read_text("utf-8")))
+    return {name: pins[name] for name in LIBRARIES}
+
+
+def without_builds(versions: str) -> str:
+    """Return `versions` without what follows `+`: 2.13.0+cpu and 2.13.0+cu130 are equal."""
+    return re.sub(r"\+\w+", "", versions)
 
 
 def check_versions() -> Iterator[Finding]:
     """Compare what is installed with `constraints.txt`."""
-    installed, pins = installed_versions(), pinned_versions()
-    # Without the build: 2.13.0+cpu and 2.13.0+cu130 have the same sources.
-    public = {name: found.partition("+")[0] for name, found in installed.items()}
-    yield ok(
-        ", ".join(f"{name} {found}" for name, found in installed.items()),
-        same_on_all=[f"{name} {found}" for name, found in public.items()],
-    )
-    for name, found in installed.items():
-        if found == MISSING or public[name] != pins.get(name, public[name]).partition("+")[0]:
-            yield problem(
-                f"{name} {found}",
-                expected=f"{name} {pins.get(name, 'installed')} (constraints.txt)",
-                advice=SAME_SOURCES,
-            )
-    if not pins:
-        yield note(
-            "versions are not compared: the package has no constraints.txt",
-            advice="install the wheel, or a checkout by make setup, to compare versions",
-        )
-
-
-SAME_SOURCES = (
-    "install the same sources of txl-dist and its libraries on every node (make setup, or pip "
-    "install --constraint constraints.txt), and start its Ray again"
-)
-
-
-# --- devices --------------------------------------------------------------------------------------
-
-_NVIDIA_SMI_SECONDS = 10.0
-MIN_SHM_BYTES = 2**30
-"""NCCL exchanges data of GPUs on one node through /dev/shm; Docker's default is 64 MiB."""
+    installed = installed_versions()
+    yield Finding("ok", ", ".join(f"{name} {found}" for name, found in installed.items()))
+    for name, pin in pinned_versions().items():
+        if without_builds(installed[name]) != without_builds(pin):
+            expected = f"{name} {pin} (constraints.txt)"
+            yield Finding("problem", f"{name} {installed[name]}", expected, SAME_SOURCES)
 
 
 def check_devices() -> list[Finding]:
     """Check the GPUs that NVIDIA's driver lists, or report the CPUs.
 
-    CPUs are those that this process may use (by taskset or Slurm), RAM is that of the machine.
+    With CUDA_VISIBLE_DEVICES= a run uses the CPUs: those that taskset or Slurm leave this process.
     """
-    query = ["--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        ended = subprocess.run(
-            ["nvidia-smi", *query],
-            capture_output=True,
-            text=True,
-            timeout=_NVIDIA_SMI_SECONDS,
-            check=True,
-        )
-        if gpus := ended.stdout.strip().splitlines():
-            return check_gpus(gpus)
-    except (OSError, subprocess.SubprocessError):
-        pass  # no driver
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
-    ram = psutil.virtual_memory().total
-    return [ok(f"no GPU; {usable} of {total} CPUs, {_gib(ram)} host memory")]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no driver
+        listed = subprocess.check_output(query, text=True, timeout=10, stderr=subprocess.DEVNULL)
+        if listed.strip() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            return [*check_gpus(listed.strip().splitlines())]
+    usable, ram = len(os.sched_getaffinity(0)), _gib(psutil.virtual_memory().total)
+    return [Finding("ok", f"no GPU is visible; {usable} CPUs, {ram} host memory")]
 
 
-def check_gpus(listed: list[str]) -> list[Finding]:
-    """Whether torch can use the GPUs that the driver lists."""
+def check_gpus(listed: list[str]) -> Iterator[Finding]:
+    """Check that torch and triton can use the GPUs that the driver lists, and NCCL has memory."""
     import torch
 
     from txl_dist.model.devices import triton_unavailable_reason
 
     names = "; ".join(sorted(set(listed)))
     summary = f"{counted(len(listed), 'GPU')} ({names}), torch {torch.__version__}"
-    if torch.version.cuda is None:
-        return [
-            problem(
-                f"{summary}, a build for CPUs",
-                expected="a build of torch for CUDA",
-                advice="install torch from the index for CUDA (https://pytorch.org), or hide the "
-                "GPUs: CUDA_VISIBLE_DEVICES=",
-            )
-        ]
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return [ok(f"{summary}; all are hidden by CUDA_VISIBLE_DEVICES=")]
     if not torch.cuda.is_available():
-        return [
-            problem(
-                f"{summary} for CUDA {torch.version.cuda}, which finds no usable GPU",
-                expected="torch.cuda.is_available()",
-                advice="the driver is too old for this CUDA, or does not run: see nvidia-smi",
-            )
-        ]
-    findings = []
-    if reason := triton_unavailable_reason(torch.device("cuda")):
-        findings.append(
-            problem(
-                f"{summary}: GPUs need triton, and {reason}",
-                expected="the package triton, a C compiler, and compute capability 8.0 or newer",
-                advice="mend that, or use the CPUs: CUDA_VISIBLE_DEVICES= before the command",
-            )
+        yield Finding(
+            "problem",
+            f"{summary} for CUDA {torch.version.cuda}, which finds no usable GPU",
+            expected="a build of torch for CUDA, and torch.cuda.is_available()",
+            advice="install torch from the index for CUDA (https://pytorch.org), or a newer driver "
+            "(see nvidia-smi), or hide the GPUs: CUDA_VISIBLE_DEVICES=",
         )
+    elif reason := triton_unavailable_reason(torch.device("cuda")):
+        yield Finding(
+            "problem",
+            f"{summary}: GPUs need triton, and {reason}",
+            expected="the package triton, a C compiler, and compute capability 8.0 or newer",
+            advice="mend that, or use the CPUs: CUDA_VISIBLE_DEVICES= before the command",
+        )
+    else:
+        yield Finding("ok", f"{summary}, {torch.cuda.device_count()} visible")
     shared = shutil.disk_usage("/dev/shm").total
     if shared < MIN_SHM_BYTES:
-        findings.append(
-            note(
-                f"/dev/shm has {_gib(shared)}",
-                expected=f"{_gib(MIN_SHM_BYTES)} or more for NCCL",
-                advice="docker run --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory",
-            )
+        yield Finding(
+            "note",
+            f"/dev/shm has {_gib(shared)}",
+            expected=f"{_gib(MIN_SHM_BYTES)} or more for NCCL",
+            advice="docker run --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory",
         )
-    return findings or [ok(f"{summary}, {torch.cuda.device_count()} visible")]
 
 
-def check_dataset(data: str) -> Iterator[Finding]:
-    """Load the manifest of a directory or URL, and compare the sizes of all files with it."""
-    directory = dataset_path(data)
-    try:
-        manifest = load_manifest(directory)
-        for split in manifest.splits.values():
-            check_sizes(directory, split.shards)
-    except TxlError as error:
-        text, _, advice = str(error).partition(". ")
-        yield problem(
-            text,
-            expected="a complete dataset, at the same path on every node",
-            advice=advice or "check the path, and the mount on this node",
+def check_network() -> Iterator[Finding]:
+    """Check the address of this host's name: without a named interface, gloo listens there.
+
+    No connection is opened.
+    """
+    name, address = socket.gethostname(), ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    if address in own and not address.startswith("127."):
+        yield Finding("ok", f"{name} is {address}, an address of this machine")
+    else:
+        yield Finding(
+            "note",
+            f"{name} is {address or 'unknown'}, which other hosts do not reach",
+            expected="an address of this machine, if ranks on other hosts connect to it",
+            advice="on one machine and with Ray nothing; with torchrun on several, set "
+            "GLOO_SOCKET_IFNAME to the interface between them",
         )
-        return
-    tokens = sum(split.tokens for split in manifest.splits.values())
-    yield ok(
-        f"{directory}: {tokens:,} tokens in {counted(len(manifest.shards), 'shard')}",
-        same_on_all=[f"{directory}: digest {manifest.digest[:12]}"],
+
+
+# --- exposure: who can use Ray --------------------------------------------------------------------
+
+
+def check_exposure(port: int = DASHBOARD_PORT) -> Iterator[Finding]:
+    """Check the dashboard at `port` of this machine, and who can read Ray's token.
+
+    The dashboard's port also serves the Jobs API, which runs any command as the user of Ray. So it
+    must require a token, and listen on the loopback interface only: tokens travel unencrypted. A
+    Ray whose dashboard requires no token requires none anywhere.
+    """
+    addresses = sorted(
+        {
+            connection.laddr.ip
+            for connection in psutil.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+            and connection.laddr
+            and connection.laddr.port == port
+        }
     )
+    where = f"port {port} on {', '.join(addresses)}"
+    answers = {_is_open(address, port) for address in addresses}
+    loopback = ("127.", "::1", "::ffff:127.")
+    if not addresses:
+        yield Finding("ok", f"nothing listens on port {port} (Ray dashboard, Jobs API)")
+    elif answers == {None}:
+        yield Finding("note", f"{where}: another program than Ray, or no answer")
+    elif True in answers:
+        yield Finding(
+            "problem",
+            f"{where}: the Ray dashboard and the Jobs API answer without a token, so everyone who "
+            "reaches the port can run commands",
+            expected="401 without a token",
+            advice="stop that Ray (ray stop), create a token (ray get-auth-token --generate), and "
+            "start it again: RAY_AUTH_MODE=token ray start --dashboard-host=127.0.0.1 ...",
+        )
+    elif not all(address.startswith(loopback) for address in addresses):
+        yield Finding(
+            "problem",
+            f"{where}: the Ray dashboard and the Jobs API listen on other interfaces",
+            expected="127.0.0.1 only: the token travels unencrypted",
+            advice="ray start --dashboard-host=127.0.0.1, and reach it by ssh -L or kubectl "
+            "port-forward; where a network policy protects the port: --skip exposure",
+        )
+    else:
+        yield Finding("ok", f"{where}: requires a token, on the loopback interface only")
+    yield from check_token_file()
 
 
-def check_tracking(uri: str | None) -> list[Finding]:
+def _is_open(address: str, port: int) -> bool | None:
+    """Whether Ray answers at an address of this machine without a token; None: no Ray."""
+    host = "127.0.0.1" if address in ("0.0.0.0", "::") else address.removeprefix("::ffff:")
+    connection = http.client.HTTPConnection(host, port, timeout=3)
+    try:
+        connection.request("GET", "/api/version")  # not through a proxy, as urllib would
+        response = connection.getresponse()
+        if response.status in (401, 403):
+            return False
+        return True if "ray_version" in json.loads(response.read(4096)) else None
+    except (OSError, http.client.HTTPException, ValueError, TypeError):
+        return None
+    finally:
+        connection.close()
+
+
+def check_token_file() -> Iterator[Finding]:
+    """Yield a problem if other users can read Ray's token."""
+    home = Path(os.environ.get("HOME", "/"))
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
+    if path.exists() and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+        yield Finding(
+            "problem",
+            f"{path}, the token of Ray, has mode {mode:o}: other users of this machine can read it",
+            expected="mode 600",
+            advice=f"chmod 600 {path}; to create one: umask 077 && ray get-auth-token --generate",
+        )
+
+
+# --- tracking, dataset, storage -------------------------------------------------------------------
+
+
+def check_tracking(uri: str) -> Iterator[Finding]:
     """Check that an MLflow server answers at `uri`, the value of MLFLOW_TRACKING_URI."""
-    if not uri:
-        return [ok("no server is set: runs are tracked in mlflow.db next to their directory")]
-    name = shown(uri)
     if not uri.startswith(("http://", "https://")):  # mlflow opens databases for writing
-        return [note(f"{name}: not checked", advice="txl doctor checks servers (http, https)")]
+        yield Finding("ok", "no server is set (MLFLOW_TRACKING_URI); databases are not checked")
+        return
     from txl_dist.tracking.mlflow_tracker import require_server
     from txl_dist.tracking.tracker import UnavailableError
 
     try:
         require_server(uri)
+        yield Finding("ok", f"{shown(uri)}: an MLflow server")
     except UnavailableError as error:
-        return [
-            problem(
-                f"{name} does not work: {error}",
-                expected="the answers of an MLflow server",
-                advice="check its address, that it runs, and the firewall between; for 401 and 403 "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN), and its "
-                "option --allowed-hosts. Training goes on without it and sends the metrics later",
-            )
-        ]
-    return [ok(f"{name}: an MLflow server")]
+        yield Finding(
+            "problem",
+            f"{shown(uri)} does not work: {error}",
+            expected="the answers of an MLflow server",
+            advice="check its address, that it runs, and the firewall between; for 401 and 403 "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN), and its option "
+            "--allowed-hosts. Training goes on without it and sends the metrics later",
+        )
 
 
-# --- the run directory ----------------------------------------------------------------------------
+def check_dataset(data: str) -> Iterator[Finding]:
+    """Load the manifest of a directory or URL, and compare the sizes of all files with it."""
+    directory = dataset_path(data)
+    manifest = load_manifest(directory)
+    for split in manifest.splits.values():
+        check_sizes(directory, split.shards)
+    yield Finding(
+        "ok", f"{directory}: {len(manifest.shards)} shards, digest {manifest.digest[:12]}"
+    )
+
 
 PROBE_PREFIX = ".txl-doctor-"
-PROBE_BYTES = 2**20
-
-
-def existing_parent(path: Path) -> Path:
-    """Return `path`, or the nearest parent that exists."""
-    return next(parent for parent in (path, *path.parents) if parent.exists())
-
-
-def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
-    """Write, sync, read, rename and lock a file in `run` (or where it will be created)."""
-    directory = existing_parent(Path(run))
-    name = f"{directory}" if directory == Path(run) else f"{directory} (for {run})"
-    findings = list(_use(directory, name))
-    kind, options = mount_of(directory)
-    # NFS clients remember for up to a minute that a file does not exist (nfs(5), lookupcache).
-    if kind.startswith("nfs") and not {"lookupcache=positive", "lookupcache=pos"} & options:
-        findings.append(
-            note(
-                f"{name}: NFS, mounted without lookupcache=positive",
-                expected="other hosts see stop requests and parts of checkpoints within seconds",
-                advice="mount with lookupcache=positive,acdirmin=1,acdirmax=5",
-            )
-        )
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < min_free_bytes:
-        findings.append(
-            problem(
-                f"{name}: {_gib(free_bytes)} free",
-                expected=f"at least {_gib(min_free_bytes)} (--min-free-gib)",
-                advice="free some space, or choose another run directory",
-            )
-        )
-    done = f"{name}: write, sync, rename and lock work; {_gib(free_bytes)} free"
-    return findings or [ok(done)]
-
-
-def _use(directory: Path, name: str) -> Iterator[Finding]:
-    path = directory / f"{PROBE_PREFIX}{uuid.uuid4().hex}.tmp"
-    data = os.urandom(PROBE_BYTES)
-    try:
-        write_file(path, b"older")
-        write_file(path, data)  # a rename over an existing file, as LATEST is updated
-        if path.read_bytes() != data:
-            yield problem(
-                f"{name}: a file has other content than was written",
-                expected="the same content",
-                advice="do not use this file system; check its disk or server",
-            )
-        with path.open("rb+") as file:
-            if not try_lock(file.fileno(), if_unsupported=False):
-                yield note(f"{name}: flock is not supported", expected=LOCKS, advice=MOUNT_LOCKS)
-    except OSError as error:
-        yield problem(
-            f"{name}: a file cannot be written, read back and locked: {error.strerror or error}",
-            expected="a directory that every node can write",
-            advice="free space or inodes, or choose another run directory"
-            if error.errno in DISK_FULL
-            else "check the mount, its permissions and the user of the Ray node",
-        )
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
+FEW_BYTES = 10 * 2**30
+"""Free space below which a run directory is noted."""
 LOCKS = "locks that are valid on all nodes, which refuse a second run in the same directory"
 MOUNT_LOCKS = (
     "mount with locks (NFS: without nolock or local_lock; Lustre: flock), or make sure that no "
@@ -334,16 +314,30 @@ MOUNT_LOCKS = (
 )
 
 
-def mount_of(directory: Path) -> tuple[str, set[str]]:
-    """Return the type and the options of the file system of a directory."""
-    resolved = directory.resolve()
-    mounts = psutil.disk_partitions(all=True)
-    mount = max(  # the last one, if several are mounted at one place
-        (len(Path(each.mountpoint).parts), number, each)
-        for number, each in enumerate(mounts)
-        if resolved.is_relative_to(each.mountpoint)
-    )[2]
-    return mount.fstype, set(mount.opts.split(","))
+def new_probe(run: str) -> Path:
+    """Return the path of a new file in `run`, or in its nearest parent that exists."""
+    directory = next(parent for parent in (Path(run), *Path(run).parents) if parent.exists())
+    return directory / f"{PROBE_PREFIX}{uuid.uuid4().hex}.tmp"
+
+
+def check_run_directory(run: str) -> Iterator[Finding]:
+    """Write, sync, rename and lock a file, as checkpoints and LATEST are; the file is removed."""
+    path = new_probe(run)
+    try:
+        write_file(path, b"older")
+        write_file(path, os.urandom(2**20))
+        with path.open("rb+") as file:
+            if not try_lock(file.fileno(), if_unsupported=False):
+                yield Finding("note", f"{path.parent}: flock is not supported", LOCKS, MOUNT_LOCKS)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    free_bytes = shutil.disk_usage(path.parent).free
+    done = f"{path.parent}: write, sync and rename work; {_gib(free_bytes)} free"
+    if free_bytes < FEW_BYTES:
+        yield Finding("note", done, "room for checkpoints: txl estimate says their size")
+    else:
+        yield Finding("ok", done)
 
 
 def _gib(num_bytes: int) -> str:

@@ -27,10 +27,10 @@ gradients are fp16). Copies and buffers: DeepSpeed 0.19.8, stage_1_and_2.py and 
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
 
-from txl_dist.config.training_config import DeepSpeedConfig, refused_offload
+from txl_dist.config.training_config import DeepSpeedConfig
 
 FP32_BYTES = 4
 STAGE_0_BUCKET = 500_000_000
@@ -46,8 +46,6 @@ class ZeroSettings:
     """
 
     stage: int
-    offload: str = "none"
-    """As in `deepspeed.offload`."""
     overlap_comm: bool = False
     """Whether gradients are reduced while backward computes."""
     reduce_bucket_size: int = 500_000_000
@@ -65,31 +63,15 @@ class ZeroSettings:
     def of(
         cls, config: DeepSpeedConfig, *, num_ranks: int, on_gpu: bool, stage: int | None = None
     ) -> Self:
-        """The settings of a config, with its defaults; `stage` replaces its stage.
-
-        What cannot be offloaded at another stage stays on the device.
-        """
+        """The settings of a config, with its defaults; `stage` replaces its stage."""
         stage = config.zero_stage if stage is None else stage
         zero = config.reduction(stage=stage, num_ranks=num_ranks, on_gpu=on_gpu)
-        sizes = {
-            name: int(value)
-            for name in (
-                "reduce_bucket_size",
-                "allgather_bucket_size",
-                "prefetch_bucket_size",
-                "param_persistence_threshold",
-                "max_live_parameters",
-            )
-            if (value := zero.get(f"stage3_{name}", zero.get(name))) is not None
-        }
-        overlap = zero.get("overlap_comm")
-        is_offloaded = not any(refused_offload(config.offload, zero_stage=stage))
-        return cls(
-            stage=stage,
-            offload=config.offload if is_offloaded else "none",
-            overlap_comm=stage == 3 if overlap is None else bool(overlap),
-            **sizes,
-        )
+        settings: dict[str, Any] = {"overlap_comm": stage == 3}
+        for key, value in zero.items():
+            if value is not None:
+                settings[key.removeprefix("stage3_")] = int(value)
+        names = {each.name for each in fields(cls)}
+        return cls(stage=stage, **{name: settings[name] for name in settings if name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,19 +157,12 @@ class RankBytes:
     """The recurrent memory of this rank's lanes, before and after the step."""
     activations: int
     """Activations of one micro-batch, and its gradients if they are kept."""
-    host: int
-    """What is offloaded to host memory."""
 
     @property
     def device(self) -> int:
-        """Bytes on the device."""
+        """Their sum."""
         stored = self.weights + self.optimizer + self.lanes
         return stored + self.gradients + self.buffers + self.activations
-
-    @property
-    def total(self) -> int:
-        """Bytes on device and host: what a rank needs if its device is the CPU."""
-        return self.device + self.host
 
 
 class PhaseBytes(NamedTuple):
@@ -240,33 +215,20 @@ class RankPeak:
         return max((self._use(phase) for phase in phases()), key=lambda use: use.device)
 
     def _use(self, phase: PhaseBytes) -> RankBytes:
-        part, is_offloaded = self._part, self.zero.offload != "none"
-        states = FP32_BYTES * self.model.num_states
-        masters = part if self.zero.stage > 0 else 0
-        optimizer = states // self.num_ranks if self.zero.stage > 0 else states
-        weights = part if self.zero.stage == 3 else self._whole
-        host = 0
-        if is_offloaded:
-            # The gradients of the partition twice, or once and a copy of the weights.
-            host += masters + optimizer + 2 * part
-            masters, optimizer = 0, 0
-        if is_offloaded and self.zero.stage < 3:  # one gradient on its way, on both sides
-            host += self._largest
-            phase = phase._replace(buffers=phase.buffers + self._largest)
-        if self.zero.offload == "parameters":
-            host, weights = host + weights, 0
+        stage, states = self.zero.stage, FP32_BYTES * self.model.num_states
+        weights = self._part if stage == 3 else self._whole
+        masters = self._part if stage > 0 else 0
         # The new memory of the lanes is complete before the old one is given up. The activations
         # include that of one micro-batch.
         new_bytes = self.lane_bytes // self.num_turns
-        lanes = self.lane_bytes + new_bytes
-        new_memory = new_bytes // self.num_micro_batches
-        phase = phase._replace(activations=max(0, phase.activations - new_memory))
+        activations = max(0, phase.activations - new_bytes // self.num_micro_batches)
         return RankBytes(
             weights=weights + masters,
-            optimizer=optimizer,
-            lanes=lanes,
-            host=host,
-            **phase._asdict(),
+            gradients=phase.gradients,
+            optimizer=states // self.num_ranks if stage > 0 else states,
+            buffers=phase.buffers,
+            lanes=self.lane_bytes + new_bytes,
+            activations=activations,
         )
 
     # --- the phases of a step, by stage ---------------------------------------------------------
@@ -313,13 +275,11 @@ class RankPeak:
         yield from self._partitioned_update()
 
     def _partitioned_update(self) -> Iterator[PhaseBytes]:
-        if self.zero.offload == "none":
-            gradients = self._partly_owned + self._part  # and a flat copy of this rank's part
-            yield PhaseBytes(gradients, self._whole if self.model.needs_whole_matrices else 0)
+        gradients = self._partly_owned + self._part  # and a flat copy of this rank's part
+        yield PhaseBytes(gradients, self._whole if self.model.needs_whole_matrices else 0)
 
     def _stage_3(self) -> Iterator[PhaseBytes]:
-        peaks, is_sharded = self.model.activations, self.num_ranks > 1
-        gradients = self._part if self.zero.offload == "none" else 0
+        peaks, is_sharded, gradients = self.model.activations, self.num_ranks > 1, self._part
         small = sum(
             each.num_elements
             for each in self.model.parameters

@@ -1,8 +1,8 @@
 """The estimate of one run on a number of GPUs, and the text that `txl estimate` prints.
 
 Bytes are those of a dry run and of DeepSpeed's buffers (`rank_bytes.py`). Time is that of the
-matrix products at an assumed share of the peak, which is measured on a CPU; communication, failures
-and saves are not in it (docs/scaling.md).
+matrix products at an assumed share of the peak; communication, failures and saves are not in it
+(docs/scaling.md).
 """
 
 import math
@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from data_pipeline.shards.manifest import MANIFEST_NAME
 from data_pipeline.system.remote_path import dataset_path
@@ -27,35 +25,21 @@ from txl_dist.training.data import open_corpora
 from txl_dist.training.speed import device_peak_flops
 
 STAGES = (0, 1, 2, 3)
-DAY_SECONDS = 86400.0
 A100_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
 """By `precision`, from the data sheet of NVIDIA's A100 (dense bf16; fp32 without TF32)."""
 
 
-def peak_tflops(precision: Precision, device: Device) -> float:
-    """TFLOP/s of one rank: of an A100, or of this machine's CPU, measured."""
-    if device == "cuda":
-        return A100_TFLOPS[precision]
-    return device_peak_flops(torch.device("cpu"), TORCH_DTYPE[precision]) / 1e12
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumptions:
-    """One kind of machine, which need not be this one."""
-
-    peak_tflops: float
-    """Of one rank."""
-    device: Device = "cuda"
-    utilisation: float = 0.3
-    """Share of the peak that a step reaches (MFU)."""
-    source: str = "assumed"
-    """Where the peak comes from."""
+UTILISATION = 0.3
+"""Share of the peak that a step reaches (MFU), if nothing else is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEstimate:
     """A run on a number of GPUs."""
 
+    peak_tflops: float
+    """Of one rank; assumed, as the utilisation is."""
+    utilisation: float
     num_parameters: int
     flops_per_token: float
     """Forward and backward, with a full memory."""
@@ -63,7 +47,6 @@ class RunEstimate:
     gpus: int
     lanes_per_step: int
     """The largest number of ranks."""
-    lanes_per_rank: int
     micro_batches: int
     padded_share: float
     """Share of the computed rows that are padding, because the lanes do not divide evenly."""
@@ -79,7 +62,7 @@ class RunEstimate:
     @property
     def days(self) -> float | None:
         """Duration of the whole run."""
-        return None if self.num_steps is None else self.num_steps * self.step_seconds / DAY_SECONDS
+        return None if self.num_steps is None else self.num_steps * self.step_seconds / 86400
 
     def to_json(self) -> dict[str, Any]:
         stages = {
@@ -126,10 +109,24 @@ def flops_per_token(config: RunConfig) -> float:
 
 
 def estimate_run(
-    config: RunConfig, *, gpus: int, num_steps: int | None, assumptions: Assumptions
+    config: RunConfig,
+    *,
+    gpus: int,
+    num_steps: int | None,
+    peak_tflops: float,
+    utilisation: float = UTILISATION,
+    device: Device = "cuda",
 ) -> RunEstimate:
-    """Estimate `config`, whose vocabulary is set. Raises ConfigError for more GPUs than lanes."""
+    """Estimate `config`, whose vocabulary is set.
+
+    Raises ConfigError for more GPUs than lanes, and for `deepspeed.offload`, which is not counted.
+    """
     data = config.data
+    if config.deepspeed.offload != "none":
+        raise ConfigError(
+            f"deepspeed.offload={config.deepspeed.offload} is not in the estimate. Add "
+            "deepspeed.offload=none: the part `optimizer` is what moves to the host"
+        )
     if gpus > data.rows:
         raise ConfigError(
             f"{gpus} GPUs for {data.rows_setting}={data.rows}: every rank needs a lane, so this "
@@ -139,9 +136,9 @@ def estimate_run(
     rank_rows = math.ceil(data.rows / gpus)
     rows = min(rank_rows, config.training.micro_batch_lanes or rank_rows)
     micro_batches = math.ceil(rank_rows / rows)
-    model = dry_run(config, micro_batch_rows=rows, device=assumptions.device)
+    model = dry_run(config, micro_batch_rows=rows, device=device)
     lane_elements, lane_bytes = _memory_of_a_lane(config.model, config.training.memory_dtype)
-    on_gpu = assumptions.device == "cuda"
+    on_gpu = device == "cuda"
     stages = {
         stage: RankPeak(
             model=model,
@@ -159,14 +156,15 @@ def estimate_run(
     recompute = 4 / 3 if config.training.activation_checkpointing else 1.0
     flops = flops_per_token(config)
     seconds = rows * micro_batches * data.tgt_len * flops * recompute
-    seconds /= assumptions.peak_tflops * 1e12 * assumptions.utilisation
+    seconds /= peak_tflops * 1e12 * utilisation
     return RunEstimate(
+        peak_tflops=peak_tflops,
+        utilisation=utilisation,
         num_parameters=model.num_parameters,
         flops_per_token=flops,
         zero_stage=config.deepspeed.zero_stage,
         gpus=gpus,
         lanes_per_step=data.rows,
-        lanes_per_rank=math.ceil(data.num_lanes / gpus),
         micro_batches=micro_batches,
         padded_share=1 - data.rows / (rows * micro_batches * gpus),
         stages=stages,
@@ -188,28 +186,23 @@ def _memory_of_a_lane(model: ModelConfig, dtype: Precision) -> tuple[int, int]:
 # --- the text -------------------------------------------------------------------------------------
 
 
-def lines_of(estimate: RunEstimate, assumptions: Assumptions) -> Iterator[str]:
+def lines_of(estimate: RunEstimate) -> Iterator[str]:
     """The lines that `txl estimate` prints."""
-    lanes, run_stage = estimate.lanes_per_step, estimate.zero_stage
-    unit = "GPU" if assumptions.device == "cuda" else "rank"
-    even = [ranks for ranks in range(1, lanes + 1) if lanes % ranks == 0]
-    shown = ", ".join(map(str, even if len(even) <= 16 else [*even[:12], "...", *even[-3:]]))
+    lanes, run_stage, days = estimate.lanes_per_step, estimate.zero_stage, estimate.days
     yield (
         f"{estimate.num_parameters:,} parameters, {estimate.flops_per_token:.3g} FLOPs per token "
         f"(forward and backward), ZeRO stage {run_stage}"
     )
-    yield f"legal world sizes: 1 to {lanes:,} (lanes of a step); without padding: {shown}"
+    yield f"legal world sizes: 1 to {lanes:,} (lanes of a step)"
     yield ""
-    days = estimate.days
     yield from _rows(
         {
-            f"{unit}s": f"{estimate.gpus:,}",
-            "lanes per rank": str(estimate.lanes_per_rank),
+            "GPUs": f"{estimate.gpus:,}",
             "micro-batches per step": str(estimate.micro_batches),
             "rows that are padding": f"{estimate.padded_share:.1%}",
-            "time of a step": _duration(estimate.step_seconds),
+            "time of a step": f"{estimate.step_seconds * 1e3:,.2f} ms",
             "tokens per second, all ranks": f"{estimate.tokens_per_second:,.0f}",
-            "time of the run": "unknown" if days is None else _duration(DAY_SECONDS * days),
+            "time of the run": "unknown" if days is None else f"{days:,.3f} days",
             "checkpoint": _size(estimate.checkpoint_bytes),
         }
     )
@@ -222,16 +215,15 @@ def lines_of(estimate: RunEstimate, assumptions: Assumptions) -> Iterator[str]:
         }
     )
     yield ""
-    yield f"parts of that peak at stage {run_stage}, and what is on the host"
+    yield f"parts of that peak at stage {run_stage}"
     sizes = asdict(estimate.stages[run_stage])
     yield from _rows({f"  {part}": _size(num_bytes) for part, num_bytes in sizes.items()})
     yield ""
     yield (
-        f"{assumptions.source}: {assumptions.peak_tflops:.3g} TFLOP/s per {unit}, at an assumed "
-        f"utilisation of {assumptions.utilisation:.0%}"
+        f"assumed: {estimate.peak_tflops:.3g} TFLOP/s per GPU, at a utilisation of "
+        f"{estimate.utilisation:.0%}"
     )
-    if unit == "GPU":
-        yield "allow 1 to 2 GiB more per GPU for the CUDA context, NCCL and fragmentation"
+    yield "allow 1 to 2 GiB more per GPU for the CUDA context, NCCL and fragmentation"
 
 
 def _rows(cells: dict[str, str]) -> Iterator[str]:
@@ -239,16 +231,5 @@ def _rows(cells: dict[str, str]) -> Iterator[str]:
         yield f"{label:<42}{cell:>13}"
 
 
-def _size(num_bytes: float) -> str:
-    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**exponent:
-            return f"{num_bytes / 1024**exponent:,.2f} {unit}"
-    return f"{num_bytes:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    for limit, unit, factor in ((1, "ms", 1e3), (120, "s", 1), (7200, "min", 1 / 60)):
-        if seconds < limit:
-            return f"{seconds * factor:.3g} {unit}"
-    hours = seconds / 3600
-    return f"{hours:.3g} h" if hours < 48 else f"{hours / 24:.3g} d"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.3f} GiB"

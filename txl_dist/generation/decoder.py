@@ -43,8 +43,6 @@ class BatchDecoder:
         sampling: Sampling,
         precision: Precision = "fp32",
     ) -> None:
-        if tgt_len < 1:
-            raise ValueError(f"tgt_len={tgt_len} must be at least 1")
         token_lists = [_checked_ids(prompt, model.config.num_ids) for prompt in prompts]
         self._model, self._tgt_len, self._sampling = model, tgt_len, sampling
         self._has_memory = memory_kind(model.config).receptive_tokens(tgt_len) != 0

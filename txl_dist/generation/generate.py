@@ -4,12 +4,13 @@ for text in generate_texts(model, tokenizer, ["Once", "def f("], tgt_len=128,
                            sampling=Sampling(), limits=TextLimits(max_tokens=50), seed=0):
     print(text.text)
 
-Prompts begin documents, as `prompt_tokens` encodes them. A warning names the symbols of prompts and
-stop strings that the vocabulary does not have.
+Prompts begin documents, as `prompt_tokens` encodes them. A warning names the symbols of prompts
+that the vocabulary does not have.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from data_pipeline.readers import IdRules
@@ -22,10 +23,11 @@ from txl_dist.generation.text import (
     GrowingText,
     Sampling,
     TextLimits,
-    unknown_in_prompt,
-    warn_of_unknown,
+    describe_unknown,
 )
 from txl_dist.model.transformer_xl import TransformerXL
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,6 @@ class GeneratedText:
     num_tokens: int
     """The number of `ids`."""
     finish_reason: Literal["end_of_document", "stop", "length"]
-    unknown_symbols: Mapping[str, int] = field(default_factory=dict)
-    """How often each symbol of the prompt occurs that the vocabulary does not have."""
 
 
 def generate_tokens(
@@ -88,28 +88,21 @@ def generate_texts(
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts={prompts[:40]!r} is one text; give a list of texts")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
     tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
-    for string in limits.stop:
-        warn_of_unknown(tokenizer, "stop string", string)
-    for first in range(0, len(tokens), batch_size):
-        batch = tokens[first : first + batch_size]
-        texts = generate_batch(
-            model,
-            tokenizer,
-            batch,
-            seeds=range(seed + first, seed + first + len(batch)),
-            tgt_len=tgt_len,
-            sampling=sampling,
-            limits=limits,
-            precision=precision,
-        )
-        for prompt, text in zip(prompts[first:], texts, strict=False):
-            yield replace(text, unknown_symbols=dict(unknown_in_prompt(tokenizer, prompt)))
+    yield from generate_from_ids(
+        model,
+        tokenizer,
+        tokens,
+        seeds=range(seed, seed + len(tokens)),
+        tgt_len=tgt_len,
+        sampling=sampling,
+        limits=limits,
+        batch_size=batch_size,
+        precision=precision,
+    )
 
 
-def generate_batch(
+def generate_from_ids(
     model: TransformerXL,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
@@ -118,27 +111,33 @@ def generate_batch(
     tgt_len: int,
     sampling: Sampling,
     limits: TextLimits,
+    batch_size: int = DEFAULT_BATCH_SIZE,
     precision: Precision = "fp32",
-) -> list[GeneratedText]:
-    """Continue the tokens of all prompts at the same time, each with its own seed."""
-    decoder = BatchDecoder(
-        model, prompts, seeds=seeds, tgt_len=tgt_len, sampling=sampling, precision=precision
-    )
-    texts = [GrowingText(tokenizer, limits, after=prompt[-1]) for prompt in prompts]
-    unfinished = texts
-    while unfinished:
-        for text, token in zip(unfinished, decoder.draw(), strict=True):
-            text.add(token)
-        lanes = [lane for lane, text in enumerate(unfinished) if not text.finish_reason]
-        if len(lanes) < len(unfinished):
-            unfinished = [unfinished[lane] for lane in lanes]
-            decoder.keep(lanes)
-    results = []
-    for text in texts:
-        text.close()
-        assert text.finish_reason
-        results.append(GeneratedText(text.text, text.ids, len(text.ids), text.finish_reason))
-    return results
+) -> Iterator[GeneratedText]:
+    """Continue the tokens of all prompts, each with its own seed, `batch_size` at a time."""
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        decoder = BatchDecoder(
+            model,
+            batch,
+            seeds=seeds[first : first + batch_size],
+            tgt_len=tgt_len,
+            sampling=sampling,
+            precision=precision,
+        )
+        texts = [GrowingText(tokenizer, limits, after=prompt[-1]) for prompt in batch]
+        unfinished = texts
+        while unfinished:
+            for text, token in zip(unfinished, decoder.draw(), strict=True):
+                text.add(token)
+            lanes = [lane for lane, text in enumerate(unfinished) if not text.finish_reason]
+            if len(lanes) < len(unfinished):
+                unfinished = [unfinished[lane] for lane in lanes]
+                decoder.keep(lanes)
+        for text in texts:
+            text.close()
+            assert text.finish_reason
+            yield GeneratedText(text.text, text.ids, len(text.ids), text.finish_reason)
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
@@ -147,17 +146,12 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int
     A warning names the symbols that the vocabulary does not have. The end-of-document id may be at
     both ends of a prompt of ids, and is dropped there.
     """
-    tokens = require_prompt(tokenizer, prompt)
-    warn_of_unknown(tokenizer, "prompt", prompt)
-    return tokens
-
-
-def require_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """As `prompt_tokens`, without a warning."""
     # Training texts of some tokenizers start each document with the end-of-document id.
     start_of_document = [tokenizer.end_of_document] if tokenizer.opens_documents else []
     if isinstance(prompt, str):
         tokens = [*start_of_document, *tokenizer.encode(prompt).tolist()]
+        if unknown := tokenizer.unknown_symbols(prompt):
+            log.warning("prompt %r: %s", prompt[:40], describe_unknown(unknown))
     else:
         rules = IdRules(tokenizer.vocab_size, tokenizer.end_of_document)
         text = text_of_value(list(prompt), rules, "ids")

@@ -8,14 +8,14 @@ model then reads another text than the one that was given, which is reported.
 """
 
 import codecs
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from data_pipeline.errors import counted
 from data_pipeline.system.strict_json import JSON_DECODER
 from txl_dist.errors import DataError
 
@@ -67,29 +67,19 @@ KEYS = ("prompt", "text", "ids")
 """Keys of a JSON line; the first that is there has the prompt. That of "ids" is token ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLine:
-    """A prompt and the number of its line, from 1."""
+def read_prompts(path: Path) -> list[str | list[int]]:
+    """The prompts of a file, one per line: texts or token ids.
 
-    line: int
-    prompt: str | list[int]
-    """Text or token ids."""
-
-
-def read_prompts(path: Path) -> list[PromptLine]:
-    """The prompts of a file. Raises DataError with file and line for the first unusable one."""
+    Raises DataError with file and line for the first unusable one.
+    """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: the prompts cannot be read ({error.strerror})") from None
-    if lines[-1] == b"":
-        lines.pop()
-    if not lines:
-        raise DataError(f"{path} is empty; expected one prompt per line")
     prompts = []
     for number, raw in enumerate(lines, start=1):
         try:
-            prompts.append(PromptLine(number, _prompt(raw, is_json=path.suffix == ".jsonl")))
+            prompts.append(_prompt(raw, is_json=path.suffix == ".jsonl"))
         except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
             raise DataError(f"{path}, line {number}: {error}") from None
     return prompts
@@ -106,53 +96,25 @@ def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
     if not is_json:
         return line
     content = JSON_DECODER.decode(line)
-    keys = content if isinstance(content, dict) else ()
-    key = next((key for key in KEYS if key in keys), None)
-    if key is None:
-        raise ValueError('expected a JSON object with a key "prompt", "text" or "ids"')
-    prompt: Any = content[key]
-    if not isinstance(prompt, list if key == "ids" else str):
-        expected = "list" if key == "ids" else "string"
-        raise ValueError(f'"{key}" is not a {expected} but {type(prompt).__name__}')
-    if isinstance(prompt, str):
-        prompt.encode()  # refuses a lone surrogate; `prompt_tokens` checks ids with the vocabulary
-    return prompt
-
-
-log = logging.getLogger(__name__)
-
-_MOST_SHOWN = 10
+    for key in KEYS if isinstance(content, dict) else ():
+        if key in content:
+            prompt: str | list[int] = content[key]
+            if not isinstance(prompt, list if key == "ids" else str):
+                raise ValueError(f'"{key}" has the type {type(prompt).__name__}')
+            if isinstance(prompt, str):
+                prompt.encode()  # refuses a lone surrogate
+            return prompt
+    raise ValueError('expected a JSON object with a key "prompt", "text" or "ids"')
 
 
 def describe_unknown(unknown: Counter[str]) -> str:
-    """How many there are, and which: the most frequent ones."""
+    """How many there are, and the most frequent ones."""
     shown = [
         repr(symbol[:40]) + (f" ({count:,} times)" if count > 1 else "")
-        for symbol, count in unknown.most_common(_MOST_SHOWN)
+        for symbol, count in unknown.most_common(10)
     ]
-    if len(unknown) > _MOST_SHOWN:
-        shown.append("...")
-    number = unknown.total()
-    return (
-        f"{number:,} {'symbol is' if number == 1 else 'symbols are'} not in the vocabulary of the "
-        f"model: {', '.join(shown)}"
-    )
-
-
-def unknown_in_prompt(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> Counter[str]:
-    """How often each unknown symbol occurs in a prompt; a prompt of ids has none."""
-    return tokenizer.unknown_symbols(prompt) if isinstance(prompt, str) else Counter()
-
-
-def warn_of_unknown(tokenizer: "Tokenizer", name: str, text: str | Sequence[int]) -> None:
-    """Log the symbols of a prompt or of a stop string that are unknown, if there are any."""
-    if unknown := unknown_in_prompt(tokenizer, text):
-        log.warning(
-            "%s %r: %s. They become the unknown token",
-            name,
-            text[:40],
-            describe_unknown(unknown),
-        )
+    number = counted(unknown.total(), "symbol")
+    return f"{number} not in the vocabulary, read as the unknown token: {', '.join(shown)}"
 
 
 class TextDecoder:
@@ -194,16 +156,16 @@ class StopStrings:
         self.found: str | None = None
 
     def add(self, text: str) -> str:
-        released = ""
-        for character in text:
-            self._held_back += character
-            ending = [string for string in self._strings if self._held_back.endswith(string)]
-            if ending:
-                self.found = max(ending, key=len)
-                return released + self._held_back.removesuffix(self.found)
-            num_released = len(self._held_back) - self._num_possible()
-            released += self._held_back[:num_released]
-            self._held_back = self._held_back[num_released:]
+        self._held_back += text
+        starts = [(self._held_back.find(string), string) for string in self._strings]
+        complete = [(start + len(string), -len(string)) for start, string in starts if start >= 0]
+        if complete:
+            end, minus_length = min(complete)
+            stop = end + minus_length
+            self.found = self._held_back[stop:end]
+        else:
+            stop = len(self._held_back) - self._num_possible()
+        released, self._held_back = self._held_back[:stop], self._held_back[stop:]
         return released
 
     def close(self) -> str:
@@ -260,8 +222,6 @@ def stream_text(
     tokens: Iterable[int], tokenizer: "Tokenizer", limits: TextLimits, *, after: int | None = None
 ) -> Iterator[str]:
     """The text of `tokens` as it grows, up to a limit. See `GrowingText`."""
-    for string in limits.stop:
-        warn_of_unknown(tokenizer, "stop string", string)
     growing = GrowingText(tokenizer, limits, after=after)
     for token in tokens:
         if text := growing.add(token):

@@ -8,11 +8,11 @@ that begin at its first token. So its length has no limit, and one log-likelihoo
 equals the nats that `txl eval` reports for a split with that document alone.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError
-from txl_dist.generation.generate import generate_batch
+from txl_dist.generation.generate import generate_from_ids
 from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import EXACT_THREADS, require_triton, torch_threads
@@ -52,6 +52,11 @@ class ScoringRequest:
     wants_greedy: bool = True
     """Whether the answer must say if greedy decoding gives the continuation."""
 
+    @property
+    def group(self) -> object:
+        """What the requests of a batch have in common."""
+        return self.wants_greedy
+
     def __len__(self) -> int:
         return len(self.context) + len(self.continuation)
 
@@ -65,17 +70,20 @@ class GenerationRequest:
     sampling: Sampling
     limits: TextLimits
 
+    @property
+    def group(self) -> object:
+        """What the requests of a batch have in common."""
+        return self.sampling, self.limits
+
     def __len__(self) -> int:
         return len(self.prompt)
 
 
-Request = ScoringRequest | GenerationRequest
-Answer = tuple[float, bool] | str
-"""The log-likelihood in nats, and whether greedy decoding gives the continuation; or a text."""
+Request = TypeVar("Request", ScoringRequest, GenerationRequest)
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(Generic[Request]):
     """A batch of requests of one class. `indices` are their places in the list of all requests."""
 
     source: ModelSource
@@ -86,14 +94,13 @@ class Unit:
         return f"{len(self.indices)} harness requests, the first is number {self.indices[0]}"
 
 
-def batches(source: ModelSource, requests: Sequence[Request], *, batch_size: int) -> Iterator[Unit]:
+def batches(
+    source: ModelSource, requests: Sequence[Request], *, batch_size: int
+) -> Iterator[Unit[Request]]:
     """Units of at most `batch_size` requests, the longest first, so that little is padded."""
     groups: dict[object, list[int]] = {}
     for index in sorted(range(len(requests)), key=lambda index: -len(requests[index])):
-        request = requests[index]
-        # A batch of generation has one kind of sampling and limits.
-        key = (request.sampling, request.limits) if isinstance(request, GenerationRequest) else None
-        groups.setdefault(key, []).append(index)
+        groups.setdefault(requests[index].group, []).append(index)
     for group in groups.values():
         for first in range(0, len(group), batch_size):
             indices = tuple(group[first : first + batch_size])
@@ -114,40 +121,33 @@ def open_model(source: ModelSource) -> tuple[TransformerXL, Tokenizer]:
     return model.to(device), tokenizer
 
 
-def answer(unit: Unit) -> list[Answer]:
-    """The answers to the requests of a unit. Raises CheckpointError for weights that give NaN."""
+def continue_prompts(unit: Unit[GenerationRequest]) -> list[str]:
+    """The texts that follow the prompts of a unit."""
+    model, tokenizer = open_model(unit.source)
     with torch_threads(EXACT_THREADS):
-        prompts = [each for each in unit.requests if isinstance(each, GenerationRequest)]
-        if prompts:
-            return [*_texts(unit.source, prompts)]
-        scores = _scores(unit.source, [r for r in unit.requests if isinstance(r, ScoringRequest)])
-    if not all(math.isfinite(log_likelihood) for log_likelihood, _ in scores):
-        raise CheckpointError(
-            f"{unit.source.checkpoint}: the log-likelihood of a request is NaN or Inf. The model "
-            "has diverged: use an older checkpoint (txl checkpoint list RUN)"
+        texts = generate_from_ids(
+            model,
+            tokenizer,
+            [request.prompt for request in unit.requests],
+            seeds=[request.seed for request in unit.requests],
+            tgt_len=unit.source.tgt_len,
+            sampling=unit.requests[0].sampling,
+            limits=unit.requests[0].limits,
+            batch_size=len(unit.requests),
+            precision=unit.source.precision,
         )
-    return [*scores]
-
-
-def _texts(source: ModelSource, prompts: Sequence[GenerationRequest]) -> list[str]:
-    model, tokenizer = open_model(source)
-    texts = generate_batch(
-        model,
-        tokenizer,
-        [prompt.prompt for prompt in prompts],
-        seeds=[prompt.seed for prompt in prompts],
-        tgt_len=source.tgt_len,
-        sampling=prompts[0].sampling,
-        limits=prompts[0].limits,
-        precision=source.precision,
-    )
-    return [text.text for text in texts]
+        return [text.text for text in texts]
 
 
 # Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary
 
 
-def _scores(source: ModelSource, requests: Sequence[ScoringRequest]) -> list[tuple[float, bool]]:
+def score(unit: Unit[ScoringRequest]) -> list[tuple[float, bool]]:
+    """The log-likelihoods in nats, and whether greedy decoding gives the continuations.
+
+    Raises CheckpointError for weights that give NaN.
+    """
+    source, requests = unit.source, unit.requests
     model, _ = open_model(source)
     input_BN, target_BN = _padded(requests)
     reader = SequenceReader(
@@ -156,19 +156,24 @@ def _scores(source: ModelSource, requests: Sequence[ScoringRequest]) -> list[tup
         tgt_len=source.tgt_len,
         precision=source.precision,
     )
-    wants_greedy = any(request.wants_greedy for request in requests)
     log_likelihood_B = torch.zeros(len(requests), dtype=torch.float64)
     is_greedy_B = torch.ones(len(requests), dtype=torch.bool)
-    for columns, hidden_BTD in reader.read_rows(input_BN):
-        target_BT = target_BN[:, columns].to(reader.device)
-        log_likelihood_B -= reader.nats(hidden_BTD, target_BT).double().sum(1).cpu()
-        if wants_greedy:
-            is_scored_BT = target_BT != IGNORED
-            # Logits only where they are needed: a vocabulary can have many thousands of words.
-            logits_NV = reader.logits(hidden_BTD[is_scored_BT][None])[0]
-            is_greedy_BT = torch.ones_like(is_scored_BT)
-            is_greedy_BT[is_scored_BT] = logits_NV.argmax(-1) == target_BT[is_scored_BT]
-            is_greedy_B &= is_greedy_BT.all(1).cpu()
+    with torch_threads(EXACT_THREADS):
+        for columns, hidden_BTD in reader.read_rows(input_BN):
+            target_BT = target_BN[:, columns].to(reader.device)
+            log_likelihood_B -= reader.nats(hidden_BTD, target_BT).double().sum(1).cpu()
+            if requests[0].wants_greedy:
+                is_scored_BT = target_BT != IGNORED
+                # Logits only where they are needed: a vocabulary can have many thousands of words.
+                logits_NV = reader.logits(hidden_BTD[is_scored_BT][None])[0]
+                is_greedy_BT = torch.ones_like(is_scored_BT)
+                is_greedy_BT[is_scored_BT] = logits_NV.argmax(-1) == target_BT[is_scored_BT]
+                is_greedy_B &= is_greedy_BT.all(1).cpu()
+    if not log_likelihood_B.isfinite().all():
+        raise CheckpointError(
+            f"{source.checkpoint}: the log-likelihood of a request is NaN or Inf. The model has "
+            "diverged: use an older checkpoint (txl checkpoint list RUN)"
+        )
     return [*zip(log_likelihood_B.tolist(), is_greedy_B.tolist(), strict=True)]
 
 

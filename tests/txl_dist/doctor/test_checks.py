@@ -1,40 +1,44 @@
-"""Versions: differences are named with both. The run directory: real file systems."""
+"""Checks of one node: versions, devices, network, the run directory on real file systems.
+
+A check that blocks or fails is reported, and does not hide the others.
+"""
 
 import os
+import socket
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
-import txl_dist
 from txl_dist.doctor import checks
 from txl_dist.doctor.checks import (
+    check_dataset,
+    check_gpus,
+    check_network,
     check_run_directory,
     check_versions,
     installed_versions,
-    mount_of,
     pinned_versions,
 )
-from txl_dist.doctor.finding import Finding
+from txl_dist.doctor.finding import Finding, run_checks
 
 Mount = Callable[[str], Path]
 
 
-def statuses(findings: Iterable[Finding]) -> list[str]:
-    return [finding.status for finding in findings]
-
-
 def test_the_versions_of_constraints_txt_are_installed() -> None:
     assert set(pinned_versions()) >= {"torch", "ray", "mlflow"}
-    assert statuses(check_versions()) == ["ok"]
+    assert [finding.status for finding in check_versions()] == ["ok"]
 
 
 def test_every_difference_is_named_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = installed_versions()
     build = installed["torch"].partition("+")[0] + "+cu999"
-    pins = {**installed, "torch": build, "ray": "2.59.1"}
+    pins = {**pinned_versions(), "torch": build, "ray": "2.59.1"}
     monkeypatch.setattr(checks, "pinned_versions", lambda: pins)
     _, ray = check_versions()
     assert (ray.status, ray.found) == ("problem", f"ray {installed['ray']}")
@@ -42,12 +46,37 @@ def test_every_difference_is_named_with_both_versions(monkeypatch: pytest.Monkey
     assert "same sources" in ray.advice
 
 
-def test_without_a_constraints_file_nothing_is_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("has_cuda", "reason", "expected"),
+    [
+        (False, "", "finds no usable GPU"),
+        (True, "no C compiler", "GPUs need triton"),
+        (True, "", ""),
+    ],
+)
+def test_gpus_that_torch_or_triton_cannot_use_are_a_problem(
+    has_cuda: bool, reason: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(txl_dist, "__file__", str(tmp_path / "txl_dist" / "__init__.py"))
-    assert pinned_versions() == {}
-    assert statuses(check_versions()) == ["ok", "note"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr("txl_dist.model.devices.triton_unavailable_reason", lambda _: reason)
+    finding, *_ = check_gpus(["H100, 570.1, 81559 MiB"])
+    assert (finding.status, expected in finding.found) == ("problem" if expected else "ok", True)
+    assert reason in finding.found
+
+
+@pytest.mark.parametrize(
+    ("address", "status"), [("10.0.0.7", "ok"), ("127.0.1.1", "note"), ("10.0.0.8", "note")]
+)
+def test_a_host_name_that_is_no_address_of_the_machine_is_a_note(
+    address: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {
+        name: [SimpleNamespace(address=a)] for name, a in (("lo", "127.0.1.1"), ("e", "10.0.0.7"))
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: own)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
+    (finding,) = check_network()
+    assert (finding.status, address in finding.found) == (status, True)
 
 
 @pytest.fixture
@@ -69,49 +98,60 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_usable_directory_is_left_as_it_was(tmp_path: Path) -> None:
-    (finding,) = check_run_directory(str(tmp_path / "runs" / "new"), min_free_bytes=1)
-    assert finding.status == "ok"
-    assert str(tmp_path) in finding.found
+def storage(run: Path) -> list[Finding]:
+    return run_checks({"storage": lambda: check_run_directory(str(run))}, node="a")
+
+
+def test_a_usable_directory_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "FEW_BYTES", 0)
+    (finding,) = storage(tmp_path / "runs" / "new")
+    assert (finding.status, str(tmp_path) in finding.found) == ("ok", True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_file_system_is_a_problem(mount: Mount) -> None:
-    disk = mount("size=64k")
-    findings = check_run_directory(str(disk / "run"), min_free_bytes=0)
-    assert statuses(findings) == ["problem"]
-    assert "No space left" in findings[0].found
-    assert "free space" in findings[0].advice
+@pytest.mark.parametrize(
+    ("options", "status", "text"),
+    [
+        ("size=64k", "problem", "No space left"),
+        ("ro", "problem", "Read-only file system"),
+        ("size=8m", "note", "0.01 GiB free"),
+    ],
+)
+def test_a_full_or_a_read_only_file_system_is_a_problem_and_a_small_one_a_note(
+    mount: Mount, options: str, status: str, text: str
+) -> None:
+    disk = mount(options)
+    (finding,) = storage(disk / "run")
+    assert (finding.status, text in finding.found) == (status, True), finding
     assert list(disk.iterdir()) == []
 
 
-def test_too_little_space_is_a_problem(mount: Mount) -> None:
-    (finding,) = check_run_directory(str(mount("size=8m")), min_free_bytes=2**30)
+def test_a_check_that_blocks_is_abandoned_after_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    os.mkfifo(tmp_path / "data" / "manifest.json")  # a read blocks, as on a dead mount
+    begin = time.monotonic()
+    blocked, fine = run_checks(
+        {
+            "dataset": lambda: check_dataset(str(tmp_path / "data")),
+            "devices": lambda: [Finding("ok", "2")],
+        },
+        node="a",
+        limit_seconds=0.3,
+    )
+    assert time.monotonic() - begin < 5
+    assert (blocked.status, blocked.check, blocked.node) == ("problem", "dataset", "a")
+    assert "no result after 0.3 s" in blocked.found
+    assert (fine.status, fine.found) == ("ok", "2")
+
+
+def test_an_unexpected_error_is_a_problem_without_its_secrets() -> None:
+    def fail() -> list[Finding]:
+        raise RuntimeError("http://user:canary@host answered\x1b[2J")
+
+    (finding,) = run_checks({"tracking": fail}, node="a", limit_seconds=5)
     assert finding.status == "problem"
-    assert "0.01 GiB free" in finding.found
-    assert "1.00 GiB" in finding.expected
-
-
-def test_a_read_only_file_system_is_a_problem(mount: Mount) -> None:
-    (finding,) = check_run_directory(str(mount("ro")), min_free_bytes=0)
-    assert finding.status == "problem"
-    assert "Read-only file system" in finding.found
-
-
-def test_an_nfs_mount_that_hides_new_files_is_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "a b" / "run"
-    run.mkdir(parents=True)
-    place = str(run.parent)
-    for options, expected in (("rw,hard", 1), ("rw,lookupcache=pos,acdirmin=1", 0)):
-        mounts = [
-            SimpleNamespace(mountpoint=place, fstype="nfs4", opts=options),
-            SimpleNamespace(mountpoint="/", fstype="ext4", opts="rw"),
-        ]
-        monkeypatch.setattr(checks.psutil, "disk_partitions", lambda all, mounts=mounts: mounts)
-        assert mount_of(run) == ("nfs4", set(options.split(",")))
-        notes = [each for each in check_run_directory(str(run), min_free_bytes=0) if each.advice]
-        assert len(notes) == expected
-        assert all("lookupcache=positive" in finding.advice for finding in notes)
-    assert mount_of(tmp_path) == ("ext4", {"rw"})
+    assert "RuntimeError" in finding.found
+    assert "canary" not in finding.found
+    assert "\x1b" not in finding.found

@@ -23,7 +23,6 @@ def run_config(
             "data": {"path": "data", "num_lanes": num_lanes, "tgt_len": tgt_len},
             "deepspeed": {
                 "zero_stage": zero_stage,
-                "offload": options.pop("offload", "none"),
                 "extra": {"zero_optimization": {"reduce_bucket_size": BUCKET_SIZE, **(zero or {})}},
             },
             "model": MODEL | options.pop("model", {}),

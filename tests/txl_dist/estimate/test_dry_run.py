@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.measured_steps import PeakBytes
 from tests.txl_dist.estimate.models import run_config
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.dry_run import Device, LiveBytes, dry_run, tail_rows
+from txl_dist.estimate.dry_run import Device, dry_run, tail_rows
 from txl_dist.model import vocabulary
 from txl_dist.model.choices import RECIPES
 from txl_dist.model.config import ModelConfig
@@ -38,7 +39,7 @@ def real_peak(config: RunConfig) -> int:
     recompute, rows = config.training.activation_checkpointing, config.data.num_lanes
     token_BT = torch.zeros(rows, config.data.tgt_len, dtype=torch.int64)
     is_bf16, memory_dtype = config.precision == "bf16", config.training.memory_dtype
-    with LiveBytes() as live:
+    with PeakBytes() as live:
         model = TransformerXL(config.model, recompute_layers=recompute)
         dtype = torch.bfloat16 if memory_dtype == "bf16" else torch.float32
         memory = model.empty_memory(rows, dtype=dtype)

@@ -174,33 +174,6 @@ def test_top_k_samples_from_k_tokens_also_with_ties(logits: list[float], top_k: 
     assert all(logits_V[token] >= likeliest[-1] for token in sampled)
 
 
-@settings(max_examples=50, deadline=None)
-@given(logits=logits, top_p=st.floats(0.01, 1.0))
-def test_top_p_samples_from_the_smallest_nucleus(logits: list[float], top_p: float) -> None:
-    logits_V = torch.tensor(logits)
-    probability_V = logits_V.double().softmax(-1)
-    for token in sample(logits_V, Sampling(top_p=top_p)):
-        likelier = probability_V[probability_V > probability_V[token]].sum()
-        assert likelier < top_p + 1e-9, "more likely tokens sum to less than top_p"
-
-
-def test_the_nucleus_ends_where_top_p_is_reached() -> None:
-    logits_V = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
-    nuclei = {0.3: {1}, 0.6: {1, 3}, 0.8: {1, 2, 3}, 0.95: {0, 1, 2, 3}}
-    for top_p, nucleus in nuclei.items():
-        assert set(sample(logits_V, Sampling(top_p=top_p), num_samples=400)) == nucleus
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_follow_the_tempered_distribution(temperature: float) -> None:
-    logits_V = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
-    tokens = sample(logits_V, Sampling(temperature=temperature), num_samples=4000)
-    frequency_V = torch.tensor(tokens).bincount(minlength=4) / 4000
-    expected_V = (logits_V / temperature).softmax(-1)
-    assert (frequency_V - expected_V).abs().max() < 0.04  # five sigmas
-    assert 3 not in tokens
-
-
 def test_top_p_is_taken_after_temperature_and_top_k() -> None:
     logits_V = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     of_two = Sampling(top_k=2, top_p=0.5)  # 4/7 and 3/7: the first alone reaches 0.5

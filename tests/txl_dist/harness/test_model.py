@@ -44,13 +44,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tmp_path_factory.mktemp("model") / "bytes", BYTES)
 
 
-def log_likelihood(directory: Path, context: list[int], continuation: list[int]) -> float:
+def log_likelihood(
+    directory: Path, context: list[int], continuation: list[int], tgt_len: int = TGT_LEN
+) -> float:
     """By the definition: nats of the continuation in one sequential pass with a `Memory`."""
     stored = find_model(directory)
     model, _ = stored.load(stored.config)
     tokens = torch.tensor([context + continuation])
     with torch.no_grad():
-        nats_BN, _ = read_stream(model, tokens, tgt_len=TGT_LEN)
+        nats_BN, _ = read_stream(model, tokens, tgt_len=tgt_len)
     return -float(nats_BN[0, len(context) - 1 :].sum())
 
 
@@ -66,7 +68,7 @@ def test_each_pair_has_the_score_of_one_pass_over_its_tokens(kind: str, tmp_path
     directory = export(tmp_path / "model", tokenizer)
     results = [
         TransformerXLModel(directory, batch_size=size).loglikelihood(
-            requests("loglikelihood", *PAIRS), disable_tqdm=True
+            requests("loglikelihood", *PAIRS)
         )
         for size in (1, 8)
     ]
@@ -90,10 +92,10 @@ def test_greedy_is_what_greedy_decoding_gives(tmp_path: Path) -> None:
     model = TransformerXLModel(directory, batch_size=2)
     greedy = {"until": [], "max_gen_toks": 9, "do_sample": False}
     contexts = ["the", "on the mat", "cat sat on"]
-    texts = model.generate_until(requests("generate_until", *((c, greedy) for c in contexts)), True)
+    texts = model.generate_until(requests("generate_until", *((c, greedy) for c in contexts)))
     pairs = [(context, text) for context, text in zip(contexts, texts, strict=True)]
     wrong = [(context, text[:-1] + ("a" if text[-1] != "a" else "c")) for context, text in pairs]
-    results = model.loglikelihood(requests("loglikelihood", *pairs, *wrong), True)
+    results = model.loglikelihood(requests("loglikelihood", *pairs, *wrong))
     assert [is_greedy for _, is_greedy in results] == [True] * len(pairs) + [False] * len(wrong)
 
 
@@ -101,7 +103,7 @@ def test_a_document_is_read_through_the_memory(exported: Path) -> None:
     model = TransformerXLModel(exported, batch_size=2)
     documents = [TEXT, "", TEXT[:3], TEXT * 2]
     rolling = model.loglikelihood_rolling(
-        requests("loglikelihood_rolling", *((text,) for text in documents)), True
+        requests("loglikelihood_rolling", *((text,) for text in documents))
     )
     for document, nats in zip(documents, rolling, strict=True):
         ids = list(document.encode())
@@ -110,37 +112,37 @@ def test_a_document_is_read_through_the_memory(exported: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "max_length", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 14, 500))]
+    "tgt_len", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 14, 500))]
 )
-def test_or_in_windows_as_the_harness_defines_them(exported: Path, max_length: int) -> None:
+def test_or_without_memory_in_windows_as_the_harness_defines_them(
+    exported: Path, tgt_len: int
+) -> None:
     """Every token is scored once, and the last window is as long as the others."""
-    model = TransformerXLModel(exported, mode="windowed", max_length=max_length, batch_size=3)
-    (rolling,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (TEXT,)), True)
+    model = TransformerXLModel(exported, mem_len=0, tgt_len=tgt_len, batch_size=3)
+    (rolling,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (TEXT,)))
     ids, expected, scored = [BYTES.end_of_document, *TEXT.encode()], 0.0, 1
     while scored < len(ids):
-        stop = min(scored + max_length, len(ids))
-        start = min(scored - 1, stop - max_length - 1) if scored > 1 else 0
-        expected += log_likelihood(exported, ids[start:scored], ids[scored:stop])
+        stop = min(scored + tgt_len, len(ids))
+        start = min(scored - 1, stop - tgt_len - 1) if scored > 1 else 0
+        expected += log_likelihood(exported, ids[start:scored], ids[scored:stop], tgt_len)
         scored = stop
     assert rolling == pytest.approx(expected, rel=1e-5)
 
 
 def test_windows_cut_contexts_at_their_beginning(exported: Path) -> None:
-    model = TransformerXLModel(exported, mode="windowed", max_length=9)
-    ((nats, _),) = model.loglikelihood(requests("loglikelihood", (TEXT, "and on")), True)
+    model = TransformerXLModel(exported, mem_len=0, tgt_len=9)
+    ((nats, _),) = model.loglikelihood(requests("loglikelihood", (TEXT, "and on")))
     ids = list((TEXT + "and on").encode())
     # The line end of the context belongs to the continuation.
-    assert nats == pytest.approx(log_likelihood(exported, ids[-10:-7], ids[-7:]), rel=1e-5)
+    assert nats == pytest.approx(log_likelihood(exported, ids[-10:-7], ids[-7:], 9), rel=1e-5)
 
 
 def test_a_memory_without_mem_len_is_used(tmp_path: Path) -> None:
     directory = export(tmp_path / "model", BYTES, memory="tokens", mem_len=0)
     model = TransformerXLModel(directory)
-    assert (model.mode, model.max_length) == ("memory", TGT_LEN)
+    assert model.has_memory
     with pytest.raises(ConfigError, match="mem_len=64 has no effect"):
         TransformerXLModel(directory, mem_len=64)
-    windowed = TransformerXLModel(directory, mode="windowed", max_length=TGT_LEN + 5)
-    assert windowed.max_length == TGT_LEN + 5, "longer than a segment, because it has a memory"
 
 
 @pytest.mark.parametrize("options", [{"distance_encoding": "absolute"}, {}], ids=str)
@@ -149,8 +151,8 @@ def test_models_without_memory_are_scored_in_windows(
 ) -> None:
     directory = export(tmp_path / "model", BYTES, mem_len=0, **options)
     model = TransformerXLModel(directory)
-    assert (model.mode, model.max_length) == ("windowed", TGT_LEN)
-    ((nats, _),) = model.loglikelihood(requests("loglikelihood", (TEXT[:-1], "x y")), True)
+    assert not model.has_memory
+    ((nats, _),) = model.loglikelihood(requests("loglikelihood", (TEXT[:-1], "x y")))
     stored = find_model(directory)
     network, _ = stored.load(stored.config)
     ids = torch.tensor([list((TEXT[:-1] + "x y").encode())[-7:]])
@@ -170,7 +172,7 @@ def test_texts_are_those_of_txl_generate(exported: Path) -> None:
     network, tokenizer = stored.load_with_tokenizer()
     for batch_size in (1, 8):
         model = TransformerXLModel(exported, batch_size=batch_size, seed=4, max_gen_toks=20)
-        texts = model.generate_until(requests("generate_until", *arguments), True)
+        texts = model.generate_until(requests("generate_until", *arguments))
         for number, (context, options) in enumerate(arguments):
             free = options.get("do_sample", False)
             until = [string for string in options.get("until", []) if string]
@@ -187,8 +189,8 @@ def test_texts_are_those_of_txl_generate(exported: Path) -> None:
 
 
 def test_requests_that_cannot_be_scored_are_refused_by_name(exported: Path, tmp_path: Path) -> None:
-    model = TransformerXLModel(exported, mode="windowed", max_length=5)
-    with pytest.raises(DataError, match=r"task local, document 1, .* has 6 tokens.*max_length=5"):
+    model = TransformerXLModel(exported, mem_len=0, tgt_len=5)
+    with pytest.raises(DataError, match=r"task local, document 1, .* has 6 tokens.*tgt_len=5"):
         model.loglikelihood(requests("loglikelihood", ("a", "12345"), ("a", "123456")))
     with pytest.raises(DataError, match=r"document 0, .* '' has no token"):
         model.loglikelihood(requests("loglikelihood", ("a", "")))
@@ -204,7 +206,7 @@ def test_scores_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     # The harness names a GPU also on machines without one.
     adapter = TransformerXLModel(tmp_path / "model", device="cuda:0")
     with pytest.raises(CheckpointError, match="NaN or Inf"):
-        adapter.loglikelihood(requests("loglikelihood", ("a", "b")), True)
+        adapter.loglikelihood(requests("loglikelihood", ("a", "b")))
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,33 +226,28 @@ def test_words_that_a_model_does_not_know_are_counted(
     assert model.get_model_info()["unknown_symbols"] == 0
     generation = {"until": ["cat", "dog"], "max_gen_toks": 2}
     calls: dict[str, tuple[list[tuple], str]] = {
-        "loglikelihood": ([("the dog", " sat"), ("the", " cat")], "1 symbol .*'dog', in 1 of 2"),
-        "loglikelihood_rolling": ([("the dog",), ("a cat",)], "2 symbols .*'dog', 'a', in 2 of 2"),
-        "generate_until": ([("the dog", generation)], "1 symbol .*'dog', in 1 of 1"),
+        "loglikelihood": ([("the dog", " sat"), ("the", " cat")], "1 symbol .*'dog'"),
+        "loglikelihood_rolling": ([("the dog",), ("a cat",)], "2 symbols .*'dog', 'a'"),
+        "generate_until": ([("the dog", generation)], "1 symbol .*'dog'"),
     }
     for name, (arguments, expected) in calls.items():
         caplog.clear()
-        getattr(model, name)(requests(name, *arguments), True)
+        getattr(model, name)(requests(name, *arguments))
         (message,) = caplog.messages
-        assert re.match(f"{name}: {expected} requests", message), message
+        assert re.match(f"{name}: {expected}$", message), message
     assert model.get_model_info()["unknown_symbols"] == 4
     caplog.clear()
-    model.loglikelihood(requests("loglikelihood", ("the", " cat <unk>")), True)
+    model.loglikelihood(requests("loglikelihood", ("the", " cat <unk>")))
     assert not caplog.messages
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mode": "rolling"}, "mode: Input should be 'memory' or 'windowed'"),
-        ({"mem_len": 0, "mode": "memory"}, "has no memory"),
-        ({"mem_len": 0, "max_length": 9}, "max_length=9: without memory"),
         ({"batch_size": "auto"}, "batch_size: Input should be a valid integer"),
         ({"workers": 0}, "workers: Input"),
-        ({"tgt_len": -3}, "tgt_len: Input"),
         ({"tgt_len": 0}, "tgt_len: Input"),
         ({"mem_len": -1}, "mem_len: Input"),
-        ({"max_length": 0}, "max_length: Input"),
         ({"precision": "fp16"}, "precision"),
         ({"strict": True}, "strict: Extra"),
     ],
@@ -269,11 +266,3 @@ def test_a_model_whose_documents_have_no_mark_needs_a_prefix(tmp_path: Path) -> 
         TransformerXLModel(directory)
     model = TransformerXLModel(directory, prefix=" ")
     assert model.prefix_token_id == letters.encode(" ")[0]
-
-
-def test_several_harness_processes_are_refused(
-    exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2: .* workers=N"):
-        TransformerXLModel(exported)

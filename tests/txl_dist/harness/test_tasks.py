@@ -139,21 +139,20 @@ def test_a_document_has_the_perplexity_of_txl_eval(folder: Path, tmp_path: Path)
             "word_perplexity": math.exp(sums.nats / num_words),
         }
     )
-    assert harness["config"]["mode"] == "memory"
     assert harness["config"]["tgt_len"] == TGT_LEN
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["memory", "windowed"])
+@pytest.mark.parametrize("windows", [{}, {"mem_len": 0, "tgt_len": 200}], ids=["memory", "windows"])
 @pytest.mark.parametrize("kind", ["documents", "choices", "generation"])
-def test_batches_and_workers_change_nothing(kind: str, mode: str, folder: Path) -> None:
+def test_batches_and_workers_change_nothing(
+    kind: str, windows: dict[str, int], folder: Path
+) -> None:
     """Workers change no bit; another batch size can change the last digits of products."""
     data = folder / ("documents.jsonl" if kind == "documents" else "choices.jsonl")
     make = {"documents": rolling_task, "choices": choice_task, "generation": generation_task}
     task = make[kind](data)
-    arguments = {"checkpoint": str(folder / "model"), "mode": mode}
-    if mode == "windowed":
-        arguments |= {"max_length": 200}
+    arguments = {"checkpoint": str(folder / "model"), **windows}
     one, eight = (
         scores("txl", task, model_args=arguments, batch_size=size, limit=None) for size in (1, 8)
     )
@@ -164,19 +163,6 @@ def test_batches_and_workers_change_nothing(kind: str, mode: str, folder: Path) 
     for num_workers in (2, 3):
         more = scores("txl", task, model_args=arguments | {"workers": num_workers}, batch_size=1)
         assert (more["metrics"], more["responses"]) == (one["metrics"], one["responses"])
-
-
-@pytest.mark.slow
-def test_the_two_modes_give_different_perplexities(folder: Path) -> None:
-    task = rolling_task(folder / "documents.jsonl")
-    arguments = {"checkpoint": str(folder / "model"), "batch_size": 8}
-    memory, short, long = (
-        scores("txl", task, model_args=arguments | options)["metrics"]["byte_perplexity"]
-        for options in ({}, {"mode": "windowed", "max_length": 5},
-                        {"mode": "windowed", "max_length": 10_000})
-    )  # fmt: skip
-    assert short != pytest.approx(memory, rel=1e-4)
-    assert long == pytest.approx(memory, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """All figures: how lines are drawn, and those of attention, evaluations and context curves.
 
-No other module imports matplotlib; `run_charts.py` has the charts of `txl report`. The same figure
+No other module imports matplotlib; `run_report.py` has the curves of `txl report`. The same figure
 always gives the same bytes. Text from elsewhere is plain: `$` and `_` have no special meaning.
 
 Lines are told apart with any colour vision and in greyscale: they also differ in dashes and
@@ -221,14 +221,12 @@ MIN_GAIN = 1e-4
 
 
 def plot_group(report: Mapping[str, Any]) -> Figure:
-    """Draw recl.json: mean losses by context with intervals, and gains by context, if any."""
-    has_recl = bool(report["models"][0]["recl"])
+    """Draw recl.json: mean losses by context with intervals, and gains by context."""
     title = f"{report['group']} on {report['split']}: {report['positions']:,} targets"
-    figure = new_figure((12 if has_recl else 6.5, 4.6), title=title)
-    panels = figure.subplots(1, 2 if has_recl else 1, squeeze=False)[0]
-    _draw_curves(panels[0], report)
-    if has_recl:
-        _draw_gains(panels[1], report)
+    figure = new_figure((12, 4.6), title=title)
+    losses, gains = figure.subplots(1, 2)
+    _draw_curves(losses, report)
+    _draw_gains(gains, report)
     return figure
 
 

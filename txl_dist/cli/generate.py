@@ -2,22 +2,20 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.system.files import explain_disk_errors, require_writable, write_file
 from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption, path_argument
-from txl_dist.cli.progress import WorkUnit, running, work_progress
+from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.generation.text import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
-    from txl_dist.generation.generate import GeneratedText
     from txl_dist.generation.text import PromptLine
     from txl_dist.model.transformer_xl import TransformerXL
 
@@ -35,14 +33,6 @@ def generate(
             metavar="FILE",
             help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
             'key "prompt", "text" or "ids" (token ids). The results are lines of JSON.',
-            parser=path_argument,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --prompts: write the results to this file when all are there.",
             parser=path_argument,
         ),
     ] = None,
@@ -95,10 +85,6 @@ def generate(
 
     if prompts and prompt:
         raise ConfigError("--prompt and --prompts: give one of them")
-    if out and not prompts:
-        raise ConfigError("--out needs --prompts FILE; for one prompt, redirect the output: > FILE")
-    if out:
-        require_writable(out.parent)
     try:
         # Bytes that are not UTF-8 reach Python as lone surrogates, which cannot be encoded.
         "".join((prompt, *(stop or ()))).encode("utf-8")
@@ -129,7 +115,9 @@ def generate(
         model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
     )
     if prompts:
-        _write_results(_result_lines(lines, texts, seed), len(lines), out)
+        for index, (line, text) in enumerate(zip(lines, texts, strict=True)):
+            result = {"line": line.line, "prompt": line.prompt, "seed": seed + index}
+            print(json.dumps({**result, **asdict(text)}), flush=True)
     elif as_json:
         result = {"checkpoint": str(stored.path), "prompt": prompt, **asdict(next(texts))}
         print(json.dumps(result))
@@ -139,20 +127,19 @@ def generate(
 
 def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     """The id of a `--stop-token`. Raises ConfigError for another text than that of one token."""
-
-    if token.isascii() and token.isdecimal() and len(token) < 11:
-        if int(token) < tokenizer.vocab_size:
-            return int(token)
+    if token.isascii() and token.isdecimal():
+        id_ = int(token)
+        is_one = id_ < tokenizer.vocab_size
+    else:
+        ids = tokenizer.encode(token).tolist()
+        id_ = ids[0] if ids else 0
+        is_one = len(ids) == 1 and tokenizer.decode(ids) == token
+    if not is_one:
         raise ConfigError(
-            f"--stop-token {token}: expected an id from 0 to {tokenizer.vocab_size - 1}"
+            f"--stop-token {token!r} is not one token of this model, nor one of its "
+            f"{tokenizer.vocab_size} ids. To end before a longer text: --stop {token!r}"
         )
-    ids = tokenizer.encode(token).tolist()
-    if len(ids) != 1 or tokenizer.decode(ids) != token:
-        raise ConfigError(
-            f"--stop-token {token!r} is not one token of this model. To end before a longer text: "
-            f"--stop {token!r}"
-        )
-    return int(ids[0])
+    return id_
 
 
 def _require_prompts(
@@ -190,28 +177,3 @@ def _stream(
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def _result_lines(
-    lines: "Sequence[PromptLine]", texts: "Iterator[GeneratedText]", seed: int
-) -> Iterator[str]:
-    """One line of JSON per prompt."""
-    for index, (line, text) in enumerate(zip(lines, texts, strict=True)):
-        result = {"line": line.line, "prompt": line.prompt, "seed": seed + index, **asdict(text)}
-        yield json.dumps(result)
-
-
-def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
-    """Print every result when it is there, or write all to a file at the end."""
-
-    if out is None:
-        for line in results:
-            print(line, flush=True)
-        return
-    written = []
-    with work_progress(WorkUnit("prompts")) as progress:
-        for line in results:
-            written.append(f"{line}\n")
-            progress("generating", len(written), num_prompts)
-    with explain_disk_errors("writing the results", out.parent):
-        write_file(out, "".join(written).encode())

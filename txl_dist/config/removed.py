@@ -62,9 +62,12 @@ COMMANDS: dict[str, str] = {
     "bench gpu": "run benchmarks/gpu.py of a checkout",
     "bench model": "run benchmarks/model_speed.py of a checkout",
     "data export": "write the documents as JSON lines with examples/export_documents.py",
+    "generate --out": "redirect the output: txl generate RUN --prompts FILE > results.jsonl",
     "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",
     "report --results": "score the checkpoint in its run directory, whose results are shown; the "
     "tables and figures of txl recl and txl attention are in their --out",
+    "report --to-mlflow": "mlflow artifacts log-artifact --local-file RUN/report.html --run-id ID "
+    "with MLFLOW_TRACKING_URI; txl status RUN says both",
     "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
 }
 """What to use instead, by the words of the command after `txl`."""

@@ -6,8 +6,8 @@ The curves of one run are drawn by step, with its restarts and the steps that ha
 of several runs are drawn over each other by tokens, because their steps may differ in size.
 
 The page needs no other file and has no scripts. All text is escaped: that of a run may contain
-anything. Light and dark follow the settings of the browser. Tables and long lines scroll in their
-boxes, so that a screen of 360 pixels shows the page without scrolling sideways.
+anything. Tables and long lines scroll in their boxes, so that a screen of 360 pixels shows the page
+without scrolling sideways.
 """
 
 import base64
@@ -28,20 +28,15 @@ from txl_dist.events import ENDS, last_start, of_kind
 from txl_dist.training.goodput import LOSSES, STEPS, WallTime
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1b; --page: #fff; --line: #d0d0d0; --box: #f5f5f5 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e8e8e8; --page: #161616; --line: #444; --box: #222 }
-  figure img { filter: invert(1) hue-rotate(180deg) }
-}
 * { box-sizing: border-box }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
-  max-width: 76rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; border-bottom: 1px solid var(--line) }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 76rem;
+  margin: 0 auto; padding: 1rem; overflow-wrap: anywhere }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; border-bottom: 1px solid #d0d0d0 }
 .box { overflow-x: auto }
 table { border-collapse: collapse; font-size: .95rem; font-variant-numeric: tabular-nums }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top;
-  border-bottom: 1px solid var(--line) }
-pre { overflow: auto; max-height: 32rem; background: var(--box); padding: .7rem; font-size: .8rem }
+  border-bottom: 1px solid #d0d0d0 }
+pre { overflow: auto; max-height: 32rem; background: #f5f5f5; padding: .7rem; font-size: .8rem }
 .charts { display: grid; gap: 1.2rem 1.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)) }
 figure { margin: 0; max-width: 34rem } figure img { width: 100%; height: auto; display: block }
@@ -205,7 +200,7 @@ def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[tuple[str, bytes]]:
 def _chart(
     runs: Sequence[RunRecord], lines: Mapping[str, Series], *, is_logarithmic: bool
 ) -> bytes:
-    """`lines`: by run. What has no colour is black: in dark mode the page inverts the lightness."""
+    """`lines`: by run."""
     figure = new_figure(CHART_INCHES)
     axes = figure.subplots()
     for number, run in enumerate(runs):
@@ -216,7 +211,7 @@ def _chart(
     if len(runs) == 1:
         _mark_events(axes, runs[0])
     finish(axes, "step" if len(runs) == 1 else "tokens", "")
-    return svg_bytes(figure, transparent=True)
+    return svg_bytes(figure)
 
 
 def _by_tokens(run: RunRecord, series: Series) -> Series:

@@ -92,17 +92,14 @@ def read_status(runs: Sequence[Path]) -> list[RunStatus]:
                 f"{run} is not a run directory. Give the `directory` of a config that `txl train` "
                 "has run, or nothing for those below runs/"
             )
-    alive = {run for run in runs if _is_held(run)}
+    # A launcher or a rank holds a lock, as far as locks are seen from here.
+    locks = {run: (*run.glob(".launch-*.launcher"), run / "lock") for run in runs}
+    alive = {run for run in runs if any(is_locked(path) for path in locks[run])}
     alive |= _runs_with_a_heartbeat([run for run in runs if run not in alive])
     return [_status(run, is_alive=run in alive) for run in runs]
 
 
 # --- is it alive? ---------------------------------------------------------------------------------
-
-
-def _is_held(run: Path) -> bool:
-    """Whether a launcher or a rank holds one of its locks, as far as they are seen from here."""
-    return any(is_locked(path) for path in (*run.glob(".launch-*.launcher"), run / "lock"))
 
 
 def _runs_with_a_heartbeat(runs: Sequence[Path]) -> set[Path]:

@@ -161,7 +161,7 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write result.json, and the plots of --details, to this directory.",
+            help="Write what --json prints to result.json in this directory.",
             parser=path_argument,
         ),
     ] = None,
@@ -300,8 +300,8 @@ def _score(
         # What --json prints: one object, or a list of them; in a sweep one per model.
         content = contents[0] if len(contents) == 1 else contents
         if staged:
-            names = write_evaluation(staged, content, results)
-            _note(f"wrote {', '.join(names)} to {out}")
+            write_evaluation(staged, content)
+            _note(f"wrote {out}/{RESULT_NAME}")
     return results, content
 
 

@@ -1,10 +1,7 @@
 """What `txl eval` prints and writes: one score, a table of scores, or a sweep.
 
-Everything is printed and written from `Result`s (evaluation/result.py). The files of --out DIR:
-
-result.json                 what --json prints: an object, or a list of them
-by_document_position.png    with --details: a plot of each table; also by_segment_position and
-                            by_token_frequency
+Everything is printed and written from `Result`s (evaluation/result.py). --out DIR gets result.json,
+which is what --json prints: an object, or a list of them.
 
 --per-document FILE has one line of JSON for each document of the scored splits:
 
@@ -27,7 +24,7 @@ from data_pipeline.system.files import StagedDirectory, explain_disk_errors, wri
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.cli.options import print_table
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.breakdown import DOCUMENT, TABLES, LossTable, paired_difference
+from txl_dist.evaluation.breakdown import DOCUMENT, LossTable, paired_difference
 from txl_dist.evaluation.result import Result, table_columns
 from txl_dist.evaluation.scores import SCORES
 
@@ -39,28 +36,12 @@ if TYPE_CHECKING:
 RESULT_NAME = "result.json"
 
 
-def write_evaluation(staged: StagedDirectory, content: Any, results: Sequence[Result]) -> list[str]:
-    """Write the files; returns their names. `content`: of result.json.
-
-    Files of an earlier evaluation in the same directory are replaced or removed.
-    """
-    # Imported here: matplotlib takes a second, and RESULT_NAME is needed before the scores.
-    from txl_dist.analysis.plots import plot_table, write_png
-
-    with explain_disk_errors("writing the files of an evaluation", staged.directory):
-        staging = staged.stage()
-        objects = [each.to_json() for each in results]
-        for name in TABLES if any(each.details for each in results) else ():
-            write_png(plot_table(name, objects), staging / f"by_{name}.png")
-        write_synced(
-            staging / RESULT_NAME, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
-        )
-        names = sorted(path.name for path in staging.iterdir())
-        for name in (f"by_{table}.png" for table in TABLES):
-            if name not in names:
-                (staged.directory / name).unlink(missing_ok=True)
-        staged.publish(names)
-    return names
+def write_evaluation(staged: StagedDirectory, content: Any) -> None:
+    """Write what --json prints to result.json."""
+    with explain_disk_errors("writing the result of an evaluation", staged.directory):
+        text = json.dumps(content, indent=1, allow_nan=False)
+        write_synced(staged.stage() / RESULT_NAME, text.encode() + b"\n")
+        staged.publish([RESULT_NAME])
 
 
 def document_lines(

@@ -1,7 +1,4 @@
-"""The files of `txl eval --out`, without the command (`tests/txl_dist/cli/test_evaluate.py`).
-
-`txl eval --per-document`: the sums of each document, against its targets one by one.
-"""
+"""What `txl eval` prints, and `--per-document`: the sums of each document, against its targets."""
 
 import json
 import math
@@ -16,19 +13,16 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
-from data_pipeline.system.files import StagedDirectory
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from tests.support.exported_model import export_small_model
+from tests.support.run_directories import evaluation
 from tests.support.tokenizer_families import LIBRARY_OF
 from tests.txl_dist.evaluation.test_distributed import Recorder
-from txl_dist.analysis.plots import plot_table
 from txl_dist.cli.evaluation_output import (
-    RESULT_NAME,
     document_lines,
     print_results,
     record_results,
     with_differences,
-    write_evaluation,
 )
 from txl_dist.convert.stored_model import find_model
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
@@ -37,74 +31,12 @@ from txl_dist.evaluation.result import EvaluationResult, Result
 from txl_dist.evaluation.scores import SCORES, NamedSums, score
 
 
-def scored(**changes: Any) -> dict[str, Any]:
-    rows = [
-        {"from": 0, "to": 0, "tokens": 2, "nats": 6.0, "nats_per_token": 3.0},
-        {"from": 2, "to": 3, "tokens": 1, "nats": 2.0, "nats_per_token": 2.0},
-    ]
-    return {
-        "checkpoint": "runs/a_$b/step-00000010",
-        "split": "valid",
-        "mode": "exact",
-        "weights": "last",
-        "tgt_len": 8,
-        "mem_len": 4,
-        "clamp_len": None,
-        "same_length": False,
-        "tokens_scored": 3,
-        "data_sha256": "d",
-        "model_sha256": "m",
-        "protocol": "p",
-        "nats_per_token": 3.0,
-        "details": {
-            "interval": None,
-            "num_documents": 3,
-            "token_frequency_counted_on": "train",
-            "by_document_position": rows,
-            "by_segment_position": rows,
-            "by_token_frequency": rows,
-        },
-        **changes,
-    }
-
-
-def write(directory: Path, objects: list[dict[str, Any]]) -> dict[str, bytes]:
-    results = [Result.model_validate(each) for each in objects]
-    with StagedDirectory(directory, last=RESULT_NAME) as staged:
-        names = write_evaluation(staged, objects, results)
-    assert {path.name for path in directory.iterdir()} == set(names)
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def test_the_files_are_the_same_bytes_every_time_and_replace_earlier_ones(tmp_path: Path) -> None:
-    objects = [scored(), scored(split="test", mem_len=0)]
-    files = write(tmp_path / "one", objects)
-    assert files == write(tmp_path / "one", objects)
-    assert {"result.json", "by_document_position.png"} <= set(files)
-    plain = scored()
-    del plain["details"]
-    assert set(write(tmp_path / "one", [plain])) == {"result.json"}
-
-
 def test_an_interval_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    details = scored()["details"]
+    content = evaluation("m", mem_len=4, nats=2.5, details=True)
     for interval in (None, {"nats_per_token": None}):
-        changed = {**details, "interval": interval}
-        print_results([Result.model_validate(scored(details=changed, bits_per_byte=1.0))])
+        content["details"]["interval"] = interval
+        print_results([Result.model_validate(content)])
         assert "95 % interval    none, too few documents" in capsys.readouterr().out
-
-
-def test_the_lines_of_a_plot_are_named_by_what_differs() -> None:
-    figure = plot_table("token_frequency", [scored(), scored(mem_len=0)])
-    (axes,) = figure.axes
-    assert [line.get_label() for line in axes.lines] == ["mem_len 4", "mem_len 0"]
-    assert axes.get_xlabel() == "occurrences of the target's id in split train"
-
-
-@pytest.mark.parametrize("count", [1, 30])
-def test_any_number_of_results_can_be_drawn(count: int) -> None:
-    figure = plot_table("segment_position", [scored(mem_len=number) for number in range(count)])
-    assert len(figure.axes[0].lines) == count
 
 
 TEXTS = ["z", "a long document, longer than a chunk. " * 40, "x", "y\n", *map(str, range(40)), "é"]

@@ -23,7 +23,7 @@ from txl_dist.convert.hub import FILE_NAME, require_supported
 from txl_dist.convert.stored_model import find_model
 from txl_dist.evaluation.result import Result, read_result, results_of_model
 from txl_dist.evaluation.scores import SCORES
-from txl_dist.events import read_events
+from txl_dist.events import newest_attempt, read_events
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.goodput import WallTime
 from txl_dist.training.scores import ScoreTable
@@ -75,11 +75,8 @@ def card(
     the score of another model.
     """
     require_supported(manifest.architecture)
-    stored, run, state = (
-        find_model(checkpoint),
-        run_of(checkpoint),
-        load_state(checkpoint, manifest),
-    )
+    stored, run = find_model(checkpoint), run_of(checkpoint)
+    state = load_state(checkpoint, manifest)
     results = [read_result(path, stored.digest) for path in scores]
     if run is not None and not results:
         results = results_of_model(run, stored.digest)
@@ -185,8 +182,8 @@ def _training(
     yield "written by", manifest.written_by
     yield "ranks", f"{manifest.num_ranks}"
     events = read_events(run) if run else []
-    starts = [event.start for event in events if event.start]
-    yield from (("device of a rank", start.device) for start in starts[-1:])
+    if (attempt := newest_attempt(events)) is not None:
+        yield "device of a rank", attempt.device
     seconds = WallTime.of(events).productive.get(manifest.step)
     if seconds is not None:
         yield "seconds of the steps", f"{seconds:,.0f}"

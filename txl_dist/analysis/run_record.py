@@ -23,7 +23,7 @@ from txl_dist.config.yaml_file import YamlTextError, read_yaml
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.result import Result
 from txl_dist.evaluation.scores import kept_results
-from txl_dist.events import EVENTS, AttemptStart, Event, Kind, read_events
+from txl_dist.events import EVENTS, Event, Kind, read_events
 from txl_dist.tracking.journal import JOURNAL, read_metrics
 from txl_dist.tracking.tracker import as_text
 
@@ -60,11 +60,6 @@ class RunRecord:
     def last_step(self) -> int:
         """The newest step of any metric."""
         return max(points[-1][0] for points in self.metrics.values())
-
-    @property
-    def attempt(self) -> AttemptStart | None:
-        """The newest one."""
-        return next((event.start for event in reversed(self.events) if event.start), None)
 
     @property
     def evaluated(self) -> str:

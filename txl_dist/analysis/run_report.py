@@ -24,7 +24,7 @@ from txl_dist.analysis.plots import Axes, draw_line, finish, new_figure, svg_byt
 from txl_dist.analysis.run_record import RunRecord, Series, differing_settings
 from txl_dist.evaluation.result import Result, table_columns
 from txl_dist.evaluation.scores import SCORES
-from txl_dist.events import ENDS, last_start, of_kind
+from txl_dist.events import ENDS, last_start, newest_attempt, of_kind
 from txl_dist.training.goodput import LOSSES, STEPS, WallTime
 
 _STYLE = """
@@ -82,7 +82,7 @@ def _sections(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
 
 def _facts(run: RunRecord) -> dict[str, str]:
     """The same names for every run; empty what is not known."""
-    attempt, best, times = run.attempt, run.best, run.series("time")
+    attempt, best, times = newest_attempt(run.events), run.best, run.series("time")
     wall_time = WallTime.of(run.events)
     return {
         "parameters": f"{attempt.num_parameters:,}" if attempt else "",

@@ -24,7 +24,7 @@ from data_pipeline.system.files import is_locked
 from data_pipeline.system.progress import clock
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
-from txl_dist.events import ENDS, EVENTS, Event, last_start, of_kind, read_events
+from txl_dist.events import ENDS, EVENTS, Event, last_start, newest_attempt, of_kind, read_events
 from txl_dist.runtime.heartbeat import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
 from txl_dist.tracking.journal import JOURNAL, READ_BYTES, parse_line
 from txl_dist.tracking.process import page_command
@@ -129,7 +129,7 @@ def _runs_with_a_heartbeat(runs: Sequence[Path]) -> set[Path]:
 def _status(run: Path, *, is_alive: bool) -> RunStatus:
     all_events, values = read_events(run), last_values(run / JOURNAL)
     events, rank_zero = last_start(all_events), read_heartbeats(run).get(0)
-    start = next((event.start for event in reversed(all_events) if event.start), None)
+    start = newest_attempt(all_events)
     state = _state({event.kind for event in events}, is_alive=is_alive)
     # Step lines may be many steps apart, and a stop writes none.
     steps = [int(values["step"])] if "step" in values else []
@@ -211,7 +211,7 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     names = ("step", "loss", "tokens_per_second", "seconds_left")
     known = {name: value for name in names if (value := getattr(status, name)) is not None}
     yield ", ".join([f"{status.run}: {status.state}", *progress_text(known, status.num_steps)])
-    if status.attempt is not None:
+    if status.attempt and status.host:
         restarts = counted(status.restarts, "restart")
         yield f"  attempt {status.attempt} on {status.host}, {restarts} after failures"
     yield f"  {status.doing}"

@@ -193,8 +193,8 @@ def _print_result(result: Result) -> None:
     if details := result.details:
         ends = (details["interval"] or {}).get("nats_per_token")
         print(
-            f"  95 % interval    {_interval(ends, '.4f')} nats per token, from "
-            f"{counted(details['num_documents'], 'document')}"
+            f"  95 % interval    {_interval(ends, '.4f')} (nats per token, of "
+            f"{counted(details['num_documents'], 'document')})"
         )
     print(
         f"  {counted(result.num_chunks, 'chunk')}, {result.context_overhead:.1%} more tokens "

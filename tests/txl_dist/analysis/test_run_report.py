@@ -15,7 +15,7 @@ from txl_dist.analysis.run_record import read_run
 from txl_dist.analysis.run_report import charts_of_runs, run_page, thin_out
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
-from txl_dist.training.goodput import WallTime
+from txl_dist.training.goodput import WallTime, goodput_of
 
 CURVES = [
     "Training loss in nats per token",
@@ -71,7 +71,7 @@ def test_text_of_the_run_is_escaped_and_nothing_is_loaded_from_elsewhere(run: Pa
     assert len(charts) == len(CURVES)
     assert not any("<script" in chart or 'href="http' in chart for chart in charts)
     # Goodput is one number from one place; the last step line has an older one.
-    goodput = WallTime.of(read_run(run).events).goodput
+    goodput = goodput_of(WallTime.of(read_run(run).events).seconds)
     assert f"<td>steps: the goodput</td><td>{goodput:.1%}</td>" in page
     assert "50.0%" not in page
     assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == CURVES

@@ -91,8 +91,17 @@ def test_a_run_of_an_older_version_has_the_step_of_its_metrics(run: Path) -> Non
     (status,) = read_status([run])
     assert (status.state, status.step, status.attempt) == ("lost", 30, None)
     assert "an older version wrote it" in status.doing
+    assert "None" not in "\n".join(status_lines(status))
     with held(run):
         assert read_status([run])[0].state == "running"
+
+
+def test_a_run_whose_ranks_start_for_the_first_time_is_starting(run: Path) -> None:
+    write_events(run, event("ranks_started", "2 ranks start"), attempt=0)
+    with held(run):
+        (status,) = read_status([run])
+    assert (status.state, status.doing, status.num_steps) == ("starting", "2 ranks start", None)
+    assert "None" not in "\n".join(status_lines(status))
 
 
 @contextmanager

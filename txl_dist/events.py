@@ -143,6 +143,11 @@ def of_kind(events: Iterable[Event], *kinds: Kind) -> list[Event]:
     return [event for event in events if event.kind in kinds]
 
 
+def newest_attempt(events: Sequence[Event]) -> AttemptStart | None:
+    """What the newest attempt trains; None if none has begun."""
+    return next((event.start for event in reversed(events) if event.start), None)
+
+
 def last_start(events: Sequence[Event]) -> Sequence[Event]:
     """The events since the ranks were started last."""
     starts = [n for n, event in enumerate(events) if event.kind in ("ranks_started", "start")]

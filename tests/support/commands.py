@@ -39,7 +39,7 @@ def txl(
 
 def run_txl(*words: object) -> tuple[int, str]:
     """Exit code and output of a command that runs in this process; of an error, its message."""
-    with patch.object(progress, "FIRST_LINE_SECONDS", 600):  # no line depends on the time
+    with patch.object(progress, "SILENT_SECONDS", 600):  # no line depends on the time
         result = CliRunner().invoke(app, [str(word) for word in words])
     if isinstance(result.exception, TxlError):
         return result.exception.exit_code, str(result.exception)

@@ -49,7 +49,6 @@ def write_run(path: Path, *, mem_len: int = 8) -> Path:
         if step in (3, 6):
             lines.append({**lines[-1], "valid/loss": 4.5 - step / 100, "valid/perplexity": 80.0})
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (path / "logs" / "metrics-superseded.jsonl").write_text('{"step": 4, "loss": 4.7}\n')
     lost = event("error", "</pre><script>alert(1)</script>", rank=1)
     saved = event("save", step=3, seconds={"steps": 2.0})
     write_events(path, start(0), event("first_batch"), saved, lost)

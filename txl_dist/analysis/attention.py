@@ -20,14 +20,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from data_pipeline.streams.segments import IGNORED
-from data_pipeline.system.remote_path import DatasetPath
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
@@ -122,7 +120,12 @@ def attention_by_distance(
     Calls `on_progress(chunks done, chunks)`. Raises CheckpointError if a weight is NaN or Inf, and
     ConfigError for a memory whose keys are not one token each.
     """
-    _require_tokens_as_keys(scorer.model.config)
+    if not scorer.model.config.memory_facts.keys_are_tokens:
+        raise ConfigError(
+            "attention by distance in tokens is not defined for model.memory="
+            f"{scorer.model.config.memory}: its keys are not one token each. Use txl recl or txl "
+            "bench recall, which measure how far back a model uses its text"
+        )
     config, device, tgt_len = scorer.model.config, scorer.device, scorer.tgt_len
     num_distances = config.mem_len + tgt_len
     heads = Mass.zeros(config.n_layer, config.n_head, num_distances, device)
@@ -150,15 +153,6 @@ def attention_by_distance(
     )
 
 
-def _require_tokens_as_keys(config: ModelConfig) -> None:
-    if not config.memory_facts.keys_are_tokens:
-        raise ConfigError(
-            f"attention by distance in tokens is not defined for model.memory={config.memory}: its "
-            "keys are not one token each. Use txl recl or txl bench recall, which measure how far "
-            "back a model uses its text"
-        )
-
-
 def _even_weights(config: ModelConfig, age_BT: Tensor) -> Tensor:
     """Equal weights on all visible keys, [B, 1, T, S]."""
     visible_BTS = visible_keys(age_BT, num_past=config.mem_len, same_length=config.same_length)
@@ -173,8 +167,8 @@ def attention_json(attention: AttentionByDistance, job: EvaluationJob, model: Mo
     content = {
         "format": "txl-attention",
         "version": 1,
-        "checkpoint": as_utf8(job.checkpoint),
-        "data": as_utf8(job.data),
+        "checkpoint": str(job.checkpoint),
+        "data": str(job.data),
         "model": asdict(model),
         "settings": asdict(job.settings),
         "num_queries": attention.num_queries,
@@ -192,8 +186,3 @@ def _mass(mass: Mass) -> dict[str, Any]:
         "segment": mass.segment_LH.tolist(),
         "mean_distance": mass.mean_distance.tolist(),
     }
-
-
-def as_utf8(path: Path | DatasetPath | str) -> str:
-    """A path as valid text: bytes that are not UTF-8 become escapes such as \\xff."""
-    return str(path).encode("utf-8", "backslashreplace").decode()

@@ -11,8 +11,6 @@ written: no run knows them.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,19 +20,15 @@ from txl_dist.checkpoint.directory import CheckpointDirectory, run_of
 from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.redaction import redact_field
 from txl_dist.convert.hub import FILE_NAME, require_supported
-from txl_dist.evaluation.result import Result
+from txl_dist.convert.stored_model import find_model
+from txl_dist.evaluation.result import Result, read_result, results_of_model
 from txl_dist.evaluation.scores import SCORES
-from txl_dist.events import read_events
+from txl_dist.events import newest_attempt, read_events
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.goodput import WallTime
 from txl_dist.training.scores import ScoreTable
 from txl_dist.training.state import TrainState, load_state
 
-MEMORY_TEXTS = {
-    "recurrent": "the inputs of every layer for the previous {mem_len} tokens",
-    "tokens": "{memory_tokens} vectors that the model reads and writes as tokens",
-    "recurrent+tokens": "the inputs of every layer for the previous {mem_len} tokens, and "
-    "{memory_tokens} vectors that the model reads and writes as tokens",
-}
 _TRAINING = (
     "training.num_steps", "data.num_lanes", "data.lanes_per_step", "data.tgt_len", "data.reset",
     "training.backprop_segments", "seed", "precision", "deepspeed.zero_stage", "model.dropout",
@@ -66,60 +60,68 @@ From a shell: `python {file} --prompt {prompt}`. With txl-dist this directory is
 model like any other: `txl generate DIRECTORY --prompt TEXT`, `txl eval DIRECTORY DATA`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CardFacts:
-    """What a card is written from."""
-
-    name: str
-    checkpoint: Path
-    manifest: CheckpointManifest
-    num_parameters: int
-    tokenizer: Tokenizer
-    weights: str
-    """`last` or `averaged`."""
-    results: Sequence[Result]
-
-
-def card(facts: CardFacts) -> str:
+def card(
+    checkpoint: Path,
+    manifest: CheckpointManifest,
+    model: TransformerXL,
+    tokenizer: Tokenizer,
+    *,
+    scores: Sequence[Path] = (),
+) -> str:
     """The text of README.md. The run directory of the checkpoint may be gone.
 
-    Raises ConfigError for a model that the standalone file cannot compute.
+    `scores`: results of `txl eval --json`; without them all that the run keeps of these weights.
+    Raises ConfigError for a model that the standalone file cannot compute, and CheckpointError for
+    the score of another model.
     """
-    manifest = facts.manifest
     require_supported(manifest.architecture)
-    state = load_state(facts.checkpoint, manifest)
-    summary = (
-        f"A Transformer-XL language model with {facts.num_parameters:,} parameters, trained with "
-        f"txl-dist for {manifest.step:,} steps on {state.tokens:,} tokens. "
-        "It carries a memory from segment to segment of a text, as an argument and a result."
-    )
-    is_text = not isinstance(facts.tokenizer, IdTokenizer)
-    has_library = "tokenizer" in facts.tokenizer.description.model_dump()
+    stored, run = find_model(checkpoint), run_of(checkpoint)
+    state = load_state(checkpoint, manifest)
+    results = [read_result(path, stored.digest) for path in scores]
+    if run is not None and not results:
+        results = results_of_model(run, stored.digest)
+    # A split may have been scored twice, alone and with others.
+    results = list({result.key: result for result in results}.values())
+    name = (run or checkpoint).resolve().name
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    is_text = not isinstance(tokenizer, IdTokenizer)
+    description = tokenizer.description.model_dump()
     how_to_run = _HOW_TO_RUN.format(
         file=FILE_NAME,
-        library=" and `pip install tokenizers`" if has_library else "",
+        library=" and `pip install tokenizers`" if "tokenizer" in description else "",
         prompt=json.dumps("Once upon a time" if is_text else "60 62 64"),
     )
-    sections = {
-        "How to run it": how_to_run,
-        "Model": _table(("", ""), _model(facts)),
-        "Data": _data(manifest, state),
-        "Training": _table(("", ""), _training(facts, state)),
-        "Scores": "\n\n".join(_scores(facts)) or "None were computed for these weights.",
-        "Intended use and limits": _LIMITS,
+    model_rows = {
+        "parameters": f"{num_parameters:,}",
+        **_architecture(manifest),
+        "tokenizer": f"`{description['type']}`",
+        "weights": f"fp32, {stored.weights} of the training",
     }
-    parts = [_front_matter(facts), f"# {facts.name}", summary]
-    parts += [f"## {title}\n\n{text}" for title, text in sections.items()]
+    score_texts = [*map(_score_of_result, results), *_score_of_training(run, manifest.step)]
+    parts = [
+        _front_matter(name, results, is_text=is_text),
+        f"# {name}",
+        f"A Transformer-XL language model with {num_parameters:,} parameters, trained with "
+        f"txl-dist for {manifest.step:,} steps on {state.tokens:,} tokens. It carries a memory "
+        "from segment to segment of a text, as an argument and a result.",
+        f"## How to run it\n\n{how_to_run}",
+        f"## Model\n\n{_table(('', ''), model_rows.items())}",
+        f"## Data\n\n{_data(manifest, state)}",
+        f"## Training\n\n{_table(('', ''), _training(run, manifest, state))}",
+        "## Scores",
+        *(score_texts or ["None were computed for these weights."]),
+        f"## Intended use and limits\n\n{_LIMITS}",
+    ]
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(facts: CardFacts) -> str:
+def _front_matter(name: str, results: Sequence[Result], *, is_text: bool) -> str:
     # JSON is YAML: strings from names of runs and datasets need no other escaping.
     content: dict[str, Any] = {"library_name": "pytorch"}
-    if not isinstance(facts.tokenizer, IdTokenizer):
+    if is_text:
         content["pipeline_tag"] = "text-generation"
     content["tags"] = ["transformer-xl", "recurrent-memory", "txl-dist"]
-    results = [
+    entries = [
         {
             "task": {"type": "text-generation"},
             "dataset": {
@@ -128,38 +130,32 @@ def _front_matter(facts: CardFacts) -> str:
                 "split": result.split,
             },
             "metrics": [
-                {"type": name, "value": value, "args": {"protocol": result.protocol}}
-                for name, value in result.known_scores.items()
+                {"type": metric, "value": value, "args": {"protocol": result.protocol}}
+                for metric, value in result.known_scores.items()
             ],
         }
-        for result in facts.results
+        for result in results
     ]
-    if results:
-        content["model-index"] = [{"name": facts.name, "results": results}]
+    if entries:
+        content["model-index"] = [{"name": name, "results": entries}]
     lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items())
     return "\n".join(["---", *lines, "---"])
 
 
-def _model(facts: CardFacts) -> Iterator[tuple[str, str]]:
-    config = facts.manifest.architecture
-    memory = "none: every segment is read by itself"
-    if config.has_memory:
-        names = ("mem_len", "compression_rate", "memory_tokens")
-        values = {name: getattr(config, name) for name in names}
-        memory = MEMORY_TEXTS[config.memory].format(**values)
-    tokenizer = facts.tokenizer.description.model_dump()["type"]
-    softmax = f", adaptive softmax from ids {list(config.cutoffs)}" if config.cutoffs else ""
-    norm = "pre" if config.pre_lnorm else "post"
-    heads = f"{config.n_head} of {config.d_head}"
-    yield "parameters", f"{facts.num_parameters:,}"
-    yield "layers, width, heads", f"{config.n_layer}, {config.d_model}, {heads}"
-    yield "feed-forward", f"{config.d_inner}, {config.feed_forward}"
-    yield "block", f"recipe {config.recipe}, {config.norm}, {norm}-norm"
-    yield "memory", f"`{config.memory}`: {memory}"
-    yield "distances", config.distance_encoding
-    yield "segment", f"{facts.manifest.segment_len} tokens at a time in training"
-    yield "vocabulary", f"{config.vocab_size:,} ids, tokenizer `{tokenizer}`{softmax}"
-    yield "weights", f"fp32, {facts.weights} of the training"
+def _architecture(manifest: CheckpointManifest) -> dict[str, str]:
+    """What a reader compares; config.json has all of it."""
+    config = manifest.architecture
+    of_memory = {name: getattr(config, name) for name in config.memory_facts.settings}
+    memory = ", ".join(f"{name} {value}" for name, value in of_memory.items() if value)
+    return {
+        "layers, width, heads": f"{config.n_layer}, {config.d_model}, {config.n_head} of "
+        f"{config.d_head}",
+        "feed-forward": f"{config.d_inner}, {config.feed_forward}",
+        "block": f"recipe {config.recipe}, {config.norm}, {config.distance_encoding}",
+        "memory": f"`{config.memory}`: {memory or 'none, every segment is read by itself'}",
+        "segment": f"{manifest.segment_len} tokens at a time in training",
+        "vocabulary": f"{config.vocab_size:,} ids",
+    }
 
 
 def _data(manifest: CheckpointManifest, state: TrainState) -> str:
@@ -171,27 +167,26 @@ def _data(manifest: CheckpointManifest, state: TrainState) -> str:
         (path or c.name, f"{c.tokens:,}", f"{c.weight / total:.1%}", f"`{c.digest}`")
         for c in corpora
     ]
-    text = (
+    table = _table(("corpus", "training tokens", "share", "sha256"), rows)
+    return (
         f"Digest of all training data: `{manifest.data_digest}`. A digest identifies a "
-        "dataset of txl-dist: its texts, their order in the shards and the tokenizer."
+        f"dataset of txl-dist: its texts, their order in the shards and the tokenizer.\n\n{table}"
     )
-    table = _table(("corpus", "training tokens", "share", "sha256"), rows) if rows else ""
-    return f"{text}\n\n{table}".rstrip()
 
 
-def _training(facts: CardFacts, state: TrainState) -> Iterator[tuple[str, str]]:
-    manifest, run = facts.manifest, run_of(facts.checkpoint)
+def _training(
+    run: Path | None, manifest: CheckpointManifest, state: TrainState
+) -> Iterator[tuple[str, str]]:
     yield "steps", f"{manifest.step:,}"
     yield "tokens", f"{state.tokens:,}"
     yield "written by", manifest.written_by
     yield "ranks", f"{manifest.num_ranks}"
-    with suppress(OSError):
-        events = read_events(run) if run else []
-        starts = [event.start for event in events if event.start]
-        yield from (("device of a rank", start.device) for start in starts[-1:])
-        seconds = WallTime.of(events).productive.get(manifest.step)
-        if seconds is not None:
-            yield "seconds of the steps", f"{seconds:,.0f}"
+    events = read_events(run) if run else []
+    if (attempt := newest_attempt(events)) is not None:
+        yield "device of a rank", attempt.device
+    seconds = WallTime.of(events).productive.get(manifest.step)
+    if seconds is not None:
+        yield "seconds of the steps", f"{seconds:,.0f}"
     names = [*_TRAINING, *sorted(name for name in manifest.run if name.startswith("optimizer."))]
     for name in names:
         value = redact_field(name.rpartition(".")[2], manifest.run.get(name))
@@ -199,15 +194,16 @@ def _training(facts: CardFacts, state: TrainState) -> Iterator[tuple[str, str]]:
             yield f"`{name}`", json.dumps(value)
 
 
-def _scores(facts: CardFacts) -> Iterator[str]:
-    for result in facts.results:
-        known = result.known_scores.items()
-        rows = ((SCORES[name].label, SCORES[name].text(value)) for name, value in known)
-        yield _table(("score", "value"), rows)
-        yield f"Protocol: {result.protocol}"
-    if (run := run_of(facts.checkpoint)) is None:
-        return
-    score = ScoreTable(CheckpointDirectory(run), is_due=lambda step: False).get(facts.manifest.step)
+def _score_of_result(result: Result) -> str:
+    known = result.known_scores.items()
+    rows = ((SCORES[name].label, SCORES[name].text(value)) for name, value in known)
+    return f"{_table(('score', 'value'), rows)}\n\nProtocol: {result.protocol}"
+
+
+def _score_of_training(run: Path | None, step: int) -> Iterator[str]:
+    """The score that training has computed for this step, if any."""
+    directory = CheckpointDirectory(run) if run else None
+    score = ScoreTable(directory, is_due=lambda _: False).get(step) if directory else None
     if score is not None and score.nats is not None:
         part = "all of it" if score.max_tokens is None else f"its first {score.max_tokens:,} tokens"
         digest = f" of the dataset `{score.data_digest}`" if score.data_digest else ""

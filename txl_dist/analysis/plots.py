@@ -1,6 +1,6 @@
-"""All figures: how lines are drawn, and those of attention, evaluations and context curves.
+"""All figures: how lines are drawn, and those of attention and of context curves.
 
-No other module imports matplotlib; `run_charts.py` has the charts of `txl report`. The same figure
+No other module imports matplotlib; `run_report.py` has the curves of `txl report`. The same figure
 always gives the same bytes. Text from elsewhere is plain: `$` and `_` have no special meaning.
 
 Lines are told apart with any colour vision and in greyscale: they also differ in dashes and
@@ -80,22 +80,17 @@ def finish(axes: Axes, x_label: str, y_label: str) -> None:
 
 def write_figure(figure: Figure, directory: Path, name: str) -> list[str]:
     """Write NAME.png and NAME.svg; returns both names. The same figure gives the same bytes."""
-    write_png(figure, directory / f"{name}.png")
+    with _reproducible():
+        figure.savefig(directory / f"{name}.png", dpi=150, metadata={"Software": None})
     (directory / f"{name}.svg").write_bytes(svg_bytes(figure))
     return [f"{name}.png", f"{name}.svg"]
 
 
-def write_png(figure: Figure, path: Path) -> None:
-    with _reproducible():
-        figure.savefig(path, dpi=150, metadata={"Software": None})
-
-
-def svg_bytes(figure: Figure, *, transparent: bool = False) -> bytes:
+def svg_bytes(figure: Figure) -> bytes:
     """The figure as SVG."""
     file = io.BytesIO()
     with _reproducible():
-        metadata = {"Date": None, "Creator": None}
-        figure.savefig(file, format="svg", metadata=metadata, transparent=transparent)
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return file.getvalue()
 
 
@@ -165,55 +160,6 @@ def _draw_layer(axes: Axes, attention: "AttentionByDistance", layer: int) -> Non
     finish(axes, "distance from query to key: start of each bin", "share of a head's attention")
 
 
-# --- evaluations and sweeps -----------------------------------------------------------------------
-
-X_LABELS = {
-    "document_position": "position of the target in its document, in tokens",
-    "segment_position": "position of the query in its segment, in tokens",
-    "token_frequency": "occurrences of the target's id",
-}
-"""By name of a table: the label of the x axis."""
-LABELLED = (
-    "checkpoint",
-    "split",
-    "tgt_len",
-    "mem_len",
-    "clamp_len",
-    "weights",
-    "same_length",
-)
-EVALUATION_INCHES = (7.0, 4.2)
-
-
-def plot_table(name: str, scored: Sequence[Mapping[str, Any]]) -> Figure:
-    """Nats per token by bucket. Buckets with several values are drawn at their first one."""
-    figure = new_figure(EVALUATION_INCHES)
-    axes = figure.subplots()
-    for number, (each, label) in enumerate(zip(scored, _labels(scored), strict=True)):
-        rows = each["details"][f"by_{name}"]
-        nats = [row["nats_per_token"] for row in rows]
-        starts = [row["from"] for row in rows]
-        draw_line(axes, starts, nats, label=label, number=number, num_lines=len(scored))
-    if name != "segment_position":
-        axes.set_xscale("symlog", base=2, linthresh=1)
-    counted = {each["details"]["token_frequency_counted_on"] for each in scored}
-    suffix = f" in split {', '.join(sorted(counted))}" if name == "token_frequency" else ""
-    finish(axes, X_LABELS[name] + suffix, "nats per token")
-    return figure
-
-
-def _labels(scored: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What differs between the objects, for each of them."""
-    differing = [name for name in LABELLED if len({str(each[name]) for each in scored}) > 1]
-    return [
-        ", ".join(
-            Path(each[name]).name if name == "checkpoint" else f"{name} {each[name]}"
-            for name in differing or ["checkpoint"]
-        )
-        for each in scored
-    ]
-
-
 # --- context curves -------------------------------------------------------------------------------
 
 MIN_GAIN = 1e-4
@@ -221,14 +167,12 @@ MIN_GAIN = 1e-4
 
 
 def plot_group(report: Mapping[str, Any]) -> Figure:
-    """Draw recl.json: mean losses by context with intervals, and gains by context, if any."""
-    has_recl = bool(report["models"][0]["recl"])
+    """Draw recl.json: mean losses by context with intervals, and gains by context."""
     title = f"{report['group']} on {report['split']}: {report['positions']:,} targets"
-    figure = new_figure((12 if has_recl else 6.5, 4.6), title=title)
-    panels = figure.subplots(1, 2 if has_recl else 1, squeeze=False)[0]
-    _draw_curves(panels[0], report)
-    if has_recl:
-        _draw_gains(panels[1], report)
+    figure = new_figure((12, 4.6), title=title)
+    losses, gains = figure.subplots(1, 2)
+    _draw_curves(losses, report)
+    _draw_gains(gains, report)
     return figure
 
 

@@ -57,14 +57,8 @@ from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from data_pipeline.tokenizers.loading import differences
-from txl_dist.analysis.windows import (
-    WindowScorer,
-    max_context,
-    measure_losses,
-    sample_positions,
-    useful_contexts,
-)
-from txl_dist.convert.stored_model import StoredModel, find_model
+from txl_dist.analysis.windows import WindowScorer, measure_losses, sample_positions
+from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.evaluation.bootstrap import LEVEL, Resampling, interval, plan_resampling, resamples
 from txl_dist.evaluation.job import EvaluationJob
@@ -99,7 +93,9 @@ def relative_effective_context_length(
     `max_contexts`: per model, the longest context it can use; None: not limited. Raises ValueError
     for contexts without equal steps, r outside (0, 1] and losses that are NaN or Inf.
     """
-    check_contexts(contexts)
+    steps = {later - earlier for earlier, later in pairwise(contexts)}
+    if len(steps) != 1 or min(steps) < 1 or contexts[0] < 1:
+        raise ValueError(f"contexts {list(contexts)} do not increase by one fixed step")
     if losses_MCN.ndim != 3 or losses_MCN.shape[1] != len(contexts) or 0 in losses_MCN.shape:
         raise ValueError(f"losses {losses_MCN.shape} are not [models, {len(contexts)}, targets]")
     if not np.isfinite(losses_MCN).all():
@@ -110,13 +106,6 @@ def relative_effective_context_length(
         _effective_context(gains_of_model, contexts, threshold, limit)
         for gains_of_model, limit in zip(gains, limits, strict=True)
     ]
-
-
-def check_contexts(contexts: Sequence[int]) -> None:
-    """Raises ValueError unless there are two or more contexts with one positive step."""
-    steps = {later - earlier for earlier, later in pairwise(contexts)}
-    if len(steps) != 1 or min(steps) < 1 or contexts[0] < 1:
-        raise ValueError(f"contexts {list(contexts)} do not increase by one fixed step")
 
 
 def relative_gains(losses_MCN: NDArray[np.float64], *, r: float) -> NDArray[np.float64]:
@@ -160,24 +149,24 @@ def analyse_group(
     threshold: float,
     max_contexts: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Per model: `curve`, its loss by context, and `recl`, one per r, with intervals (recl.json).
+    """Per model: `curve`, its loss by context, and `recl`, one per r, with intervals."""
 
-    `r_values` is empty if the contexts have no fixed step.
-    """
+    def lengths(losses: NDArray[np.float64]) -> list[list[EffectiveContext]]:
+        """By r and model."""
+        return [
+            relative_effective_context_length(
+                losses, contexts, r=r, threshold=threshold, max_contexts=max_contexts
+            )
+            for r in r_values
+        ]
 
-    def lengths(losses: NDArray[np.float64], r: float) -> list[EffectiveContext]:
-        return relative_effective_context_length(
-            losses, contexts, r=r, threshold=threshold, max_contexts=max_contexts
-        )
-
-    means: list[NDArray[np.float64]] = []
-    recl: list[list[list[int]]] = [[] for _ in r_values]
+    means, recl = [], []
     for indices in resamples(document_N, resampling):
         resampled = losses_MCN[:, :, indices]
         means.append(resampled.mean(axis=-1))
-        for values, r in zip(recl, r_values, strict=True):
-            values.append([length.recl for length in lengths(resampled, r)])
-    means_ZMC, models = np.stack(means), []
+        recl.append([[length.recl for length in of_r] for of_r in lengths(resampled)])
+    means_ZMC, recl_ZRM, measured = np.stack(means), np.array(recl), lengths(losses_MCN)
+    models = []
     for model, losses_CN in enumerate(losses_MCN):
         curve = []
         for column, context in enumerate(contexts):
@@ -185,12 +174,12 @@ def analyse_group(
             low, high = interval(means_ZMC[:, model, column])
             point = {"context": context, "nats": nats, "low": low, "high": high}
             curve.append({**point, "perplexity": math.exp(nats)})
-        models.append({"curve": curve, "recl": []})
-    for values, r in zip(recl, r_values, strict=True):
-        for model, length in enumerate(lengths(losses_MCN, r)):
-            low, high = interval([row[model] for row in values])
-            result = {"r": r, "low": int(low), "high": int(high), **asdict(length)}
-            models[model]["recl"].append(result)
+        results = []
+        for row, r in enumerate(r_values):
+            low, high = interval(recl_ZRM[:, row, model])
+            ends = {"r": r, "low": int(low), "high": int(high)}
+            results.append({**ends, **asdict(measured[row][model])})
+        models.append({"curve": curve, "recl": results})
     return models
 
 
@@ -198,8 +187,6 @@ def analyse_group(
 
 JSON_NAME = "recl.json"
 NUM_RESAMPLES = 500
-MAX_ROWS = 12
-"""Of the table of contexts that is printed."""
 
 ReclReport: TypeAlias = dict[str, Any]
 """The object of recl.json."""
@@ -221,34 +208,16 @@ class ReclRequest:
     seed: int
 
 
-def check_group(request: ReclRequest) -> None:
-    """Check everything that can be checked before weights are loaded.
-
-    Raises ConfigError for invalid options; DataError if tokenizers differ, among models or from the
-    data.
-    """
-    if len(set(request.names)) < len(request.names):
-        raise ConfigError(f"the models need different names, got {', '.join(request.names)}")
-    if bad := [r for r in request.r_values if not 0 < r <= 1]:
-        raise ConfigError(f"--r {bad[0]:g} must be above 0 and at most 1")
-    models = [find_model(job.checkpoint, weights=job.weights) for job in request.jobs]
-    _require_one_tokenizer(models)
-    data = request.jobs[0].data
-    manifest = load_manifest(data)
-    for model in models:
-        model.check_data(manifest, data)
-
-
 def measure_group(
     request: ReclRequest, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> ReclReport:
     """Losses of every model at every context, their curves and RECL: the object of recl.json.
 
-    Calls `on_progress(tokens read, tokens to read)`, first before anything is read. Holds one model
-    at a time. Raises DataError if no target has enough context, CheckpointError for
-    damaged weights.
+    Calls `on_progress(targets scored, targets)`, of all models. Holds one model at a time. Raises
+    ConfigError for invalid options, DataError if tokenizers differ or no target has enough context,
+    and CheckpointError for damaged weights.
     """
-    check_group(request)
+    _check_group(request)
     jobs, contexts = request.jobs, request.contexts
     data, split = jobs[0].data, jobs[0].settings.split
     source = open_split(data, split, manifest=load_manifest(data))
@@ -260,22 +229,20 @@ def measure_group(
         seed=request.seed,
         reset="document" if within_documents else "stream",
     )
-    num_read, num_to_read = 0, sum(_tokens_per_target(job, contexts) for job in jobs)
-    num_to_read *= len(positions)
+    num_scored = 0
 
-    def on_read(num_tokens: int) -> None:
-        nonlocal num_read
-        num_read += num_tokens
-        on_progress(num_read, num_to_read)
+    def on_batch(num_targets: int) -> None:
+        nonlocal num_scored
+        num_scored += num_targets
+        on_progress(num_scored, len(jobs) * len(positions))
 
-    on_read(0)
     losses, models = [], []
     for name, job in zip(request.names, jobs, strict=True):
         scorer, model = _open(name, job)
         batch = job.batch_chunks
         losses.append(
             measure_losses(
-                scorer, source, positions, contexts, batch_windows=batch, on_read=on_read
+                scorer, source, positions, contexts, batch_windows=batch, on_batch=on_batch
             )
         )
         models.append(model)
@@ -337,11 +304,16 @@ def _protocol(report: ReclReport) -> str:
     )
 
 
-def _require_one_tokenizer(models: list[StoredModel]) -> None:
-    """Losses per token can be compared only if all models have the same tokens."""
+def _check_group(request: ReclRequest) -> None:
+    """Check what can be checked before weights are loaded. Raises ConfigError or DataError."""
+    if len(set(request.names)) < len(request.names):
+        raise ConfigError(f"the models need different names, got {', '.join(request.names)}")
+    if bad := [r for r in request.r_values if not 0 < r <= 1]:
+        raise ConfigError(f"--r {bad[0]:g} must be above 0 and at most 1")
+    models = [find_model(job.checkpoint, weights=job.weights) for job in request.jobs]
     first = models[0]
-    for model in models[1:]:
-        if not model.tokenizer or not first.tokenizer:
+    for model in models:
+        if not (model.tokenizer and first.tokenizer):
             continue
         if changes := differences(model.tokenizer, first.tokenizer):
             raise DataError(
@@ -349,6 +321,10 @@ def _require_one_tokenizer(models: list[StoredModel]) -> None:
                 "one tokenizer, because its losses per token are compared. Compare models that "
                 "were trained on the same prepared dataset"
             )
+    data = request.jobs[0].data
+    manifest = load_manifest(data)
+    for model in models:
+        model.check_data(manifest, data)
 
 
 def _open(name: str, job: EvaluationJob) -> tuple[WindowScorer, dict[str, Any]]:
@@ -368,17 +344,8 @@ def _open(name: str, job: EvaluationJob) -> tuple[WindowScorer, dict[str, Any]]:
     }
 
 
-def _tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
-    """Tokens that a model reads to score one target after each of `contexts` tokens."""
-    config = job.model_config(find_model(job.checkpoint, weights=job.weights).config)
-    return sum(useful_contexts(contexts, max_context(config, job.settings.tgt_len)))
-
-
-# --- files and tables -----------------------------------------------------------------------------
-
-
 def write_report(staged: StagedDirectory, report: ReclReport) -> None:
-    """recl.json and the plots."""
+    """Write recl.json and the plots."""
     from txl_dist.analysis.plots import plot_group, write_figure
 
     with explain_disk_errors("writing recl.json and its plots", staged.directory):
@@ -386,45 +353,3 @@ def write_report(staged: StagedDirectory, report: ReclReport) -> None:
         plots = write_figure(plot_group(report), staging, "recl")
         write_synced(staging / JSON_NAME, json.dumps(report, allow_nan=False).encode())
         staged.publish([*plots, JSON_NAME])
-
-
-def print_report(report: ReclReport) -> None:
-    print("mean nats per token after exactly c tokens, with half the width of its interval")
-    _print_table(_curve_rows(report))
-    print(f"\nRECL in tokens, with its interval; group: {report['group']}")
-    _print_table(_recl_rows(report))
-    print("last gain ends: the context from which on no step reaches the threshold, per r")
-    print(f"\n{report['protocol']}")
-
-
-def _print_table(rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
-
-
-def _curve_rows(report: ReclReport) -> list[list[str]]:
-    """Nats per token of every model by context; at most about MAX_ROWS."""
-    models, contexts = report["models"], report["contexts"]
-    rows = [["context", *(model["name"] for model in models)]]
-    last, step = len(contexts) - 1, -(-len(contexts) // MAX_ROWS)
-    for column in sorted({*range(0, last, step), last}):
-        points = [model["curve"][column] for model in models]
-        cells = [f"{p['nats']:.4f} ±{(p['high'] - p['low']) / 2:.4f}" for p in points]
-        rows.append([f"{contexts[column]:,}", *cells])
-    return rows
-
-
-def _recl_rows(report: ReclReport) -> list[list[str]]:
-    """RECL of every model by r, with intervals."""
-    models = report["models"]
-    rows = [["model", *(f"RECL r={result['r']:g}" for result in models[0]["recl"])]]
-    rows[0].append("last gain ends")
-    for model in models:
-        cells = []
-        for each in model["recl"]:
-            sign = ">=" if each["is_lower_bound"] else ""
-            cells.append(f"{sign}{each['recl']:,} ({each['low']:,}-{each['high']:,})")
-        ends = "/".join(f"{each['last_gain_ends']:,}" for each in model["recl"])
-        rows.append([model["name"], *cells, ends])
-    return rows

@@ -4,6 +4,7 @@
                                  has locks for all hosts
     .heartbeats/rank-N.json      changes every few seconds as long as a rank lives, on any host
     events.jsonl                 how the last start ended (txl_dist/events.py)
+    metrics.jsonl                the newest step line
 
 Clocks of hosts are not compared (decision 20): where no lock is seen, heartbeats are read again
 until one has changed, at most SILENT_SECONDS.
@@ -12,8 +13,8 @@ until one has changed, at most SILENT_SECONDS.
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +22,9 @@ from typing import Any, Literal
 from data_pipeline.errors import counted
 from data_pipeline.system.files import is_locked
 from data_pipeline.system.progress import clock
-from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
-from txl_dist.events import ENDS, EVENTS, Event, last_start, of_kind, read_events
+from txl_dist.events import ENDS, EVENTS, Event, last_start, newest_attempt, of_kind, read_events
 from txl_dist.runtime.heartbeat import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
 from txl_dist.tracking.journal import JOURNAL, READ_BYTES, parse_line
 from txl_dist.tracking.process import page_command
@@ -34,10 +34,9 @@ from txl_dist.training.goodput import WallTime
 SILENT_SECONDS = BEAT_SECONDS * SILENT_BEATS
 POLL_SECONDS = 0.5
 
-State = Literal["running", "starting", "ended", "stopped", "failed", "lost", "unreadable"]
+State = Literal["running", "starting", "ended", "stopped", "failed", "lost"]
 """`starting`: no step since the newest start. `ended`: all steps are done. `stopped`: on request.
-`failed`: with an error. `lost`: without a last word, as after SIGKILL or the loss of a machine.
-`unreadable`: the files of the run cannot be read here."""
+`failed`: with an error. `lost`: without a last word, as after SIGKILL or the loss of a machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,28 +46,26 @@ class RunStatus:
     run: str
     state: State
     doing: str
-    """What rank 0 is doing, how the run ended, or why it cannot be read."""
-    step: int | None = None
+    """What rank 0 is doing, how the run ended, or the error that ended it."""
+    step: int | None
     """The last step that was trained, as far as its files say."""
-    num_steps: int | None = None
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    seconds_left: float | None = None
-    """Loss, speed and time left are those of the newest step line."""
-    restarts: int | None = None
-    checkpoint: str | None = None
-    checkpoint_seconds: float | None = None
-    """Since the newest checkpoint was written, by the clock of the storage and of this host."""
-    host: str | None = None
-    attempt: int | None = None
-    error: str | None = None
-    """How the newest start ended, if not as it should."""
-    log: str | None = None
-    """The file to read about it."""
-    mlflow_run_id: str | None = None
-    mlflow_command: str | None = None
-    """Opens the page of MLflow; None without tracking, or for a server (`mlflow_server`)."""
-    mlflow_server: str | None = None
+    num_steps: int | None
+    loss: float | None
+    tokens_per_second: float | None
+    seconds_left: float | None
+    """Loss, speed and time left are those of the newest step line; the last two of a running run
+    only."""
+    restarts: int
+    """After failures."""
+    checkpoint: str | None
+    """The newest one."""
+    host: str | None
+    attempt: int | None
+    log: str | None
+    """The file to read about an error."""
+    mlflow_run_id: str | None
+    mlflow_page: str | None
+    """The command that opens the page of MLflow, or the address of its server."""
 
     def to_json(self) -> dict[str, Any]:
         """With null for the loss of a diverged run, because JSON has no NaN."""
@@ -80,139 +77,100 @@ class RunStatus:
 
 def find_runs(folder: Path) -> list[Path]:
     """The run directories below a folder, at most two levels deep, the newest last."""
-    names = (f"{depth}/{name}" for depth in ("*", "*/*") for name in (JOURNAL, EVENTS))
-    found = {path.parent for name in names for path in folder.glob(name)}
-    return sorted(found, key=lambda run: (_changed_at(run), run))
+    events = [*folder.glob(f"*/{EVENTS}"), *folder.glob(f"*/*/{EVENTS}")]
+    return [path.parent for path in sorted(events, key=lambda path: path.stat().st_mtime)]
 
 
-def _changed_at(run: Path) -> float:
-    for name in (JOURNAL, EVENTS):
-        with suppress(OSError):
-            return (run / name).stat().st_mtime
-    return 0.0
+def read_status(runs: Sequence[Path]) -> list[RunStatus]:
+    """The status of each run, which takes up to SILENT_SECONDS if no lock shows whether it lives.
 
-
-def read_status(
-    runs: Sequence[Path], *, wait: Callable[[Sequence[Path]], None] = lambda silent: None
-) -> list[RunStatus]:
-    """The status of each run. Raises ConfigError for a directory that is no run.
-
-    `wait(runs)` is called before the heartbeats of runs that no lock shows are watched, which takes
-    up to SILENT_SECONDS.
+    Raises ConfigError for a directory that is no run.
     """
-    statuses: dict[Path, RunStatus] = {}
-    beats: dict[Path, dict[int, Heartbeat]] = {}
-    are_alive: dict[Path, bool] = {}
     for run in runs:
-        with _noting_unreadable(run, statuses):
-            _require_run(run)
-            are_alive[run] = _is_held(run)
-            beats[run] = read_heartbeats(run)
-    unknown = [run for run in beats if not are_alive[run] and _may_live(beats[run])]
-    if unknown:
-        wait(unknown)
-        are_alive |= _watch(unknown, beats)
-    for run, found in beats.items():
-        with _noting_unreadable(run, statuses):
-            statuses[run] = _status(run, found, is_alive=are_alive[run])
-    return [statuses[run] for run in runs]
-
-
-@contextmanager
-def _noting_unreadable(run: Path, statuses: dict[Path, RunStatus]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = f"{error.filename or run} cannot be read: {error.strerror or error}"
-        statuses[run] = RunStatus(run=str(run), state="unreadable", doing=reason)
-
-
-def _require_run(run: Path) -> None:
-    if not any((run / name).exists() for name in ("config.yaml", JOURNAL, EVENTS, "logs")):
-        raise ConfigError(
-            f"{run} is not a run directory. Give the `directory` of a config that `txl train` "
-            "has run, or nothing for those below runs/"
-        )
+        if not any((run / name).exists() for name in ("config.yaml", JOURNAL, EVENTS, "logs")):
+            raise ConfigError(
+                f"{run} is not a run directory. Give the `directory` of a config that `txl train` "
+                "has run, or nothing for those below runs/"
+            )
+    # A launcher or a rank holds a lock, as far as locks are seen from here.
+    locks = {run: (*run.glob(".launch-*.launcher"), run / "lock") for run in runs}
+    alive = {run for run in runs if any(is_locked(path) for path in locks[run])}
+    alive |= _runs_with_a_heartbeat([run for run in runs if run not in alive])
+    return [_status(run, is_alive=run in alive) for run in runs]
 
 
 # --- is it alive? ---------------------------------------------------------------------------------
 
 
-def _is_held(run: Path) -> bool:
-    """Whether a launcher or a rank holds one of its locks, as far as they are seen from here."""
-    return any(is_locked(path) for path in (*run.glob(".launch-*.launcher"), run / "lock"))
-
-
-def _may_live(beats: dict[int, Heartbeat]) -> bool:
-    """Whether a rank may live: those of this host are looked up."""
+def _runs_with_a_heartbeat(runs: Sequence[Path]) -> set[Path]:
+    """The runs of which a heartbeat changes within SILENT_SECONDS."""
     here = socket.gethostname()
-    return any(beat.host != here or Path(f"/proc/{beat.pid}").exists() for beat in beats.values())
-
-
-def _watch(runs: Sequence[Path], beats: dict[Path, dict[int, Heartbeat]]) -> dict[Path, bool]:
-    """Whether a heartbeat of each run changes; `beats` are those of the first look."""
-    first = {run: {rank: beat.identity for rank, beat in beats[run].items()} for run in runs}
-    changed: dict[Path, bool] = dict.fromkeys(runs, False)
+    first = {run: read_heartbeats(run) for run in runs}
+    # Processes of this host are looked up, so that dead ones are not waited for.
+    waiting = {
+        run
+        for run, beats in first.items()
+        if any(beat.host != here or Path(f"/proc/{beat.pid}").exists() for beat in beats.values())
+    }
+    alive: set[Path] = set()
     deadline = time.monotonic() + SILENT_SECONDS
-    while not all(changed.values()) and time.monotonic() < deadline:
+    while alive != waiting and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        for run in (run for run in runs if not changed[run]):
-            now = read_heartbeats(run)
-            changed[run] = any(beat.identity != first[run].get(rank) for rank, beat in now.items())
-            beats[run] = now or beats[run]
-    return changed
+        for run in waiting - alive:
+            beats = read_heartbeats(run)
+            if any(beat != first[run].get(rank) for rank, beat in beats.items()):
+                alive.add(run)
+    return alive
 
 
 # --- what it does ---------------------------------------------------------------------------------
 
 
-def _status(run: Path, beats: dict[int, Heartbeat], *, is_alive: bool) -> RunStatus:
-    all_events = read_events(run)
-    events, values = last_start(all_events), last_values(run / JOURNAL)
-    starts = [event.start for event in all_events if event.start]
-    num_steps = starts[-1].num_steps if starts else None
+def _status(run: Path, *, is_alive: bool) -> RunStatus:
+    all_events, values = read_events(run), last_values(run / JOURNAL)
+    events, rank_zero = last_start(all_events), read_heartbeats(run).get(0)
+    start = newest_attempt(all_events)
+    state = _state({event.kind for event in events}, is_alive=is_alive)
     # Step lines may be many steps apart, and a stop writes none.
     steps = [int(values["step"])] if "step" in values else []
     steps += [event.step for event in of_kind(events, "save", *ENDS) if event.step is not None]
-    checkpoints, attempt = CheckpointDirectory(run), newest_record(run / FOLDER)
-    newest, rank_zero = checkpoints.newest_step(), beats.get(0)
-    state = _state({event.kind for event in events}, is_alive=is_alive)
+    checkpoints = CheckpointDirectory(run)
+    newest = checkpoints.newest_step()
     # An error because another rank was lost is the answer only if no rank has another one.
     errors = [*of_kind(events, "error"), *of_kind(events, "rank_lost")]
-    is_bad = state in ("failed", "lost")
-    error = errors[0] if errors and is_bad else None
+    error = errors[0] if errors and state in ("failed", "lost") else None
     log = run / "logs" / f"rank-{error.rank if error and error.rank else 0}.log"
+    tracking = TrackingState.load(run / STATE)
     return RunStatus(
         run=str(run),
         state=state,
-        doing=_doing(state, events, rank_zero),
+        doing=error.text if error else _doing(state, events, rank_zero),
         step=max(steps, default=None),
-        num_steps=num_steps,
+        num_steps=start.num_steps if start else None,
         loss=values.get("loss"),
-        tokens_per_second=values.get("tokens_per_second"),
+        tokens_per_second=values.get("tokens_per_second") if state == "running" else None,
         seconds_left=values.get("seconds_left") if state == "running" else None,
-        restarts=WallTime.of(all_events).restarts if all_events else None,
+        restarts=WallTime.of(all_events).restarts,
         checkpoint=None if newest is None else str(checkpoints.at(newest)),
-        checkpoint_seconds=None if newest is None else _age_seconds(checkpoints.at(newest)),
-        host=rank_zero.host if rank_zero else attempt.host if attempt else None,
-        attempt=attempt.number if attempt else None,
-        error=error.text if error else None,
-        log=str(log) if is_bad else None,
-        **_mlflow(run),
+        host=rank_zero.host if rank_zero else start.host if start else None,
+        attempt=all_events[-1].attempt if all_events else None,
+        log=str(log) if state in ("failed", "lost") else None,
+        mlflow_run_id=tracking.run_id if tracking else None,
+        mlflow_page=_mlflow_page(run, tracking) if tracking else None,
     )
 
 
-def _state(kinds: Collection[str], *, is_alive: bool) -> State:
+def _state(kinds: set[str], *, is_alive: bool) -> State:
     """`kinds`: of the events since the newest start."""
     if "finished" in kinds:
         return "ended"  # its launcher may deliver the last metrics
     if is_alive:
         # A run of an earlier version has no events.
         has_stepped = "first_line" in kinds or not kinds
-        return "running" if has_stepped and not {*ENDS} & {*kinds} else "starting"
+        return "running" if has_stepped and kinds.isdisjoint(ENDS) else "starting"
     if "stopped" in kinds:
         return "stopped"
-    return "failed" if {"failed", "error"} & {*kinds} else "lost"
+    return "failed" if {"failed", "error"} & kinds else "lost"
 
 
 def _doing(state: State, events: Sequence[Event], rank_zero: Heartbeat | None) -> str:
@@ -223,11 +181,10 @@ def _doing(state: State, events: Sequence[Event], rank_zero: Heartbeat | None) -
         return f"{rank_zero.span if is_step else rank_zero.place}{waits}"
     if not events:
         return f"no {EVENTS}: the run has not begun, or an older version wrote it; see its logs"
-    if state in ("running", "starting"):
-        return events[-1].text
-    # That of the launcher, which knows all ranks, is the last one.
-    words = of_kind(events, *ENDS, "error", "rank_lost")
-    return words[-1].text if words else f"no last word after: {events[-1].text}"
+    # The end that the launcher has written, which knows all ranks, is the last one.
+    ends = of_kind(events, *ENDS) if state not in ("running", "starting") else []
+    silent = "no last word after: " if state == "lost" else ""
+    return ends[-1].text if ends else f"{silent}{events[-1].text}"
 
 
 def last_values(journal: Path) -> dict[str, float]:
@@ -241,21 +198,9 @@ def last_values(journal: Path) -> dict[str, float]:
     return last
 
 
-def _age_seconds(checkpoint: Path) -> float | None:
-    with suppress(OSError):  # just removed
-        return max(0.0, time.time() - checkpoint.stat().st_mtime)
-    return None
-
-
-def _mlflow(run: Path) -> dict[str, str | None]:
-    state = TrackingState.load(run / STATE)
-    server = state.server if state else None
-    is_file = state is not None and (server is None or server.startswith("sqlite"))
-    return {
-        "mlflow_run_id": state.run_id if state else None,
-        "mlflow_command": page_command(run, server) if is_file else None,
-        "mlflow_server": None if is_file else server,
-    }
+def _mlflow_page(run: Path, tracking: TrackingState) -> str:
+    is_file = tracking.server is None or tracking.server.startswith("sqlite")
+    return page_command(run, tracking.server) if is_file else str(tracking.server)
 
 
 # --- for people -----------------------------------------------------------------------------------
@@ -263,36 +208,19 @@ def _mlflow(run: Path) -> dict[str, str | None]:
 
 def status_lines(status: RunStatus) -> Iterator[str]:
     """A few lines about one run."""
-    yield ", ".join([f"{status.run}: {status.state}", *_progress(status)])
-    if status.attempt is not None:
-        place = f" on {status.host}" if status.host else ""
-        restarts = (
-            f", {counted(status.restarts, 'restart')} after failures" if status.restarts else ""
-        )
-        yield f"  attempt {status.attempt}{place}{restarts}"
+    names = ("step", "loss", "tokens_per_second", "seconds_left")
+    known = {name: value for name in names if (value := getattr(status, name)) is not None}
+    yield ", ".join([f"{status.run}: {status.state}", *progress_text(known, status.num_steps)])
+    if status.attempt and status.host:
+        restarts = counted(status.restarts, "restart")
+        yield f"  attempt {status.attempt} on {status.host}, {restarts} after failures"
     yield f"  {status.doing}"
     if status.checkpoint is not None:
-        seconds = status.checkpoint_seconds
-        age = "" if seconds is None else f", {duration(seconds)} old"
-        yield f"  checkpoint: {status.checkpoint}{age}"
-    if status.error is not None and status.error != status.doing:
-        yield f"  error: {status.error}"
+        yield f"  checkpoint: {status.checkpoint}"
     if status.log is not None:
         yield f"  log: {status.log}"
     if status.mlflow_run_id is not None:
-        where = status.mlflow_command or f"at {status.mlflow_server}"
-        yield f"  MLflow run {status.mlflow_run_id}: {where}"
-
-
-def _progress(status: RunStatus) -> Iterator[str]:
-    values = {
-        "step": status.step,
-        "loss": status.loss,
-        "tokens_per_second": status.tokens_per_second if status.state == "running" else None,
-        "seconds_left": status.seconds_left,
-    }
-    known = {name: value for name, value in values.items() if value is not None}
-    yield from progress_text(known, status.num_steps)
+        yield f"  MLflow run {status.mlflow_run_id}: {status.mlflow_page}"
 
 
 def progress_text(values: Mapping[str, float], num_steps: int | None) -> Iterator[str]:
@@ -309,10 +237,4 @@ def progress_text(values: Mapping[str, float], num_steps: int | None) -> Iterato
     if "tokens_per_second" in values:
         yield f"{values['tokens_per_second']:,.0f} tokens/s"
     if "seconds_left" in values:
-        yield f"{duration(values['seconds_left'])} left"
-
-
-def duration(seconds: float) -> str:
-    """`3:12:44`, or `2 days 3:12:44`."""
-    days, rest = divmod(round(seconds), 86_400)
-    return f"{counted(days, 'day')} {clock(rest)}" if days else clock(rest)
+        yield f"{clock(values['seconds_left'])} left"

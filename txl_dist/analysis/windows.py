@@ -13,9 +13,8 @@ is stratified: the eligible targets are cut into N ranges of equal size, and a h
 chooses one of each.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from data_pipeline.streams.order import hash_ids
 from data_pipeline.streams.segments import Reset
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError, DataError
-from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sequence import SequenceReader
@@ -103,13 +101,6 @@ def _stratified(total: int, num_samples: int, seed: int) -> NDArray[np.int64]:
 
 
 UNLIMITED = 2**31
-"""`max_context` of a memory that may depend on any earlier token."""
-
-
-def max_context(config: ModelConfig, tgt_len: int) -> int:
-    """Tokens before a target that can influence its loss, if the last segment ends before it."""
-    reach = memory_kind(config).receptive_tokens(tgt_len)
-    return UNLIMITED if reach is None else tgt_len + reach
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +113,12 @@ class WindowScorer:
 
     @property
     def max_context(self) -> int:
-        return max_context(self.model.config, self.tgt_len)
+        """Tokens before a target that can influence its loss, as the last segment ends before it.
+
+        UNLIMITED for a memory that may depend on any earlier token.
+        """
+        reach = memory_kind(self.model.config).receptive_tokens(self.tgt_len)
+        return UNLIMITED if reach is None else self.tgt_len + reach
 
     def last_nats(self, token_BN: Tensor, *, num_scored: int = 1) -> Tensor:
         """Nats [B, num_scored] of the last tokens of each window, on the CPU.
@@ -165,38 +161,23 @@ def measure_losses(
     contexts: Sequence[int],
     *,
     batch_windows: int,
-    on_read: Callable[[int], None] = lambda num_tokens: None,
+    on_batch: Callable[[int], None] = lambda num_targets: None,
 ) -> NDArray[np.float64]:
     """Nats [C, N] of every target after exactly c tokens, for rising `contexts`.
 
-    Contexts above the model's `max_context` have the loss of `max_context`. Calls `on_read(tokens)`
-    after each batch. Raises CheckpointError if a loss is NaN or Inf.
+    Contexts above the model's `max_context` have the loss of `max_context`. Calls
+    `on_batch(number of targets)` after each batch. Raises CheckpointError if a loss is NaN or Inf.
     """
-    useful = useful_contexts(contexts, scorer.max_context)
-    losses_CN = np.empty((len(useful), len(positions)))
-    for columns, token_BS in _batches(source, positions, contexts[-1], batch_windows):
-        for row, context in enumerate(useful):
-            nats_B1 = scorer.last_nats(token_BS[:, -context - 1 :])
-            losses_CN[row, columns] = nats_B1[:, 0].double().numpy()
-            on_read(context * len(token_BS))
-    repeated = [losses_CN[-1:]] * (len(contexts) - len(useful))
-    return np.concatenate([losses_CN, *repeated])
-
-
-def useful_contexts(contexts: Sequence[int], max_context: int) -> list[int]:
-    """The contexts that a model has to read: longer ones than its `max_context` change nothing."""
-    useful = [context for context in contexts if context <= max_context]
-    return useful if len(useful) == len(contexts) else [*useful, max_context]
-
-
-def _batches(
-    source: TokenSource, positions: Positions, context: int, batch_windows: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Which targets, and their windows of `context` tokens with the target, [B, S]."""
+    read_contexts = sorted({min(context, scorer.max_context) for context in contexts})
+    losses_CN = np.empty((len(read_contexts), len(positions)))
     for start in range(0, len(positions), batch_windows):
         columns = slice(start, start + batch_windows)
-        windows: list[NDArray[Any]] = []
-        for target in positions.target_N[columns].tolist():
-            token_S, _ = read_range(source, target - context, target + 1)
-            windows.append(token_S)
-        yield columns, torch.from_numpy(np.stack(windows))
+        targets = positions.target_N[columns].tolist()
+        windows = [read_range(source, t - contexts[-1], t + 1)[0] for t in targets]
+        token_BS = torch.from_numpy(np.stack(windows))
+        for row, context in enumerate(read_contexts):
+            nats_B1 = scorer.last_nats(token_BS[:, -context - 1 :])
+            losses_CN[row, columns] = nats_B1[:, 0].double().numpy()
+        on_batch(len(targets))
+    repeated = [losses_CN[-1:]] * (len(contexts) - len(read_contexts))
+    return np.concatenate([losses_CN, *repeated])

@@ -80,7 +80,6 @@ class SpeedRow:
     share_of_flops_ratio: float
     limit: float
     holds: bool
-    rounds: int
 
 
 class _Path(NamedTuple):
@@ -99,22 +98,21 @@ def bench_eval_speed(
     attention_lengths: Sequence[int],
     tgt_len: int,
     rounds: int,
-    seed: int = 0,
 ) -> Iterator[SpeedRow]:
     """Yield one row per attention length. `mem_len` of the model is not used.
 
-    Raises ValueError if the model encodes positions in a segment, so that states cannot be reused,
-    or has `same_length`.
+    Raises ConfigError for a model that cannot reuse states of a given number of tokens.
     """
-    if model.config.same_length:
-        raise ValueError("same_length limits attention to mem_len keys; set it to false")
-    if not model.config.encoding.allows_memory:
-        raise ValueError(
-            f"distance_encoding={model.config.distance_encoding} allows no memory, so there are no "
-            "states to reuse"
+    config = model.config
+    has_tokens = config.encoding.allows_memory and config.memory_facts.keys_are_tokens
+    if not has_tokens or config.same_length:
+        raise ConfigError(
+            "eval-speed compares a memory of a given number of tokens with windows of as many. "
+            f"distance_encoding={config.distance_encoding}, memory={config.memory}, same_length="
+            f"{config.same_length} is no such memory; use a checkpoint of a recurrent memory"
         )
     keep_freed_memory()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with one_thread():
         for length in attention_lengths:
             yield _row(model, length, tgt_len, rounds, generator)
@@ -143,7 +141,6 @@ def _row(
         share_of_flops_ratio=ratio / flops_ratio,
         limit=LIMIT,
         holds=LIMIT <= ratio / flops_ratio <= MAX_SHARE,
-        rounds=rounds,
     )
 
 
@@ -163,12 +160,6 @@ def _window_path(model: TransformerXL, length: int, generator: torch.Generator) 
 def _reuse_path(
     model: TransformerXL, length: int, tgt_len: int, generator: torch.Generator
 ) -> _Path:
-    if not model.config.memory_facts.keys_are_tokens:
-        raise ConfigError(
-            "eval-speed compares a memory of a given number of tokens with windows of as many; "
-            f"model.memory={model.config.memory} has no such number. Use a checkpoint of a "
-            "recurrent memory"
-        )
     lanes = LANES[model.weight.device.type]
     config = replace(model.config, mem_len=length)
     reader = SequenceReader(model, state=KVCache.empty(config, lanes), tgt_len=tgt_len)

@@ -24,13 +24,12 @@ the control's loss; 0 if the first one does not.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import TokenSource, open_split
@@ -99,9 +98,7 @@ class RecallResult:
     control_nats: float
     rows: tuple[RecallRow, ...]
     reach: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "min_share": MIN_SHARE}
+    min_share: float = MIN_SHARE
 
 
 def measure_recall(
@@ -118,13 +115,23 @@ def measure_recall(
     means = np.empty((len(conditions), len(text_BN)))
     for row, distance in enumerate(conditions):
         sequence_BN = torch.from_numpy(place_spans(text_BN, span_BX, distance))
-        nats = [
+        losses = [
             scorer.last_nats(batch_BN, num_scored=probe.span - probe.cue)
             for batch_BN in sequence_BN.split(batch_windows)
         ]
-        means[row] = _mean(torch.cat(nats))
+        means[row] = torch.cat(losses).double().mean(dim=1).numpy()
         on_progress(row + 1, len(conditions))
-    return _result(probe, means)
+    gains_DB, control = means[0] - means[1:], float(means[0].mean())
+    each = np.arange(len(text_BN))
+    plan = plan_resampling(each, num_resamples=NUM_RESAMPLES, seed=probe.seed)
+    resampled = np.stack([gains_DB[:, indices].mean(axis=1) for indices in resamples(each, plan)])
+    rows = []
+    for number, distance in enumerate(probe.distances):
+        nats, gain = float(means[1 + number].mean()), float(gains_DB[number].mean())
+        low, high = interval(resampled[:, number])
+        rows.append(RecallRow(distance, nats, gain, low, high, gain / control))
+    reached = takewhile(lambda row: row.share >= MIN_SHARE, rows)
+    return RecallResult(control, tuple(rows), max((row.distance for row in reached), default=0))
 
 
 def place_spans(
@@ -205,25 +212,3 @@ def sampled_text(
     )
     # Half a sample away, because neighbours in the sample may be the same text.
     return text_BN, np.roll(text_BN, len(text_BN) // 2, axis=0)[:, : probe.span]
-
-
-def _mean(nats_BX: Tensor) -> NDArray[np.float64]:
-    mean: NDArray[np.float64] = nats_BX.double().mean(dim=1).numpy()
-    return mean
-
-
-def _result(probe: RecallProbe, means: NDArray[np.float64]) -> RecallResult:
-    """`means`: nats of the control, then of each distance, per sequence [1 + D, B]."""
-    gains_DB = means[0] - means[1:]
-    each = np.arange(means.shape[1])
-    plan = plan_resampling(each, num_resamples=NUM_RESAMPLES, seed=probe.seed)
-    resampled = np.stack([gains_DB[:, indices].mean(axis=1) for indices in resamples(each, plan)])
-    control, rows, reach, unbroken = float(means[0].mean()), [], 0, True
-    for number, distance in enumerate(probe.distances):
-        gain = float(gains_DB[number].mean())
-        low, high = interval(resampled[:, number])
-        share = gain / control
-        rows.append(RecallRow(distance, float(means[1 + number].mean()), gain, low, high, share))
-        unbroken = unbroken and share >= MIN_SHARE
-        reach = distance if unbroken else reach
-    return RecallResult(control, tuple(rows), reach)

@@ -3,6 +3,7 @@
 import errno
 import sys
 import textwrap
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -11,11 +12,11 @@ from typer.exceptions import TyperException
 
 from txl_dist.cli import (
     bench,
-    context,
     data,
     evaluate,
     generate,
     job,
+    measure_context,
     models,
     preflight,
     prepare,
@@ -42,8 +43,8 @@ app.add_typer(preflight.app, name="config")
 app.command("estimate")(preflight.estimate)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
-app.command("recl")(context.recl)
-app.command("attention")(context.attention)
+app.command("recl")(measure_context.recl)
+app.command("attention")(measure_context.attention)
 app.command("generate")(generate.generate)
 app.command("report")(runs.report)
 app.command("status")(runs.status)
@@ -100,9 +101,9 @@ def main() -> None:
 
 def _usage_error(error: TyperException) -> TxlError:
     """The error of a command line that typer has refused: what it found, and what it expects."""
-    words = " ".join([*sys.argv[1:], ""])
-    if gone := next((name for name in COMMANDS if words.startswith(f"{name} ")), None):
-        return ConfigError(f"txl {gone} was removed; {COMMANDS[gone]} ({PAGE})")
+    for name, instead in COMMANDS.items():
+        if _has_words(sys.argv[1:], name):
+            return ConfigError(f"txl {name} was removed; {instead} ({PAGE})")
     message = error.format_message().replace("Value error, ", "").rstrip(".")
     context = getattr(error, "ctx", None)
     if context is None:  # an option without its value
@@ -122,3 +123,12 @@ def _usage_error(error: TyperException) -> TxlError:
     elif not message.startswith(("No such", "Invalid value")):
         expected = f". {' '.join(context.get_usage().split())}"
     return ConfigError(f"{message}{expected} (see {context.command_path} -h)")
+
+
+def _has_words(words: Sequence[str], name: str) -> bool:
+    """Whether a command line has the words of a removed command, or an option of it anywhere."""
+    *command, last = name.split()
+    rest = words[len(command) :]
+    return list(words[: len(command)]) == command and last in (
+        rest if last.startswith("-") else rest[:1]
+    )

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.batches import PlannedJob
     from txl_dist.evaluation.result import Result
 
+RESUME_ADVICE = (
+    "no score was computed. Finished chunks are kept in RUN/evaluations or --scores DIR: run the "
+    "same command with --resume to continue"
+)
+
 
 def evaluate(
     checkpoints: Annotated[
@@ -156,7 +161,7 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write result.json, and the plots of --details, to this directory.",
+            help="Write what --json prints to result.json in this directory.",
             parser=path_argument,
         ),
     ] = None,
@@ -186,10 +191,12 @@ def evaluate(
     with running("loading torch"):
         from txl_dist.cli.evaluation_output import print_results
         from txl_dist.evaluation.distributed import default_scores_directory, plan_job
-        from txl_dist.evaluation.job import combinations, evaluation_job
+        from txl_dist.evaluation.job import combinations, evaluation_job, parse_sweep
 
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
-    swept = _swept_values(sweep or [], options)
+    swept = parse_sweep(sweep or [])
+    if twice := [name for name in swept if options[name] is not None]:
+        raise ConfigError(f"--sweep {twice[0]}=... and one value of {twice[0]}: give one of them")
     if per_document and swept:
         raise ConfigError(
             "--per-document and --sweep: give one of them; score the best setting afterwards"
@@ -265,7 +272,7 @@ def _score(
     planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
     with staged_output(out, RESULT_NAME) as staged:
         with (
-            stoppable(_resume_advice(planned)),
+            stoppable(RESUME_ADVICE),
             open_workers(on, workers, use_gpus=True) as pool,
             work_progress(TOKENS, pool) as progress,
         ):
@@ -293,8 +300,8 @@ def _score(
         # What --json prints: one object, or a list of them; in a sweep one per model.
         content = contents[0] if len(contents) == 1 else contents
         if staged:
-            names = write_evaluation(staged, content, results)
-            _note(f"wrote {', '.join(names)} to {out}")
+            write_evaluation(staged, content)
+            _note(f"wrote {out}/{RESULT_NAME}")
     return results, content
 
 
@@ -315,26 +322,3 @@ def _watch(run: Path, split: str, on: str, workers: int) -> None:
 
 def _note(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> dict[str, list[int]]:
-    """Values of --sweep by option, which must not have another value."""
-    from txl_dist.evaluation.job import parse_sweep
-
-    values = parse_sweep(texts)
-    for name in values:
-        if options[name] is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} {options[name]} and --sweep {name}=...: give one of them")
-    return values
-
-
-def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
-    paths = [each.finished.path for each in planned]
-    places = ", ".join(sorted({str(path.parent) for path in paths if path is not None}))
-    if None in paths:
-        return "no score was computed. With --scores DIR, finished chunks are kept for --resume"
-    return (
-        f"no score was computed. Finished chunks are kept in {places}: run the same command with "
-        "--resume to continue"
-    )

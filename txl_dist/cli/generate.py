@@ -2,16 +2,15 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.system.files import explain_disk_errors, require_writable, write_file
 from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption, path_argument
-from txl_dist.cli.progress import WorkUnit, running, work_progress
+from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.text import (
     DEFAULT_BATCH_SIZE,
@@ -38,14 +37,6 @@ def generate(
             metavar="FILE",
             help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
             'key "prompt", "text" or "ids" (token ids). The results are lines of JSON.',
-            parser=path_argument,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --prompts: write the results to this file when all are there.",
             parser=path_argument,
         ),
     ] = None,
@@ -96,10 +87,6 @@ def generate(
     """
     if prompts and prompt:
         raise ConfigError("--prompt and --prompts: give one of them")
-    if out and not prompts:
-        raise ConfigError("--out needs --prompts FILE; for one prompt, redirect the output: > FILE")
-    if out:
-        require_writable(out.parent)
     try:
         # Bytes that are not UTF-8 reach Python as lone surrogates, which cannot be encoded.
         "".join((prompt, *(stop or ()))).encode("utf-8")
@@ -136,28 +123,26 @@ def generate(
         content = {"checkpoint": str(stored.path), "prompt": prompt, **asdict(next(texts))}
         print(json.dumps(content))
         return
-    results = (
-        json.dumps({"line": line, "prompt": of_line, "seed": seed + line - 1, **asdict(text)})
-        for line, (of_line, text) in enumerate(zip(given, texts, strict=True), start=1)
-    )
-    _write_results(results, len(ids), out)
+    for line, (of_line, text) in enumerate(zip(given, texts, strict=True), start=1):
+        result = {"line": line, "prompt": of_line, "seed": seed + line - 1}
+        print(json.dumps({**result, **asdict(text)}), flush=True)
 
 
 def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     """The id of a `--stop-token`. Raises ConfigError for another text than that of one token."""
-    if token.isascii() and token.isdecimal() and len(token) < 11:
-        if int(token) < tokenizer.vocab_size:
-            return int(token)
+    if token.isascii() and token.isdecimal():
+        id_ = int(token)
+        is_one = id_ < tokenizer.vocab_size
+    else:
+        ids = tokenizer.encode(token).tolist()
+        id_ = ids[0] if ids else 0
+        is_one = len(ids) == 1 and tokenizer.decode(ids) == token
+    if not is_one:
         raise ConfigError(
-            f"--stop-token {token}: expected an id from 0 to {tokenizer.vocab_size - 1}"
+            f"--stop-token {token!r} is not one token of this model, nor one of its "
+            f"{tokenizer.vocab_size} ids. To end before a longer text: --stop {token!r}"
         )
-    ids = tokenizer.encode(token).tolist()
-    if len(ids) != 1 or tokenizer.decode(ids) != token:
-        raise ConfigError(
-            f"--stop-token {token!r} is not one token of this model. To end before a longer text: "
-            f"--stop {token!r}"
-        )
-    return int(ids[0])
+    return id_
 
 
 def _ids_of_prompts(
@@ -182,18 +167,3 @@ def _print_growing(prompt: str, texts: Iterator[str]) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
-    """Print every result when it is there, or write all to a file at the end."""
-    if out is None:
-        for line in results:
-            print(line, flush=True)
-        return
-    written = []
-    with work_progress(WorkUnit("prompts")) as progress:
-        for line in results:
-            written.append(f"{line}\n")
-            progress("generating", len(written), num_prompts)
-    with explain_disk_errors("writing the results", out.parent):
-        write_file(out, "".join(written).encode())

@@ -1,7 +1,5 @@
 """Models that are stored: `txl checkpoint`, `txl import` and `txl export`."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,8 +10,6 @@ from txl_dist.cli.options import AsJson, Run, SavedCheckpoint, path_argument, pr
 from txl_dist.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.tokenizers import Tokenizer
-    from txl_dist.checkpoint.manifest import CheckpointManifest
     from txl_dist.model.transformer_xl import TransformerXL
 
 app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
@@ -36,34 +32,33 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     pointers = directory.pointers_by_step()
     scores, rows = ScoreTable(directory, is_due=lambda step: False), []
     for step in directory.steps():
-        row: dict[str, Any] = {"step": step, "path": str(directory.at(step))}
-        row["pointers"] = pointers.get(step, [])
+        path = directory.at(step)
+        row: dict[str, Any] = {"step": step, "path": str(path), "pointers": pointers.get(step, [])}
         try:
-            manifest = load_checkpoint_manifest(directory.at(step))
-            state = load_state(directory.at(step), manifest)
+            manifest = load_checkpoint_manifest(path)
             score = scores.get(step)
             row |= {
                 "bytes": sum(entry.bytes for entry in manifest.files.values()),
-                "tokens": state.tokens,
+                "tokens": load_state(path, manifest).tokens,
                 "num_ranks": manifest.num_ranks,
                 "nats_per_token": score and score.nats_per_token,
             }
         except CheckpointError as error:  # One damaged checkpoint must not hide the others.
             row["damage"] = str(error)
         rows.append(row)
-    if as_json:
-        print(json.dumps({"run": str(run), "checkpoints": rows}))
-        return
-    for row in rows:
-        nats = row.get("nats_per_token")
-        summary = row.get("damage") or (
-            f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  "
-            + counted(row["num_ranks"], "rank")
-            + ("" if nats is None else f"  validation loss {nats:.4f}")
-        )
-        print("  ".join([f"{row['path']}  {summary}", *row["pointers"]]))
-    if not rows:
-        print(f"{run} has no complete checkpoint yet")
+    content = {"run": str(run), "checkpoints": rows}
+    text = "\n".join(map(_line, rows)) or f"{run} has no complete checkpoint yet"
+    print_result(content, text, as_json=as_json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    nats = row.get("nats_per_token")
+    summary = row.get("damage") or (
+        f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  "
+        + counted(row["num_ranks"], "rank")
+        + ("" if nats is None else f"  validation loss {nats:.4f}")
+    )
+    return "  ".join([f"{row['path']}  {summary}", *row["pointers"]])
 
 
 @app.command()
@@ -159,43 +154,14 @@ def export(
     # How the model read its training text: txl eval and txl generate take it as their default.
     reading = Reading(tgt_len=manifest.segment_len, reset=manifest.run["data.reset"])
     if format_ == "hf":
+        from txl_dist.analysis.model_card import card
         from txl_dist.convert.hub import write_for_hub
 
-        text = _model_card(path, manifest, model, tokenizer, scores or ())
+        text = card(path, manifest, model, tokenizer, scores=scores or ())
         write_for_hub(out, model, tokenizer, reading, card=text)
     else:
         write_exported(out, model, tokenizer, reading)
     _print_model({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
-
-
-def _model_card(
-    checkpoint: Path,
-    manifest: "CheckpointManifest",
-    model: "TransformerXL",
-    tokenizer: "Tokenizer",
-    scores: Sequence[Path],
-) -> str:
-    """With the results in the files `scores`, or else all that the run keeps of these weights."""
-    from txl_dist.analysis.model_card import CardFacts, card
-    from txl_dist.checkpoint.directory import run_of
-    from txl_dist.convert.stored_model import find_model
-    from txl_dist.evaluation.result import read_result, results_of_model
-
-    stored, run = find_model(checkpoint), run_of(checkpoint)
-    results = [read_result(path, stored.digest) for path in scores]
-    if run is not None and not results:
-        results = results_of_model(run, stored.digest)
-    facts = CardFacts(
-        name=(run or checkpoint).resolve().name,
-        checkpoint=checkpoint,
-        manifest=manifest,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        tokenizer=tokenizer,
-        weights=stored.weights,
-        # A split may have been scored twice, alone and with others.
-        results=list({result.key: result for result in results}.values()),
-    )
-    return card(facts)
 
 
 def _print_model(

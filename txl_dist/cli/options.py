@@ -7,7 +7,7 @@ successful, and its output would be lost with the machine.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -148,6 +148,17 @@ def staged_output(out: Path | None, last: str) -> "Iterator[StagedDirectory | No
 def print_result(content: Mapping[str, object], text: str, *, as_json: bool) -> None:
     """Print the object of `--json`, or the text for people."""
     print(json.dumps(content) if as_json else text)
+
+
+def print_table(rows: Sequence[Sequence[str]], *, num_texts: int = 0) -> None:
+    """Print rows in columns, the first `num_texts` of them aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            f"{cell:{'<' if number < num_texts else '>'}{width}}"
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells))
 
 
 # --- options and arguments ------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def doctor(
             f"--on {on}: this launcher cannot check its nodes. Run txl doctor on each of them, "
             "without --on"
         )
-    with running(f"checking {on or 'this machine'}", quiet=as_json):
+    with running(f"checking {on or 'this machine'}"):
         findings = launcher.check_nodes(request)
     print_result(finding.to_json(findings), finding.report(findings), as_json=as_json)
     if finding.num_problems(findings):

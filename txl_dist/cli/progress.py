@@ -1,8 +1,8 @@
-"""Progress of long commands on standard error: rich on a terminal, plain lines elsewhere.
+"""Progress of long commands: a live line on a terminal, plain lines elsewhere.
 
     run_progress     training: the lines of rank 0's log, on standard output
     work_progress    work in bytes, tokens or other units: amount, rate, time left
-    running          work without steps: a spinner, or its name
+    running          work without steps: its name, and the time
 
 rich is imported only where a display is drawn: `txl --help` imports this module.
 """
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 Show: TypeAlias = Callable[[str, int, int], None]
 """show(phase, done, total), to be called often."""
 
-FIRST_LINE_SECONDS = 1.5
-"""Work without steps that takes less is not named where output is plain lines."""
 SILENT_SECONDS = 4.0
-"""Between two plain lines."""
+"""Before each plain line: shorter work is not named."""
 BAR_COLUMNS = 20
 
 
@@ -63,29 +61,10 @@ def run_progress(run: Path, num_steps: int, *, quiet: bool) -> Iterator[Callable
 
 
 @contextmanager
-def running(text: str, *, quiet: bool = False) -> Iterator[None]:
-    """Show `text` while the context is open. Elsewhere than on a terminal, work that takes longer
-    than FIRST_LINE_SECONDS is named by a line, which is repeated every few seconds with the time.
-    """
-    if quiet:
-        yield
-        return
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status(text):
-            yield
-        return
-
-    def print_lines() -> Iterator[float]:
-        start = time.monotonic()
-        yield FIRST_LINE_SECONDS
-        _print_line(text)
-        while True:
-            yield SILENT_SECONDS
-            _print_line(f"{text}: {time.monotonic() - start:.0f} s")
-
-    with _in_thread(print_lines()):
+def running(text: str) -> Iterator[None]:
+    """Show `text` and the time while the context is open."""
+    start = time.monotonic()
+    with _shown(lambda: f"{text}: {time.monotonic() - start:.0f} s"):
         yield
 
 
@@ -107,12 +86,9 @@ TOKENS = WorkUnit("tokens")
 
 @contextmanager
 def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> Iterator[Show]:
-    """Yield `show(phase, done, total)`, both in bytes or in units.
-
-    On a terminal a bar, elsewhere a line every few seconds.
-    """
+    """Yield `show(phase, done, total)`, both in bytes or in units."""
     work = _Work(unit, workers)
-    with _live_display(work) if sys.stderr.isatty() else _in_thread(_print_work(work)):
+    with _shown(work.line):
         yield work.update
 
 
@@ -122,7 +98,7 @@ class _Work:
     def __init__(self, unit: WorkUnit, workers: "Workers | None") -> None:
         self.unit, self.workers, self.phase = unit, workers, ""
         self.done = self.total = self._first_done = 0
-        self.start = self._phase_start = self._updated = time.monotonic()
+        self._start = self._phase_start = self._updated = time.monotonic()
 
     def update(self, phase: str, done: int, total: int) -> None:
         self._updated = time.monotonic()
@@ -139,76 +115,53 @@ class _Work:
             return self.done
         return min(self.done + self.workers.unfinished_bytes(), self.total)
 
-    def amount(self, done: int) -> str:
-        """`reading: 60.0 of 90.0 MiB (67%)`."""
-        total, unit = self.total, self.unit
-        if not total:
-            return "starting"
-        amounts = f"{unit.show(done)} of {unit.show(total)} {unit.name} ({done / total:.0%})"
-        return f"{self.phase}: {amounts}"
-
     def line(self) -> str:
         """`reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left`.
 
         Without a rate in this phase: what the work waits for, and the time since it began.
         """
-        amount, unit = self.amount(self.current), self.unit
+        unit, waited = self.unit, time.monotonic() - self._start
         done, seconds = self.done - self._first_done, self._updated - self._phase_start
-        if done > 0 and seconds > 0:
-            rate = done / seconds
-            # Counted down between two updates: a line that is repeated says so.
-            waited = time.monotonic() - self._updated
-            left = max(0.0, (self.total - self.done) / rate - waited)
-            return f"{amount}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
-        seconds = time.monotonic() - self.start
-        if self.workers and (missing := self.workers.missing()):
-            return f"waiting {seconds:,.0f} s for {missing}"
-        return f"{amount}, {seconds:,.0f} s"
+        has_rate = done > 0 and seconds > 0
+        idle = self.workers if not has_rate else None
+        if idle and (missing := idle.missing()):
+            return f"waiting {waited:,.0f} s for {missing}"
+        if not self.total:
+            return f"starting, {waited:,.0f} s"
+        current, total = self.current, self.total
+        amounts = f"{unit.show(current)} of {unit.show(total)} {unit.name} ({current / total:.0%})"
+        if not has_rate:
+            return f"{self.phase}: {amounts}, {waited:,.0f} s"
+        rate = done / seconds
+        left = (total - self.done) / rate
+        return f"{self.phase}: {amounts}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
 
 
 @contextmanager
-def _live_display(work: _Work) -> Iterator[None]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task
-    from rich.text import Text
+def _shown(line: Callable[[], str]) -> Iterator[None]:
+    """Show `line()` again and again, on standard error, while the context is open."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.text import Text
 
-    class WorkColumn(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            task.completed, task.total = work.current, work.total or None
-            return Text(work.line())
+        class Line:
+            def __rich__(self) -> Text:
+                return Text(line())
 
-    columns = WorkColumn(), BarColumn(BAR_COLUMNS)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
-        display.add_task("", total=None)
-        yield
-
-
-def _print_work(work: _Work) -> Iterator[float]:
-    """Print a line every few seconds; yields the seconds to wait."""
-    while True:
-        yield SILENT_SECONDS
-        _print_line(work.line())
-
-
-@contextmanager
-def _in_thread(pauses: Iterator[float]) -> Iterator[None]:
-    """Iterate in a thread while the context is open, and wait for each of the seconds it yields."""
+        with Console(stderr=True).status(Line()):
+            yield
+        return
     ended = threading.Event()
 
-    def run() -> None:
-        for seconds in pauses:
-            if ended.wait(seconds):
-                return
+    def print_lines() -> None:
+        while not ended.wait(SILENT_SECONDS):
+            sys.stderr.write(f"{line()}\n")  # one call, so lines of two threads are not mixed
+            sys.stderr.flush()
 
-    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread = threading.Thread(target=print_lines, name="progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-
-
-def _print_line(line: str) -> None:
-    sys.stderr.write(f"{line}\n")  # one call, so lines of two threads are not mixed
-    sys.stderr.flush()

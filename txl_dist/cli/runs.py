@@ -1,8 +1,6 @@
 """What runs do and have written: `txl report`, `txl status` and `txl track`."""
 
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +15,7 @@ track_app = typer.Typer(help="Tracking of runs in MLflow.", no_args_is_help=True
 
 COMPARISON = "comparison.html"
 MLFLOW_SECONDS = 120.0
-"""For the import of mlflow, and one file."""
+"""For the import of mlflow."""
 
 
 def report(
@@ -37,12 +35,6 @@ def report(
             parser=path_argument,
         ),
     ] = None,
-    to_mlflow: Annotated[
-        bool,
-        typer.Option(
-            "--to-mlflow", help="Also keep the page with the runs in MLflow, as an artifact."
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about a run, or about several.
@@ -59,43 +51,10 @@ def report(
     from txl_dist.analysis.run_report import run_page  # imports matplotlib
 
     path = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / COMPARISON)
-    page = run_page(records)
-    try:
-        write_file(path, page.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}. Give another place: --out FILE"
-        ) from None
-    for run in runs if to_mlflow else ():
-        _keep_in_mlflow(run, path)
-    newest = [{"run": str(each.path), "step": each.last["step"]} for each in records]
+    write_file(path, run_page(records).encode())
+    newest = [{"run": each.name, "step": each.last_step} for each in records]
     content = {**newest[0], "report": str(path), "runs": newest}
-    hint = "" if to_mlflow else " (--to-mlflow also keeps it with the run in MLflow)"
-    print_result(content, f"wrote {path}; open it in a browser{hint}", as_json=as_json)
-
-
-def _keep_in_mlflow(run: Path, page: Path) -> None:
-    from txl_dist.tracking.process import run_module
-    from txl_dist.tracking.tracker import STATE, TrackingState, UnavailableError, server_of
-
-    state = TrackingState.load(run / STATE)
-    if state is None or state.run_id is None:
-        raise ConfigError(
-            f"{page} is written, but {run} has no run in MLflow: it was not tracked "
-            "(tracking.enabled), or its metrics were not delivered yet (txl track sync RUN)"
-        )
-    words = ("artifacts", "log-artifact", "--local-file", str(page), "--run-id", state.run_id)
-    with running(f"recording {page.name} in MLflow"):
-        try:
-            server = server_of(state.server, run)
-            reason = run_module("mlflow", *words, timeout_seconds=MLFLOW_SECONDS, server=server)
-        except UnavailableError as error:
-            reason = str(error)
-    if reason:
-        raise TxlError(
-            f"{page} is written, but MLflow does not have it: {reason}. Check the server "
-            "(credentials: MLFLOW_TRACKING_URI), and run the command again"
-        )
+    print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
 
 
 def status(
@@ -112,27 +71,17 @@ def status(
 ) -> None:
     """Say what runs are doing.
 
-    Prints step, loss, speed, time left, newest checkpoint, last error and MLflow's page. A run is
-    running, starting, ended, stopped (on request), failed, lost (without a last word), or
-    unreadable. Reads files only, also those of a run on another host that shares the storage: then
+    Prints step, loss, speed, time left, newest checkpoint, the error of a failed run, and MLflow's
+    page. A run is running, starting, ended, stopped (on request), failed, or lost (without a last
+    word). Reads files only, also those of a run on another host that shares the storage: then
     it takes up to 15 seconds to see whether the ranks live.
 
     Example: txl status runs/quickstart
     """
-    from txl_dist.analysis.run_status import (
-        SILENT_SECONDS,
-        find_runs,
-        read_status,
-        status_lines,
-    )
+    from txl_dist.analysis.run_status import find_runs, read_status, status_lines
 
-    def wait(silent: Sequence[Path]) -> None:
-        names = ", ".join(map(str, silent))
-        line = f"watching the heartbeats of {names}, at most {SILENT_SECONDS:.0f} s"
-        print(line, file=sys.stderr, flush=True)
-
-    found = runs or find_runs(Path("runs"))
-    statuses = read_status(found, wait=wait)
+    with running("watching the heartbeats of runs, at most 15 s"):
+        statuses = read_status(runs or find_runs(Path("runs")))
     if as_json:
         print(json.dumps({"runs": [each.to_json() for each in statuses]}))
         return
@@ -184,7 +133,7 @@ def sync(
             "MLFLOW_TRACKING_URI=URI txl track sync RUN"
         ) from None
     words = (str(run), "--flush-seconds", str(timeout_seconds))
-    with running(f"delivering {run} to MLflow", quiet=as_json):
+    with running(f"delivering {run} to MLflow"):
         reason = run_module(SENDER, *words, timeout_seconds=timeout_seconds + MLFLOW_SECONDS)
     state = TrackingState.load(run / STATE)
     if reason or state is None or not state.delivered:

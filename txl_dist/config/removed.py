@@ -91,6 +91,7 @@ COMMANDS: dict[str, str] = {
     "bench gpu": "run benchmarks/gpu.py of a checkout",
     "bench model": "run benchmarks/model_speed.py of a checkout",
     "data export": "write the documents as JSON lines with examples/export_documents.py",
+    "generate --out": "redirect the output: txl generate RUN --prompts FILE > results.jsonl",
     "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",
     "report --results": "score the checkpoint in its run directory, whose results are shown; the "
     "tables and figures of txl recl and txl attention are in their --out",
@@ -98,6 +99,8 @@ COMMANDS: dict[str, str] = {
     "job submit --dry-run": "check the command alone: txl train CONFIG --dry-run",
     "estimate --device": "leave it out: it estimates GPUs; on CPUs, measure a short run",
     "doctor --min-free-gib": "leave it out: the free space is shown, less than 10 GiB is noted",
+    "report --to-mlflow": "mlflow artifacts log-artifact --local-file RUN/report.html --run-id ID "
+    "with MLFLOW_TRACKING_URI; txl status RUN says both",
     "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
 }
 """What to use instead, by the words of the command after `txl`."""

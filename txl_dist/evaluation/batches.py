@@ -279,7 +279,7 @@ class PlannedJob:
             model=Subject(model_name(self.job.checkpoint), self.job.digest),
             weights=self.job.weights,
             kernels=tuple(sorted({scores.kernel for _, scores in batches})),
-            breakdown=total_breakdown(breakdowns) if self.counted_split else None,
+            breakdown=total_breakdown(breakdowns) if breakdowns else None,
             counted_split=self.counted_split,
             memory=self.trained.memory,
             context_tokens=context_tokens(self.job.settings, self.trained),

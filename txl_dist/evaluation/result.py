@@ -137,17 +137,12 @@ class Result(BaseModel):
         return {name: value for name, value in self.scores.items() if value is not None}
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """Everything that the score depends on, except the length of the memory."""
+    def key(self) -> tuple[Any, ...]:
+        """Everything that the score depends on: equal for results of the same evaluation."""
         return (
-            self.model_sha256, self.data_sha256, self.split, self.mode, self.tgt_len,
+            self.model_sha256, self.data_sha256, self.split, self.mode, self.tgt_len, self.mem_len,
             self.clamp_len, self.same_length, self.weights, self.precision, self.tokens_scored,
         )  # fmt: skip
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for results of the same evaluation."""
-        return (*self.settings, self.mem_len)
 
 
 def table_columns(results: Iterable[Result]) -> list[str]:
@@ -287,7 +282,7 @@ class EvaluationResult:
     """Attention functions and devices that computed the scores. They change the last digits only,
     and are not part of the score."""
     breakdown: Breakdown | None = field(default=None, compare=False)
-    """None without details."""
+    """None without details and without scores of documents."""
     counted_split: str | None = field(default=None, compare=False)
     """The split whose token frequencies are used for the details."""
     memory: str = "recurrent"

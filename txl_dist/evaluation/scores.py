@@ -85,12 +85,6 @@ def metric_name(score_name: str) -> str:
     return "loss" if score_name == "nats_per_token" else score_name
 
 
-def label_of(metric: str) -> str:
-    """The label of a metric of this name, such as `loss` or `tokens_scored`."""
-    by_metric = {metric_name(name): score.label for name, score in SCORES.items()}
-    return by_metric.get(metric, metric.replace("_", " "))
-
-
 def in_lines(metrics: Mapping[str, float]) -> list[str]:
     """What the lines of a run's log show of metrics: `loss 3.4120`, `ppl 30.30`, `bpb 1.310`."""
     return [

@@ -76,12 +76,6 @@ class WallTime:
         """Seconds by cause since the first start; 0 for a cause that it does not have."""
         return self.with_process(self._process)
 
-    @property
-    def goodput(self) -> float | None:
-        """Productive seconds / wall seconds; None if nothing is known."""
-        seconds = self.seconds
-        return goodput_of(seconds) if sum(seconds.values()) > 0 else None
-
     def with_process(self, process: Mapping[str, float]) -> Mapping[str, float]:
         """The same with newer sums of the newest process."""
         seconds = self._earlier.copy()

@@ -146,25 +146,17 @@ def test_keys_that_are_not_tokens_are_refused(kind: str) -> None:
         case.measure()
 
 
-@examples(25)
+@examples(40)
 @given(case=cases)
 def test_it_equals_the_sums_of_a_plain_loop_over_one_pass(case: Case) -> None:
     result, (heads, even) = case.measure(), plain_mass(case)
     assert result.num_queries == case.num_targets, "every scored query once"
     assert_same(result.heads, heads)
     assert_same(result.even, even)
-
-
-@examples(40)
-@given(case=cases)
-def test_the_shares_of_every_head_add_up_to_1(case: Case) -> None:
-    result = case.measure()
     for mass in (result.heads, result.even):
         ones_LH = torch.ones_like(mass.memory_LH)
         torch.testing.assert_close(mass.by_distance_LHD.sum(-1), ones_LH, **CLOSE)
         torch.testing.assert_close(mass.memory_LH + mass.segment_LH, ones_LH, **CLOSE)
-        beyond_LHD = mass.by_distance_LHD[..., case.tgt_len :]
-        assert (beyond_LHD.sum(-1) <= mass.memory_LH + 1e-9).all(), "far keys are in memory"
 
 
 LONG = Case([[20, 3], [41]], tgt_len=3, model_options={"mem_len": 7}, reset="stream")

@@ -23,7 +23,6 @@ window.onload = () => {
     window: window.innerWidth, page: root.scrollWidth,
     drawn: images.filter(i => i.complete && i.naturalWidth > 0).length,
     scales: images.map(i => i.clientWidth / i.naturalWidth),
-    ink: getComputedStyle(document.body).color, filter: getComputedStyle(images[0]).filter,
   }), "*");
 };
 </script>"""
@@ -55,13 +54,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def seen(browser: str, page: Path, width: int, *options: str) -> dict[str, Any]:
+def seen(browser: str, page: Path, width: int) -> dict[str, Any]:
     """What PROBE reports; `errors` are the messages of the console."""
     frame = page.with_name(f"{page.stem}-{width}.html")
     frame.write_text(FRAME.format(page=page.name, width=width))
     command = [
         browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--user-data-dir={page.parent / 'browser'}", "--enable-logging=stderr", *options,
+        f"--user-data-dir={page.parent / 'browser'}", "--enable-logging=stderr",
         "--window-size=1400,1000", "--virtual-time-budget=2000", "--dump-dom", frame.as_uri(),
     ]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -73,28 +72,14 @@ def seen(browser: str, page: Path, width: int, *options: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize(("name", "num_charts"), [("one", 5), ("two", 6)])
+@pytest.mark.parametrize("name", ["one", "two"])
 def test_the_page_fits_the_window_and_has_all_charts(
-    browser: str, pages: dict[str, Path], width: int, name: str, num_charts: int
+    browser: str, pages: dict[str, Path], width: int, name: str
 ) -> None:
     page = seen(browser, pages[name], width)
     assert page["errors"] == ["probe"]
     assert page["window"] == width
     assert page["page"] <= width, "the page scrolls sideways"
-    assert page["drawn"] == num_charts == pages[name].read_text().count("<img ")
+    assert page["drawn"] == 4 == pages[name].read_text().count("<img ")
     # Their text has 8 to 9 points at scale 1, which is 10.7 to 12 pixels.
     assert min(page["scales"]) >= 0.85
-
-
-@pytest.mark.slow
-def test_a_dark_browser_gets_light_text_and_inverted_charts(
-    browser: str, pages: dict[str, Path]
-) -> None:
-    light, dark = (
-        seen(browser, pages["one"], 1280, *options)
-        for options in ((), ("--blink-settings=preferredColorScheme=0",))
-    )
-    assert light["filter"] == "none"
-    assert "invert" in dark["filter"]
-    assert max(map(int, re.findall(r"\d+", light["ink"])[:3])) < 64
-    assert min(map(int, re.findall(r"\d+", dark["ink"])[:3])) > 192

@@ -127,22 +127,6 @@ def test_time_spent_finding_finished_work_is_not_in_the_rate(lines_at: Lines) ->
     assert lines[-1].endswith("10.0 MiB/s, 4 s left")
 
 
-def test_the_time_left_counts_down_while_nothing_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
-    work = _Work(TOKENS, None)
-    work.update("scoring", 0, 1000)
-    clock = 10.0
-    work.update("scoring", 100, 1000)
-    assert work.line().endswith("10 tokens/s, 90 s left")
-    clock = 18.0
-    assert work.line().endswith("10 tokens/s, 82 s left")
-    clock = 500.0
-    assert work.line().endswith(" 0 s left")
-
-
 class BusyWorkers(InProcess):
     """Workers that are at units, and some that have not started."""
 
@@ -179,38 +163,37 @@ def test_the_bytes_of_units_that_are_not_finished_are_in_the_amount(lines_at: Li
 def test_lines_are_printed_elsewhere_than_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.01)
     lines = ""
 
-    def are_all_there() -> bool:
+    def are_there(text: str) -> bool:
         nonlocal lines
         lines += capsys.readouterr().err
-        return "scoring" in lines
+        return text in lines
 
+    with progress.running("short work"):
+        pass
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.01)
+    with progress.running("loading"):
+        wait_until(lambda: are_there("loading: 0 s\nloading: 0 s\n"))
     with progress.work_progress(TOKENS, BusyWorkers(2)) as show:
         show("scoring", 100, 400)
-        wait_until(are_all_there)
-    assert lines.startswith("scoring: 100 of 400 tokens (25%)")
+        wait_until(lambda: are_there("scoring: 100 of 400 tokens (25%)"))
+    assert "work" not in lines
 
 
-def test_work_without_steps_is_named_when_output_is_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0)
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.01)
-    lines = ""
-
-    def is_repeated() -> bool:
-        nonlocal lines
-        lines += capsys.readouterr().err
-        return lines.startswith("loading\nloading: 0 s\n")
-
-    with progress.running("loading"):
-        wait_until(is_repeated)
-    monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 600)
-    with progress.running("short work"), progress.running("quiet", quiet=True):
-        pass
-    assert "work" not in capsys.readouterr().err
+def test_a_terminal_shows_a_line_that_changes() -> None:
+    program = """
+import time
+from txl_dist.cli import progress
+progress.sys.stderr = progress.sys.stdout
+with progress.work_progress(progress.TOKENS) as show:
+    for done in (0, 100, 300):
+        show("[scoring]", done, 400)
+        time.sleep(0.2)
+"""
+    shown = shown_on_a_terminal(program)
+    assert "[scoring]: 100 of 400 tokens (25%)" in shown
+    assert "[scoring]: 300 of 400 tokens (75%)" in shown
 
 
 def test_finished_units_do_not_count_as_work(tmp_path: Path) -> None:

@@ -69,15 +69,14 @@ def test_kinds_of_memory_are_one_group(dataset: Path, tmp_path: Path) -> None:
         assert nats[0] != nats[2], "24 tokens are two segments"
 
 
-def test_the_tokens_to_read_and_the_time_left_are_shown(
+def test_the_targets_to_score_and_the_time_left_are_shown(
     group: list[Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30 targets after 8, 16 and 24 tokens; vanilla reads at most 12."""
     monkeypatch.setattr(progress, "SILENT_SECONDS", 0.001)
-    code, output = run_txl("recl", *group, dataset, *SMALL)
-    assert code == 0, output
-    amounts = [line for line in output.splitlines() if line.startswith("reading: ")]
-    assert f" of {30 * (8 + 16 + 24 + 8 + 12):,} tokens" in amounts[0]
+    result = CliRunner().invoke(app, [str(word) for word in ("recl", *group, dataset, *SMALL)])
+    assert result.exit_code == 0, result.output
+    amounts = [line for line in result.stderr.splitlines() if line.startswith("scoring: ")]
+    assert f" of {2 * 30} targets" in amounts[0]
     assert "s left" in amounts[-1]
 
 

@@ -59,6 +59,8 @@ def default_and(settings: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_removed_command_is_answered_by_what_to_use_instead() -> None:
     for words, instead in COMMANDS.items():
-        result = txl(*words.split(), "PATH", "--an-option")
+        *command, last = words.split()
+        order = ("PATH", last) if last.startswith("--") else (last, "PATH")
+        result = txl(*command, *order, "--an-option")
         assert result.returncode == ConfigError.exit_code
         assert f"txl {words} was removed; {instead} ({PAGE})" in " ".join(result.stderr.split())

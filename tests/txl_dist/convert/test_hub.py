@@ -119,7 +119,7 @@ def test_a_tokenizer_of_the_library_is_written_for_it_and_for_txl(tmp_path: Path
 def test_the_card_says_what_the_run_knows_and_no_more(run: Path, tmp_path: Path) -> None:
     card = export(run, tmp_path / "hf")
     number = sum(p.numel() for p in saving.model(2).parameters())
-    for fact in (f"{number:,} parameters", "for 2 steps", "the previous 5 tokens", "| cpu |"):
+    for fact in (f"{number:,} parameters", "for 2 steps", "`recurrent`: mem_len 5", "| cpu |"):
         assert fact in card
     assert "2.1000 nats per token" in card
     assert "10 tokens scored" in card

@@ -7,10 +7,10 @@
 
 `MemoryKind` is what a kind computes from the config, `SequenceState` the state of some lanes. A new
 kind is a module with both, an entry in `MEMORY_KINDS` of model/choices.py, and its settings. For
-`txl export --format hf` it also needs its equations in convert/standalone.py and a text in
-analysis/model_card.py. Nothing else knows what a state holds: it is tensors with names, whose first
-dimension is the lanes. So training, checkpoints, a resume on other ranks and evaluation work for
-every kind (docs/decisions/0045-a-kind-of-memory.md).
+`txl export --format hf` it also needs its equations in convert/standalone.py. Nothing else knows
+what a state holds: it is tensors with names, whose first dimension is the lanes. So training,
+checkpoints, a resume on other ranks and evaluation work for every kind
+(docs/decisions/0045-a-kind-of-memory.md).
 """
 
 from abc import ABC, abstractmethod

@@ -25,13 +25,15 @@ from txl_dist.cli.options import (
     listed,
     listed_names,
     path_argument,
+    print_table,
     staged_output,
 )
-from txl_dist.cli.progress import TOKENS, WorkUnit, work_progress
+from txl_dist.cli.progress import WorkUnit, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
+    from txl_dist.analysis.recl import ReclReport
     from txl_dist.evaluation.job import EvaluationJob
 
 
@@ -82,13 +84,7 @@ def recl(
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
-    from txl_dist.analysis.recl import (
-        JSON_NAME,
-        ReclRequest,
-        measure_group,
-        print_report,
-        write_report,
-    )
+    from txl_dist.analysis.recl import JSON_NAME, ReclRequest, measure_group, write_report
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.job import evaluation_job
 
@@ -126,18 +122,42 @@ def recl(
         num_positions=positions,
         seed=seed,
     )
-    with staged_output(out, JSON_NAME) as staged, work_progress(TOKENS) as show:
+    with staged_output(out, JSON_NAME) as staged, work_progress(WorkUnit("targets")) as show:
         report = measure_group(
-            request, on_progress=lambda done, total: show("reading", done, total)
+            request, on_progress=lambda done, total: show("scoring", done, total)
         )
         if staged:
             write_report(staged, report)
     if as_json:
         print(json.dumps(report, allow_nan=False))
     else:
-        print_report(report)
+        _print_recl(report)
         if out:
             print(f"recl.json, recl.png and recl.svg are in {out}")
+
+
+def _print_recl(report: "ReclReport") -> None:
+    models = report["models"]
+    print("mean nats per token after exactly c tokens, with half the width of its interval")
+    rows = [["context", *(model["name"] for model in models)]]
+    for column, context in enumerate(report["contexts"]):
+        points = [model["curve"][column] for model in models]
+        cells = [f"{p['nats']:.4f} ±{(p['high'] - p['low']) / 2:.4f}" for p in points]
+        rows.append([f"{context:,}", *cells])
+    print_table(rows)
+    print(f"\nRECL in tokens, with its interval; group: {report['group']}")
+    r_values = [f"RECL r={result['r']:g}" for result in models[0]["recl"]]
+    rows = [["model", *r_values, "last gain ends"]]
+    for model in models:
+        cells = [
+            f"{'>=' * each['is_lower_bound']}{each['recl']:,} ({each['low']:,}-{each['high']:,})"
+            for each in model["recl"]
+        ]
+        ends = "/".join(f"{each['last_gain_ends']:,}" for each in model["recl"])
+        rows.append([model["name"], *cells, ends])
+    print_table(rows)
+    print("last gain ends: the context from which on no step reaches the threshold, per r")
+    print(f"\n{report['protocol']}")
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -200,12 +220,12 @@ def attention(
 def _write_attention(
     staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
 ) -> None:
-    from txl_dist.analysis.attention import ATTENTION_NAME, as_utf8
+    from txl_dist.analysis.attention import ATTENTION_NAME
     from txl_dist.analysis.plots import plot_attention, write_figure
 
     settings = job.settings
     title = (
-        f"{as_utf8(job.checkpoint.name)} on split {settings.split}: {result.num_queries:,} "
+        f"{job.checkpoint.name} on split {settings.split}: {result.num_queries:,} "
         f"queries, {result.heads.memory_LH.mean():.0%} of attention on memory\n"
         f"segment {settings.tgt_len}, memory {settings.mem_len} tokens"
     )

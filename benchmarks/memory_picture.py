@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def picture(experiments: str) -> str:
-    """The SVG, from the text of docs/experiments/memory.md. Raises ValueError if a figure is missing."""
+    """The SVG, from docs/experiments/memory.md. Raises ValueError if a figure is missing."""
     rows = re.findall(r"^\| stdlib, 1 \| .*$", experiments, re.MULTILINE)
     columns = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     later = re.search(

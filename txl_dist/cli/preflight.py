@@ -175,9 +175,12 @@ def estimate(
         typer.Option(
             min=1e-6,
             help="Peak of one GPU.",
-            show_default="A100: 312 bf16, 19.5 fp32",
+            show_default="A100: 312 bf16, 19.5 fp32; of a CPU, measured",
         ),
     ] = None,
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="Device type of the ranks.")
+    ] = "cuda",
     utilisation: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="Fraction of the peak (MFU).")
     ] = 0.3,
@@ -198,8 +201,9 @@ def estimate(
         run,
         gpus=gpus,
         num_steps=num_steps,
-        peak_tflops=peak_tflops or run_estimate.A100_TFLOPS[run.precision],
+        peak_tflops=peak_tflops or run_estimate.peak_of(device, run.precision),
         utilisation=utilisation,
+        device=device,
     )
     print_result(result.to_json(), "\n".join(run_estimate.lines_of(result)), as_json=as_json)
 

@@ -97,7 +97,6 @@ COMMANDS: dict[str, str] = {
     "tables and figures of txl recl and txl attention are in their --out",
     "job submit --working-dir": "leave it out: the config is sent from anywhere, and no other file",
     "job submit --dry-run": "check the command alone: txl train CONFIG --dry-run",
-    "estimate --device": "leave it out: it estimates GPUs; on CPUs, measure a short run",
     "doctor --min-free-gib": "leave it out: the free space is shown, less than 10 GiB is noted",
     "report --to-mlflow": "mlflow artifacts log-artifact --local-file RUN/report.html --run-id ID "
     "with MLFLOW_TRACKING_URI; txl status RUN says both",

@@ -1,8 +1,8 @@
 """The estimate of one run on a number of GPUs, and the text that `txl estimate` prints.
 
 Bytes are those of a dry run and of DeepSpeed's buffers (`rank_bytes.py`). Time is that of the
-matrix products at an assumed share of the peak; communication, failures and saves are not in it
-(docs/scaling.md).
+matrix products at an assumed share of the peak, which is measured on a CPU; communication, failures
+and saves are not in it (docs/scaling.md).
 """
 
 import math
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from data_pipeline.shards.manifest import MANIFEST_NAME
 from data_pipeline.system.remote_path import dataset_path
@@ -27,16 +29,22 @@ from txl_dist.training.speed import device_peak_flops
 STAGES = (0, 1, 2, 3)
 A100_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
 """By `precision`, from the data sheet of NVIDIA's A100 (dense bf16; fp32 without TF32)."""
-
-
 UTILISATION = 0.3
 """Share of the peak that a step reaches (MFU), if nothing else is given."""
 
 
+def peak_of(device: Device, precision: Precision) -> float:
+    """TFLOP/s of one rank: of an A100, or of this machine's CPU, measured."""
+    if device == "cuda":
+        return A100_TFLOPS[precision]
+    return device_peak_flops(torch.device("cpu"), TORCH_DTYPE[precision]) / 1e12
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEstimate:
-    """A run on a number of GPUs."""
+    """A run on a number of GPUs, or of ranks on CPUs."""
 
+    device: Device
     peak_tflops: float
     """Of one rank; assumed, as the utilisation is."""
     utilisation: float
@@ -158,6 +166,7 @@ def estimate_run(
     seconds = rows * micro_batches * data.tgt_len * flops * recompute
     seconds /= peak_tflops * 1e12 * utilisation
     return RunEstimate(
+        device=device,
         peak_tflops=peak_tflops,
         utilisation=utilisation,
         num_parameters=model.num_parameters,
@@ -219,10 +228,14 @@ def lines_of(estimate: RunEstimate) -> Iterator[str]:
     sizes = asdict(estimate.stages[run_stage])
     yield from _rows({f"  {part}": _size(num_bytes) for part, num_bytes in sizes.items()})
     yield ""
-    yield (
-        f"assumed: {estimate.peak_tflops:.3g} TFLOP/s per GPU, at a utilisation of "
-        f"{estimate.utilisation:.0%}"
+    peak, share = (
+        f"{estimate.peak_tflops:.3g} TFLOP/s",
+        f"at a utilisation of {estimate.utilisation:.0%}",
     )
+    if estimate.device == "cpu":
+        yield f"{peak} per rank, {share}; the ranks of one machine share its cores"
+        return
+    yield f"assumed: {peak} per GPU, {share}"
     yield "allow 1 to 2 GiB more per GPU for the CUDA context, NCCL and fragmentation"
 
 

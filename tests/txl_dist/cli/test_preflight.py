@@ -18,6 +18,7 @@ from txl_dist.cli.app import app
 from txl_dist.config.config_file import dump_run_config, load_run_config
 from txl_dist.doctor.finding import Finding, report
 from txl_dist.errors import ConfigError
+from txl_dist.estimate import run_estimate
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny.yaml")
 
@@ -154,6 +155,16 @@ def test_the_speed_follows_the_peak() -> None:
     expected = 19.5e12 * 0.3 / a100["flops_per_token"]
     assert a100["tokens_per_second"] == pytest.approx(expected)
     assert given["tokens_per_second"] == pytest.approx(2 * expected)
+
+
+def test_the_peak_of_a_cpu_is_measured_not_that_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_estimate, "device_peak_flops", lambda device, dtype: 5e10)
+    words = ("model.vocab_size=256", "--gpus", "1", "--device", "cpu")
+    content = json.loads(estimate(*words, "--json").stdout)
+    assert (content["device"], content["peak_tflops"]) == ("cpu", 0.05)
+    speed = content["tokens_per_second"]
+    assert speed == pytest.approx(5e10 * 0.3 / content["flops_per_token"])
+    assert "0.05 TFLOP/s per rank" in estimate(*words).stdout
 
 
 def test_an_offload_is_refused_not_left_out_of_the_sum() -> None:

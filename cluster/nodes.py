@@ -65,7 +65,7 @@ _JOIN_SECONDS = 5.0
 class ClusterState:
     """The state of a cluster at one time."""
 
-    num_nodes: int
+    node_ids: frozenset[str]
     """Nodes that are alive."""
     total: float
     """CPUs of the cluster, or GPUs if the ranks use GPUs."""
@@ -135,7 +135,7 @@ class ClusterMonitor:
         need = f"{num_ranks} ranks need a {self.resource} each"
         total, free = self.state.total, self.state.free
         if total < num_ranks:
-            nodes = counted(self.state.num_nodes, "live node")
+            nodes = counted(len(self.state.node_ids), "live node")
             return (
                 f"resources: {need}, the cluster has {total:g} on {nodes}. Add a node, or start "
                 "again with fewer --ranks"
@@ -167,7 +167,7 @@ def _read_state(resource: Resource) -> ClusterState:
         node["NodeID"]: free_by_node.get(node["NodeID"], {}).get(resource, 0.0) for node in nodes
     }
     return ClusterState(
-        num_nodes=len(nodes),
+        node_ids=frozenset(free),
         total=sum(node["Resources"].get(resource, 0.0) for node in nodes),
         free=sum(free.values()),
         num_free_slots=sum(int(free[node_id]) for node_id in free.keys() - deadlines.keys()),

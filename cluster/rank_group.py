@@ -40,6 +40,7 @@ from txl_dist.errors import TxlError
 from txl_dist.launch.group import (
     Event,
     Line,
+    NodeLost,
     NotStarted,
     Preempted,
     RankEnded,
@@ -74,6 +75,8 @@ class RayRankGroup:
         self._monitor: ClusterMonitor | None = None
         self._locations: list[RankLocation] = []
         """Of the ranks of the current start, by rank; empty until they are up."""
+        self._nodes: set[str] = set()
+        """Nodes on which ranks have run, and which were alive since."""
         self._waiting_since = time.monotonic()
         """When the ranks began to be waited for."""
         self._is_up = False
@@ -131,13 +134,16 @@ class RayRankGroup:
             events.append(event := self._events.get())
             if isinstance(event, RanksUp):
                 self._is_up = True
+                self._nodes |= set(event.nodes)
             elif isinstance(event, RankEnded):
                 self._is_up, self._waiting_since = False, time.monotonic()
         return events
 
     def _news(self, monitor: ClusterMonitor, state: ClusterState) -> list[Event]:
-        """What the state of the cluster says about room and preemptions."""
-        events: list[Event] = [Room(state.num_free_slots)]
+        """What the state of the cluster says about room, lost nodes and preemptions."""
+        lost = self._nodes - state.node_ids
+        self._nodes -= lost
+        events: list[Event] = [Room(state.num_free_slots), *map(NodeLost, sorted(lost))]
         for location in self._locations:
             if location.node_id in state.deadlines:
                 seconds = state.deadlines[location.node_id]
@@ -226,7 +232,9 @@ class RayRankGroup:
         calls = {actor.run.remote(prepared[0]): rank for rank, (_, actor) in enumerate(ranks)}
         self._locations = locations
         places = {rank: f" ({location})" for rank, location in enumerate(locations)}
-        self._events.put(RanksUp(places))
+        # A private Ray has one node, which this process would not outlive.
+        nodes = {location.node_id for location in locations if not self._thread.is_private}
+        self._events.put(RanksUp(places, nodes))
         return calls
 
     def _watch(self, calls: dict[Any, int], actors: list[Any]) -> None:

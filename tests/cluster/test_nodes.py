@@ -71,7 +71,7 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> ClusterMonitor:
 
 
 def state(*, total: float, free: int) -> ClusterState:
-    return ClusterState(num_nodes=2, total=total, free=free, num_free_slots=free)
+    return ClusterState(node_ids=frozenset("ab"), total=total, free=free, num_free_slots=free)
 
 
 def test_the_resources_that_ranks_wait_for_are_named(monitor: ClusterMonitor) -> None:

@@ -136,7 +136,7 @@ class RayConfig(Section):
 
     max_restarts: int = Field(default=3, ge=0)
     """Restarts from the newest checkpoint after failures of ranks, without a new checkpoint between
-    them. A preemption with notice does not count; `--max-restarts` overrides it."""
+    them. A lost or drained node does not count; `--max-restarts` overrides it."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long Ray may take to start the ranks, at first and after a rank died."""
     gpus_per_rank: int | None = Field(default=None, ge=0, le=1)

@@ -1,6 +1,6 @@
 """The ranks of a launch, as the supervisor sees them: events come from a group, requests go to it.
 
-    RankGroup.start, poll -> events (RanksUp, RankEnded, Room, ...), request_stop, kill
+    RankGroup.start, poll -> events (RanksUp, RankEnded, NodeLost, ...), request_stop, kill
 
 Launchers implement `RankGroup` (`processes.py`, `cluster/rank_group.py`), and `supervise.py` uses
 it.
@@ -64,6 +64,8 @@ class RanksUp:
 
     places: Mapping[int, str]
     """For messages, by rank: ` (node 10.0.0.2, pid 101)`, or nothing."""
+    nodes: Collection[str] = ()
+    """Ids of their nodes, if a node can be lost without the launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,13 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node of ranks is dead. May come some seconds after their RankEnded."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class NotStarted:
     """A start was given up before its ranks were up, and can be repeated."""
 
@@ -117,7 +126,7 @@ class Preempted:
     """`node 10.0.0.2 is preempted in 58 s`."""
 
 
-Event = Line | RanksUp | RankEnded | NotStarted | Room | Preempted
+Event = Line | RanksUp | RankEnded | NodeLost | NotStarted | Room | Preempted
 
 
 # --- the group ------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ MAX_BYTES = 400
 """Of the last line of the log of a rank that ended without saying why."""
 MAX_DELAY_SECONDS = 60.0
 """Longest wait between a failure and the restart."""
+MAX_NODE_LOSSES = 10
+"""Lost nodes between two checkpoints that do not count as failures. More are no coincidence: the
+run may end them."""
 SETTLE_SECONDS = 8.0
 """After ranks have ended: a cluster frees their resources, and notices which nodes are dead."""
 STABLE_SECONDS = 10.0
@@ -137,20 +140,28 @@ class RestartBudget:
 
     A run of weeks with one failure a day therefore never exhausts the budget; ranks that fail
     before they save do. Every reset needs a checkpoint of a later step than all before, so a loop
-    that falls back to older checkpoints ends too.
+    that falls back to older checkpoints ends too. A lost node does not count.
     """
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts
-        self.num_failures = 0
+        self.num_failures = self.num_lost_nodes = 0
         """Since the newest checkpoint grew."""
         self._newest_step = -1
 
     def count(self, *, newest_step: int | None) -> None:
         """Count a failure; `newest_step` is that of the newest complete checkpoint, if any."""
         if newest_step is not None and newest_step > self._newest_step:
-            self._newest_step, self.num_failures = newest_step, 0
+            self._newest_step, self.num_failures, self.num_lost_nodes = newest_step, 0, 0
         self.num_failures += 1
+
+    def forgive_lost_node(self) -> bool:
+        """The last failure was that of a node; returns whether it does not count."""
+        if self.num_lost_nodes == MAX_NODE_LOSSES:
+            return False
+        self.num_failures -= 1
+        self.num_lost_nodes += 1
+        return True
 
     @property
     def is_exhausted(self) -> bool:
@@ -162,9 +173,8 @@ class RestartBudget:
         2, 4, ... up to MAX_DELAY_SECONDS. A file server or network that failed may work again by
         then.
         """
-        if self.num_failures <= 1:
-            return 0.0
-        return min(MAX_DELAY_SECONDS, 2.0 ** (self.num_failures - 2))
+        count = self.num_failures + self.num_lost_nodes
+        return 0.0 if count <= 1 else min(MAX_DELAY_SECONDS, 2.0 ** (count - 2))
 
     def exhausted_error(self, failure: RunFailure, directory: RunDirectory) -> TxlError:
         """The error after a failure that the budget does not allow."""

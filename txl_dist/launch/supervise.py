@@ -29,6 +29,7 @@ from txl_dist.events import EventLog
 from txl_dist.launch.group import (
     Event,
     Line,
+    NodeLost,
     NotStarted,
     OnLine,
     Preempted,
@@ -65,6 +66,8 @@ STOP_MARGIN_SECONDS = 3.0
 killed after this additional time, which Kubernetes' grace period still includes."""
 GIVE_UP_SECONDS = 20.0
 """Killed ranks that have not ended after this time are on a node that is dead or unreachable."""
+NODE_LOSS_SECONDS = 6.0
+"""Time for a cluster to find out, after ranks have failed, that their node has died."""
 
 
 def supervise(
@@ -138,6 +141,8 @@ class _StartState:
 
     places: dict[int, str] | None = None
     """Of the ranks that are up; None until they are."""
+    nodes: frozenset[str] = frozenset()
+    """Their nodes, if a node can be lost."""
     ends: dict[int, RankEnded] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
     """Ranks that were killed here, because they had not ended in time."""
@@ -167,6 +172,9 @@ class _Supervisor:
 
     def __post_init__(self) -> None:
         self._start = _StartState()
+        self._lost_nodes: set[str] = set()
+        self._suspect_nodes: frozenset[str] = frozenset()
+        """Nodes of the ranks of the last counted failure, which may turn out to be lost."""
         self._room: int | None = None
         self._have_trained = False
 
@@ -275,8 +283,9 @@ class _Supervisor:
         match event:
             case Line(text):
                 self.output.print(text)
-            case RanksUp(places):
-                self._start.places, self._have_trained = dict(places), True
+            case RanksUp(places, nodes):
+                self._start.places, self._start.nodes = dict(places), frozenset(nodes)
+                self._have_trained = True
             case RankEnded(rank):
                 place, hung = (self._start.places or {}).get(rank, ""), rank in self._start.killed
                 event = replace(event, hung=hung, place=place)
@@ -284,6 +293,10 @@ class _Supervisor:
                 if is_lost and not any(end.is_killed for end in self._start.ends.values()):
                     self.events.write("rank_lost", event.death, rank=rank)
                 self._start.ends.setdefault(rank, event)
+            case NodeLost(node):
+                self._lost_nodes.add(node)
+                if self._find_lost_nodes():
+                    self.output.print(f"node {node} was lost: the last failure does not count")
             case NotStarted(reason):
                 self._start.not_started = reason
             case Room(num_ranks):
@@ -366,13 +379,31 @@ class _Supervisor:
         if not failure.can_restart or self.signals:
             raise failure.error
         self.budget.count(newest_step=self.directory.checkpoints.newest_step())
+        self._suspect_nodes = self._start.nodes
+        self._find_lost_nodes()
+        decide_at = time.monotonic() + NODE_LOSS_SECONDS
+        while self.budget.is_exhausted and self._suspect_nodes and time.monotonic() < decide_at:
+            self._poll()
+            self._stop_without_ranks()
         if self.budget.is_exhausted:
             raise self.budget.exhausted_error(failure, self.directory) from failure.error
-        self._print_restart(
-            f"{failure.event}; restart {self.budget.num_failures} of at most "
-            f"{self.budget.max_restarts} (a new checkpoint resets the count), from "
-            f"{self._describe_resume()}"
+        restart = (
+            "with its node, which does not count as a failure; restart"
+            if self._start.nodes and not self._suspect_nodes
+            else f"restart {self.budget.num_failures} of at most {self.budget.max_restarts} (a "
+            "new checkpoint resets the count"
+            f"{', and a lost node is not counted' if self._suspect_nodes else ''})"
         )
+        self._print_restart(f"{failure.event}; {restart}, from {self._describe_resume()}")
+
+    def _find_lost_nodes(self) -> bool:
+        """The loss of a node explains the failure of its ranks, which then does not count. Returns
+        whether that has been found now.
+        """
+        if not self._suspect_nodes & self._lost_nodes or not self.budget.forgive_lost_node():
+            return False
+        self._suspect_nodes = frozenset()
+        return True
 
     def _print_restart(self, reason: str) -> None:
         self.output.print(reason)

@@ -20,6 +20,7 @@ from txl_dist.errors import (
 from txl_dist.launch.group import RankEnded, RankRange
 from txl_dist.launch.restarts import (
     MAX_DELAY_SECONDS,
+    MAX_NODE_LOSSES,
     SETTLE_SECONDS,
     STABLE_SECONDS,
     ElasticPlan,
@@ -142,8 +143,22 @@ def test_only_repeated_failures_delay_a_restart_and_the_delay_is_bounded() -> No
         delays.append(budget.delay_seconds)
     assert delays[:5] == [0, 1, 2, 4, 8]
     assert delays[-1] == MAX_DELAY_SECONDS
+    assert budget.forgive_lost_node()
+    assert budget.delay_seconds == MAX_DELAY_SECONDS, "lost nodes delay too"
     budget.count(newest_step=5)
     assert budget.delay_seconds == 0
+
+
+def test_lost_nodes_do_not_use_up_restarts_until_a_checkpoint_but_have_a_limit() -> None:
+    budget = RestartBudget(0)
+    for step in (None, 5):
+        for _ in range(MAX_NODE_LOSSES):
+            budget.count(newest_step=step)
+            assert budget.forgive_lost_node()
+            assert not budget.is_exhausted
+    budget.count(newest_step=5)
+    assert not budget.forgive_lost_node()
+    assert budget.is_exhausted
 
 
 # --- how many start -------------------------------------------------------------------------------

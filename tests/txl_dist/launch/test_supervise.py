@@ -18,6 +18,7 @@ from txl_dist.launch import launch_files, restarts
 from txl_dist.launch import supervise as module
 from txl_dist.launch.group import (
     Event,
+    NodeLost,
     NotStarted,
     Preempted,
     RankEnded,
@@ -92,7 +93,7 @@ class ScriptedGroup(Launcher):
     def up(self, num_ranks: int, *, step: int) -> Script:
         """The ranks start, and rank 0 logs a step."""
         places = {rank: f" (node 10.0.0.{rank + 1}, pid {100 + rank})" for rank in range(num_ranks)}
-        yield [RanksUp(places)]
+        yield [RanksUp(places, set("ab"[:num_ranks]))]
         with self.directory.metrics.open("a") as metrics:
             metrics.write(f'{{"step": {step}, "tokens": 1}}\n')
         self.directory.event_log.write("first_line", "first step line", step=step)
@@ -123,6 +124,7 @@ class ScriptedGroup(Launcher):
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(module, "STOP_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "NODE_LOSS_SECONDS", 0.2)
     monkeypatch.setattr(module, "wait_for_delivery", lambda *_: None)
     monkeypatch.setattr(restarts, "MAX_DELAY_SECONDS", 0.1)
     for limit in ("SETTLE_SECONDS", "STABLE_SECONDS"):
@@ -198,6 +200,31 @@ def test_killed_ranks_that_never_end_are_given_up(
             yield []
 
     assert group.run(die, group.finish, max_restarts=1) == [2, 2]
+
+
+def test_the_loss_of_a_node_does_not_count_even_if_it_is_known_later(group: ScriptedGroup) -> None:
+    def lose(num_ranks: int) -> Script:
+        yield from group.die(num_ranks)
+        yield []
+        yield [NodeLost("b")]
+
+    assert group.run(lose, group.finish, max_restarts=0) == [2, 2]
+    assert any("with its node, which does not count" in line for line in group.lines)
+
+
+def test_the_loss_of_a_node_that_is_found_after_the_restart_is_not_counted(
+    group: ScriptedGroup,
+) -> None:
+    def lose(num_ranks: int) -> Script:
+        yield [NodeLost("b")]
+        yield from group.die(num_ranks)
+
+    assert group.run(group.die, lose, group.finish, max_restarts=3) == [2, 2, 2]
+    first, found, second = (line for line in group.lines if "count" in line)
+    assert "restart 1 of at most 3" in first
+    assert "a lost node is not counted" in first
+    assert found == "node b was lost: the last failure does not count"
+    assert "with its node, which does not count as a failure; restart" in second
 
 
 @pytest.mark.parametrize("ranks", ["2", "1:2"])

@@ -16,7 +16,7 @@ from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.tracking.journal import read_metrics
-from txl_dist.tracking.tracker import TrackingState
+from txl_dist.tracking.tracker import TrackingState, points_of
 
 METRICS = ("tokens", "loss", "perplexity", "lr", "gradient_norm", "memory_valid", "valid/loss")
 """Metrics that do not depend on time."""
@@ -97,13 +97,11 @@ def _is_delivered(run: Path) -> bool:
     with sqlite3.connect(run.parent / "mlflow.db") as database:
         query = "SELECT key, step, value FROM metrics WHERE run_uuid = ?"
         recorded = sorted(database.execute(query, (state.run_id,)))
-    # A set: the line of an evaluation and that of its step both have `tokens`.
-    journal = {
-        (name, line["step"], value)
+    journal = [
+        (point.metric, point.step, point.value)
         for line in read_metrics(run / "metrics.jsonl")
-        for name, value in line.items()
-        if name not in ("step", "time")
-    }
+        for point in points_of(line)
+    ]
     return recorded == sorted(journal)
 
 

@@ -78,10 +78,15 @@ class Point:
 
 
 def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
-    """The metrics of one journal line, including infinities and NaN."""
+    """The metrics of one journal line, including infinities and NaN.
+
+    The `tokens` of an evaluation are those of its step, whose own line has them already.
+    """
     milliseconds = int(line.get("time", 0) * 1000)
+    is_evaluation = any(name.endswith("/tokens_scored") for name in line)
+    left_out = ("step", "time", "tokens") if is_evaluation else ("step", "time")
     for name, value in line.items():
-        if name not in ("step", "time") and type(value) in (int, float):
+        if name not in left_out and type(value) in (int, float):
             yield Point(name, float(value), line["step"], milliseconds)
 
 

@@ -97,6 +97,15 @@ def test_a_finished_run_and_a_deleted_experiment_are_reopened(
     assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 11))
 
 
+def test_the_tokens_of_an_evaluated_step_are_one_point(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 4), tokens=7.0)
+    write_steps(run_dir, range(2, 3), tokens=7.0, **{"valid/tokens_scored": 5.0, "valid/loss": 1.5})
+    sender_for(run_dir).pump()
+    database = run_dir.parent / "mlflow.db"
+    assert recorded_steps(database, run_id_of(run_dir), "tokens") == [1, 2, 3]
+    assert recorded_steps(database, run_id_of(run_dir), "valid/loss") == [2]
+
+
 def test_infinity_and_nan_become_tags_instead_of_points(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 3), grad=1.0)
     write_steps(run_dir, range(3, 4), grad=float("inf"))

@@ -90,7 +90,7 @@ def prepare_dataset(
     tokenizer_file: Path | None = None,
     max_reject_rate: float = DEFAULT_MAX_REJECT_RATE,
     workers: Workers | None = None,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = lambda label, done, total: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> PrepareReport:
     """Write the dataset of `inputs` to `out`, or return the complete one that is already there.

@@ -231,14 +231,14 @@ class UnitRunner:
         self._fingerprint, self._workers = fingerprint, workers
 
     def run(
-        self, phase: str, units: Iterable[Unit], total_bytes: int
+        self, label: str, units: Iterable[Unit], total_bytes: int
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield (number, result) of every unit in the order in which they finish.
 
-        Reports progress in bytes under the name `phase`.
+        Reports progress in bytes under the name `label`.
         """
         done_bytes = 0
-        self.progress(phase, 0, total_bytes)
+        self.progress(label, 0, total_bytes)
         function = partial(run_unit, self.staging, self._fingerprint)
         for number, outcome in self._workers.map(function, units):
             self.staged.keep_staging = True  # when the run is stopped
@@ -247,7 +247,7 @@ class UnitRunner:
             # Reused units lower the total instead of raising the rate, which is of real work.
             total_bytes -= outcome.size * outcome.reused
             done_bytes += outcome.size * (not outcome.reused)
-            self.progress(phase, done_bytes, total_bytes)
+            self.progress(label, done_bytes, total_bytes)
             yield number, outcome.result
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 Progress = Callable[[str, int, int], None]
-"""progress(phase, done_bytes, total_bytes), called often.
+"""progress(label, done_bytes, total_bytes), called often.
 
 Both count only the work of this run. Work that was finished before is in neither of them, so the
 total may decrease.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
 
 Show: TypeAlias = Callable[[str, int, int], None]
-"""show(phase, done, total), to be called often."""
+"""show(label, done, total), to be called often."""
 
 SILENT_SECONDS = 4.0
 """Before each plain line: shorter work is not named."""
@@ -86,25 +86,25 @@ TOKENS = WorkUnit("tokens")
 
 @contextmanager
 def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> Iterator[Show]:
-    """Yield `show(phase, done, total)`, both in bytes or in units."""
+    """Yield `show(label, done, total)`, both in bytes or in units."""
     work = _Work(unit, workers)
     with _shown(work.line):
         yield work.update
 
 
 class _Work:
-    """What is known of the work: its phase, amount and rate."""
+    """What is known of the work: its label, amount and rate."""
 
     def __init__(self, unit: WorkUnit, workers: "Workers | None") -> None:
-        self.unit, self.workers, self.phase = unit, workers, ""
+        self.unit, self.workers, self.label = unit, workers, ""
         self.done = self.total = self._first_done = 0
-        self._start = self._phase_start = self._updated = time.monotonic()
+        self._start = self._began_at = self._updated = time.monotonic()
 
-    def update(self, phase: str, done: int, total: int) -> None:
+    def update(self, label: str, done: int, total: int) -> None:
         self._updated = time.monotonic()
         # While `done` does not change, only finished units are looked up: that time is not work.
-        if phase != self.phase or done == self._first_done:
-            self.phase, self._phase_start, self._first_done = phase, self._updated, done
+        if label != self.label or done == self._first_done:
+            self.label, self._began_at, self._first_done = label, self._updated, done
         if total:
             self.done, self.total = done, total
 
@@ -118,10 +118,10 @@ class _Work:
     def line(self) -> str:
         """`reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left`.
 
-        Without a rate in this phase: what the work waits for, and the time since it began.
+        Without a rate of this label: what the work waits for, and the time since it began.
         """
         unit, waited = self.unit, time.monotonic() - self._start
-        done, seconds = self.done - self._first_done, self._updated - self._phase_start
+        done, seconds = self.done - self._first_done, self._updated - self._began_at
         has_rate = done > 0 and seconds > 0
         idle = self.workers if not has_rate else None
         if idle and (missing := idle.missing()):
@@ -131,10 +131,10 @@ class _Work:
         current, total = self.current, self.total
         amounts = f"{unit.show(current)} of {unit.show(total)} {unit.name} ({current / total:.0%})"
         if not has_rate:
-            return f"{self.phase}: {amounts}, {waited:,.0f} s"
+            return f"{self.label}: {amounts}, {waited:,.0f} s"
         rate = done / seconds
         left = (total - self.done) / rate
-        return f"{self.phase}: {amounts}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
+        return f"{self.label}: {amounts}, {unit.show(rate)} {unit.name}/s, {left:,.0f} s left"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ weights that stage 3 gathers, and DeepSpeed's buffers: those for reduction have 
 on GPUs). At stages 1 and 2 a rank keeps the reduced gradients of all parameters of which it owns a
 part, and keeps them whole.
 
-A step has three phases, and its peak is the largest of them:
+A step has three intervals, and its peak is the largest of them:
 
     forward and backward    activations, gathered weights, gradients of earlier micro-batches
     reduction               all gradients, and a flat copy of one bucket
@@ -144,7 +144,7 @@ class ModelNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBytes:
-    """Bytes of tensors on one rank at one moment."""
+    """Bytes of tensors on one rank at one interval."""
 
     weights: int
     """Weights and their fp32 masters."""
@@ -165,8 +165,8 @@ class RankBytes:
         return stored + self.gradients + self.buffers + self.activations
 
 
-class PhaseBytes(NamedTuple):
-    """Bytes on the device that are there in one phase of a step only."""
+class IntervalBytes(NamedTuple):
+    """Bytes on the device that are there in one interval of a step only."""
 
     gradients: int
     buffers: int
@@ -208,77 +208,77 @@ class RankPeak:
         self._outside_bucket = FP32_BYTES * outside * (outside > zero.reduce_bucket_size)
 
     def peak(self) -> RankBytes:
-        """The phase of a step that needs most device memory."""
-        phases = (self._stage_0, self._stage_1, self._stage_2, self._stage_3)[self.zero.stage]
+        """The interval of a step that needs most device memory."""
+        intervals = (self._stage_0, self._stage_1, self._stage_2, self._stage_3)[self.zero.stage]
         if self.zero.stage == 1 and self.zero.overlap_comm and self.num_micro_batches == 1:
-            phases = self._stage_2  # gradients are freed during backward too
-        return max((self._use(phase) for phase in phases()), key=lambda use: use.device)
+            intervals = self._stage_2  # gradients are freed during backward too
+        return max((self._use(interval) for interval in intervals()), key=lambda use: use.device)
 
-    def _use(self, phase: PhaseBytes) -> RankBytes:
+    def _use(self, interval: IntervalBytes) -> RankBytes:
         stage, states = self.zero.stage, FP32_BYTES * self.model.num_states
         weights = self._part if stage == 3 else self._whole
         masters = self._part if stage > 0 else 0
         # The new memory of the lanes is complete before the old one is given up. The activations
         # include that of one micro-batch.
         new_bytes = self.lane_bytes // self.num_turns
-        activations = max(0, phase.activations - new_bytes // self.num_micro_batches)
+        activations = max(0, interval.activations - new_bytes // self.num_micro_batches)
         return RankBytes(
             weights=weights + masters,
-            gradients=phase.gradients,
+            gradients=interval.gradients,
             optimizer=states // self.num_ranks if stage > 0 else states,
-            buffers=phase.buffers,
+            buffers=interval.buffers,
             lanes=self.lane_bytes + new_bytes,
             activations=activations,
         )
 
-    # --- the phases of a step, by stage ---------------------------------------------------------
+    # --- the intervals of a step, by stage ---------------------------------------------------------
 
-    def _stage_0(self) -> Iterator[PhaseBytes]:
+    def _stage_0(self) -> Iterator[IntervalBytes]:
         yield from self._with_kept_gradients(bucket=0)
         if self.num_ranks > 1:
             copy = FP32_BYTES * min(self.model.num_parameters, STAGE_0_BUCKET)
-            yield PhaseBytes(self._whole, copy)
-        yield PhaseBytes(self._whole, 2 * self._whole if self.model.has_foreach_updates else 0)
+            yield IntervalBytes(self._whole, copy)
+        yield IntervalBytes(self._whole, 2 * self._whole if self.model.has_foreach_updates else 0)
 
-    def _stage_1(self) -> Iterator[PhaseBytes]:
+    def _stage_1(self) -> Iterator[IntervalBytes]:
         yield from self._with_kept_gradients(bucket=self._bucket)
         if self.zero.overlap_comm and not self._fits_bucket:  # the last micro-batch
             kept = self._whole - FP32_BYTES * self.zero.reduce_bucket_size
             activations = self.model.activations.after_first_bucket
-            yield PhaseBytes(kept + self._partly_owned, self._bucket, activations)
+            yield IntervalBytes(kept + self._partly_owned, self._bucket, activations)
         # While the bucket is filled, the gradients that it takes over are freed.
         reduced = 0 if self._fits_bucket else self._partly_owned
-        yield PhaseBytes(self._whole + reduced, self._bucket)
+        yield IntervalBytes(self._whole + reduced, self._bucket)
         yield from self._partitioned_update()
 
-    def _with_kept_gradients(self, *, bucket: int) -> Iterator[PhaseBytes]:
+    def _with_kept_gradients(self, *, bucket: int) -> Iterator[IntervalBytes]:
         peaks = self.model.activations
         if self.num_micro_batches == 1:
-            yield PhaseBytes(0, 0, peaks.before_gradients)
-            yield PhaseBytes(0, bucket, peaks.with_gradients)
+            yield IntervalBytes(0, 0, peaks.before_gradients)
+            yield IntervalBytes(0, bucket, peaks.with_gradients)
         else:
-            yield PhaseBytes(self._whole, bucket, peaks.before_gradients)
-            yield PhaseBytes(self._whole, bucket, peaks.without_gradients)
+            yield IntervalBytes(self._whole, bucket, peaks.before_gradients)
+            yield IntervalBytes(self._whole, bucket, peaks.without_gradients)
 
-    def _stage_2(self) -> Iterator[PhaseBytes]:
+    def _stage_2(self) -> Iterator[IntervalBytes]:
         peaks = self.model.activations
         earlier = 0 if self.num_micro_batches == 1 else self._partly_owned
-        yield PhaseBytes(earlier, 0, peaks.before_gradients)
-        yield PhaseBytes(earlier, self._bucket, peaks.without_gradients)
+        yield IntervalBytes(earlier, 0, peaks.before_gradients)
+        yield IntervalBytes(earlier, self._bucket, peaks.without_gradients)
         if not self._fits_bucket:
             reduced = self._partly_owned + self._outside_bucket
-            yield PhaseBytes(earlier + reduced, self._bucket, peaks.after_first_bucket)
+            yield IntervalBytes(earlier + reduced, self._bucket, peaks.after_first_bucket)
         flat_copy = self._flat_copy if self.num_ranks > 1 else 0
-        yield PhaseBytes(earlier, self._bucket + max(flat_copy, self._partly_owned))
+        yield IntervalBytes(earlier, self._bucket + max(flat_copy, self._partly_owned))
         if not self._fits_bucket:  # a full bucket is reduced before the next gradient enters it
-            yield PhaseBytes(earlier, self._bucket + flat_copy + self._largest)
+            yield IntervalBytes(earlier, self._bucket + flat_copy + self._largest)
         yield from self._partitioned_update()
 
-    def _partitioned_update(self) -> Iterator[PhaseBytes]:
+    def _partitioned_update(self) -> Iterator[IntervalBytes]:
         gradients = self._partly_owned + self._part  # and a flat copy of this rank's part
-        yield PhaseBytes(gradients, self._whole if self.model.needs_whole_matrices else 0)
+        yield IntervalBytes(gradients, self._whole if self.model.needs_whole_matrices else 0)
 
-    def _stage_3(self) -> Iterator[PhaseBytes]:
+    def _stage_3(self) -> Iterator[IntervalBytes]:
         peaks, is_sharded, gradients = self.model.activations, self.num_ranks > 1, self._part
         small = sum(
             each.num_elements
@@ -292,11 +292,11 @@ class RankPeak:
         bucket = self._bucket + FP32_BYTES * small * is_sharded
         weights, ahead = (FP32_BYTES * size * is_sharded for size in (gathered, fetched))
         activations = max(peaks.before_gradients, peaks.without_gradients)
-        yield PhaseBytes(gradients, bucket + weights, activations)
-        yield PhaseBytes(gradients, bucket + weights + ahead, peaks.after_forward)
+        yield IntervalBytes(gradients, bucket + weights, activations)
+        yield IntervalBytes(gradients, bucket + weights + ahead, peaks.after_forward)
         reduced = self._flat_copy * (1 + self.copies_to_reduce)
-        yield PhaseBytes(gradients, bucket + reduced)
+        yield IntervalBytes(gradients, bucket + reduced)
         if not self._fits_bucket:  # a bucket is reduced before the next gradient enters it
             largest = self._largest * is_sharded
-            yield PhaseBytes(gradients, bucket + reduced + largest, peaks.after_first_bucket)
-        yield PhaseBytes(2 * gradients, bucket)
+            yield IntervalBytes(gradients, bucket + reduced + largest, peaks.after_first_bucket)
+        yield IntervalBytes(2 * gradients, bucket)

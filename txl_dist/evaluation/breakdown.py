@@ -243,7 +243,7 @@ def counted_split(manifest: ShardManifest, scored: str) -> str:
 
 
 def count_tokens(
-    data: DatasetPath, split: str, *, progress: Progress = lambda phase, done, total: None
+    data: DatasetPath, split: str, *, progress: Progress = lambda label, done, total: None
 ) -> NDArray[np.int64]:
     """Occurrences of each token id, [V]."""
     source = open_split(data, split)

@@ -42,7 +42,7 @@ def evaluate_on_workers(
     planned: Sequence[PlannedJob],
     workers: Workers,
     *,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = lambda label, done, total: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[EvaluationResult]:
     """The results of all jobs, in their order. Progress counts tokens.
@@ -173,7 +173,7 @@ def evaluate_sweep(
     sweep: Sweep,
     workers: Workers,
     *,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = lambda label, done, total: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
     """Score all combinations on the first split, and the best one on the others."""

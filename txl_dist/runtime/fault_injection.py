@@ -10,7 +10,7 @@ begins its third checkpoint:
 
     TXL_FAULT=save/files:kill:3:1 txl train configs/tiny.yaml --on processes --ranks 2
 
-A point is the beginning of a phase, which lasts until the rank reaches the next point.
+A point is the beginning of a part of a run, which lasts until the rank reaches the next point.
 """
 
 import os

@@ -86,7 +86,7 @@ Lines = Callable[..., list[str]]
 
 @pytest.fixture
 def lines_at(monkeypatch: pytest.MonkeyPatch) -> Lines:
-    """The lines for calls (seconds, phase, done, total): what a display shows after each."""
+    """The lines for calls (seconds, label, done, total): what a display shows after each."""
 
     def lines(
         unit: WorkUnit, workers: InProcess | None, *calls: tuple[float, str, int, int]
@@ -94,16 +94,16 @@ def lines_at(monkeypatch: pytest.MonkeyPatch) -> Lines:
         clock = 100.0
         monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
         work, shown = _Work(unit, workers), []
-        for seconds, phase, done, total in calls:
+        for seconds, label, done, total in calls:
             clock = 100.0 + seconds
-            work.update(phase, done * unit.size, total * unit.size)
+            work.update(label, done * unit.size, total * unit.size)
             shown.append(work.line())
         return shown
 
     return lines
 
 
-def test_a_rate_counts_its_own_phase_only(lines_at: Lines) -> None:
+def test_a_rate_counts_its_own_label_only(lines_at: Lines) -> None:
     calls = [(0, "reading", 0, 90), (6, "reading", 60, 90), (9, "reading", 90, 90)]
     assert lines_at(MIB, None, *calls, (13, "writing", 0, 80), (19, "writing", 30, 80))[1:] == [
         "reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left",
@@ -113,7 +113,7 @@ def test_a_rate_counts_its_own_phase_only(lines_at: Lines) -> None:
     ]
 
 
-def test_bytes_that_were_done_before_a_phase_are_not_in_its_rate(lines_at: Lines) -> None:
+def test_bytes_that_were_done_before_a_label_are_not_in_its_rate(lines_at: Lines) -> None:
     calls = [(7, "sending", 10_000, 10_070), (13, "sending", 10_030, 10_070)]
     assert lines_at(MIB, None, *calls) == [
         "sending: 10,000.0 of 10,070.0 MiB (99%), 7 s",
@@ -207,14 +207,14 @@ def test_finished_units_do_not_count_as_work(tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     result = prepare(source, out, 2000, progress=lambda *call: calls.append(call))
     assert 0 < result.reused_units < result.units
-    for phase in ("reading", "writing"):
-        of_phase = [(done, total) for name, done, total in calls if name == phase]
-        first_done, first_total = of_phase[0]
+    for label in ("reading", "writing"):
+        of_label = [(done, total) for name, done, total in calls if name == label]
+        first_done, first_total = of_label[0]
         assert first_done == 0
-        last_done, last_total = of_phase[-1]
+        last_done, last_total = of_label[-1]
         assert last_done == last_total <= first_total
-        assert all(b[0] - a[0] + a[1] - b[1] > 0 for a, b in pairwise(of_phase))
-    totals = {phase: total for phase, _, total in calls}
+        assert all(b[0] - a[0] + a[1] - b[1] > 0 for a, b in pairwise(of_label))
+    totals = {label: total for label, _, total in calls}
     assert totals["reading"] == 0, "everything was finished"
 
 
@@ -230,4 +230,4 @@ def test_files_that_are_already_at_the_url_are_neither_sent_nor_counted(
     push_dataset(directory, url, progress=lambda *call: calls.append(call))
     size = (directory / "train-000001.tar.zst").stat().st_size
     assert [(done, total) for _, done, total in calls] == [(0, size), (size, size)]
-    assert {re.sub(r"\W.*", "", phase) for phase, _, _ in calls} == {"sending"}
+    assert {re.sub(r"\W.*", "", label) for label, _, _ in calls} == {"sending"}

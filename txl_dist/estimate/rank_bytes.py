@@ -231,7 +231,7 @@ class RankPeak:
             activations=activations,
         )
 
-    # --- the intervals of a step, by stage ---------------------------------------------------------
+    # --- the intervals of a step, by stage --------------------------------------------------------
 
     def _stage_0(self) -> Iterator[IntervalBytes]:
         yield from self._with_kept_gradients(bucket=0)

@@ -34,7 +34,8 @@ from txl_dist.checkpoint import copies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training import loading, resume
+from txl_dist.training import resume
+from txl_dist.training import start as start_module
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
@@ -77,7 +78,7 @@ PHASES: dict[str, tuple[str, Any, str, Callable[..., bool]]] = {
     "first step": (START_UP, TrainStep, "_micro_batches", always),
     "later step": (LATER, TrainStep, "_micro_batches", lambda *_, step, **__: step == 9),
     "save": (LATER, CheckpointDirectory, "finish", lambda *arguments: arguments[-1] == 12),
-    "replay": (START_UP, loading, "fault_point", always),
+    "replay": (START_UP, start_module, "fault_point", always),
     "upload": (LATER, copies, "fault_point", always),
 }
 """Phase -> whether a step is completed before it, and the function that blocks in it."""

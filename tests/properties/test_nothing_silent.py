@@ -18,13 +18,12 @@ from data_pipeline.shards.shard_index import DocumentIds, pack_documents, unpack
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import verify_dataset
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
-from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import CheckpointError
 from txl_dist.runtime.world import World
-from txl_dist.training.resume import Resume
+from txl_dist.training.resume import newest_intact
 
 Dataset = tuple[Path, ShardManifest]
 
@@ -242,7 +241,7 @@ def test_every_missing_or_shortened_file_is_named_and_the_previous_checkpoint_is
         path.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=path.name):
         verify_checkpoint(directory)
-    assert newest_intact(tmp_path) == 2
+    assert resumed_step(tmp_path) == 2
 
 
 def byte_ranges(path: Path) -> dict[str, range]:
@@ -262,11 +261,11 @@ def byte_ranges(path: Path) -> dict[str, range]:
     return ranges
 
 
-def newest_intact(run: Path) -> int:
+def resumed_step(run: Path) -> int:
     """Step of the checkpoint that a run would resume from."""
-    no_data: Any = None  # not compared here
-    job = tiny_job(Path("no-data"), run)
-    return Resume(job, no_data, World(0, 1), CheckpointDirectory(run)).newest_intact().state.step
+    point, _ = newest_intact(CheckpointDirectory(run), World(0, 1))
+    assert point is not None
+    return point.state.step
 
 
 @pytest.mark.slow
@@ -286,13 +285,13 @@ def test_damage_in_every_range_of_every_file_makes_the_previous_checkpoint_the_n
                 content[position] ^= 1 << random_.randrange(8)
                 path.write_bytes(content)
                 caplog.clear()
-                assert newest_intact(tmp_path) == 2, (path.name, name, position)
+                assert resumed_step(tmp_path) == 2, (path.name, name, position)
                 assert path.name in caplog.text
                 assert "Resuming from step 2 instead; 1 step is lost" in caplog.text
             num_ranges += 1
         path.write_bytes(intact)
     assert num_ranges > 60
-    assert newest_intact(tmp_path) == 3
+    assert resumed_step(tmp_path) == 3
 
 
 @pytest.mark.fault_row(24)
@@ -309,4 +308,4 @@ def test_a_file_swapped_between_two_checkpoints_is_refused_by_name_in_both(
     for directory in (first, second):
         with pytest.raises(CheckpointError, match=name):
             verify_checkpoint(directory)
-    assert newest_intact(tmp_path) == 1
+    assert resumed_step(tmp_path) == 1

@@ -95,8 +95,6 @@ COMMANDS: dict[str, str] = {
     "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",
     "report --results": "score the checkpoint in its run directory, whose results are shown; the "
     "tables and figures of txl recl and txl attention are in their --out",
-    "job submit --working-dir": "leave it out: the config is sent from anywhere, and no other file",
-    "job submit --dry-run": "check the command alone: txl train CONFIG --dry-run",
     "doctor --min-free-gib": "leave it out: the free space is shown, less than 10 GiB is noted",
     "report --to-mlflow": "mlflow artifacts log-artifact --local-file RUN/report.html --run-id ID "
     "with MLFLOW_TRACKING_URI; txl status RUN says both",

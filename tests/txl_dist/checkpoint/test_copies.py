@@ -23,7 +23,6 @@ from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.resume import Resume
 
@@ -345,35 +344,21 @@ def copies_of_two_saves(uploader: Uploader, run: Path) -> str:
     return newer
 
 
-@pytest.mark.parametrize("is_damaged", [False, True], ids=["new disk", "damaged"])
 def test_of_two_copies_of_a_step_the_one_that_latest_names_is_taken(
-    uploader: Uploader, tmp_path: Path, is_damaged: bool
+    uploader: Uploader, tmp_path: Path
 ) -> None:
     newer = copies_of_two_saves(uploader, tmp_path / "run")
-    local = CheckpointDirectory(tmp_path / ("run" if is_damaged else "new"))
-    if is_damaged:
-        (local.at(2) / "manifest.json").write_bytes(b"{}")
-        job = tiny_job(Path("no-data"), local.run, f"training.checkpoint_url={REMOTE.url}")
-        resume = Resume(job, None, World(0, 1), local)  # type: ignore[arg-type]
-        assert resume.newest_intact().manifest.save_id == newer
-    else:
-        download_to(local)
+    local = CheckpointDirectory(tmp_path / "new")
+    download_to(local)
     assert load_checkpoint_manifest(local.at(2)).save_id == newer
 
 
-@pytest.mark.parametrize("is_damaged", [False, True], ids=["newer", "damaged"])
 def test_the_copy_of_a_superseded_checkpoint_is_not_taken(
-    uploader: Uploader, tmp_path: Path, is_damaged: bool
+    uploader: Uploader, tmp_path: Path
 ) -> None:
     """A kill after a rollback leaves it at the URL."""
     updated(uploader)
     local = CheckpointDirectory(tmp_path / "run")
     local.rewind(1)
-    if is_damaged:
-        (save(local.run, step=2) / "manifest.json").write_bytes(b"{}")
-        job = tiny_job(Path("no-data"), local.run, f"training.checkpoint_url={REMOTE.url}")
-        resume = Resume(job, None, World(0, 1), local)  # type: ignore[arg-type]
-        assert resume.newest_intact().state.step == 1
-    else:
-        download_to(local)
-        assert local.steps() == [1]
+    download_to(local)
+    assert local.steps() == [1]

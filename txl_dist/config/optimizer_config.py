@@ -1,7 +1,7 @@
 """The section `optimizer`: the update rule and the schedule of its learning rate."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,8 +9,9 @@ from txl_dist.config.data_config import Section
 
 SCRIPT_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
 """Schedules that the training script of the paper also has."""
-
-
+Role = Literal["hidden", "embedding", "head", "other"]
+"""Of a parameter: weights of linear layers in layers; tables of the embedding and its projections;
+weights and projections that only the softmax has; the rest, such as biases and norms."""
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},
     "modern": {
@@ -33,6 +34,9 @@ class OptimizerConfig(Section):
     lr: float = Field(default=2.5e-4, gt=0)
     """Learning rate after the warm-up, the highest of the run. With AdamW small models learn faster
     with 1e-3 or more, and need a warm-up then."""
+    lr_factors: dict[Role, Annotated[float, Field(gt=0)]] = Field(default={})
+    """Multiplies the learning rate of parameters by their role: `hidden`, `embedding`, `head` or
+    `other`. A role that is not named has 1."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the running mean of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)

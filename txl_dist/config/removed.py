@@ -53,7 +53,6 @@ SETTINGS: dict[str, Removed] = {
     "optimizer.ema_decay": Removed(
         (0.999,), "it belonged to `averaging: ema`; use `asgd`, the mean of the weights"
     ),
-    "optimizer.lr_factors": Removed(({},), _USELESS),
     "training.num_tokens": Removed(
         (None,),
         "give training.num_steps: the tokens divided by those of a step, the lanes of a step x "

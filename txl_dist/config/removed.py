@@ -47,9 +47,6 @@ SETTINGS: dict[str, Removed] = {
         "prepare the split together with the training data (txl prepare train=PATH valid=PATH), or "
         "score the checkpoints by txl eval RUN DATA",
     ),
-    "optimizer.decay_steps": Removed(
-        (None,), "it belonged to `schedule: wsd`; use `linear`, which had a lower loss"
-    ),
     "optimizer.ema_decay": Removed(
         (0.999,), "it belonged to `averaging: ema`; use `asgd`, the mean of the weights"
     ),

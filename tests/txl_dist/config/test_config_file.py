@@ -237,6 +237,10 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("model.n_head=0", "model: n_head=0 must be at least 1"),
         ("model.dropout=1.0", "dropout=1.0 must be in [0, 0.99]"),
         ("optimizer.warmup_steps=5", "warmup_steps=5 is longer than training.num_steps=4"),
+        (
+            "optimizer={schedule: wsd, decay_steps: 3, warmup_steps: 2}",
+            "warmup_steps=2 and optimizer.decay_steps=3 are together longer than",
+        ),
         ("seed=-1", "seed is -1; it should be greater than or equal to 0"),
         ("tracking.experiment=3", "tracking.experiment is 3; it should be a valid string"),
         ("tracking.experiment=a/../b", "string should match pattern"),

@@ -281,7 +281,7 @@ def model_and_optimizer(
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_factor"]
 
 
 def gpt_steps(name: str, data: Path, num_steps: int, seed: int) -> Steps:

@@ -1,7 +1,7 @@
 """The section `optimizer`: the update rule and the schedule of its learning rate."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,8 +9,9 @@ from txl_dist.config.data_config import Section
 
 SCRIPT_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
 """Schedules that the training script of the paper also has."""
-
-
+Role = Literal["hidden", "embedding", "head", "other"]
+"""Of a parameter: weights of linear layers in layers; tables of the embedding and its projections;
+weights and projections that only the softmax has; the rest, such as biases and norms."""
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},
     "modern": {
@@ -33,6 +34,9 @@ class OptimizerConfig(Section):
     lr: float = Field(default=2.5e-4, gt=0)
     """Learning rate after the warm-up, the highest of the run. With AdamW small models learn faster
     with 1e-3 or more, and need a warm-up then."""
+    lr_factors: dict[Role, Annotated[float, Field(gt=0)]] = Field(default={})
+    """Multiplies the learning rate of parameters by their role: `hidden`, `embedding`, `head` or
+    `other`. A role that is not named has 1."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the running mean of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -50,14 +54,17 @@ class OptimizerConfig(Section):
     `averaging_start_step`. null: no average."""
     averaging_start_step: int = Field(default=1, ge=1)
     """The average begins with the weights after this update; skipped steps do not count."""
-    schedule: Literal["cosine", "inverse_sqrt", "constant", "linear"] = "cosine"
+    schedule: Literal["cosine", "inverse_sqrt", "constant", "linear", "wsd"] = "cosine"
     """Learning rate after the warm-up. `cosine`: half a period down to `min_lr`. `linear`: a line
-    down to `min_lr`. `inverse_sqrt`: `lr` x sqrt(warm-up steps / step). `constant`: `lr`."""
+    down to `min_lr`. `inverse_sqrt`: `lr` x sqrt(warm-up steps / step). `constant`: `lr`. `wsd`:
+    `lr`, then in the last `decay_steps` a line down to `min_lr` (warm-up, stable, decay)."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the start in which the learning rate rises linearly from 0 to `lr`. With a high rate
     and a short warm-up a model learns nothing: with AdamW take 200 for rates from 1e-3 on."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """`wsd` only: steps at the end of the run in which the learning rate falls to `min_lr`."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate of the last step with `cosine` and `linear`."""
+    """Learning rate of the last step with `cosine`, `linear` and `wsd`."""
     schedule_of_paper_code: bool = False
     """Set the rate exactly as the training script of the paper does: update n has the rate of step
     n - 1, the first one the full `lr` even with a warm-up, the cosine spans all steps including the
@@ -65,20 +72,39 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
+        problems = []
+        if self.schedule == "wsd" and self.decay_steps is None:
+            problems.append(
+                "schedule=wsd needs decay_steps, the steps at the end in which the rate falls; a "
+                "fifth of the run is usual"
+            )
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            problems.append(
+                f"decay_steps={self.decay_steps} has no effect with schedule={self.schedule}; "
+                "remove it, or use schedule=wsd"
+            )
         if self.schedule_of_paper_code and self.schedule not in SCRIPT_SCHEDULES:
-            raise ValueError(
+            problems.append(
                 f"schedule={self.schedule} is not in the paper's code, so "
                 "schedule_of_paper_code=true has no meaning; use "
                 f"{', '.join(SCRIPT_SCHEDULES)}, or remove it"
             )
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     def problems_with(self, *, num_steps: int) -> Iterator[str]:
         """Messages about a schedule that does not fit into a run of `num_steps`."""
-        if self.warmup_steps > num_steps:
+        warmup, decay = self.warmup_steps, self.decay_steps or 0
+        if warmup > num_steps:
             yield (
-                f"optimizer.warmup_steps={self.warmup_steps} is longer than "
-                f"training.num_steps={num_steps}; lower it"
+                f"optimizer.warmup_steps={warmup} is longer than training.num_steps={num_steps}; "
+                "lower it"
+            )
+        elif warmup + decay > num_steps:
+            yield (
+                f"optimizer.warmup_steps={warmup} and optimizer.decay_steps={decay} are together "
+                f"longer than training.num_steps={num_steps}; lower one"
             )
         if self.min_lr > self.lr:
             yield f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it"

@@ -47,13 +47,9 @@ SETTINGS: dict[str, Removed] = {
         "prepare the split together with the training data (txl prepare train=PATH valid=PATH), or "
         "score the checkpoints by txl eval RUN DATA",
     ),
-    "optimizer.decay_steps": Removed(
-        (None,), "it belonged to `schedule: wsd`; use `linear`, which had a lower loss"
-    ),
     "optimizer.ema_decay": Removed(
         (0.999,), "it belonged to `averaging: ema`; use `asgd`, the mean of the weights"
     ),
-    "optimizer.lr_factors": Removed(({},), _USELESS),
     "training.num_tokens": Removed(
         (None,),
         "give training.num_steps: the tokens divided by those of a step, the lanes of a step x "

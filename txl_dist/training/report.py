@@ -215,6 +215,11 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
             "--shuffle, or set data.reset=document",
             " and ".join(str(corpus.directory) for corpus in shuffled),
         )
+    if data.corpora[0].manifest.has_text and not data.tokenizer.token_bytes().any():
+        log.info(
+            "bits per byte | only of whole splits, whose text was counted: the tokens of this "
+            "tokenizer do not tell the bytes of a text"
+        )
     if config.evaluation.split is None:
         log.info("evaluation | none, because evaluation.split=null")
     elif data.evaluation is None:

@@ -27,9 +27,10 @@ def lr_at(step: int, config: OptimizerConfig, *, num_steps: int) -> float:
             progress = (step - warmup) / max(1, num_steps - warmup)
             cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
             return min_lr + (lr - min_lr) * cosine
-        case "linear":
-            progress = (step - warmup) / max(1, num_steps - warmup)
-            return lr + (min_lr - lr) * min(1.0, progress)
+        case "linear" | "wsd":
+            start = warmup if config.decay_steps is None else num_steps - config.decay_steps
+            progress = (step - start) / max(1, num_steps - start)
+            return lr + (min_lr - lr) * min(1.0, max(0.0, progress))
 
 
 def _rate_of_paper_code(done: int, config: OptimizerConfig, *, num_steps: int) -> float:

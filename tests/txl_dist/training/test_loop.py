@@ -43,11 +43,11 @@ SETTINGS = (
     "optimizer.warmup_steps=4",
     "training.num_steps=20",
 )
-NUM_STEPS, WARMUP_STEPS, LR, MIN_LR, CLIPPING = 20, 4, 0.02, 0.003, 1.6
+NUM_STEPS, WARMUP_STEPS, DECAY_STEPS, LR, MIN_LR, CLIPPING = 20, 4, 6, 0.02, 0.003, 1.6
 RULES = {
     "adamw": "optimizer={schedule: cosine}",
     "adam": "optimizer={name: adam, schedule: linear}",
-    "lamb": "optimizer={name: lamb, schedule: constant}",
+    "lamb": f"optimizer={{name: lamb, schedule: wsd, decay_steps: {DECAY_STEPS}}}",
     "muon": "optimizer={name: muon, schedule: inverse_sqrt}",
 }
 """Every optimizer, each with another schedule."""
@@ -91,15 +91,15 @@ def rate_of(step: int, schedule: str) -> float:
     """Linear up to LR, then by the schedule."""
     if step <= WARMUP_STEPS:
         return LR * step / WARMUP_STEPS
-    if schedule == "constant":
-        return LR
     if schedule == "inverse_sqrt":
         return LR * (WARMUP_STEPS / step) ** 0.5
     remaining, decay_steps = NUM_STEPS - step, NUM_STEPS - WARMUP_STEPS
     if schedule == "cosine":
         angle = math.pi * (1 - remaining / decay_steps)
         return (LR + MIN_LR) / 2 + (LR - MIN_LR) / 2 * math.cos(angle)
-    return MIN_LR + (LR - MIN_LR) * remaining / decay_steps
+    if schedule == "wsd":
+        decay_steps = DECAY_STEPS
+    return min(LR, MIN_LR + (LR - MIN_LR) * remaining / decay_steps)
 
 
 CASES = [

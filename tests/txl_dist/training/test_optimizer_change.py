@@ -29,6 +29,14 @@ def test_another_optimizer_or_average_is_refused_even_on_request(key: str) -> No
         check(settings(), new, f"optimizer.{key}")
 
 
+def test_the_rate_of_a_part_of_the_model_changes_on_request() -> None:
+    old, new = settings(), settings("optimizer.lr_factors={head: 2}")
+    key = "optimizer.lr_factors.head"
+    with pytest.raises(CheckpointError, match=rf"{key}: .* now 2.0 -> --allow-change"):
+        check(old, new)
+    check(old, new, key)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.training.schedule import lr_at
 
-SCHEDULES = ("cosine", "constant", "linear", "inverse_sqrt")
+SCHEDULES: dict[str, dict[str, int]] = {
+    "cosine": {}, "constant": {}, "linear": {}, "inverse_sqrt": {}, "wsd": {"decay_steps": 3},
+}  # fmt: skip
 
 
 def schedule_of(schedule: str, **settings: Any) -> OptimizerConfig:
-    return OptimizerConfig.model_validate({"schedule": schedule, **settings})
+    values = {"schedule": schedule, **SCHEDULES[schedule], **settings}
+    return OptimizerConfig.model_validate(values)
 
 
 def rates(config: OptimizerConfig, num_steps: int) -> list[float]:
@@ -51,26 +54,33 @@ def test_the_cosine_is_half_a_period_after_warm_up() -> None:
 @given(
     num_steps=st.integers(1, 60),
     warmup=st.integers(0, 60),
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(sorted(SCHEDULES)),
     min_lr=st.sampled_from([0.0, 0.1, 0.8]),
 )
 def test_it_rises_to_lr_then_never_rises_again(
     num_steps: int, warmup: int, schedule: str, min_lr: float
 ) -> None:
-    warmup = min(warmup, num_steps)
+    decay_steps = SCHEDULES[schedule].get("decay_steps", 0)
+    num_steps += decay_steps
+    warmup = min(warmup, num_steps - decay_steps)
     config = schedule_of(schedule, lr=0.8, warmup_steps=warmup, min_lr=min_lr)
     values = rates(config, num_steps)
     assert all(a < b for a, b in pairwise(values[:warmup]))
     assert all(a >= b - 1e-12 for a, b in pairwise(values[max(0, warmup - 1) :]))
     lowest = 0 if schedule == "inverse_sqrt" else min_lr
     assert all(lowest - 1e-12 <= rate <= 0.8 + 1e-12 for rate in values[warmup:])
-    if schedule in ("cosine", "linear") and warmup < num_steps:
+    if schedule in ("cosine", "linear", "wsd") and warmup < num_steps:
         assert values[-1] == pytest.approx(min_lr)
 
 
 def test_linear_is_a_line_from_the_warm_up_to_min_lr() -> None:
     config = schedule_of("linear", lr=0.8, warmup_steps=2, min_lr=0.2)
     assert rates(config, 5) == pytest.approx([0.4, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_wsd_is_constant_until_its_last_steps() -> None:
+    config = schedule_of("wsd", lr=0.8, warmup_steps=2, min_lr=0.2)
+    assert rates(config, 7) == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_inverse_sqrt_is_lr_at_the_end_of_the_warm_up() -> None:
@@ -156,6 +166,8 @@ def test_every_rate_of_a_short_run_is_that_of_the_paper_s_script(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"schedule": "wsd"}, "needs decay_steps"),
+        ({"decay_steps": 3}, "has no effect with schedule=cosine"),
         ({"schedule": "linear", "schedule_of_paper_code": True}, "not in the paper's code"),
     ],
 )

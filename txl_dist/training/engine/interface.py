@@ -138,7 +138,7 @@ class Engine(ABC):
         gradients are cleared, and weights, optimizer state and its step count do not change.
         """
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         decision = self._update(accept)
         if decision.is_accepted:
             self._num_updates += 1

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from txl_dist.checkpoint.snapshot import AVERAGE
-from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.config.run_config import Precision
 from txl_dist.model.attention import StackedLinear
 from txl_dist.model.transformer_xl import TransformerXL
@@ -322,6 +322,16 @@ def matrices(model: TransformerXL) -> frozenset[str]:
     return hidden_matrices(model) | frozenset(projections)
 
 
+def _role(name: str, hidden: frozenset[str]) -> Role:
+    """The role of a parameter (config/optimizer_config.py). A shared weight is embedding."""
+    if name in hidden:
+        return "hidden"
+    if name.startswith("table."):
+        return "embedding"
+    is_head = name.startswith(("softmax.weights.", "softmax.projections."))
+    return "head" if is_head or name == "softmax.cluster_weight" else "other"
+
+
 def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Groups for a torch optimizer, in the order of their first parameters.
 
@@ -330,8 +340,8 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     weights of the adaptive softmax and the position biases for hidden matrices.
 
     Besides torch's keys a group has `rule` (adam, or the optimizer's own for hidden matrices),
-    `states`, the names of the optimizer's states of its parameters, and `num_stacked`, the matrices
-    in each of its weights.
+    `states`, the names of the optimizer's states of its parameters, `lr_factor`, of its learning
+    rate, and `num_stacked`, the matrices in each of its weights.
     """
     hidden, decayed = hidden_matrices(model), matrices(model)
     average, entry = (AVERAGE,) if config.averaging else (), OPTIMIZERS[config.name]
@@ -346,14 +356,16 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
         if entry.hidden_states is not None and name in hidden:
             states, rule = entry.hidden_states, config.name
         weight_decay = config.weight_decay if name in decayed else 0.0
+        lr_factor = config.lr_factors.get(_role(name, hidden), 1.0)
         empty: dict[str, Any] = {
             "params": [],
             "rule": rule,
             "weight_decay": weight_decay,
+            "lr_factor": lr_factor,
             "num_stacked": (num_stacked := stacked.get(name, 1) if rule != "adam" else 1),
             "states": (*states, *average),
         }
-        key = rule, weight_decay, num_stacked
+        key = rule, weight_decay, lr_factor, num_stacked
         groups.setdefault(key, empty)["params"].append(parameter)
     return list(groups.values())
 

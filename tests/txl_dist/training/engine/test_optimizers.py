@@ -15,7 +15,7 @@ from tests.support.commands import ENVIRONMENT
 from tests.support.diverging_runs import SkipSteps, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import newton_schulz_by_svd
-from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
+from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model
 from txl_dist.config.optimizer_config import OptimizerConfig
@@ -155,6 +155,17 @@ def test_muon_updates_the_matrices_of_a_whole_weight_one_by_one(num_stacked: int
     optimizer.step()
     expected = [orthogonalised(matrix) for matrix in weight.grad.chunk(num_stacked)]
     torch.testing.assert_close(-weight.detach(), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tie_weight", [True, False])
+def test_all_weights_of_an_adaptive_softmax_are_the_head(tie_weight: bool) -> None:
+    adaptive = model(cutoffs=(9, 20), div_val=2, tie_weight=tie_weight)
+    groups = parameter_groups(adaptive, OptimizerConfig(lr_factors={"head": 3.0}))
+    heads = {id(p) for group in groups if group["lr_factor"] == 3 for p in group["params"]}
+    names = {name for name, p in adaptive.named_parameters() if id(p) in heads}
+    softmax = {name for name, _ in adaptive.named_parameters() if name.startswith("softmax.")}
+    assert names == {name for name in softmax if not name.endswith("bias")}
+    assert "softmax.cluster_weight" in names
 
 
 class Operations(TorchDispatchMode):
@@ -309,3 +320,28 @@ def test_an_average_is_the_mean_of_the_weights_after_each_update(
         torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-6)
     changed = [not torch.equal(updates[-1][name], updates[START][name]) for name in updates[0]]
     assert all(changed), "else an average would be equal to the weights"
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, "0"), (2, "1")])
+def test_a_factor_multiplies_the_rate_of_its_role_only(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int, stage: str
+) -> None:
+    settings = (
+        NO_EVALUATION, "training.num_steps=1", "training.checkpoint_interval_steps=1",
+        "optimizer.warmup_steps=0", "model.tie_weight=false", *ZERO[stage],
+    )  # fmt: skip
+    changes = []
+    for factors in ("{}", "{head: 3, other: 2}"):
+        run = tmp_path / f"{len(factors)}"
+        job = tiny_job(dataset, run, *settings, f"optimizer.lr_factors={factors}")
+        assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+        new = weights(run, 1, "last")
+        config = load_model(CheckpointDirectory(run).at(1), weights="last")[0].config
+        old = TransformerXL(config, seed=job.config.seed).named_parameters()
+        changes.append({key: new[key] - value.detach().double() for key, value in old})
+    plain, scaled = changes
+    for name, change in plain.items():
+        is_head = name == "softmax.weights.0"
+        is_other = name.endswith(("bias", "norm.weight", "_HK"))
+        expected = change * (3 if is_head else 2 if is_other else 1)
+        torch.testing.assert_close(scaled[name], expected, rtol=1e-4, atol=1e-7)

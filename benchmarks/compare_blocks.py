@@ -80,6 +80,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "modern/quickstart", "model.mem_len=0", "data.num_lanes=32", *ONE_TURN
     ),
     "memory-64": ("modern/quickstart", "model.mem_len=64"),
+    "short-long": ("modern/quickstart", "model.mem_shares=[0.25, 1]"),
     "compressive": ("modern/quickstart", "model.memory=compressive"),
     "compressive-64": (
         "modern/quickstart", "model.memory=compressive", "model.mem_len=64",

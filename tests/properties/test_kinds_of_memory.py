@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.running_mean import KINDS
-from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, VOCAB_SIZE, random_text, small_model
 from txl_dist.model.choices import MEMORY_KINDS
 from txl_dist.model.memory import SequenceState, memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
@@ -62,7 +62,11 @@ def read(
 
 
 BLOCKS: dict[str, dict[str, Any]] = {"": {}, "pre-norm": {"pre_lnorm": True}, **MODERN}
-CASES = [(kind, name, options) for kind in KINDS for name, options in BLOCKS.items()]
+CASES = [
+    *((kind, name, options) for kind in KINDS for name, options in BLOCKS.items()),
+    # The layers of other memories have one length.
+    *((kind, "short and long", SHORT_AND_LONG) for kind in ("recurrent", "recurrent+tokens")),
+]
 DISTANCES: dict[str, dict[str, Any]] = {
     "clamped": {"distance_encoding": "sinusoidal", "clamp_len": 3},
     "shaw": {"distance_encoding": "shaw", "clamp_len": 3},

@@ -61,10 +61,10 @@ class RunningMeanState(SequenceState):
     """Tokens of the current document, of which the mean is."""
 
     @property
-    def num_past(self) -> int:
+    def num_pasts(self) -> tuple[int, ...]:
         """A token sees the key if its document began before the segment: then its age is more than
         the tokens before it in the segment."""
-        return 1
+        return (1,) * self.mean_BLD.shape[1]
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         return self.mean_BLD[:, number, None].to(x_BTD.device, x_BTD.dtype)

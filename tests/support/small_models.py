@@ -27,6 +27,8 @@ MODERN: dict[str, dict[str, Any]] = {
 }
 """Settings of the block, each of them in one of these at least. Read in segments with memories that
 are long enough, they give the numbers of one segment."""
+SHORT_AND_LONG: dict[str, Any] = {"mem_shares": (0.4, 1.0)}
+"""Layers with memories of another length."""
 
 
 CONSTANT_AT_START = ("attention.gate.weight", "residual_scalars", "update_bias")

@@ -161,7 +161,7 @@ def _reuse_path(
     model: TransformerXL, length: int, tgt_len: int, generator: torch.Generator
 ) -> _Path:
     lanes = LANES[model.weight.device.type]
-    config = replace(model.config, mem_len=length)
+    config = replace(model.config, mem_len=length, mem_shares=())
     reader = SequenceReader(model, state=KVCache.empty(config, lanes), tgt_len=tgt_len)
     num_segments = max(1, REUSE_TOKENS // tgt_len)
     text_N = _random_text(model, lanes * (num_segments * tgt_len + 1), generator)

@@ -208,7 +208,9 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         # pydantic's text, such as "Input should be greater than 0", fitted into our sentence.
         rule = str(error["msg"])
         rule = (rule[:1].lower() + rule[1:]).replace("input", "it", 1)
-        yield f"{name} is {_show(name, value)}; {rule}"
+        is_per_layer = name == "model.mem_len" and isinstance(value, list)
+        hint = "; lengths per layer are shares of it, model.mem_shares" if is_per_layer else ""
+        yield f"{name} is {_show(name, value)}; {rule}{hint}"
 
 
 def _nearest_key(path: KeyPath) -> str:

@@ -26,9 +26,6 @@ SETTINGS: dict[str, Removed] = {
     "model.zero_init": Removed((False,), _USELESS),
     "model.softcap": Removed((None,), _USELESS),
     "model.residual_gate": Removed(("none",), _USELESS),
-    "model.mem_shares": Removed(
-        ((), [], "[]"), "every layer has a memory of `mem_len` tokens; choose one length"
-    ),
     "data.train_split": Removed(
         ("train",), "prepare the data with names of splits: txl prepare train=PATH valid=PATH"
     ),

@@ -36,7 +36,7 @@ _SAME_NAME_OPTIONAL = (
 
 BLOCK_SETTINGS = (
     *("norm", "final_norm", "qk_norm", "attention_scale", "output_gate", "feed_forward"),
-    *("biases", "residual_scalars", "memory", "distance_encoding"),
+    *("biases", "residual_scalars", "memory", "mem_shares", "distance_encoding"),
 )
 """Settings of the block that the original does not have: its models have their defaults."""
 

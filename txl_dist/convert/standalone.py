@@ -172,15 +172,16 @@ class TransformerXL:
     ) -> None:
         self.c, self.w, self.segment_len = SimpleNamespace(**config), Weights(tensors), segment_len
         self.like = self.w["layers.0.attention.query.weight"]  # of the dtype and device of all
-        c = self.c
-        self.mem_len = 0 if c.memory == "tokens" else c.mem_len
+        c, shares = self.c, self.c.mem_shares or [1.0]
+        mem_len = 0 if c.memory == "tokens" else c.mem_len
+        self.mem_lens = [round(mem_len * shares[n % len(shares)]) for n in range(c.n_layer)]
         self.num_added = c.memory_tokens if "tokens" in c.memory else 0
 
     def empty_memory(self, num_rows: int) -> Memory:
         """The memory of rows at the start of documents."""
         memory = {"age": self.like.new_zeros(num_rows, dtype=torch.int64)}
-        for n in range(self.c.n_layer):
-            memory[f"layer-{n}"] = self.like.new_zeros(num_rows, self.mem_len, self.c.d_model)
+        for n, mem_len in enumerate(self.mem_lens):
+            memory[f"layer-{n}"] = self.like.new_zeros(num_rows, mem_len, self.c.d_model)
         if self.num_added:
             wide = torch.promote_types(self.like.dtype, torch.float32)
             shape = num_rows, self.num_added, self.c.d_model
@@ -206,7 +207,7 @@ class TransformerXL:
         if num_added:
             x, seen_BT = self.add_tokens(x, age_BT, memory["tokens"])
         first, hidden, biases = x, [], None
-        mask_BTS = self.mask(seen_BT, self.mem_len)
+        mask_of = {mem_len: self.mask(seen_BT, mem_len) for mem_len in self.mem_lens}
         if c.distance_encoding == "sinusoidal" and not c.untie_r:  # shared by all layers
             biases = w["content_bias_HK"], w["distance_bias_HK"]
         for n in range(c.n_layer):
@@ -214,15 +215,16 @@ class TransformerXL:
                 a, b = w["residual_scalars"][n]
                 x = a * x + b * first
             hidden.append(x)
-            x = layer(c, w.below(f"layers.{n}"), x, memory[f"layer-{n}"], mask_BTS, biases)
+            past_BMD, mask_BTS = memory[f"layer-{n}"], mask_of[self.mem_lens[n]]
+            x = layer(c, w.below(f"layers.{n}"), x, past_BMD, mask_BTS, biases)
         after = {"age": age_BT[:, -1] + 1}
         if num_added:
             after["tokens"] = x[:, -num_added:].detach().to(memory["tokens"].dtype, copy=True)
         own = slice(num_added, x.shape[1] - num_added)
-        for n in range(c.n_layer):
+        for n, mem_len in enumerate(self.mem_lens):
             rows_BND = torch.cat([memory[f"layer-{n}"], hidden[n][:, own].detach()], dim=1)
             # A copy: a view would keep the whole segment.
-            after[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - self.mem_len :].clone()
+            after[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - mem_len :].clone()
         x = x[:, own]
         return self.logits(w.norm("final_norm", x) if c.final_norm else x), after
 
@@ -384,7 +386,7 @@ def generate_ids(
 ) -> Iterator[int]:
     """Ids that follow the ids of a prompt, without end. Temperature 0: always the most likely."""
     c, device, size = model.c, model.like.device, model.segment_len
-    has_memory, generator = model.num_added + model.mem_len > 0, torch.Generator()
+    has_memory, generator = model.num_added > 0 or any(model.mem_lens), torch.Generator()
     generator.manual_seed(seed)
     memory, pending = model.empty_memory(1), [*prompt]
     while True:

@@ -260,5 +260,5 @@ def context_tokens(settings: EvaluationSettings, model: ModelConfig) -> int | No
     """
     model = replace(model, mem_len=settings.mem_len, same_length=settings.same_length)
     if settings.mode == "fast":
-        model = replace(model, n_layer=1)
+        model = replace(model, n_layer=1, mem_shares=())
     return memory_kind(model).receptive_tokens(settings.tgt_len)

@@ -12,8 +12,8 @@ and infinity. So rows that begin an episode get zeros, and a window is refused i
 episodes in a row that is not finite.
 
 One step at a time, a window, and windows cut anywhere give the same numbers, as long as an episode
-is not longer than the memory: a layer sees that many tokens before the window. With `same_length`
-every token sees exactly `mem_len` keys, so they do for episodes of any length.
+is not longer than the shortest memory of a layer: a layer sees that many tokens before the window.
+With `same_length` every token sees exactly `mem_len` keys, so they do for episodes of any length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.model.memory.recurrent import KVCache, LayerKVCache, RecurrentMemory
+from txl_dist.model.memory.recurrent import KVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import check_targets
 
@@ -173,6 +173,8 @@ class Memory:
 
     def vectors(self) -> Tensor:
         """The layers' inputs [B, L, M, D], to store them once per sampled window."""
+        if len(set(self.state.num_pasts)) > 1:
+            raise ValueError("the layers have memories of different lengths; use tensors()")
         return torch.stack(self.state.layers, dim=1)
 
     def valid(self) -> Tensor:
@@ -195,6 +197,8 @@ class Memory:
             raise ValueError(
                 "valid must be booleans, and the valid tokens of a row its newest: false, then true"
             )
+        if len(set(model.config.mem_lens)) > 1:
+            raise ValueError("the layers have memories of different lengths; use of_tensors()")
         vectors = vectors.masked_fill(~valid[:, None, :, None].to(vectors.device), 0)
         layers = vectors.to(model.weight.dtype).unbind(1)
         return cls._checked(model, layers, valid.sum(1))
@@ -214,9 +218,7 @@ class Memory:
         """
         if isinstance(self.state, _CachedMemory):
             return self
-        config = model.config
-        shape = config.n_head, len(self), self.state.num_past, config.d_head
-        cache = KVCache(tuple(LayerKVCache(*shape) for _ in self.state.layers))
+        cache = KVCache.of_lengths(model.config, len(self), self.state.num_pasts)
         for number, layer_cache in enumerate(cache.layers):
             layer: Any = model.layers[number]
             with torch.no_grad():

@@ -95,7 +95,7 @@ MEMORY_KINDS = {
     "recurrent": MemoryFacts(
         implementation="txl_dist.model.memory.recurrent:Recurrent",
         keys_are_tokens=True,
-        settings=("mem_len",),
+        settings=("mem_len", "mem_shares"),
     ),
     "compressive": MemoryFacts(
         implementation="txl_dist.model.memory.compressive:Compressive",
@@ -111,7 +111,7 @@ MEMORY_KINDS = {
     "recurrent+tokens": MemoryFacts(
         implementation="txl_dist.model.memory.tokens:RecurrentAndTokens",
         adds_tokens=True,
-        settings=("mem_len", "memory_tokens"),
+        settings=("mem_len", "mem_shares", "memory_tokens"),
     ),
 }
 """By the value of `ModelConfig.memory`."""

@@ -54,6 +54,9 @@ class ModelConfig:
     a `mem_len` of 0."""
     mem_len: int = 128
     """Tokens of memory per lane and layer; 0 disables recurrence. Without effect for `tokens`."""
+    mem_shares: tuple[float, ...] = ()
+    """Memory length of each layer as a share of `mem_len`, repeated over the layers: `[0.25, 1]`
+    alternates short and long memories. [] is `mem_len` in every layer."""
     compressed_len: int | None = None
     """Slots of a compressive memory, each for `compression_rate` tokens that are older than
     `mem_len`. null is `mem_len // compression_rate`, which doubles the reach."""
@@ -193,10 +196,30 @@ class ModelConfig:
             )
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
-        if self.compressed_len is not None and self.memory != "compressive":
+        for name, neutral in (("mem_shares", ()), ("compressed_len", None)):
+            value = getattr(self, name)
+            if value != neutral and name not in self.memory_facts.settings:
+                raise ValueError(
+                    f"{name}={value} is not supported by memory={self.memory}; remove it"
+                )
+        self._check_memory_shares()
+
+    def _check_memory_shares(self) -> None:
+        shares = self.mem_shares
+        if len(shares) > self.n_layer:
             raise ValueError(
-                f"compressed_len={self.compressed_len} is not supported by memory={self.memory}; "
-                "remove it"
+                f"mem_shares has {len(shares)} entries for n_layer={self.n_layer}; give one per "
+                "layer, or fewer that are repeated"
+            )
+        # Not by `mem_lens`: foreign configs may name any number of layers.
+        if self.same_length and 0 in [round(self.mem_len * share) for share in shares]:
+            raise ValueError(
+                "same_length=true needs a memory in every layer: raise the smallest of mem_shares"
+            )
+        if any(not 0 <= share <= 1 for share in shares) or (shares and max(shares) < 1):
+            raise ValueError(
+                f"mem_shares={list(shares)} must be between 0 and 1, and the largest 1: mem_len is "
+                "the length of the longest memory"
             )
 
     def _check_clusters(self) -> None:
@@ -274,6 +297,12 @@ class ModelConfig:
     def num_ids(self) -> int:
         """Token ids of the vocabulary; 0 if it is not known yet, or for a model of vectors."""
         return self.vocab_size or 0
+
+    @property
+    def mem_lens(self) -> tuple[int, ...]:
+        """Memory length of each layer."""
+        lens = [round(self.mem_len * share) for share in self.mem_shares or (1.0,)]
+        return tuple(lens[layer % len(lens)] for layer in range(self.n_layer))
 
     @property
     def query_scale(self) -> float:

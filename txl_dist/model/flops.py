@@ -22,7 +22,7 @@ def forward_flops(
     depends on the text. Without it the count is a lower bound: every token's head, and no tail.
     """
     num_tokens = tgt_len + config.num_added_tokens
-    distances = config.n_layer * _distances(config, _past(config) + num_tokens)
+    distances = sum(_distances(config, past + num_tokens) for past in _pasts(config))
     without = _without_past(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
     return _memory(config, num_lanes) + distances + without
 
@@ -43,9 +43,9 @@ def _without_past(
     num_tokens = tgt_len + config.num_added_tokens
     rows = num_lanes * num_tokens
     layer = _queries_and_feed_forward(config, rows) + _keys_and_values(config, rows)
-    layer += _scores_and_mixing(config, rows * (_past(config) + num_tokens))
+    scores = sum(_scores_and_mixing(config, rows * (past + num_tokens)) for past in _pasts(config))
     ends = _ends(config, num_lanes * tgt_len) + _tails(config, tail_rows)
-    return config.n_layer * layer + ends
+    return config.n_layer * layer + scores + ends
 
 
 def window_flops(config: ModelConfig, *, window_len: int) -> int:
@@ -83,20 +83,20 @@ def training_flops(
     )
     forward += (num_segments - 1) * without_tails
     num_tokens = segment_len + config.num_added_tokens
-    distances = config.n_layer * _distances(config, _past(config) + num_tokens)
+    distances = sum(_distances(config, past + num_tokens) for past in _pasts(config))
     has_gains = config.pre_lnorm and config.norm == "layernorm"
     memory = 0 if has_gains else _memory(config, num_lanes)
     return 3 * forward - memory - num_segments * distances
 
 
-def _past(config: ModelConfig) -> int:
-    """M, the keys before a segment."""
-    return memory_kind(config).empty(1, device="meta").num_past
+def _pasts(config: ModelConfig) -> tuple[int, ...]:
+    """M of each layer."""
+    return memory_kind(config).empty(1, device="meta").num_pasts
 
 
 def _memory(config: ModelConfig, num_lanes: int) -> int:
     """The projection of the memory's keys and values in all layers."""
-    return config.n_layer * _keys_and_values(config, num_lanes * _past(config))
+    return _keys_and_values(config, num_lanes * sum(_pasts(config)))
 
 
 def _queries_and_feed_forward(config: ModelConfig, tokens: int) -> int:

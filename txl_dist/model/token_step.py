@@ -51,18 +51,25 @@ class TokenStep:
         device_type, dtype = like.device.type, like.dtype
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-        prepared = model.encoding.prepare(config, cache.num_past + 1, like, lambda x: x)
+        prepared = {
+            num_past: model.encoding.prepare(config, num_past + 1, like, lambda x: x)
+            for num_past in set(cache.num_pasts)
+        }
         self._layers = []
         for layer, layer_cache in zip(model.layers, cache.layers, strict=True):
             assert isinstance(layer, Layer)
-            make = partial(layer.attention.distances, prepared, model.shared_biases)
-            terms = layer_cache.terms(cache.num_past + 1, make)
+            num_past = layer_cache.mem_len
+            make = partial(layer.attention.distances, prepared[num_past], model.shared_biases)
+            terms = layer_cache.terms(num_past + 1, make)
             self._layers.append(_LayerStep(layer, layer_cache, terms, dtype))
         # A full memory hides a key only with `same_length`. Without other scores to add, a mask of
         # zeros makes scaled_dot_product_attention take the same kernel as in segments.
         is_needed = config.same_length or not config.encoding.multiplies_distances
-        self._full_mask = self._compute_mask([cache.num_past], like) if is_needed else None
-        """The mask [B, 1, S] with a full memory; None if it hides nothing."""
+        self._full_masks: dict[int, Tensor | None] = {
+            num_past: self._compute_mask([num_past], num_past, like) if is_needed else None
+            for num_past in prepared
+        }
+        """By memory length: the mask [B, 1, S] with a full memory; None if it hides nothing."""
         # Without gradients torch would prefer cuDNN on GPUs, which has open bugs for masks
         # (pytorch#196678, pytorch#191612).
         kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -76,18 +83,18 @@ class TokenStep:
 
     def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
         x_BD: Tensor = self._model.embed(token_B)
-        first_BD, mask_B1S = x_BD, self._full_mask
+        first_BD, masks = x_BD, self._full_masks
         if min(ages) < self._num_past:
-            mask_B1S = self._compute_mask(ages, x_BD)
+            masks = {num_past: self._compute_mask(ages, num_past, x_BD) for num_past in masks}
         with self._kernels():
             for number, layer in enumerate(self._layers):
                 x_BD = self._model.layer_input(number, x_BD, first_BD)
-                x_BD = layer(x_BD, mask_B1S)
+                x_BD = layer(x_BD, masks[layer.num_past])
         return self._model.output(x_BD)
 
-    def _compute_mask(self, ages: Sequence[int], like: Tensor) -> Tensor:
+    def _compute_mask(self, ages: Sequence[int], num_past: int, like: Tensor) -> Tensor:
         age_B1 = torch.tensor(ages, device=like.device)[:, None]
-        visible_B1S = visible_keys(age_B1, num_past=self._num_past, same_length=self._same_length)
+        visible_B1S = visible_keys(age_B1, num_past=num_past, same_length=self._same_length)
         return mask_scores(visible_B1S, like.dtype)
 
 
@@ -102,6 +109,7 @@ class _LayerStep:
     ) -> None:
         """`dtype`: that of the queries."""
         attention, feed_forward = layer.attention, layer.feed_forward
+        self.num_past = cache.mem_len
         self._pre_lnorm, self._heads = layer.pre_lnorm, attention.heads
         self._cache, self._terms = cache, terms
         self._rotary_SK = terms.rotary_SK

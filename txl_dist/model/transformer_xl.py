@@ -148,12 +148,17 @@ class TransformerXL(nn.Module):
             x_BTD, read_age_BT = self.added_tokens(x_BTD, age_BT, memory)
         # One at a time: a memory of another dtype or device is copied for its layer.
         pasts = (memory.past(number, x_BTD) for number in range(len(self.layers)))
-        # Built once for all layers, including the mask that follows from the ages.
-        context = self._segment_context(
-            x_BTD, memory.reach(read_age_BT), memory.num_past, dropout_masks, on_attention_weights
-        )
+        # Built once for all layers of a memory length, including the mask that follows from the
+        # ages.
+        context_of = {
+            num_past: self._segment_context(
+                x_BTD, memory.reach(read_age_BT), num_past, dropout_masks, on_attention_weights
+            )
+            for num_past in dict.fromkeys(memory.num_pasts)
+        }
+        contexts = [context_of[num_past] for num_past in memory.num_pasts]
         run_layers = self.recorded_layers or self.run_layers
-        hidden = run_layers(x_BTD, pasts, [context] * len(self.layers))
+        hidden = run_layers(x_BTD, pasts, contexts)
         x_BTD = hidden[-1]
         # Gradients stop at the memory (section 3.2 of the paper), unless the caller continues.
         with torch.set_grad_enabled(keeps_graph and torch.is_grad_enabled()):

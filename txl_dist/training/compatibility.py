@@ -63,6 +63,7 @@ _ON_REQUEST = (
     "data.lanes_per_step",
     "data.tgt_len",
     "model.mem_len",
+    "model.mem_shares",
     "model.dropout",
     "model.dropatt",
     "precision",

@@ -80,6 +80,10 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
     torch.compiler.reset()
     dynamo_config = torch._dynamo.config
     dynamo_config.fail_on_recompile_limit_hit = True
+    # One graph per memory length, and one more where the memory has a gradient.
+    dynamo_config.recompile_limit = max(
+        dynamo_config.recompile_limit, 2 * len({*model.config.mem_lens})
+    )
     # dynamic=False: all segments have one shape.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
     model.compute_input = torch.compile(model.compute_input, dynamic=False)

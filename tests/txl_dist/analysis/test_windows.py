@@ -32,6 +32,7 @@ MEMORY_MODELS: list[dict[str, Any]] = [
     {"mem_len": 3, "distance_encoding": "shaw", "clamp_len": 4},
     {"mem_len": 0},
     MODERN["modern"] | {"mem_len": 3},
+    {"mem_len": 5, "mem_shares": (0.4, 1.0)},
 ]
 
 
@@ -78,7 +79,7 @@ def test_more_than_the_longest_useful_context_changes_nothing(options: dict[str,
     if options["mem_len"]:
         expected = brute_force_nats(model, window, tgt_len=tgt_len)
         assert_close(brute_force_nats(model, window[-limit - 1 :], tgt_len=tgt_len), expected)
-    assert limit == tgt_len * (1 + model.config.n_layer * -(-model.config.mem_len // tgt_len))
+    assert limit == tgt_len * (1 + sum(-(-mem_len // tgt_len) for mem_len in model.config.mem_lens))
 
 
 def test_older_tokens_do_influence_a_model_that_reads_on() -> None:

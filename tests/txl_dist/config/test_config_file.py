@@ -234,6 +234,7 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("training.num_steps=1e2", "training.num_steps is 100.0; it should be a valid integer"),
         ("model.n_head='2'", 'model.n_head is "2"; it should be a valid integer'),
         ("model.n_head=true", "model.n_head is true; it should be a valid integer"),
+        ("model.mem_len=[4, 8]", "shares of it, model.mem_shares"),
         ("model.n_head=0", "model: n_head=0 must be at least 1"),
         ("model.dropout=1.0", "dropout=1.0 must be in [0, 0.99]"),
         ("optimizer.warmup_steps=5", "warmup_steps=5 is longer than training.num_steps=4"),

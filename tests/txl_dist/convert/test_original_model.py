@@ -41,6 +41,7 @@ OTHER_BLOCKS: list[dict] = [
     {"biases": False},
     {"residual_scalars": True},
     {"memory": "tokens"},
+    {"mem_shares": (0.4, 1.0)},
     {"distance_encoding": "rotary"},
 ]
 

@@ -23,7 +23,7 @@ from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from data_pipeline.tokenizers.byte_char_word import LINE_END, UNKNOWN_WORD, WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.pretrained import HARD_STRINGS
-from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, VOCAB_SIZE, random_text, small_model
 from txl_dist.convert import standalone
 from txl_dist.convert.hub import (
     ENCODINGS,
@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "paper, untied": {"tie_weight": False, "untie_r": True, "cutoffs": (5,), "pre_lnorm": True},
     "evaluation": {"same_length": True, "clamp_len": 3},
     **(MODERN | {"modern": GENTLE}),
+    "memories of two lengths": SHORT_AND_LONG,
     "no memory": {"mem_len": 0},
     "absolute": {"distance_encoding": "absolute", "mem_len": 0},
     "shaw": {"distance_encoding": "shaw", "clamp_len": 4},

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.small_models import MODERN, random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
 from txl_dist import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -195,7 +195,7 @@ def test_a_score_of_several_episodes_that_is_not_finite_is_refused() -> None:
 @pytest.mark.parametrize("is_cached", [False, True])
 @torch.no_grad()
 def test_rows_are_selected_exchanged_saved_and_loaded(is_cached: bool, tmp_path: Path) -> None:
-    model, x_BND = of_vectors(), random_vectors()
+    model, x_BND = of_vectors(**SHORT_AND_LONG), random_vectors()
     starts_BN = random_starts()
     _, memory = Memory.empty(model, NUM_ROWS).read(model, x_BND, starts=starts_BN)
     expected, _ = memory.read(model, x_BND)
@@ -338,6 +338,16 @@ def test_one_row_and_vectors_and_memories_of_another_precision() -> None:
                 of_vectors(same_length=True), torch.zeros(1, 2, 0, WIDTH), torch.ones(1, 0).bool()
             ),
             "at least one token in each layer",
+        ),
+        (
+            lambda model, memory: Memory.empty(of_vectors(**SHORT_AND_LONG), 3).vectors(),
+            r"different lengths; use tensors\(\)",
+        ),
+        (
+            lambda model, memory: Memory.of_vectors(
+                of_vectors(**SHORT_AND_LONG), memory.vectors(), memory.valid()
+            ),
+            r"different lengths; use of_tensors\(\)",
         ),
         (lambda model, memory: read_after_an_interrupt(memory.cached(model), model), "read before"),
         (lambda model, memory: read_twice(memory.cached(model), model), "was read before"),

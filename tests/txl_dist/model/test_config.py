@@ -8,6 +8,10 @@ from txl_dist.model.choices import DISTANCE_ENCODINGS
 from txl_dist.model.config import ModelConfig
 
 INVALID = [
+    ({"mem_shares": (0.5, 1.5)}, "must be between 0 and 1"),
+    ({"mem_shares": (0.5,)}, "the largest 1"),
+    ({"mem_shares": (0.5, 1.0), "n_layer": 1}, "2 entries for n_layer=1"),
+    ({"mem_shares": (0.0, 1.0), "same_length": True}, "needs a memory in every layer"),
     ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),
     ({"cutoffs": (6, 3)}, "cutoffs=.* drop the entry out of order"),
     ({"cutoffs": (3, 11), "vocab_size": 11}, "cutoffs=.* size, 11"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.small_models import MODERN, random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
 from txl_dist.model.flops import forward_flops, inference_flops, training_flops
 
 OPTIONS = [
@@ -18,6 +18,8 @@ OPTIONS = [
     {"distance_encoding": "rotary"},
     {"distance_encoding": "alibi"},
     *MODERN.values(),
+    SHORT_AND_LONG,
+    SHORT_AND_LONG | {"distance_encoding": "shaw", "clamp_len": 6},
     {"distance_encoding": "absolute", "mem_len": 0},
 ]
 

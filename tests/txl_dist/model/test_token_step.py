@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.small_models import MODERN, random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
 from txl_dist.config.run_config import Precision
 from txl_dist.model.memory.recurrent import KVCache
 from txl_dist.model.token_step import TokenStep
@@ -22,6 +22,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"distance_encoding": "alibi"},
     {"cutoffs": (3, 7), "div_val": 2, "d_model": 8},
     *MODERN.values(),
+    MODERN["modern"] | SHORT_AND_LONG,
 ]
 AGES = [0, 3, 1]
 """Of three lanes at the first token; with 5 tokens of memory, masks differ for some steps."""

@@ -39,8 +39,13 @@ class SequenceState(ABC):
 
     @property
     @abstractmethod
+    def num_pasts(self) -> tuple[int, ...]:
+        """M of each layer: the keys before the segment to which attention attends, at most."""
+
+    @property
     def num_past(self) -> int:
-        """M: the keys before the segment to which attention attends, at most."""
+        """That of the layer with the most."""
+        return max(self.num_pasts)
 
     @property
     def num_past_tokens(self) -> int:

@@ -95,8 +95,8 @@ class CompressiveState(SequenceState):
     rate: int
 
     @property
-    def num_past(self) -> int:
-        return self.compressed[0].shape[1] + self.recent[0].shape[1]
+    def num_pasts(self) -> tuple[int, ...]:
+        return (self.compressed[0].shape[1] + self.recent[0].shape[1],) * len(self.recent)
 
     @property
     def num_past_tokens(self) -> int:

@@ -35,7 +35,7 @@ class Recurrent(MemoryKind):
 
         The dependency length O(N * L) of the paper, section 3.2.
         """
-        return tgt_len * self.config.n_layer * -(-self.config.mem_len // tgt_len)
+        return tgt_len * sum(-(-mem_len // tgt_len) for mem_len in self.config.mem_lens)
 
     def empty(
         self,
@@ -44,10 +44,11 @@ class Recurrent(MemoryKind):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "RecurrentMemory":
-        shape = num_lanes, self.config.mem_len, self.config.d_model
+        lanes, width = num_lanes, self.config.d_model
         return RecurrentMemory(
             tuple(
-                torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.config.n_layer)
+                torch.zeros(lanes, mem_len, width, dtype=dtype, device=device)
+                for mem_len in self.config.mem_lens
             )
         )
 
@@ -57,8 +58,9 @@ class Recurrent(MemoryKind):
         return KVCache.empty(self.config, num_lanes, max_tokens=max_tokens)
 
     def fits(self, saved: ModelConfig) -> bool:
-        """The same kind, and at least as many tokens."""
-        return super().fits(saved) and saved.mem_len >= self.config.mem_len
+        """The same kind, and at least as many tokens in every layer."""
+        lens = zip(saved.mem_lens, self.config.mem_lens, strict=True)
+        return super().fits(saved) and all(old >= new for old, new in lens)
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class RecurrentMemory(SequenceState):
     layers: tuple[Tensor, ...]
 
     @property
-    def num_past(self) -> int:
+    def num_pasts(self) -> tuple[int, ...]:
         """Tokens per lane and layer, including the zeros before the start of a stream."""
-        return self.layers[0].shape[1]
+        return tuple(layer.shape[1] for layer in self.layers)
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         """The memory of a layer with the dtype of its input; itself if it has that."""
@@ -115,16 +117,16 @@ class RecurrentMemory(SequenceState):
         return sum(min(age, self.num_past) for age in ages), self.num_past * len(ages)
 
     def check(self, config: ModelConfig, num_lanes: int) -> None:
-        """A memory of another length than in training is allowed, as in evaluation."""
+        """Memories of other lengths than in training are allowed, as in evaluation."""
         require_recurrent(config, len(self.layers))
         shapes = [[*layer.shape] for layer in self.layers]
-        if shapes != [[num_lanes, self.num_past, config.d_model]] * len(shapes):
+        if shapes != [[num_lanes, num_past, config.d_model] for num_past in self.num_pasts]:
             raise ValueError(
                 f"the memory has layers of the shapes {shapes}: expected [{num_lanes}, mem_len, "
                 f"{config.d_model}], for the lanes of input_BT; streams start with "
                 f"model.empty_memory({num_lanes})"
             )
-        if config.same_length and not self.num_past:
+        if config.same_length and 0 in self.num_pasts:
             raise ValueError("same_length=true needs a memory of at least one token in each layer")
 
 
@@ -252,16 +254,21 @@ class KVCache(SequenceState):
 
         `max_tokens`: no segment has more tokens before it than this, so no more are kept.
         """
-        mem_len = config.mem_len
+        mem_lens = config.mem_lens
         # Under same_length, mem_len also limits the attention span.
         if max_tokens is not None and not config.same_length:
-            mem_len = min(mem_len, max(0, max_tokens))
-        shape = config.n_head, num_lanes, mem_len, config.d_head
-        return cls(tuple(LayerKVCache(*shape) for _ in range(config.n_layer)))
+            mem_lens = tuple(min(mem_len, max(0, max_tokens)) for mem_len in mem_lens)
+        return cls.of_lengths(config, num_lanes, mem_lens)
+
+    @classmethod
+    def of_lengths(cls, config: ModelConfig, num_lanes: int, mem_lens: Sequence[int]) -> Self:
+        """An empty cache whose layers keep these numbers of tokens."""
+        heads, width = config.n_head, config.d_head
+        return cls(tuple(LayerKVCache(heads, num_lanes, mem_len, width) for mem_len in mem_lens))
 
     @property
-    def num_past(self) -> int:
-        return self.layers[0].mem_len
+    def num_pasts(self) -> tuple[int, ...]:
+        return tuple(layer.mem_len for layer in self.layers)
 
     def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
         return self.layers[number]

@@ -80,8 +80,8 @@ class TokensState(SequenceState):
     recurrent: RecurrentMemory
 
     @property
-    def num_past(self) -> int:
-        return self.recurrent.num_past
+    def num_pasts(self) -> tuple[int, ...]:
+        return self.recurrent.num_pasts
 
     def past(self, number: int, x_BTD: Tensor) -> Tensor:
         return self.recurrent.past(number, x_BTD)

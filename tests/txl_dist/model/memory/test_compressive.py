@@ -221,6 +221,7 @@ def test_without_a_memory_nothing_is_compressed() -> None:
         ({"memory": "compressive", "compression_rate": 1}, "must be at least 2"),
         ({"memory": "compressive", "compressed_len": -1}, "must be at least 0"),
         ({"memory": "compressive", "same_length": True}, "same_length=true is not supported"),
+        ({"memory": "compressive", "mem_shares": (0.5, 1.0)}, r"mem_shares=.* is not supported"),
     ],
     ids=str,
 )

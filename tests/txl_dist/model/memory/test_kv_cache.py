@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.small_models import MODERN, random_text, small_model
+from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
 from txl_dist.model.memory import recurrent
 from txl_dist.model.memory.recurrent import KVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
@@ -21,6 +21,7 @@ OPTIONS = [
     {"distance_encoding": "alibi"},
     {"mem_len": 0},
     *MODERN.values(),
+    SHORT_AND_LONG,
 ]
 
 

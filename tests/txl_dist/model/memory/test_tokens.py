@@ -142,6 +142,7 @@ def test_a_run_that_would_not_train_what_is_written_is_refused(kind: str) -> Non
         ({"distance_encoding": "absolute"}, "use another distance_encoding"),
         ({"distance_encoding": "absolute", "mem_len": 0}, "use another distance_encoding"),
         ({"memory_tokens": 0}, "memory_tokens=0 must be at least 1"),
+        ({"mem_shares": (0.5, 1.0)}, r"mem_shares=.* is not supported by memory=tokens"),
     ],
 )
 def test_other_settings_that_do_not_fit_are_refused(options: dict, message: str) -> None:

@@ -191,7 +191,7 @@ def smaller(words: list[str]) -> list[str]:
             continue
         kept.append(SMALLER.get(before, word))
     if words[0] == "train":
-        kept = [word for word in kept if word.partition("=")[0] not in LENGTHS]
+        kept = [word for word in kept if not word.startswith(tuple(f"{key}=" for key in LENGTHS))]
         given = {word.partition("=")[0] for word in kept}
         kept += [setting for setting in SMALL if setting.partition("=")[0] not in given]
         kept += [] if "--on" in words else ["--on", "processes"]

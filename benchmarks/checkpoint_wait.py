@@ -28,9 +28,9 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
-from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
@@ -78,10 +78,10 @@ def build(folder: Path, stack: ExitStack, arguments: argparse.Namespace) -> Trai
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    job = TrainJob(config=load_run_config(CONFIG, list(overrides)))
-    directory = RunDirectory(job.run_path)
+    spec = TrainSpec(config=load_run_config(CONFIG, list(overrides)))
+    directory = RunDirectory(spec.run_path)
     directory.create()
-    return build_trainer(Start.open(job, World(0, 1), directory, stack))
+    return build_trainer(Start.open(spec, World(0, 1), directory, stack))
 
 
 class Timing:

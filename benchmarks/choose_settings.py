@@ -17,7 +17,7 @@ from pathlib import Path
 
 from txl_dist.config.config_file import load_run_config
 from txl_dist.launch.processes import ProcessLauncher
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 
 def main() -> None:
@@ -51,8 +51,10 @@ def train_with(config: Path, *overrides: str) -> float:
     """Training loss of the last tenth of a run, in nats per token."""
     with tempfile.TemporaryDirectory() as directory:
         own = (f"directory={directory}", "evaluation.split=null", "tracking.enabled=false")
-        job = TrainJob(config=load_run_config(config, [*overrides, *own]))
-        ProcessLauncher().train(job, num_ranks=1, on_line=lambda line: print(line, file=sys.stderr))
+        spec = TrainSpec(config=load_run_config(config, [*overrides, *own]))
+        ProcessLauncher().train(
+            spec, num_ranks=1, on_line=lambda line: print(line, file=sys.stderr)
+        )
         lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
     losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])

@@ -47,7 +47,7 @@ from txl_dist import (
     SegmentStream,
     TransformerXL,
     evaluate,
-    evaluation_job,
+    evaluation_spec,
     load_manifest,
     load_run_config,
     open_split,
@@ -210,8 +210,8 @@ def segment_nats(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "model"
         export(model, data, tgt_len, out)
-        job = evaluation_job(out, data, max_tokens=SCORED_TOKENS, mem_len=mem_len, batch=32)
-        return evaluate(job).sums.nats_per_token
+        spec = evaluation_spec(out, data, max_tokens=SCORED_TOKENS, mem_len=mem_len, batch=32)
+        return evaluate(spec).sums.nats_per_token
 
 
 def export(model: TransformerXL, data: Path, tgt_len: int, out: Path) -> None:

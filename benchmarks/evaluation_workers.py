@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 from data_pipeline.system.workers import ProcessWorkers
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.job import EvaluationJob, evaluation_job
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec
+from txl_dist.evaluation.spec import EvaluationSpec, evaluation_spec
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 LIMIT_RATIO = 1.8
@@ -51,14 +51,14 @@ def prepare(data: Path) -> None:
 
 
 def compare_times(run: Path, data: Path, num_rounds: int) -> bool:
-    job = evaluation_job(run, data, split="valid", batch=2)
+    spec = evaluation_spec(run, data, split="valid", batch=2)
     seconds: dict[int, list[float]] = {1: [], 2: []}
     overhead = 0.0
     with ProcessWorkers(1) as one, ProcessWorkers(2) as two:
         for number in range(num_rounds + 1):
             for workers in (one, two):
                 began = time.monotonic()
-                overhead = score(job, workers)
+                overhead = score(spec, workers)
                 if number:  # the first round starts the workers
                     seconds[workers.num_workers].append(time.monotonic() - began)
     ratios = [one / two for one, two in zip(seconds[1], seconds[2], strict=True)]
@@ -70,9 +70,9 @@ def compare_times(run: Path, data: Path, num_rounds: int) -> bool:
     return ratio >= LIMIT_RATIO and overhead <= LIMIT_OVERHEAD
 
 
-def score(job: EvaluationJob, workers: ProcessWorkers) -> float:
+def score(spec: EvaluationSpec, workers: ProcessWorkers) -> float:
     """Context tokens as a fraction of the scored tokens."""
-    (result,) = evaluate_on_workers([plan_job(job)], workers)
+    (result,) = evaluate_on_workers([plan_spec(spec)], workers)
     return result.overhead
 
 

@@ -22,10 +22,10 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.config.config_file import load_run_config
 from txl_dist.evaluation.distributed import evaluate
-from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.scores import bits_per_byte
+from txl_dist.evaluation.spec import EvaluationSettings, EvaluationSpec
 from txl_dist.launch.processes import ProcessLauncher
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 CONFIG = Path(__file__).parents[1] / "configs" / "learns-like-the-original.yaml"
 WITH_MEMORY, WITHOUT_MEMORY, TOLERANCE = 2.939, 2.980, 0.02
@@ -66,8 +66,8 @@ def prepare_parts(text: Path, folder: Path) -> tuple[Path, Path]:
 def train_seed(seed: int, data: Path, run: Path) -> Path:
     """Train with one rank in a separate process; returns the checkpoint."""
     config = load_run_config(CONFIG, [f"seed={seed}", f"data.path={data}", f"directory={run}"])
-    job = TrainJob(config=config, resume="never")
-    ProcessLauncher().train(job, num_ranks=1, on_line=lambda line: print(line, file=sys.stderr))
+    spec = TrainSpec(config=config, resume="never")
+    ProcessLauncher().train(spec, num_ranks=1, on_line=lambda line: print(line, file=sys.stderr))
     return resolve_checkpoint(run)
 
 
@@ -82,8 +82,8 @@ def score(checkpoint: Path, data: Path, *, mem_len: int) -> float:
         same_length=False,
         reset="stream",
     )
-    job = EvaluationJob(checkpoint=checkpoint, data=data, settings=settings, batch_chunks=8)
-    return bits_per_byte(evaluate(job).sums.named)
+    spec = EvaluationSpec(checkpoint=checkpoint, data=data, settings=settings, batch_chunks=8)
+    return bits_per_byte(evaluate(spec).sums.named)
 
 
 def summarise(rows: list[tuple[float, float]]) -> bool:

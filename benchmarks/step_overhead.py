@@ -28,9 +28,9 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
-from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -131,7 +131,7 @@ def measure(folder: Path, num_steps: int, overrides: list[str]) -> None:
     with ExitStack() as stack:
         directory = RunDirectory(config.run_path)
         directory.create()
-        trainer = build_trainer(Start.open(TrainJob(config=config), World(0, 1), directory, stack))
+        trainer = build_trainer(Start.open(TrainSpec(config=config), World(0, 1), directory, stack))
         engine = trainer.step.engine
         for owner, name, part in (
             (engine, "forward", "forward"),

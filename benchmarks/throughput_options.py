@@ -81,8 +81,8 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     from txl_dist.runtime.process import keep_freed_memory
     from txl_dist.runtime.world import World
     from txl_dist.training.build import build_trainer
-    from txl_dist.training.job import TrainJob
     from txl_dist.training.run_directory import RunDirectory
+    from txl_dist.training.spec import TrainSpec
     from txl_dist.training.start import Start
 
     torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     with ExitStack() as stack:
         directory = RunDirectory(config.run_path)
         directory.create()
-        trainer = build_trainer(Start.open(TrainJob(config=config), World(0, 1), directory, stack))
+        trainer = build_trainer(Start.open(TrainSpec(config=config), World(0, 1), directory, stack))
         read = trainer.batches.read
         trainer.batches.read = observed  # type: ignore[method-assign]
         trainer.run()

@@ -29,7 +29,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import EvaluationConfig, TrackingConfig, TrainingConfig
 from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.model.config import ModelConfig
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 LANES_PER_RANK = 8
 LOG_INTERVAL_STEPS = 5
@@ -139,8 +139,8 @@ def bench_config(
 
 
 def _train(config: RunConfig, *, num_ranks: int) -> Speed:
-    job = TrainJob(config=config, resume="never")
-    ProcessLauncher().train(job, num_ranks=num_ranks, on_line=lambda _: None)
+    spec = TrainSpec(config=config, resume="never")
+    ProcessLauncher().train(spec, num_ranks=num_ranks, on_line=lambda _: None)
     text = (config.run_path / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     counted = [line for line in lines if "tokens_per_second" in line][WARM_UP_LINES:]

@@ -31,7 +31,7 @@ from figures import peak_mib
 from matplotlib.figure import Figure
 
 from txl_dist.bench import time_rounds
-from txl_dist.evaluation.job import evaluation_job, plan_evaluation
+from txl_dist.evaluation.spec import evaluation_spec, plan_evaluation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import forward_flops, inference_flops
 from txl_dist.model.transformer_xl import TransformerXL
@@ -291,7 +291,7 @@ def fragmentation(
 def _nats_by_position(
     checkpoint: Path, data: Path, split: str, mem_len: int | None, *, max_tokens: int
 ) -> dict[str, Any]:
-    job = evaluation_job(
+    spec = evaluation_spec(
         checkpoint,
         data,
         split=split,
@@ -300,11 +300,11 @@ def _nats_by_position(
         batch=8,
         max_tokens=max_tokens,
     )
-    scorer = job.open()
+    scorer = spec.open()
     model = scorer.model
-    chunks = plan_evaluation(scorer.source, job.settings, model.config)
-    nats_T = torch.zeros(job.settings.tgt_len, dtype=torch.float64)
-    count_T = torch.zeros(job.settings.tgt_len, dtype=torch.float64)
+    chunks = plan_evaluation(scorer.source, spec.settings, model.config)
+    nats_T = torch.zeros(spec.settings.tgt_len, dtype=torch.float64)
+    count_T = torch.zeros(spec.settings.tgt_len, dtype=torch.float64)
     for group in scorer.groups(chunks):
         cache = model.inference_state(len(group))
         for segment in scorer.segments(group):
@@ -313,7 +313,7 @@ def _nats_by_position(
                 nats_BT, cache = model(input_BT, target_BT, age_BT, cache)
             nats_T += nats_BT.double().sum(0).cpu()
             count_T += (target_BT >= 0).sum(0).double()
-    settings = asdict(job.settings)
+    settings = asdict(spec.settings)
     return {
         "model": checkpoint.name,
         "tgt_len": settings["tgt_len"],

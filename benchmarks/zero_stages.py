@@ -15,7 +15,7 @@ from pathlib import Path
 
 from txl_dist.config.config_file import load_run_config
 from txl_dist.launch.processes import ProcessLauncher
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 MODEL = (
@@ -57,8 +57,8 @@ def train(data: Path, stage: int, num_steps: int, overrides: list[str]) -> float
             f"training.checkpoint_interval_steps={10 * num_steps}",
             f"deepspeed.zero_stage={stage}",
         )
-        job = TrainJob(config=load_run_config(CONFIG, [*MODEL, *own, *overrides]))
-        ProcessLauncher().train(job, num_ranks=2, on_line=lambda line: None)
+        spec = TrainSpec(config=load_run_config(CONFIG, [*MODEL, *own, *overrides]))
+        ProcessLauncher().train(spec, num_ranks=2, on_line=lambda line: None)
         lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
         speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     return statistics.median(speeds[1:-1])

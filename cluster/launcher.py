@@ -29,7 +29,7 @@ from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 from txl_dist.launch.group import RankGroup, RankRange
 from txl_dist.launch.launcher import Launcher
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
@@ -258,14 +258,14 @@ class RayLauncher(Launcher):
     def __init__(self, address: str | None = None) -> None:
         self._address = address
 
-    def rank_group(self, job: TrainJob, ranks: RankRange) -> AbstractContextManager[RankGroup]:
+    def rank_group(self, spec: TrainSpec, ranks: RankRange) -> AbstractContextManager[RankGroup]:
         """The ranks as actors in a placement group."""
         from cluster.rank_group import RayRankGroup
 
         # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
         num_cpus = max(ranks.maximum, os.cpu_count() or 1)
         thread = ConnectionThread(self._address, num_cpus=num_cpus)
-        return RayRankGroup(job, ranks, thread)
+        return RayRankGroup(spec, ranks, thread)
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False

@@ -269,12 +269,12 @@ class RankActor:
         from txl_dist.launch.launch_files import LaunchFiles
         from txl_dist.runtime.stop import NOTHING_TRAINED, exit_before_first_step
         from txl_dist.runtime.world import World
-        from txl_dist.training.job import TrainJob
         from txl_dist.training.rank import train_rank
+        from txl_dist.training.spec import TrainSpec
 
         os.environ["MASTER_PORT"] = str(port)
-        job = TrainJob.from_json(self._settings["job"])
-        files, world = LaunchFiles(job.run_path, job.launch_id), World.from_environment()
+        spec = TrainSpec.from_json(self._settings["spec"])
+        files, world = LaunchFiles(spec.run_path, spec.launch_id), World.from_environment()
         torch.set_num_threads(
             num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
         )
@@ -288,7 +288,7 @@ class RankActor:
             # rank is a request to all.
             unblock_stop_signals()
             try:
-                train_rank(job, world, report_stop=partial(files.write_error, world.rank))
+                train_rank(spec, world, report_stop=partial(files.write_error, world.rank))
             except TxlError as error:
                 return error
         return None

@@ -49,8 +49,8 @@ from txl_dist.launch.group import (
     Room,
 )
 from txl_dist.launch.launch_files import LaunchFiles
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 
 POLL_SECONDS = 0.2
 RESERVE_SECONDS = 60.0
@@ -61,16 +61,16 @@ log = logging.getLogger("ray.txl")
 class RayRankGroup:
     """The ranks of one launch, on the Ray that `thread` connects."""
 
-    def __init__(self, job: TrainJob, ranks: RankRange, thread: ConnectionThread) -> None:
-        self.max_restarts = job.config.ray.max_restarts
+    def __init__(self, spec: TrainSpec, ranks: RankRange, thread: ConnectionThread) -> None:
+        self.max_restarts = spec.config.ray.max_restarts
         self.waits_for = thread.place
-        self.growth_interval_seconds = job.config.ray.growth_interval_seconds
-        self._config, self._ranks, self._thread = job.config, ranks, thread
+        self.growth_interval_seconds = spec.config.ray.growth_interval_seconds
+        self._config, self._ranks, self._thread = spec.config, ranks, thread
         thread.work = self._serve
-        self._directory = RunDirectory(job.run_path)
-        self._files = LaunchFiles(self._directory.path, job.launch_id)
+        self._directory = RunDirectory(spec.run_path)
+        self._files = LaunchFiles(self._directory.path, spec.launch_id)
         self._events: queue.Queue[Event] = queue.Queue()
-        self._starts: queue.Queue[tuple[TrainJob, int]] = queue.Queue()
+        self._starts: queue.Queue[tuple[TrainSpec, int]] = queue.Queue()
         self._killed: frozenset[int] = frozenset()
         self._monitor: ClusterMonitor | None = None
         self._locations: list[RankLocation] = []
@@ -97,9 +97,9 @@ class RayRankGroup:
 
     # --- the main thread --------------------------------------------------------------------------
 
-    def start(self, job: TrainJob, num_ranks: int) -> None:
+    def start(self, spec: TrainSpec, num_ranks: int) -> None:
         self._killed, self._locations = frozenset(), []
-        self._starts.put((job, num_ranks))
+        self._starts.put((spec, num_ranks))
 
     def poll(self) -> list[Event]:
         events = self._take_events()
@@ -183,12 +183,12 @@ class RayRankGroup:
             self._events.put(Line(f"Ray is up after {seconds:.0f} s"))
             while not self._thread.leave.is_set():
                 try:
-                    job, num_ranks = self._starts.get(timeout=POLL_SECONDS)
+                    spec, num_ranks = self._starts.get(timeout=POLL_SECONDS)
                 except queue.Empty:
                     continue
-                self._run(job, num_ranks, resource)
+                self._run(spec, num_ranks, resource)
 
-    def _run(self, job: TrainJob, num_ranks: int, resource: Resource) -> None:
+    def _run(self, spec: TrainSpec, num_ranks: int, resource: Resource) -> None:
         """One start: reserve, start the actors, and report how each of them ends."""
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -211,17 +211,17 @@ class RayRankGroup:
                     self._events.put(RankEnded(rank, None, reason=lines_of(error)[0]))
                 return
             ranks = order_ranks(located, own_node_id=ray.get_runtime_context().get_node_id())
-            self._watch(self._call_ranks(job, ranks, resource), [actor for _, actor in ranks])
+            self._watch(self._call_ranks(spec, ranks, resource), [actor for _, actor in ranks])
         finally:
             remove_placement_group(group)
 
     def _call_ranks(
-        self, job: TrainJob, ranks: list[tuple[RankLocation, Any]], resource: Resource
+        self, spec: TrainSpec, ranks: list[tuple[RankLocation, Any]], resource: Resource
     ) -> dict[Any, int]:
         """Begin the work of all ranks; returns the call of each rank."""
         locations = [location for location, _ in ranks]
         settings = {
-            "job": job.to_json(),
+            "spec": spec.to_json(),
             "working_directory": str(Path.cwd()),
             "use_gpu": resource == "GPU",
         }

@@ -21,7 +21,7 @@ from txl_dist import (
     SegmentStream,
     TransformerXL,
     evaluate,
-    evaluation_job,
+    evaluation_spec,
     load_manifest,
     open_split,
     open_tokenizer,
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     arguments = parser.parse_args()
     train(arguments.data, arguments.out, num_steps=arguments.steps)
-    result = evaluate(evaluation_job(arguments.out, arguments.data, split="valid"))
+    result = evaluate(evaluation_spec(arguments.out, arguments.data, split="valid"))
     sums = result.sums
     print(f"valid: loss {sums.nats_per_token:.4f}, perplexity {sums.perplexity:.2f}")
     print(f"  of {sums.num_tokens:,} targets, each scored once with its whole context")

@@ -20,9 +20,9 @@ import symusic
 
 from txl_dist import (
     Sampling,
-    TrainJob,
+    TrainSpec,
     evaluate,
-    evaluation_job,
+    evaluation_spec,
     find_launcher,
     find_model,
     generate_tokens,
@@ -56,7 +56,7 @@ def main() -> None:
     tokenize(tokenizer, midi, out)
     prepare(tokenizer, out)
     train(out, num_steps=arguments.steps)
-    result = evaluate(evaluation_job(out / "run", out / "data", split="valid"))
+    result = evaluate(evaluation_spec(out / "run", out / "data", split="valid"))
     print(f"valid: perplexity {result.sums.perplexity:.2f} per token")
     piece = sorted((out / "tokens").glob("*.json"))[0]
     continue_piece(tokenizer, piece, out, num_notes=arguments.notes)
@@ -113,7 +113,7 @@ def train(out: Path, *, num_steps: int) -> None:
             "tracking.enabled=false",
         ],
     )
-    find_launcher("processes").train(TrainJob(config=config), num_ranks=1, on_line=print)
+    find_launcher("processes").train(TrainSpec(config=config), num_ranks=1, on_line=print)
 
 
 def continue_piece(tokenizer: miditok.REMI, piece: Path, out: Path, *, num_notes: int) -> None:

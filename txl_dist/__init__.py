@@ -2,9 +2,9 @@
 
 Train a model, load its newest checkpoint and continue a text:
 
-    job = TrainJob(config=load_run_config("quickstart", ["training.num_steps=100"]))
-    find_launcher("processes").train(job, num_ranks=2, on_line=print)
-    model, tokenizer = find_model(job.run_path).load_with_tokenizer()
+    spec = TrainSpec(config=load_run_config("quickstart", ["training.num_steps=100"]))
+    find_launcher("processes").train(spec, num_ranks=2, on_line=print)
+    model, tokenizer = find_model(spec.run_path).load_with_tokenizer()
     prompt = prompt_tokens(tokenizer, "import ")
     tokens = generate_tokens(model, prompt, tgt_len=128, sampling=Sampling(), seed=0)
 
@@ -12,7 +12,7 @@ Train a model, load its newest checkpoint and continue a text:
 token ids. `generate_texts` continues many texts in batches, each up to its `TextLimits`. Defaults
 are those of `txl generate`. Score a split with the settings of training:
 
-    result = evaluate(evaluation_job(job.run_path, "data/stdlib", max_tokens=10_000))
+    result = evaluate(evaluation_spec(spec.run_path, "data/stdlib", max_tokens=10_000))
 
 examples/minimal_train.py trains in one process on the parts: dataset, lanes, model and memory.
 `Memory` carries a model's memory in a loop of your own, also of vectors instead of token ids
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from txl_dist.convert.stored_model import find_model as find_model
     from txl_dist.convert.stored_model import write_exported as write_exported
     from txl_dist.evaluation.distributed import evaluate as evaluate
-    from txl_dist.evaluation.job import EvaluationJob as EvaluationJob
-    from txl_dist.evaluation.job import EvaluationSettings as EvaluationSettings
-    from txl_dist.evaluation.job import evaluation_job as evaluation_job
+    from txl_dist.evaluation.spec import EvaluationSettings as EvaluationSettings
+    from txl_dist.evaluation.spec import EvaluationSpec as EvaluationSpec
+    from txl_dist.evaluation.spec import evaluation_spec as evaluation_spec
     from txl_dist.generation.generate import generate_texts as generate_texts
     from txl_dist.generation.generate import generate_tokens as generate_tokens
     from txl_dist.generation.generate import prompt_tokens as prompt_tokens
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from txl_dist.model.carried_memory import Memory as Memory
     from txl_dist.model.config import ModelConfig as ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL as TransformerXL
-    from txl_dist.training.job import TrainJob as TrainJob
+    from txl_dist.training.spec import TrainSpec as TrainSpec
 
 # Imported on first use: `txl --help` imports this package, and torch takes seconds.
 _NAMES_IN = {
@@ -69,14 +69,14 @@ _NAMES_IN = {
     "txl_dist.config.run_config": ("RunConfig",),
     "txl_dist.convert.stored_model": ("Reading", "find_model", "write_exported"),
     "txl_dist.evaluation.distributed": ("evaluate",),
-    "txl_dist.evaluation.job": ("EvaluationJob", "EvaluationSettings", "evaluation_job"),
+    "txl_dist.evaluation.spec": ("EvaluationSpec", "EvaluationSettings", "evaluation_spec"),
     "txl_dist.generation.generate": ("generate_texts", "generate_tokens", "prompt_tokens"),
     "txl_dist.generation.text": ("Sampling", "TextLimits"),
     "txl_dist.launch.launcher": ("find_launcher",),
     "txl_dist.model.carried_memory": ("Memory",),
     "txl_dist.model.config": ("ModelConfig",),
     "txl_dist.model.transformer_xl": ("TransformerXL",),
-    "txl_dist.training.job": ("TrainJob",),
+    "txl_dist.training.spec": ("TrainSpec",),
 }
 _MODULE_OF = dict(sorted((name, module) for module in _NAMES_IN for name in _NAMES_IN[module]))
 __all__ = list(_MODULE_OF)

@@ -5,6 +5,6 @@ sources.py       read local files and URLs, decompressed, with retries
 remote_path.py   a dataset or run at a URL, with the methods of pathlib.Path
 strict.py        JSON, models and manifest files that refuse what they do not know
 signals.py       stop signals, and how a process ends
-workers.py       units of work in child processes, jobs in a thread
+workers.py       units of work in child processes, tasks in a thread
 progress.py      how far they are
 """

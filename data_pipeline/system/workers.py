@@ -1,5 +1,5 @@
 """Workers: map a function over units of work in this process or child processes, and a thread
-that runs jobs one after another (`BackgroundQueue`).
+that runs tasks one after another (`BackgroundQueue`).
 
 If a worker dies (out of RAM, killed), its unit is retried once; after the second death an error
 names the unit. concurrent.futures is not used: its pool does not report which unit a dead worker
@@ -30,7 +30,7 @@ MAX_DEATHS = 2
 """Workers that one unit may kill. The first death may have another cause."""
 _GRACE_SECONDS = 5.0
 NICENESS = 14
-"""Niceness of the thread: training gets the CPU cores first. While the caller waits for a job, the
+"""Niceness of the thread: training gets the CPU cores first. While the caller waits for a task, the
 cores are free, so a high niceness does not make the wait longer."""
 
 
@@ -226,46 +226,46 @@ def _serve(connection: Connection, counter: Any) -> None:
 
 
 class BackgroundQueue:
-    """A thread that runs jobs in the order of `submit`.
+    """A thread that runs tasks in the order of `submit`.
 
-    After the first job that raises, `error` is its exception, and all later jobs are dropped: they
-    would build on the result of the failed one.
+    After the first task that raises, `error` is its exception, and all later tasks are dropped:
+    they would build on the result of the failed one.
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: Queue[Callable[[], object] | None] = Queue()
+        self._tasks: Queue[Callable[[], object] | None] = Queue()
         self.progress = 0
-        """Increased by long jobs, so that a job that is slow and one that hangs look different."""
+        """Increased by long tasks, so that a slow task and one that hangs look different."""
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` after all earlier jobs; returns immediately."""
-        self._jobs.put(job)
+    def submit(self, task: Callable[[], object]) -> None:
+        """Run `task` after all earlier tasks; returns immediately."""
+        self._tasks.put(task)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until all jobs are done or one has failed; returns whether that is so now."""
-        with self._jobs.all_tasks_done:
-            return self._jobs.all_tasks_done.wait_for(
-                lambda: not self._jobs.unfinished_tasks, timeout_seconds
+        """Wait until all tasks are done or one has failed; returns whether that is so now."""
+        with self._tasks.all_tasks_done:
+            return self._tasks.all_tasks_done.wait_for(
+                lambda: not self._tasks.unfinished_tasks, timeout_seconds
             )
 
     def close(self, timeout_seconds: float) -> bool:
-        """Run the remaining jobs, then end the thread; False if it still runs after the time."""
-        self._jobs.put(None)
+        """Run the remaining tasks, then end the thread; False if it still runs after the time."""
+        self._tasks.put(None)
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # refused in some containers
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while job := self._jobs.get():
+        while task := self._tasks.get():
             try:
                 if self.error is None:
-                    job()
+                    task()
             except Exception as error:
                 self.error = error
-            del job  # it may hold large arrays
-            self._jobs.task_done()
-        self._jobs.task_done()
+            del task  # it may hold large arrays
+            self._tasks.task_done()
+        self._tasks.task_done()

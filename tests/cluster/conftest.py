@@ -7,7 +7,7 @@ import pytest
 
 from cluster.connection import access_token
 from cluster.launcher import RayLauncher
-from tests.support.training_runs import tiny_job
+from tests.support.training_runs import tiny_spec
 
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = access_token()
@@ -18,7 +18,7 @@ def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps, trained by two ranks on Ray."""
     run = tmp_path_factory.mktemp("ray") / "run"
     lines: list[str] = []
-    RayLauncher().train(tiny_job(dataset, run), num_ranks=2, on_line=lines.append)
+    RayLauncher().train(tiny_spec(dataset, run), num_ranks=2, on_line=lines.append)
     assert any("step 20 | loss" in line for line in lines)
     assert any("2 ranks on cpu" in line for line in lines)
     return run

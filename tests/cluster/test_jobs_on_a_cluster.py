@@ -12,7 +12,7 @@ import pytest
 from tests.support.commands import num_lines, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.jobs_head import JobsHead
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 
 pytestmark = pytest.mark.cluster
 
@@ -31,7 +31,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobsHead]:
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, without interruption and without Ray."""
     run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_job(dataset, run, *LONG)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, run, *LONG)) == [0, 0]
     return run
 
 

@@ -10,8 +10,8 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.shards.manifest import load_manifest
 from tests.support.commands import txl
 from tests.support.failing_units import die, die_at_first, refuse
-from txl_dist.evaluation.distributed import evaluate, evaluate_on_workers, plan_job
-from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.distributed import evaluate, evaluate_on_workers, plan_spec
+from txl_dist.evaluation.spec import EvaluationSettings, EvaluationSpec
 
 
 @pytest.mark.slow
@@ -57,20 +57,20 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
         same_length=False,
         reset="document",
     )
-    job = EvaluationJob(
+    spec = EvaluationSpec(
         checkpoint=trained / "checkpoints" / "step-00000020",
         data=dataset,
         settings=settings,
         batch_chunks=3,
     )
-    expected = evaluate(job)
+    expected = evaluate(spec)
     assert expected.sums.num_tokens == load_manifest(dataset).splits["valid"].tokens - 1
     assert expected.num_chunks > 12  # so that each of three workers has something to do
     for num_workers, batch_chunks in ((1, 3), (2, 1), (3, 4)):
         with RayLauncher().workers(num_workers, use_gpus=True) as workers:
-            other = replace(job, batch_chunks=batch_chunks)
-            (result,) = evaluate_on_workers([plan_job(other)], workers)
-        if batch_chunks == job.batch_chunks:
+            other = replace(spec, batch_chunks=batch_chunks)
+            (result,) = evaluate_on_workers([plan_spec(other)], workers)
+        if batch_chunks == spec.batch_chunks:
             assert result == expected, "to the last bit"
         assert result.sums.num_tokens == expected.sums.num_tokens
         assert result.sums.nats == pytest.approx(expected.sums.nats, rel=1e-6)

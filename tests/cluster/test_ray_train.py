@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 
 NUM_STEPS = 400
 LONG = (NO_EVALUATION, f"training.num_steps={NUM_STEPS}", "training.checkpoint_interval_steps=50")
@@ -19,7 +19,7 @@ LONG = (NO_EVALUATION, f"training.num_steps={NUM_STEPS}", "training.checkpoint_i
 def test_a_run_on_ray_has_the_losses_of_plain_processes(
     ranks: RankGroups, dataset: Path, trained: Path, tmp_path: Path
 ) -> None:
-    assert ranks(2).run(train, tiny_job(dataset, tmp_path)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, tmp_path)) == [0, 0]
     assert losses(trained) == losses(tmp_path)
 
 
@@ -29,7 +29,7 @@ def test_a_killed_rank_is_restarted_with_the_same_losses(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, *LONG)) == [0, 0]
     overrides = (f"data.path={dataset}", f"directory={run}", *LONG)
     process = start_txl("train", TINY, *overrides, "--ranks", 2)
     wait_until(lambda: num_lines(run / "metrics.jsonl") > 80)

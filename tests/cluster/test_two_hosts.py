@@ -18,7 +18,7 @@ from tests.support.training_runs import (
     ZERO,
     losses,
     metrics,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from tests.support.two_host_runs import outputs_of, settings, torchrun_on
@@ -36,7 +36,7 @@ SAT_OUT_SECONDS = 120.0
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of LONG, without interruption, on one host."""
     run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_job(dataset, run, NO_EVALUATION, *LONG)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, run, NO_EVALUATION, *LONG)) == [0, 0]
     return run
 
 
@@ -45,7 +45,7 @@ def test_two_hosts_train_as_one(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, NO_EVALUATION, *ZERO[stage])) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, NO_EVALUATION, *ZERO[stage])) == [0, 0]
     with two_hosts() as hosts, torchrun_on(hosts, *settings(dataset, run, *ZERO[stage])) as agents:
         outputs = outputs_of(agents, timeout_seconds=120)
     assert [agent.returncode for agent in agents] == [0, 0], outputs
@@ -58,7 +58,7 @@ def test_a_slow_link_that_loses_packets_changes_nothing_also_with_an_evaluation_
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
     long = ("training.num_steps=120", "training.keep_checkpoints=100", *ZERO[stage])
-    assert ranks(2).run(train, tiny_job(dataset, straight, NO_EVALUATION, *long)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, NO_EVALUATION, *long)) == [0, 0]
     checkpoint = run / "checkpoints" / "step-00000005"
     with (
         two_hosts(link=Link(delay_seconds=0.005, loss=0.01)) as hosts,

@@ -18,7 +18,7 @@ def test_it_trains_and_scores_the_model_that_it_wrote(dataset: Path, tmp_path: P
     losses = [float(loss) for loss in re.findall(r"step \d+ \| loss ([\d.]+)", ended.stdout)]
     assert losses[-1] < 0.8 * losses[0]
     (score,) = re.findall(r"valid: loss ([\d.]+)", ended.stdout)
-    result = txl_dist.evaluate(txl_dist.evaluation_job(tmp_path / "model", dataset))
+    result = txl_dist.evaluate(txl_dist.evaluation_spec(tmp_path / "model", dataset))
     assert score == f"{result.sums.nats_per_token:.4f}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, tiny_job
+from tests.support.training_runs import NO_EVALUATION, tiny_spec
 from tests.txl_dist.checkpoint.saving import save
 from tests.txl_dist.training.test_saving import train_changed, unchanged
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
@@ -44,8 +44,8 @@ def test_a_disk_that_fills_up_ends_all_ranks_with_4_and_keeps_what_was_saved(
     with small_disk(tmp_path / "disk", kilobytes=kilobytes):
         run = tmp_path / "disk" / "run"
         settings = ("training.checkpoint_interval_steps=1", "training.keep_checkpoints=99")
-        job = tiny_job(dataset, run, NO_EVALUATION, *settings)
-        ends = ranks(2).run(train_changed, job, unchanged)
+        spec = tiny_spec(dataset, run, NO_EVALUATION, *settings)
+        ends = ranks(2).run(train_changed, spec, unchanged)
         assert [code for code, _ in ends] == [4, 4]
         steps = CheckpointDirectory(run).steps()
         assert steps

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.commands import start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import TINY, metrics, tiny_job, train
+from tests.support.training_runs import TINY, metrics, tiny_spec, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 
 SETTINGS = (
@@ -25,7 +25,7 @@ def scores(run: Path) -> dict[int, float]:
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
     run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
     return run
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.commands import num_lines, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.hosts import two_hosts
-from tests.support.training_runs import NO_EVALUATION, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, losses, tiny_spec, train
 from tests.support.two_host_runs import outputs_of, settings, torchrun_on
 
 pytestmark = pytest.mark.fault
@@ -19,8 +19,8 @@ def test_a_short_cut_does_not_change_the_losses(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-    job = tiny_job(dataset, straight, NO_EVALUATION, NUM_STEPS)
-    assert ranks(2).run(train, job) == [0, 0]
+    spec = tiny_spec(dataset, straight, NO_EVALUATION, NUM_STEPS)
+    assert ranks(2).run(train, spec) == [0, 0]
     words = settings(dataset, run, NUM_STEPS, "training.rank_timeout_seconds=120")
     with two_hosts() as hosts, torchrun_on(hosts, *words) as agents:
         wait_until(lambda: num_lines(run / "metrics.jsonl") > 3)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.commands import wait_until
 from tests.support.diverging_runs import Fault, HighRate, NanWeight, train_with
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, tiny_job
+from tests.support.training_runs import NO_EVALUATION, losses, tiny_spec
 from txl_dist.tracking.journal import read_metrics
 from txl_dist.tracking.tracker import TrackingState
 
@@ -25,8 +25,8 @@ FAULTS: dict[str, Fault] = {"nan": NanWeight(rank=1, step=10), "spike": HighRate
 def test_stop_ends_the_run_at_the_event(
     ranks: RankGroups, dataset: Path, tmp_path: Path, fault: str
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS, *SPIKES)
-    for code, message, _ in ranks(2).run(train_with, job, FAULTS[fault]):
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS, *SPIKES)
+    for code, message, _ in ranks(2).run(train_with, spec, FAULTS[fault]):
         assert code == 5
         assert "the loss of step 10 is " in message
         assert "no rank has changed its weights" in message
@@ -42,10 +42,10 @@ def test_skip_cannot_repair_weights_and_ends_after_max_events(
     ranks: RankGroups, dataset: Path, tmp_path: Path, fault: str
 ) -> None:
     # Stage 0: at stages 1 to 3 every update copies the masters over a damaged weight.
-    job = tiny_job(
+    spec = tiny_spec(
         dataset, tmp_path, *SETTINGS, *SPIKES, "divergence.policy=skip", "deepspeed.zero_stage=0"
     )
-    for code, message, events in ranks(2).run(train_with, job, FAULTS[fault]):
+    for code, message, events in ranks(2).run(train_with, spec, FAULTS[fault]):
         assert code == 5
         assert "the loss of step 13 is " in message
         assert "event 4 within 1000 steps, more than divergence.max_events=3" in message
@@ -65,8 +65,8 @@ def test_rollback_ends_with_the_same_losses_on_one_and_two_ranks(
     }
     for num_ranks in (1, 2):
         run = tmp_path / str(num_ranks)
-        job = tiny_job(dataset, run, *SETTINGS, *SPIKES, "divergence.policy=rollback")
-        ends = ranks(num_ranks).run(train_with, job, faults[num_ranks])
+        spec = tiny_spec(dataset, run, *SETTINGS, *SPIKES, "divergence.policy=rollback")
+        ends = ranks(num_ranks).run(train_with, spec, faults[num_ranks])
         assert [code for code, *_ in ends] == [0] * num_ranks
         assert {*range(1, 17)} - {*losses(run)} == {9, 10}
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=2e-6)
@@ -122,8 +122,8 @@ def test_after_a_rollback_the_curves_equal_the_journal(
     """A real sender and a real SQLite database; each point once, and none of a step taken back."""
     run = tmp_path / "run"
     settings = (*SETTINGS, *SPIKES, "divergence.policy=rollback", "tracking.enabled=true")
-    job = tiny_job(dataset, run, *settings, "training.rank_timeout_seconds=120")
-    ends = ranks(2).run(train_with, job, HighRate(9), wait_for_the_sender)
+    spec = tiny_spec(dataset, run, *settings, "training.rank_timeout_seconds=120")
+    ends = ranks(2).run(train_with, spec, HighRate(9), wait_for_the_sender)
     assert [code for code, *_ in ends] == [0, 0]
     wait_until(lambda: _tracking(run).delivered, timeout_seconds=60)
     journal = sorted(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import children_of, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 
@@ -26,7 +26,7 @@ def test_the_older_attempt_stops_at_its_next_save_and_the_newer_does_not_notice(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(1).run(train, tiny_job(dataset, straight, *SETTINGS)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, straight, *SETTINGS)) == [0]
     words = ("train", TINY, f"data.path={dataset}", f"directory={run}", *SETTINGS)
 
     def stopped_at(call: int) -> tuple[int, subprocess.Popen[str]]:
@@ -71,11 +71,11 @@ def test_the_older_attempt_stops_at_its_next_save_and_the_newer_does_not_notice(
 def test_a_start_that_is_refused_does_not_stop_the_run(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS, "training.num_steps=10")
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS, "training.num_steps=10")
+    assert ranks(1).run(train, spec) == [0]
     recorded = sorted(path.name for path in (tmp_path / "attempts").iterdir())
-    other = tiny_job(dataset, tmp_path, *SETTINGS, "model.d_inner=24")
+    other = tiny_spec(dataset, tmp_path, *SETTINGS, "model.d_inner=24")
     assert ranks(1).run(train, other) == [4]
-    never = tiny_job(dataset, tmp_path, *SETTINGS, resume="never")
+    never = tiny_spec(dataset, tmp_path, *SETTINGS, resume="never")
     assert ranks(1).run(train, never) == [2]
     assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == recorded

@@ -21,7 +21,7 @@ from tests.support.training_runs import (
     TINY,
     ZERO,
     losses,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
@@ -30,8 +30,8 @@ from txl_dist.errors import LostRankError
 from txl_dist.runtime.waiting import CollectiveWatch
 from txl_dist.runtime.world import World
 from txl_dist.training import batches, rank
-from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.step import TrainStep
 
 pytestmark = pytest.mark.fault
@@ -88,20 +88,20 @@ def test_a_rank_that_hangs_while_the_engine_is_built_ends_the_run(
     assert re.search(r"rank 0 waited .* for the other ranks in \w+ \(start-up\)", output), output
 
 
-def stall_in_backward(world: World, job: TrainJob) -> str | None:
+def stall_in_backward(world: World, spec: TrainSpec) -> str | None:
     """Rank 1 does not join the reduction of step 3; returns the error of this rank."""
     original = TrainStep._micro_batches
 
     def stalling(self: TrainStep, *args: object, **options: object) -> object:
         if world.rank == 1 and options["step"] == 3:
-            wait_until((job.run_path / "noticed").exists)
+            wait_until((spec.run_path / "noticed").exists)
         return original(self, *args, **options)  # type: ignore[arg-type]
 
     TrainStep._micro_batches = stalling  # type: ignore[assignment,method-assign]
     try:
-        train_rank(job, world)
+        train_rank(spec, world)
     except LostRankError as error:
-        (job.run_path / "noticed").touch()
+        (spec.run_path / "noticed").touch()
         return str(error)
     finally:
         TrainStep._micro_batches = original  # type: ignore[method-assign]
@@ -114,16 +114,16 @@ def test_the_limit_reaches_the_gradients_at_every_stage(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:
     limit = f"training.rank_timeout_seconds={LIMIT_SECONDS}"
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *ZERO[stage], limit)
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *ZERO[stage], limit)
     group = ranks(2)
-    message, _ = group.run(stall_in_backward, job)
+    message, _ = group.run(stall_in_backward, spec)
     group.is_broken = True
     assert message is not None
     assert message.startswith(f"rank 0 waited {limit} for the other ranks in ")
     assert "(step 3)" in message
 
 
-def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
+def train_slowly(world: World, spec: TrainSpec, *, slow: str) -> int:
     """Rank 1 needs 4 s for data of step 3 or to copy a checkpoint, or rank 0 8 s to write it."""
     write = Save.write_part
     pipeline = batches.pipeline
@@ -148,7 +148,7 @@ def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
         patch.setattr("txl_dist.training.saving.Snapshot", slow_snapshot)
         patch.setattr(Save, "write_part", slow_write)
         patch.setattr(rank, "CollectiveWatch", partial(CollectiveWatch, notice_seconds=1.0))
-        return train(world, job)
+        return train(world, spec)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_a_slow_rank_is_named_and_nothing_ends(
     """Ranks that wait for a file to be written are not slow, and nothing waits for them."""
     plain, run = tmp_path / "plain", tmp_path / "run"
     settings = (NO_EVALUATION, "training.num_steps=6", "training.rank_timeout_seconds=6")
-    assert ranks(2).run(train, tiny_job(dataset, plain, *settings)) == [0, 0]
-    assert ranks(2).run(train_slowly, tiny_job(dataset, run, *settings), slow=slow) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, plain, *settings)) == [0, 0]
+    assert ranks(2).run(train_slowly, tiny_spec(dataset, run, *settings), slow=slow) == [0, 0]
     assert losses(run) == losses(plain)
     log = (run / "logs" / "rank-0.log").read_text()
     waits = re.findall(r"rank 0 has waited .*", log)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.runtime.fault_injection import FAULT_VARIABLE
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.fault
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
     run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_job(dataset, run, NO_EVALUATION)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, run, NO_EVALUATION)) == [0, 0]
     return run
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import TINY, TURNS, losses, metrics, tiny_job, train
+from tests.support.training_runs import TINY, TURNS, losses, metrics, tiny_spec, train
 from tests.txl_dist.tracking.conftest import run_id_of, status_of, tags_of
 from txl_dist.tracking.tracker import TrackingState
 
@@ -31,7 +31,7 @@ def command(dataset: Path, run: Path, *settings: str) -> tuple[object, ...]:
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
     run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
     return run
 
 
@@ -73,7 +73,7 @@ def test_losses_after_a_sigkill_are_those_of_an_uninterrupted_run(
 def test_so_they_are_with_lanes_in_turns(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
     """A checkpoint every 40 steps is in the middle of three turns."""
     straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, *SETTINGS, *TURNS)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, *SETTINGS, *TURNS)) == [0, 0]
     kill_and_resume(dataset, run, *TURNS, victim="rank")
     assert losses(run) == losses(straight)
 

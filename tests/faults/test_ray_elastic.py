@@ -14,7 +14,7 @@ import pytest
 from tests.support.commands import ENVIRONMENT, num_lines, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import RayNode, ray_node, token_environment
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_spec, train
 from txl_dist.runtime.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.fault
@@ -128,7 +128,7 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
     assert "summary | 0 restarts, 0 steps lost | goodput " in text
     assert {line["lost_steps"] for line in metrics(run)} == {0}
     assert "Traceback" not in text
-    assert ranks(1).run(train, tiny_job(dataset, straight, *settings)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, straight, *settings)) == [0]
     assert losses(run) == losses(straight)
 
 
@@ -166,8 +166,8 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
 
     last_step = max(losses(run))
     assert [line["restarts"] for line in metrics(run)][-1] == 1, "growing is no failure"
-    job = tiny_job(dataset, straight, *SLOW, f"training.num_steps={last_step}")
-    assert ranks(2).run(train, job) == [0, 0]
+    spec = tiny_spec(dataset, straight, *SLOW, f"training.num_steps={last_step}")
+    assert ranks(2).run(train, spec) == [0, 0]
     assert losses(run) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
@@ -176,7 +176,7 @@ def test_after_a_restart_of_the_head_the_same_command_resumes(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, *LONG)) == [0, 0]
 
     def start(head: RayNode) -> Command:
         words = ("train", TINY, f"data.path={dataset}", f"directory={run}", *LONG)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.commands import num_lines, start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import ray_node, token_environment
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 
 pytestmark = pytest.mark.fault
 LONG = (NO_EVALUATION, "training.num_steps=600", "training.checkpoint_interval_steps=50")
@@ -20,7 +20,7 @@ def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, *LONG)) == [0, 0]
     environment = token_environment(tmp_path)
     with ray_node(tmp_path) as head, ray_node(tmp_path, join=head.address) as node:
         overrides = (f"data.path={dataset}", f"directory={run}", *LONG, "--on", head.address)

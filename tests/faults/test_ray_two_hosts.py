@@ -13,7 +13,7 @@ from tests.support.commands import ENVIRONMENT
 from tests.support.gloo_ranks import RankGroups
 from tests.support.hosts import two_hosts
 from tests.support.nodes import ray_node, token_environment
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 
 pytestmark = pytest.mark.fault
 
@@ -22,7 +22,7 @@ def test_two_hosts_train_as_one_where_their_names_resolve_to_loopback(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_job(dataset, straight, NO_EVALUATION)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, NO_EVALUATION)) == [0, 0]
     environment = {**ENVIRONMENT, **token_environment(tmp_path)}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         environment.pop(name, None)

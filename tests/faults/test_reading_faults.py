@@ -11,15 +11,15 @@ import pytest
 from data_pipeline.shards import shard_files
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_spec, train
 from txl_dist.runtime.world import World
 from txl_dist.training import batches
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 SHORT = (NO_EVALUATION, "training.num_steps=6")
 
 
-def train_on_a_failing_disk(world: World, job: TrainJob, num_failures: int) -> tuple[int, int]:
+def train_on_a_failing_disk(world: World, spec: TrainSpec, num_failures: int) -> tuple[int, int]:
     """Reads of shards fail with EIO, `num_failures` times. Returns the exit code and that count."""
     failed = 0
     read = os.pread
@@ -35,16 +35,16 @@ def train_on_a_failing_disk(world: World, job: TrainJob, num_failures: int) -> t
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pread", pread)
         patch.setattr(shard_files, "_WAITS_SECONDS", (0.01, 0.01))
-        return train(world, job), failed
+        return train(world, spec), failed
 
 
 @pytest.mark.fault_row(50)
 def test_a_read_that_fails_twice_is_repeated_and_changes_nothing(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path / "straight", *SHORT)) == [0]
-    job = tiny_job(dataset, tmp_path / "run", *SHORT)
-    assert ranks(1).run(train_on_a_failing_disk, job, 2) == [(0, 2)]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path / "straight", *SHORT)) == [0]
+    spec = tiny_spec(dataset, tmp_path / "run", *SHORT)
+    assert ranks(1).run(train_on_a_failing_disk, spec, 2) == [(0, 2)]
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
 
@@ -52,13 +52,13 @@ def test_a_read_that_fails_twice_is_repeated_and_changes_nothing(
 def test_a_read_that_keeps_failing_ends_the_run_and_names_the_shard(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    ended = ranks(1).run(train_on_a_failing_disk, tiny_job(dataset, tmp_path, *SHORT), 99)
+    ended = ranks(1).run(train_on_a_failing_disk, tiny_spec(dataset, tmp_path, *SHORT), 99)
     assert ended == [(3, 3)]
     assert "train-000000.tar.zst" in refusal(tmp_path)
     assert "Input/output error" in refusal(tmp_path)
 
 
-def train_on_a_slow_disk(world: World, job: TrainJob) -> int:
+def train_on_a_slow_disk(world: World, spec: TrainSpec) -> int:
     read = SegmentReader.read
 
     def slow_read(*args: object) -> object:
@@ -68,18 +68,18 @@ def train_on_a_slow_disk(world: World, job: TrainJob) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SegmentReader, "read", slow_read)
         patch.setattr(batches, "PREFETCH_SEGMENTS", 1)  # else one read has all segments of the run
-        return train(world, job)
+        return train(world, spec)
 
 
 @pytest.mark.fault_row(18)
 def test_a_slow_disk_shows_as_data_wait(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
-    assert ranks(1).run(train_on_a_slow_disk, tiny_job(dataset, tmp_path, *SHORT)) == [0]
+    assert ranks(1).run(train_on_a_slow_disk, tiny_spec(dataset, tmp_path, *SHORT)) == [0]
     waits = sorted(line["data_wait"] for line in metrics(tmp_path))
     assert waits[3] > 0.3
     assert "| data wait " in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
-def train_on_a_disk_that_stops_responding(world: World, job: TrainJob) -> int:
+def train_on_a_disk_that_stops_responding(world: World, spec: TrainSpec) -> int:
     """On rank 1 no read of a shard returns; other files of the dataset are read as usual."""
     read, released = os.pread, threading.Event()
 
@@ -92,7 +92,7 @@ def train_on_a_disk_that_stops_responding(world: World, job: TrainJob) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pread", pread)
         try:
-            return train(world, job)
+            return train(world, spec)
         finally:
             released.set()
 
@@ -102,9 +102,9 @@ def train_on_a_disk_that_stops_responding(world: World, job: TrainJob) -> int:
 def test_a_read_that_never_returns_ends_the_run_and_names_the_shard(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SHORT, "training.rank_timeout_seconds=5")
+    spec = tiny_spec(dataset, tmp_path, *SHORT, "training.rank_timeout_seconds=5")
     group = ranks(2)
-    assert 3 in group.run(train_on_a_disk_that_stops_responding, job)
+    assert 3 in group.run(train_on_a_disk_that_stops_responding, spec)
     group.is_broken = True  # a rank has left a collective
     log = (tmp_path / "logs" / "rank-1.log").read_text()
     assert "train-000000.tar.zst could not be read within 4.5 s (lane position 0)" in log

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import children_of, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 from txl_dist.runtime.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.fault
@@ -59,7 +59,7 @@ def kill_ranks_that_start(process: subprocess.Popen[str], *, but_not: list[int])
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
     run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
     return run
 
 

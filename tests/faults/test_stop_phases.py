@@ -29,15 +29,15 @@ from tests.support.commands import (
     wait_until,
 )
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 from txl_dist.checkpoint import copies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training import start as start_module
-from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.step import TrainStep
 
 pytestmark = pytest.mark.fault
@@ -86,20 +86,20 @@ OTHER_SETTINGS = ("replay", "upload")
 """Phases with a test of their own, because they need other settings."""
 
 
-def run_blocked(phase: str, job_path: str, marker: str) -> None:
+def run_blocked(phase: str, spec_path: str, marker: str) -> None:
     """The process of a rank that blocks in `phase`."""
     _, owner, name, when = PHASES[phase]
     block_before(owner, name, Path(marker), when=when)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    job = TrainJob.from_json(Path(job_path).read_bytes())
-    train_rank(job, World(0, 1), report_stop=lambda error: print(error, flush=True))
+    spec = TrainSpec.from_json(Path(spec_path).read_bytes())
+    train_rank(spec, World(0, 1), report_stop=lambda error: print(error, flush=True))
 
 
-def stop_in(phase: str, job: TrainJob, directory: Path) -> str:
+def stop_in(phase: str, spec: TrainSpec, directory: Path) -> str:
     """Run a rank that blocks in `phase`, signal it, require code 75; returns its message."""
-    job_path, marker = directory / "job.json", directory / "marker"
-    job_path.write_text(job.to_json())
-    call = f"run_blocked({phase!r}, {str(job_path)!r}, {str(marker)!r})"
+    spec_path, marker = directory / "spec.json", directory / "marker"
+    spec_path.write_text(spec.to_json())
+    call = f"run_blocked({phase!r}, {str(spec_path)!r}, {str(marker)!r})"
     process = subprocess.Popen(
         [sys.executable, "-c", f"from tests.faults.test_stop_phases import run_blocked; {call}"],
         stdout=subprocess.PIPE,
@@ -123,7 +123,7 @@ def stop_in(phase: str, job: TrainJob, directory: Path) -> str:
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
     run = tmp_path_factory.mktemp("straight")
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0]
     return run
 
 
@@ -133,18 +133,18 @@ def test_a_request_ends_the_phase_and_the_next_start_resumes(
     phase: str, ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    job = tiny_job(dataset, run, *SETTINGS)
+    spec = tiny_spec(dataset, run, *SETTINGS)
     is_start_up = PHASES[phase][0] == START_UP
     if is_start_up:  # a run to resume, which `train_some` has stopped in the middle
-        assert ranks(1).run(train_some, job, num_steps=8) == [1]
-    output = stop_in(phase, job, tmp_path)
+        assert ranks(1).run(train_some, spec, num_steps=8) == [1]
+    output = stop_in(phase, spec, tmp_path)
     if is_start_up:
         assert "nothing is lost" in output
     else:
         assert re.search(r"the \d+ steps since the checkpoint of step 6 are lost", output), output
         assert f"training.grace_seconds={GRACE_SECONDS:g}" in output
     assert CheckpointDirectory(run).steps() == [6]
-    assert ranks(1).run(train, job) == [0]
+    assert ranks(1).run(train, spec) == [0]
     assert losses(run) == losses(straight)
 
 
@@ -153,15 +153,15 @@ def test_a_request_ends_a_replay_and_the_next_start_repeats_it(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    assert ranks(1).run(train_some, tiny_job(dataset, run, *SETTINGS), num_steps=8) == [1]
+    assert ranks(1).run(train_some, tiny_spec(dataset, run, *SETTINGS), num_steps=8) == [1]
     shutil.copytree(run, undisturbed)
-    job, other_job = (
-        tiny_job(dataset, each, *SETTINGS, "data.num_lanes=4", allow_change=("data.num_lanes",))
+    spec, other_spec = (
+        tiny_spec(dataset, each, *SETTINGS, "data.num_lanes=4", allow_change=("data.num_lanes",))
         for each in (run, undisturbed)
     )
-    assert "nothing is lost" in stop_in("replay", job, tmp_path)
-    assert ranks(1).run(train, job) == [0]
-    assert ranks(1).run(train, other_job) == [0]
+    assert "nothing is lost" in stop_in("replay", spec, tmp_path)
+    assert ranks(1).run(train, spec) == [0]
+    assert ranks(1).run(train, other_spec) == [0]
     assert losses(run) == losses(undisturbed)
 
 
@@ -179,16 +179,18 @@ def test_a_request_ends_an_upload_and_the_next_start_repeats_it(
         paths: list[str] = bucket.glob("bucket/run/checkpoints/*/manifest.json")
         return paths
 
-    job = tiny_job(dataset, tmp_path / "run", *SETTINGS, "training.checkpoint_url=s3://bucket/run")
-    output = stop_in("upload", job, tmp_path)
+    spec = tiny_spec(
+        dataset, tmp_path / "run", *SETTINGS, "training.checkpoint_url=s3://bucket/run"
+    )
+    output = stop_in("upload", spec, tmp_path)
     assert "while busy with: upload of checkpoints; no step is lost" in output
     assert not copies()
-    assert ranks(1).run(in_cloud, aws, train, job) == [0]
+    assert ranks(1).run(in_cloud, aws, train, spec) == [0]
     assert copies()
-    assert losses(job.run_path) == losses(straight)
+    assert losses(spec.run_path) == losses(straight)
 
 
-def train_some(world: World, job: TrainJob, *, num_steps: int) -> int:
+def train_some(world: World, spec: TrainSpec, *, num_steps: int) -> int:
     """Train `num_steps` steps of a longer run, which then fails."""
     original = TrainStep.compute
 
@@ -199,7 +201,7 @@ def train_some(world: World, job: TrainJob, *, num_steps: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainStep, "compute", failing)
-        return train(world, job)
+        return train(world, spec)
 
 
 def command(dataset: Path, run: Path, *words: object) -> tuple[object, ...]:

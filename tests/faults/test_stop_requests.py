@@ -51,7 +51,7 @@ def assert_saved_where_it_stopped(run: Path) -> None:
 @pytest.mark.fault_row(5)
 @pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_to_every_process_of_a_job_is_one_request(
+def test_a_signal_to_every_process_of_a_spec_is_one_request(
     dataset: Path, tmp_path: Path, number: int
 ) -> None:
     process = start_txl(*words(dataset, tmp_path), "--on", "processes", "--ranks", 2)

@@ -19,7 +19,7 @@ from tests.support.training_runs import (
     TINY,
     ZERO,
     losses,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -41,8 +41,8 @@ the rounding is a large part, steps as large as to others. Of frozen weights it 
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One GPU, stage 0, one micro-batch."""
     run = tmp_path_factory.mktemp("straight")
-    job = tiny_job(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT)
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT)
+    assert ranks(1).run(train, spec) == [0]
     return run
 
 
@@ -55,7 +55,7 @@ def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
         pytest.skip(f"{num_ranks} ranks need one GPU each; torch finds {num_devices()}")
     settings = (NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
     settings += (SHARDED,) if stage in ("1", "2") else ()
-    assert ranks(num_ranks).run(train, tiny_job(dataset, tmp_path, *settings)) == [0] * num_ranks
+    assert ranks(num_ranks).run(train, tiny_spec(dataset, tmp_path, *settings)) == [0] * num_ranks
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
@@ -65,7 +65,7 @@ def test_offload_has_the_same_losses(
 ) -> None:
     stage = 3 if offload == "parameters" else 2
     settings = (*DROPOUT, f"deepspeed.zero_stage={stage}", f"deepspeed.offload={offload}")
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION, *settings)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION, *settings)) == [0]
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
@@ -87,7 +87,7 @@ def test_compiled_layers_have_the_same_losses(
     expected = pytest.approx(losses(tmp_path / "eager"), rel=TOLERANCE)
     assert losses(tmp_path / "compiled") == expected
     eager, compiled = (weights_at(tmp_path / name, 20) for name in ("eager", "compiled"))
-    first = TransformerXL(eager.config, seed=tiny_job(dataset, tmp_path).config.seed).state_dict()
+    first = TransformerXL(eager.config, seed=tiny_spec(dataset, tmp_path).config.seed).state_dict()
     for name, weight in eager.state_dict().items():
         change, difference = weight - first[name], compiled.state_dict()[name] - weight
         assert difference.norm() <= MOST_DIFFERENCE * change.norm(), name

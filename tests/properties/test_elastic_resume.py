@@ -15,7 +15,7 @@ from tests.support.training_runs import (
     ZERO,
     losses,
     refusal,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from txl_dist.checkpoint.directory import resolve_checkpoint
@@ -74,11 +74,11 @@ def moved_run_keeps_its_losses(
     rule = MUON if optimizer == "muon" else ()
     constant = (*SETTINGS, *rule, "optimizer.schedule=constant", *overrides_of(kind))
     reference = tmp_path / "reference"
-    assert ranks(2).run(train, tiny_job(dataset, reference, *constant)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, reference, *constant)) == [0, 0]
 
     moved = tmp_path / "moved"
     for num_ranks, num_steps, overrides in LEGS[optimizer]:
-        job = tiny_job(
+        spec = tiny_spec(
             dataset,
             moved,
             *constant,
@@ -86,7 +86,7 @@ def moved_run_keeps_its_losses(
             *overrides,
             allow_change=("training.num_steps",),
         )
-        assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+        assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
 
     tolerance = MUON_TOLERANCE if optimizer == "muon" else TOLERANCE
     assert losses(moved) == pytest.approx(losses(reference), rel=tolerance)
@@ -137,8 +137,8 @@ def test_ranks_and_lanes_change_in_one_run(
             steps = f"training.num_steps={num_steps}"
             overrides = (*settings, *stage, f"data.num_lanes={num_lanes}", steps)
             allowed = ("training.num_steps", "data.num_lanes")
-            job = tiny_job(dataset, tmp_path / name, *overrides, allow_change=allowed)
-            assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+            spec = tiny_spec(dataset, tmp_path / name, *overrides, allow_change=allowed)
+            assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
     reference, moved = losses(tmp_path / "reference"), losses(tmp_path / "moved")
     largest = max(abs(moved[step] / loss - 1) for step, loss in reference.items())
     print(f"largest relative difference of {len(moved)} losses: {largest:.1e}")
@@ -191,11 +191,11 @@ def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(
 ) -> None:
     """No number of segments would replay it."""
     settings = (*SETTINGS, "model.memory=running_mean", "training.num_steps=4")
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *settings)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *settings)) == [0]
     changed = (*SETTINGS, "model.memory=running_mean", "data.num_lanes=6")
     allowed = ("data.num_lanes", "training.num_steps")
-    job = tiny_job(dataset, tmp_path, *changed, allow_change=allowed)
-    assert ranks(1).run(train, job) == [ConfigError.exit_code]
+    spec = tiny_spec(dataset, tmp_path, *changed, allow_change=allowed)
+    assert ranks(1).run(train, spec) == [ConfigError.exit_code]
     assert "model.memory=running_mean may depend on any earlier token" in refusal(tmp_path)
 
 
@@ -204,11 +204,11 @@ def resumed_equals_straight(
 ) -> None:
     settings = (*settings, "training.keep_checkpoints=9")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert ranks(2).run(train, tiny_job(dataset, straight, *settings)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, *settings)) == [0, 0]
 
     checkpoint = straight / "checkpoints" / "step-00000008"
-    job = tiny_job(dataset, resumed, *settings, resume=str(checkpoint))
-    assert ranks(2).run(train, job) == [0, 0]
+    spec = tiny_spec(dataset, resumed, *settings, resume=str(checkpoint))
+    assert ranks(2).run(train, spec) == [0, 0]
 
     expected = {step: loss for step, loss in losses(straight).items() if step > 8}
     assert losses(resumed) == expected
@@ -224,9 +224,9 @@ def test_the_interval_of_step_lines_survives_a_resume(
     """A line over steps 6 to 10 is the same if the run was resumed after step 8."""
     settings = (*SETTINGS, "training.log_interval_steps=5", "training.keep_checkpoints=9")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert ranks(1).run(train, tiny_job(dataset, straight, *settings)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, straight, *settings)) == [0]
     checkpoint = straight / "checkpoints" / "step-00000008"
-    job = tiny_job(dataset, resumed, *settings, resume=str(checkpoint))
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, resumed, *settings, resume=str(checkpoint))
+    assert ranks(1).run(train, spec) == [0]
 
     assert losses(resumed) == {step: losses(straight)[step] for step in (10, 15, 20)}

@@ -15,7 +15,7 @@ from tests.support.training_runs import (
     losses,
     metrics,
     norms,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from txl_dist.checkpoint.directory import resolve_checkpoint
@@ -37,8 +37,8 @@ NORM_TOLERANCE = 1e-5
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One rank, stage 0, one micro-batch: nothing is sharded, summed over ranks or padded."""
     run = tmp_path_factory.mktemp("straight")
-    job = tiny_job(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT)
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT)
+    assert ranks(1).run(train, spec) == [0]
     return run
 
 
@@ -65,7 +65,7 @@ def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
     stage: str,
     micro_batch: str,
 ) -> None:
-    job = tiny_job(
+    spec = tiny_spec(
         dataset,
         tmp_path,
         NO_EVALUATION,
@@ -73,7 +73,7 @@ def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
         *ZERO[stage],
         f"training.micro_batch_lanes={micro_batch}",
     )
-    assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
 
     expected, actual = losses(straight), losses(tmp_path)
     assert sorted(actual) == sorted(expected) == list(range(1, STEPS + 1))
@@ -93,8 +93,8 @@ def test_nor_on_when_gradients_are_reduced(
         f"deepspeed.extra={json.dumps({'zero_optimization': reduction})}",
         "training.micro_batch_lanes=2",
     )
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *DROPOUT, *settings)
-    assert ranks(2).run(train, job) == [0, 0]
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *DROPOUT, *settings)
+    assert ranks(2).run(train, spec) == [0, 0]
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
 
@@ -112,8 +112,8 @@ def of_another_memory(
     """Overrides for a kind of memory, recurrent with gradients through it, and such a run."""
     kind, run = request.param, tmp_path_factory.mktemp("straight")
     memory = overrides_of(kind) if kind != "recurrent" else ("training.backprop_segments=3",)
-    job = tiny_job(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT, *memory)
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT, *memory)
+    assert ranks(1).run(train, spec) == [0]
     return memory, run
 
 
@@ -132,7 +132,7 @@ def test_nor_with_any_other_memory(
     manifest = load_checkpoint_manifest(resolve_checkpoint(straight))
     assert manifest.segment_len == (1 if "backprop" in str(memory) else 3)
     settings = (NO_EVALUATION, *DROPOUT, *memory, *ZERO[stage], "training.micro_batch_lanes=2")
-    assert ranks(2).run(train, tiny_job(dataset, tmp_path, *settings)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, tmp_path, *settings)) == [0, 0]
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
 
@@ -143,7 +143,7 @@ CLUSTERS = (NO_EVALUATION, "model.cutoffs=[60, 128]", "model.div_val=2")
 @pytest.fixture(scope="module")
 def clustered(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("clustered")
-    assert ranks(1).run(train, tiny_job(dataset, run, *CLUSTERS, *ZERO["0"])) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, run, *CLUSTERS, *ZERO["0"])) == [0]
     return run
 
 
@@ -155,8 +155,8 @@ def test_losses_do_not_depend_on_ranks_if_softmax_clusters_are_empty_on_some(
     ranks: RankGroups, dataset: Path, clustered: Path, tmp_path: Path, stage: str
 ) -> None:
     """Ids from 128 on are rare in this text: most steps have no target in the last cluster."""
-    job = tiny_job(dataset, tmp_path, *CLUSTERS, *ZERO[stage])
-    assert ranks(2).run(train, job) == [0, 0]
+    spec = tiny_spec(dataset, tmp_path, *CLUSTERS, *ZERO[stage])
+    assert ranks(2).run(train, spec) == [0, 0]
     assert losses(tmp_path) == pytest.approx(losses(clustered), rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(clustered), rel=NORM_TOLERANCE)
 
@@ -167,8 +167,8 @@ def test_scores_during_training_do_not_depend_on_ranks(
     """Nine chunks for two ranks: one rank runs the model more often than the other."""
     settings = ("evaluation.max_tokens=300", "evaluation.batch_chunks=1", "model.tie_weight=false")
     one, two = tmp_path / "one", tmp_path / "two"
-    assert ranks(1).run(train, tiny_job(dataset, one, *settings, *ZERO["0"])) == [0]
-    assert ranks(2).run(train, tiny_job(dataset, two, *settings, *ZERO["3-all-spread"])) == [0, 0]
+    assert ranks(1).run(train, tiny_spec(dataset, one, *settings, *ZERO["0"])) == [0]
+    assert ranks(2).run(train, tiny_spec(dataset, two, *settings, *ZERO["3-all-spread"])) == [0, 0]
     assert len(scores(one)) == 2
     assert scores(two) == pytest.approx(scores(one), rel=TOLERANCE)
     assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
@@ -197,8 +197,8 @@ def test_losses_do_not_depend_on_ranks_with_other_layers_when_all_weights_are_sh
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     settings = (NO_EVALUATION, *options)
-    assert ranks(1).run(train, tiny_job(dataset, one, *settings, *ZERO["0"])) == [0]
-    assert ranks(2).run(train, tiny_job(dataset, two, *settings, *ZERO["3-all-spread"])) == [0, 0]
+    assert ranks(1).run(train, tiny_spec(dataset, one, *settings, *ZERO["0"])) == [0]
+    assert ranks(2).run(train, tiny_spec(dataset, two, *settings, *ZERO["3-all-spread"])) == [0, 0]
     assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
     assert norms(two) == pytest.approx(norms(one), rel=NORM_TOLERANCE)
 

@@ -11,7 +11,7 @@ from tests.support.training_runs import (
     ZERO,
     losses,
     norms,
-    tiny_job,
+    tiny_spec,
     train,
 )
 
@@ -29,8 +29,8 @@ BF16_MEMORY = "training.memory_dtype=bf16"
 def trained(
     ranks: RankGroups, dataset: Path, run: Path, *overrides: str, num_ranks: int = 1
 ) -> Path:
-    job = tiny_job(dataset, run, *SHORT, *overrides)
-    assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+    spec = tiny_spec(dataset, run, *SHORT, *overrides)
+    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
     return run
 
 
@@ -88,11 +88,11 @@ def test_a_memory_in_bf16_has_one_trajectory(
 def test_a_resume_restores_a_memory_in_bf16_bit_for_bit(
     ranks: RankGroups, dataset: Path, rounded: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(
+    spec = tiny_spec(
         dataset, tmp_path, *SHORT, BF16_MEMORY, *ZERO["0"],
         resume=str(rounded / "checkpoints" / "step-00000003"),
     )  # fmt: skip
-    assert ranks(1).run(train, job) == [0]
+    assert ranks(1).run(train, spec) == [0]
     assert losses(tmp_path) == {step: loss for step, loss in losses(rounded).items() if step > 3}
 
 
@@ -120,7 +120,7 @@ def test_offload_changes_only_where_tensors_are(
     assert norms(run) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
 
     checkpoint = str(run / "checkpoints" / "step-00000003")
-    job = tiny_job(dataset, tmp_path / "resumed", *SHORT, *settings, resume=checkpoint)
-    assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+    spec = tiny_spec(dataset, tmp_path / "resumed", *SHORT, *settings, resume=checkpoint)
+    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
     expected = {step: loss for step, loss in losses(run).items() if step > 3}
     assert losses(tmp_path / "resumed") == expected

@@ -19,7 +19,7 @@ from tests.support.training_runs import (
     losses,
     metrics,
     refusal,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from txl_dist.checkpoint.directory import resolve_checkpoint
@@ -39,9 +39,9 @@ def test_a_round_of_turns_reads_what_one_step_over_all_lanes_reads(
     """With weights that do not change, and so the same memory of every lane."""
     runs = {name: tmp_path / name for name in ("turns", "whole")}
     settings = (*CONSTANT, *ZERO["1"])
-    assert ranks(2).run(train, tiny_job(dataset, runs["turns"], *settings, *TURNS)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, runs["turns"], *settings, *TURNS)) == [0, 0]
     whole = ("data.num_lanes=9", "training.num_steps=8")
-    assert ranks(1).run(train, tiny_job(dataset, runs["whole"], *settings, *whole)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, runs["whole"], *settings, *whole)) == [0]
 
     in_turns, at_once = losses(runs["turns"]), losses(runs["whole"])
     rounds = [
@@ -69,9 +69,9 @@ def test_losses_do_not_depend_on_ranks_stages_or_micro_batches(
 ) -> None:
     settings = (NO_EVALUATION, *DROPOUT, *TURNS)
     one, two = tmp_path / "one", tmp_path / "two"
-    assert ranks(1).run(train, tiny_job(dataset, one, *settings, *ZERO["0"])) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, one, *settings, *ZERO["0"])) == [0]
     spread = (*ZERO[stage], f"training.micro_batch_lanes={micro_batch}")
-    assert ranks(2).run(train, tiny_job(dataset, two, *settings, *spread)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, two, *settings, *spread)) == [0, 0]
     assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
     valid = [[line["memory_valid"] for line in metrics(run)] for run in (one, two)]
     assert valid[1] == pytest.approx(valid[0])
@@ -83,8 +83,8 @@ def test_no_lane_attends_across_a_step_that_was_skipped(
     """Step 8, the second turn of the third round, diverges; weights do not change in any step."""
     run, quiet = tmp_path / "run", tmp_path / "quiet"
     settings = (*CONSTANT, *TURNS, *ZERO["1"], "divergence.policy=skip")
-    assert ranks(2).run(train, tiny_job(dataset, quiet, *settings)) == [0, 0]
-    ends = ranks(2).run(train_with, tiny_job(dataset, run, *settings), NanHidden(1, steps=(8,)))
+    assert ranks(2).run(train, tiny_spec(dataset, quiet, *settings)) == [0, 0]
+    ends = ranks(2).run(train_with, tiny_spec(dataset, run, *settings), NanHidden(1, steps=(8,)))
     assert [code for code, *_ in ends] == [0, 0]
 
     expected, actual = losses(quiet), losses(run)
@@ -102,15 +102,15 @@ def test_lanes_change_only_where_all_are_at_one_position(
 ) -> None:
     settings = (NO_EVALUATION, *ZERO["1"], "training.checkpoint_interval_steps=1")
     keep = "training.keep_checkpoints=9"
-    first = tiny_job(dataset, tmp_path / "a", *settings, *TURNS, keep, "training.num_steps=7")
+    first = tiny_spec(dataset, tmp_path / "a", *settings, *TURNS, keep, "training.num_steps=7")
     assert ranks(2).run(train, first) == [0, 0]
     other = (*settings, "data.num_lanes=6", "data.lanes_per_step=2", "training.num_steps=12")
     allowed = ("data.num_lanes", "data.lanes_per_step", "training.num_steps")
     for step, codes in ((7, [CheckpointError.exit_code] * 2), (6, [0, 0])):
         run = tmp_path / str(step)
         resume = str(tmp_path / "a" / "checkpoints" / f"step-{step:08d}")
-        job = tiny_job(dataset, run, *other, resume=resume, allow_change=allowed)
-        assert ranks(2).run(train, job) == codes
+        spec = tiny_spec(dataset, run, *other, resume=resume, allow_change=allowed)
+        assert ranks(2).run(train, spec) == codes
     assert "1 of them are a segment ahead of the others" in refusal(tmp_path / "7")
     assert sorted(losses(tmp_path / "6")) == list(range(7, 13))
 
@@ -118,6 +118,6 @@ def test_lanes_change_only_where_all_are_at_one_position(
 def test_more_ranks_than_lanes_of_a_step_are_refused(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, "data.num_lanes=6", "data.lanes_per_step=1")
-    assert ranks(2).run(train, job) == [ConfigError.exit_code] * 2
+    spec = tiny_spec(dataset, tmp_path, "data.num_lanes=6", "data.lanes_per_step=1")
+    assert ranks(2).run(train, spec) == [ConfigError.exit_code] * 2
     assert "2 ranks for data.lanes_per_step=1" in refusal(tmp_path)

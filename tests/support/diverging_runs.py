@@ -11,9 +11,9 @@ from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.interface import Accept
-from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 
@@ -37,12 +37,12 @@ def logged_events() -> Iterator[list[str]]:
             logger.removeHandler(handler)
 
 
-def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, list[str]]:
-    """Run a job with faults. Returns the exit code, the error's message, and the log's events."""
-    directory = RunDirectory(job.run_path)
+def train_with(world: World, spec: TrainSpec, *faults: Fault) -> tuple[int, str, list[str]]:
+    """Run a spec with faults. Returns the exit code, the error's message, and the log's events."""
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with logged_events() as events, ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         for fault in faults:
             fault(trainer)
         try:

@@ -13,8 +13,8 @@ from data_pipeline.streams.segments import Reset
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import TextSource, random_corpus
 from txl_dist.evaluation import scoring
-from txl_dist.evaluation.job import EvaluationSettings, plan_evaluation
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
+from txl_dist.evaluation.spec import EvaluationSettings, plan_evaluation
 from txl_dist.model.transformer_xl import TransformerXL
 
 BYTE_COUNTS_V = torch.arange(VOCAB_SIZE) % 4

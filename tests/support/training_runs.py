@@ -9,9 +9,9 @@ import tests.support.running_mean  # noqa: F401  # registers a kind of memory in
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.scores import FOLDER, StepScore
+from txl_dist.training.spec import TrainSpec
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 NO_EVALUATION = "evaluation.split=null"
@@ -29,16 +29,16 @@ TURNS = ("data.num_lanes=9", "data.lanes_per_step=3")
 DROPOUT = ("model.dropout=0.1", "model.dropatt=0.2")
 
 
-def tiny_job(dataset: Path, run: Path, *overrides: str, **options: Any) -> TrainJob:
-    """A job of 20 steps on 5 lanes; `overrides` as on the command line."""
+def tiny_spec(dataset: Path, run: Path, *overrides: str, **options: Any) -> TrainSpec:
+    """A spec of 20 steps on 5 lanes; `overrides` as on the command line."""
     data_overrides = [f"data.path={dataset}", f"directory={run}", *overrides]
-    return TrainJob(config=load_run_config(TINY, data_overrides), **options)
+    return TrainSpec(config=load_run_config(TINY, data_overrides), **options)
 
 
-def train(world: World, job: TrainJob) -> int:
-    """Run a job as one rank of a group; returns 0, or the exit code of its TxlError."""
+def train(world: World, spec: TrainSpec) -> int:
+    """Run a spec as one rank of a group; returns 0, or the exit code of its TxlError."""
     try:
-        train_rank(job, world)
+        train_rank(spec, world)
     except TxlError as error:
         return error.exit_code
     return 0

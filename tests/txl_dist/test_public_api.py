@@ -18,7 +18,7 @@ from txl_dist import ModelConfig, TransformerXL
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "python.md"
 PUBLIC = {
-    "EvaluationJob",
+    "EvaluationSpec",
     "EvaluationSettings",
     "LanePlan",
     "Memory",
@@ -28,10 +28,10 @@ PUBLIC = {
     "Sampling",
     "SegmentStream",
     "TextLimits",
-    "TrainJob",
+    "TrainSpec",
     "TransformerXL",
     "evaluate",
-    "evaluation_job",
+    "evaluation_spec",
     "find_launcher",
     "find_model",
     "generate_texts",
@@ -150,10 +150,10 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
     for kind in (str, Path):
         run, data = kind(tmp_path / "run"), kind(dataset)
         assert txl_dist.find_model(run).digest == trained.digest
-        job = txl_dist.evaluation_job(run, data, max_tokens=20)
-        settings, checkpoint = job.settings, kind(job.checkpoint)
-        assert txl_dist.evaluate(job) == result
-        as_given = txl_dist.EvaluationJob(
+        spec = txl_dist.evaluation_spec(run, data, max_tokens=20)
+        settings, checkpoint = spec.settings, kind(spec.checkpoint)
+        assert txl_dist.evaluate(spec) == result
+        as_given = txl_dist.EvaluationSpec(
             checkpoint=checkpoint, data=data, settings=settings, batch_chunks=8
         )
         assert txl_dist.evaluate(as_given).sums == result.sums
@@ -162,7 +162,7 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
         content = config.model_dump() | {"directory": run}
         content["data"] |= {"path": data}
         again = txl_dist.RunConfig.model_validate(content)
-        assert txl_dist.TrainJob(config=again, resume=checkpoint).resume == str(checkpoint)
+        assert txl_dist.TrainSpec(config=again, resume=checkpoint).resume == str(checkpoint)
     assert (result.settings.tgt_len, result.settings.mem_len) == (
         trained.tgt_len,
         trained.config.mem_len,

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from data_pipeline.streams.segments import IGNORED
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
+from txl_dist.evaluation.spec import EvaluationSpec
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.visibility import visible_keys
 from txl_dist.sequence import SequenceReader
@@ -162,15 +162,15 @@ def _even_weights(config: ModelConfig, age_BT: Tensor) -> Tensor:
 ATTENTION_NAME = "attention.json"
 
 
-def attention_json(attention: AttentionByDistance, job: EvaluationJob, model: ModelConfig) -> str:
+def attention_json(attention: AttentionByDistance, spec: EvaluationSpec, model: ModelConfig) -> str:
     """The text of attention.json."""
     content = {
         "format": "txl-attention",
         "version": 1,
-        "checkpoint": str(job.checkpoint),
-        "data": str(job.data),
+        "checkpoint": str(spec.checkpoint),
+        "data": str(spec.data),
         "model": asdict(model),
-        "settings": asdict(job.settings),
+        "settings": asdict(spec.settings),
         "num_queries": attention.num_queries,
         "distances": list(range(attention.heads.by_distance_LHD.shape[-1])),
         "heads": _mass(attention.heads),

@@ -61,8 +61,8 @@ from txl_dist.analysis.windows import WindowScorer, measure_losses, sample_posit
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.evaluation.bootstrap import LEVEL, Resampling, interval, plan_resampling, resamples
-from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.result import Subject
+from txl_dist.evaluation.spec import EvaluationSpec
 
 # Shapes: M models, C contexts, N targets, Z resamples
 
@@ -194,11 +194,11 @@ ReclReport: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReclRequest:
-    """What `txl recl` measures. All jobs have the same data and split."""
+    """What `txl recl` measures. All specs have the same data and split."""
 
     names: tuple[str, ...]
     """Published with the result, because RECL depends on the group."""
-    jobs: tuple[EvaluationJob, ...]
+    specs: tuple[EvaluationSpec, ...]
     """One per model; the batch size counts windows."""
     contexts: tuple[int, ...]
     """Ascending, all steps equal."""
@@ -218,10 +218,10 @@ def measure_group(
     and CheckpointError for damaged weights.
     """
     _check_group(request)
-    jobs, contexts = request.jobs, request.contexts
-    data, split = jobs[0].data, jobs[0].settings.split
+    specs, contexts = request.specs, request.contexts
+    data, split = specs[0].data, specs[0].settings.split
     source = open_split(data, split, manifest=load_manifest(data))
-    within_documents = any(job.settings.reset == "document" for job in jobs)
+    within_documents = any(spec.settings.reset == "document" for spec in specs)
     positions = sample_positions(
         source,
         context=contexts[-1],
@@ -234,12 +234,12 @@ def measure_group(
     def on_batch(num_targets: int) -> None:
         nonlocal num_scored
         num_scored += num_targets
-        on_progress(num_scored, len(jobs) * len(positions))
+        on_progress(num_scored, len(specs) * len(positions))
 
     losses, models = [], []
-    for name, job in zip(request.names, jobs, strict=True):
-        scorer, model = _open(name, job)
-        batch = job.batch_chunks
+    for name, spec in zip(request.names, specs, strict=True):
+        scorer, model = _open(name, spec)
+        batch = spec.batch_chunks
         losses.append(
             measure_losses(
                 scorer, source, positions, contexts, batch_windows=batch, on_batch=on_batch
@@ -310,7 +310,7 @@ def _check_group(request: ReclRequest) -> None:
         raise ConfigError(f"the models need different names, got {', '.join(request.names)}")
     if bad := [r for r in request.r_values if not 0 < r <= 1]:
         raise ConfigError(f"--r {bad[0]:g} must be above 0 and at most 1")
-    models = [find_model(job.checkpoint, weights=job.weights) for job in request.jobs]
+    models = [find_model(spec.checkpoint, weights=spec.weights) for spec in request.specs]
     first = models[0]
     for model in models:
         if not (model.tokenizer and first.tokenizer):
@@ -321,21 +321,21 @@ def _check_group(request: ReclRequest) -> None:
                 "one tokenizer, because its losses per token are compared. Compare models that "
                 "were trained on the same prepared dataset"
             )
-    data = request.jobs[0].data
+    data = request.specs[0].data
     manifest = load_manifest(data)
     for model in models:
         model.check_data(manifest, data)
 
 
-def _open(name: str, job: EvaluationJob) -> tuple[WindowScorer, dict[str, Any]]:
+def _open(name: str, spec: EvaluationSpec) -> tuple[WindowScorer, dict[str, Any]]:
     """The model, and its description."""
-    stored, settings = find_model(job.checkpoint, weights=job.weights), job.settings
-    model = job.open().model
+    stored, settings = find_model(spec.checkpoint, weights=spec.weights), spec.settings
+    model = spec.open().model
     scorer = WindowScorer(model=model, tgt_len=settings.tgt_len, precision=settings.precision)
     options = ("tgt_len", "mem_len", "clamp_len", "same_length", "reset", "precision")
     return scorer, {
         "name": name,
-        "checkpoint": str(job.checkpoint),
+        "checkpoint": str(spec.checkpoint),
         "digest": stored.digest,
         "num_parameters": sum(weight.numel() for weight in model.parameters()),
         "distance_encoding": model.config.distance_encoding,

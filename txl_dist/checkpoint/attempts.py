@@ -52,7 +52,7 @@ class AttemptRecord(StrictModel):
     started: str
     """UTC, for people: `2026-11-22 11:15:03`."""
     launch_id: str
-    """`TrainJob.launch_id`: all attempts that one `txl train` command starts are of one launch."""
+    """`TrainSpec.launch_id`: all attempts that one `txl train` command starts are of one launch."""
 
     @classmethod
     def of_this_process(cls, *, number: int, launch_id: str) -> "AttemptRecord":

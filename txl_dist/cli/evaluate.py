@@ -33,7 +33,7 @@ from txl_dist.cli.progress import TOKENS, running, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.batches import PlannedJob
+    from txl_dist.evaluation.batches import PlannedEvaluation
     from txl_dist.evaluation.result import Result
 
 RESUME_ADVICE = (
@@ -190,8 +190,8 @@ def evaluate(
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
     with running("loading torch"):
         from txl_dist.cli.evaluation_output import print_results
-        from txl_dist.evaluation.distributed import default_scores_directory, plan_job
-        from txl_dist.evaluation.job import combinations, evaluation_job, parse_sweep
+        from txl_dist.evaluation.distributed import default_scores_directory, plan_spec
+        from txl_dist.evaluation.spec import combinations, evaluation_spec, parse_sweep
 
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = parse_sweep(sweep or [])
@@ -204,8 +204,8 @@ def evaluate(
     if per_document:
         require_writable(per_document.parent)
 
-    def plan(checkpoint: Path, name: str, setting: Mapping[str, int]) -> "PlannedJob":
-        job = evaluation_job(
+    def plan(checkpoint: Path, name: str, setting: Mapping[str, int]) -> "PlannedEvaluation":
+        spec = evaluation_spec(
             checkpoint,
             data,
             split=name,
@@ -217,9 +217,9 @@ def evaluate(
             weights=weights,
             **{**options, **setting},
         )
-        directory = scores or default_scores_directory(job.checkpoint.resolve())
-        return plan_job(
-            job,
+        directory = scores or default_scores_directory(spec.checkpoint.resolve())
+        return plan_spec(
+            spec,
             directory,
             resume=resume,
             details=details,
@@ -245,7 +245,7 @@ def evaluate(
 
 
 def _score(
-    sweeps: "Sequence[Sequence[Sequence[PlannedJob]]]",
+    sweeps: "Sequence[Sequence[Sequence[PlannedEvaluation]]]",
     swept: Sequence[str],
     *,
     on: str,
@@ -269,7 +269,7 @@ def _score(
     from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
     from txl_dist.tracking.process import log_evaluations
 
-    planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
+    planned = [spec for sweep in sweeps for specs in sweep for spec in specs]
     with staged_output(out, RESULT_NAME) as staged:
         with (
             stoppable(RESUME_ADVICE),
@@ -296,7 +296,7 @@ def _score(
                         write_file(per_document, document_lines(planned, scored))
                     _note(f"wrote {per_document}")
         with running("recording the scores in MLflow"):
-            log_evaluations(each.job.checkpoint for each in planned)
+            log_evaluations(each.spec.checkpoint for each in planned)
         # What --json prints: one object, or a list of them; in a sweep one per model.
         content = contents[0] if len(contents) == 1 else contents
         if staged:

@@ -29,7 +29,7 @@ from txl_dist.evaluation.result import Result, table_columns
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.batches import PlannedJob
+    from txl_dist.evaluation.batches import PlannedEvaluation
     from txl_dist.evaluation.distributed import Sweep, SweepResult
     from txl_dist.evaluation.result import EvaluationResult
 
@@ -45,15 +45,15 @@ def write_evaluation(staged: StagedDirectory, content: Any) -> None:
 
 
 def document_lines(
-    planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
+    planned: "Sequence[PlannedEvaluation]", results: "Sequence[EvaluationResult]"
 ) -> Iterator[bytes]:
-    """The lines of all jobs, in the order of the splits. The jobs have no `num_ranks`."""
+    """The lines of all specs, in the order of the splits. The specs have no `num_ranks`."""
     for each, result in zip(planned, results, strict=True):
         assert result.breakdown is not None, "planned with per_document"
         sums = {start: row for start, *row in result.breakdown[DOCUMENT].rows()}
         names = {"checkpoint": str(each.given.checkpoint), "split": result.settings.split}
-        split = open_split(each.job.data, result.settings.split)
-        has_bytes = open_tokenizer(each.job.data, split.manifest).token_bytes().any()
+        split = open_split(each.spec.data, result.settings.split)
+        has_bytes = open_tokenizer(each.spec.data, split.manifest).token_bytes().any()
         position, stop = 0, each.chunks[-1].stop + 1
         for document in split.documents():
             if position >= stop:  # of `max_tokens`
@@ -71,7 +71,7 @@ def document_lines(
 
 
 def record_results(
-    planned: "Sequence[PlannedJob]", scored: "Sequence[EvaluationResult]", num_workers: int
+    planned: "Sequence[PlannedEvaluation]", scored: "Sequence[EvaluationResult]", num_workers: int
 ) -> list[Result]:
     """The result of each score, which is also kept next to its sums (RUN/evaluations)."""
     results = [
@@ -83,7 +83,7 @@ def record_results(
     for each, result in zip(planned, results, strict=True):
         save_id = None
         with suppress(CheckpointError):  # an exported model, or its run has removed it since
-            save_id = load_checkpoint_manifest(each.job.checkpoint).save_id
+            save_id = load_checkpoint_manifest(each.spec.checkpoint).save_id
         each.finished.write_result(result.model_copy(update={"save_id": save_id}))
     return results
 
@@ -111,7 +111,7 @@ def with_differences(
 def record_sweep(sweep: "Sweep", result: "SweepResult", num_workers: int) -> list[Result]:
     """Of one model: all settings on the first split, then the best one on the other splits."""
     best = result.best
-    candidates = record_results([jobs[0] for jobs in sweep], result.candidates, num_workers)
+    candidates = record_results([specs[0] for specs in sweep], result.candidates, num_workers)
     reported = record_results(sweep[best][1:], result.reported, num_workers)
     return [
         *(

@@ -34,7 +34,7 @@ from txl_dist.errors import ConfigError
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
     from txl_dist.analysis.recl import ReclReport
-    from txl_dist.evaluation.job import EvaluationJob
+    from txl_dist.evaluation.spec import EvaluationSpec
 
 
 def recl(
@@ -86,7 +86,7 @@ def recl(
     """
     from txl_dist.analysis.recl import JSON_NAME, ReclRequest, measure_group, write_report
     from txl_dist.convert.stored_model import find_model
-    from txl_dist.evaluation.job import evaluation_job
+    from txl_dist.evaluation.spec import evaluation_spec
 
     contexts = tuple(range(delta, max_context + 1, delta))
     if len(contexts) < 2:
@@ -95,8 +95,8 @@ def recl(
             "RECL compares contexts one step apart, so take a smaller --delta"
         )
     configs = [find_model(path).config for path in checkpoints]
-    jobs = [
-        evaluation_job(
+    specs = [
+        evaluation_spec(
             path,
             data,
             split=split,
@@ -115,7 +115,7 @@ def recl(
         )
     request = ReclRequest(
         names=tuple(model_names),
-        jobs=tuple(jobs),
+        specs=tuple(specs),
         contexts=contexts,
         r_values=tuple(listed("--r", r, float, expected="numbers")),
         threshold=threshold,
@@ -188,9 +188,9 @@ def attention(
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
     from txl_dist.analysis.attention import ATTENTION_NAME, attention_by_distance, attention_json
-    from txl_dist.evaluation.job import evaluation_job, plan_evaluation
+    from txl_dist.evaluation.spec import evaluation_spec, plan_evaluation
 
-    job = evaluation_job(
+    spec = evaluation_spec(
         checkpoint,
         data,
         split=split,
@@ -200,32 +200,32 @@ def attention(
         max_tokens=max_tokens,
     )
     with staged_output(out, ATTENTION_NAME) as staged:
-        scorer = job.open()
-        chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
+        scorer = spec.open()
+        chunks = plan_evaluation(scorer.source, spec.settings, scorer.model.config)
         with work_progress(WorkUnit("chunks")) as show:
             result = attention_by_distance(
                 scorer, chunks, on_progress=lambda done, total: show("reading", done, total)
             )
-        content = attention_json(result, job, scorer.model.config)
+        content = attention_json(result, spec, scorer.model.config)
         if staged:
-            _write_attention(staged, job, result, content)
+            _write_attention(staged, spec, result, content)
     if as_json:
         print(content)
     else:
-        _print_attention(job, result)
+        _print_attention(spec, result)
         if out:
             print(f"  attention.json, attention.png and attention.svg are in {out}")
 
 
 def _write_attention(
-    staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
+    staged: "StagedDirectory", spec: "EvaluationSpec", result: "AttentionByDistance", content: str
 ) -> None:
     from txl_dist.analysis.attention import ATTENTION_NAME
     from txl_dist.analysis.plots import plot_attention, write_figure
 
-    settings = job.settings
+    settings = spec.settings
     title = (
-        f"{job.checkpoint.name} on split {settings.split}: {result.num_queries:,} "
+        f"{spec.checkpoint.name} on split {settings.split}: {result.num_queries:,} "
         f"queries, {result.heads.memory_LH.mean():.0%} of attention on memory\n"
         f"segment {settings.tgt_len}, memory {settings.mem_len} tokens"
     )
@@ -236,11 +236,11 @@ def _write_attention(
         staged.publish([*plots, ATTENTION_NAME])
 
 
-def _print_attention(job: "EvaluationJob", result: "AttentionByDistance") -> None:
+def _print_attention(spec: "EvaluationSpec", result: "AttentionByDistance") -> None:
     heads, even = result.heads, result.even
     print(
-        f"{job.checkpoint} on {job.data}, split {job.settings.split}: "
-        f"{result.num_queries:,} queries, segment {result.tgt_len}, memory {job.settings.mem_len}"
+        f"{spec.checkpoint} on {spec.data}, split {spec.settings.split}: "
+        f"{result.num_queries:,} queries, segment {result.tgt_len}, memory {spec.settings.mem_len}"
     )
     print("  layer  on memory        (lowest to highest head)  mean distance  90% within")
     columns = heads.memory_LH, heads.mean_distance.mean(1), heads.reach(0.9)

@@ -11,7 +11,7 @@ from txl_dist.cli.progress import run_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.training.job import TrainJob
+    from txl_dist.training.spec import TrainSpec
 
 
 def train(
@@ -85,11 +85,11 @@ def train(
     from txl_dist.launch.group import RankRange
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.process import is_torchrun
-    from txl_dist.training.job import TrainJob
     from txl_dist.training.run_directory import RunDirectory
+    from txl_dist.training.spec import TrainSpec
 
     rank_range = RankRange.parse(ranks or "1")
-    job = TrainJob(
+    spec = TrainSpec(
         config=load_run_config(config, overrides or []),
         resume=resume,
         allow_change=tuple(allow_change or ()),
@@ -97,13 +97,13 @@ def train(
         strict=strict,
         force_unlock=force_unlock,
     )
-    _require_known_settings(job)
+    _require_known_settings(spec)
     if is_torchrun():
         from txl_dist.launch.rank_process import train_under_torchrun
 
         options = {"--on": on, "--ranks": ranks, "--max-restarts": max_restarts}
-        train_under_torchrun(job, {**options, "--dry-run": "" if dry_run else None})
-    for corpus in job.config.data.corpora.values():
+        train_under_torchrun(spec, {**options, "--dry-run": "" if dry_run else None})
+    for corpus in spec.config.data.corpora.values():
         require_manifest(corpus.path)  # before numpy is imported: the most common mistake
     if not (quiet or dry_run):
         print(f"checking {config} and its data", flush=True)
@@ -113,42 +113,42 @@ def train(
 
     launcher = find_launcher(on or "ray")
     # Before any rank: one message, instead of one from every rank after a slow start.
-    data = TrainingData.open(job.config, num_ranks=rank_range.maximum)
-    check_newest_checkpoint(job, data)
+    data = TrainingData.open(spec.config, num_ranks=rank_range.maximum)
+    check_newest_checkpoint(spec, data)
     if dry_run:
         plan = data.plan
         steps_per_epoch = -(-plan.lane_tokens // plan.tgt_len) * plan.num_turns
         print(
             f"{config}: ready. {plan.num_tokens:,} training tokens in "
             f"{counted(plan.num_lanes, 'lane')}, {counted(steps_per_epoch, 'step')} per epoch, "
-            f"--ranks {rank_range}; the run would write to {job.run_path}"
+            f"--ranks {rank_range}; the run would write to {spec.run_path}"
         )
-        for warning in job.config.warnings:
+        for warning in spec.config.warnings:
             print(f"WARNING: {warning}")
         return
-    RunDirectory(job.run_path).create()
-    with run_progress(job.run_path, job.config.num_steps, quiet=quiet) as on_line:
+    RunDirectory(spec.run_path).create()
+    with run_progress(spec.run_path, spec.config.num_steps, quiet=quiet) as on_line:
         launcher.train(
-            job,
+            spec,
             num_ranks=rank_range.maximum,
             min_ranks=rank_range.minimum,
             on_line=on_line,
             max_restarts=max_restarts,
         )
     if not quiet:
-        print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")
+        print(f"done: {spec.run_path} (checkpoints, metrics.jsonl, logs)")
 
 
-def _require_known_settings(job: "TrainJob") -> None:
+def _require_known_settings(spec: "TrainSpec") -> None:
     """Raises ConfigError if `--allow-change` names a setting that does not exist."""
-    if not job.allow_change:
+    if not spec.allow_change:
         return
     from txl_dist.config.config_file import flatten_config
     from txl_dist.training.compatibility import MIXTURE
 
     # A misspelt key would allow nothing, and the ranks would refuse the change much later.
-    settings = {*flatten_config(job.config), MIXTURE}
-    for key in job.allow_change:
+    settings = {*flatten_config(spec.config), MIXTURE}
+    for key in spec.allow_change:
         if key not in settings:
             nearest = difflib.get_close_matches(key, settings, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "see txl config show CONFIG"

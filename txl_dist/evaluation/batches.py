@@ -1,4 +1,4 @@
-"""Batches of chunks: those of a planned job, how a worker scores one, and the sums of all.
+"""Batches of chunks: those of a planned spec, how a worker scores one, and the sums of all.
 
 The sums of finished batches are in a file for `txl eval --resume`:
 
@@ -42,10 +42,10 @@ from txl_dist.evaluation.breakdown import (
     log_bucket,
     total_breakdown,
 )
-from txl_dist.evaluation.job import EvaluationJob, context_tokens
 from txl_dist.evaluation.result import EvaluationResult, Result, ScoredText, Subject
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
+from txl_dist.evaluation.spec import EvaluationSpec, context_tokens
 from txl_dist.model.config import ModelConfig
 from txl_dist.runtime.device import torch_threads
 from txl_dist.runtime.fault_injection import fault_point
@@ -164,10 +164,10 @@ class FinishedScores:
 
 @dataclass(frozen=True, slots=True)
 class ScoringTask:
-    """One batch of chunks of one job."""
+    """One batch of chunks of one spec."""
 
-    job: EvaluationJob
-    job_number: int
+    spec: EvaluationSpec
+    spec_number: int
     batch_number: int
     chunk_numbers: range
     chunks: tuple[EvaluationChunk, ...]
@@ -184,8 +184,8 @@ class ScoringTask:
     def __str__(self) -> str:
         first, last = self.chunk_numbers[0], self.chunk_numbers[-1]
         return (
-            f"chunks {first} to {last} of split {self.job.settings.split}, "
-            f"{self.job.checkpoint.name}"
+            f"chunks {first} to {last} of split {self.spec.settings.split}, "
+            f"{self.spec.checkpoint.name}"
         )
 
 
@@ -195,12 +195,12 @@ def score_batch(task: ScoringTask) -> BatchScores:
     Raises CheckpointError if the score of a chunk is NaN or Inf.
     """
     fault_point("score")
-    scorer, counter = open_scorer(task.job), None
+    scorer, counter = open_scorer(task.spec), None
     if task.per_document or task.frequency_bucket_V is not None:
         counter = BreakdownCounter(
             frequency_bucket_V=task.frequency_bucket_V, byte_counts_V=scorer.byte_counts_V
         )
-    with torch_threads(task.job.num_threads):
+    with torch_threads(task.spec.num_threads):
         sums = list(scorer.scores(task.chunks, counter=counter))
     _require_finite(task, sums)
     return BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
@@ -210,23 +210,23 @@ def _require_finite(task: ScoringTask, sums: Sequence[LossSums]) -> None:
     for number, chunk in zip(task.chunk_numbers, sums, strict=True):
         if not math.isfinite(chunk.nats):
             raise CheckpointError(
-                f"chunk {number} of split {task.job.settings.split}, {task.job.checkpoint}: the "
+                f"chunk {number} of split {task.spec.settings.split}, {task.spec.checkpoint}: the "
                 f"sum of its losses is {chunk.nats}, although all weights are finite, so the model "
                 "overflows on this text. Try --precision fp32, or an earlier checkpoint: txl "
                 "checkpoint list RUN"
             )
 
 
-_opened: dict[EvaluationJob, Scorer] = {}
-"""The model and split of the last job, at most one."""
+_opened: dict[EvaluationSpec, Scorer] = {}
+"""The model and split of the last spec, at most one."""
 
 
-def open_scorer(job: EvaluationJob) -> Scorer:
-    """Load model and split of a job, unless they are those of the last one."""
-    if job not in _opened:
+def open_scorer(spec: EvaluationSpec) -> Scorer:
+    """Load model and split of a spec, unless they are those of the last one."""
+    if spec not in _opened:
         _opened.clear()  # free this model before the next one is loaded
-        _opened[job] = job.open()
-    return _opened[job]
+        _opened[spec] = spec.open()
+    return _opened[spec]
 
 
 def close_scorer() -> None:
@@ -235,16 +235,16 @@ def close_scorer() -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlannedJob:
-    """A job, its chunks, and the batches that are finished."""
+class PlannedEvaluation:
+    """A spec, its chunks, and the batches that are finished."""
 
-    job: EvaluationJob
+    spec: EvaluationSpec
     chunks: list[EvaluationChunk]
     finished: FinishedScores
     text: ScoredText
     data: Subject
-    given: EvaluationJob
-    """The job as it was given, whose paths may be relative."""
+    given: EvaluationSpec
+    """The spec as it was given, whose paths may be relative."""
     trained: ModelConfig
     counted_split: str | None
     """The split whose token frequencies are used for the details; None: without details."""
@@ -253,10 +253,10 @@ class PlannedJob:
 
     def batches(self) -> Iterator[range]:
         """The numbers of the chunks of every batch."""
-        for rank in range(self.job.num_ranks):
-            numbers = range(rank, len(self.chunks), self.job.num_ranks)
-            for first in range(0, len(numbers), self.job.batch_chunks):
-                yield numbers[first : first + self.job.batch_chunks]
+        for rank in range(self.spec.num_ranks):
+            numbers = range(rank, len(self.chunks), self.spec.num_ranks)
+            for first in range(0, len(numbers), self.spec.batch_chunks):
+                yield numbers[first : first + self.spec.batch_chunks]
 
     def result(self) -> EvaluationResult:
         """The sums of all batches, added in the order of the chunks."""
@@ -271,38 +271,40 @@ class PlannedJob:
         breakdowns = [scores.breakdown for _, scores in batches if scores.breakdown is not None]
         return EvaluationResult(
             sums=sum((sums_of[number] for number in sorted(sums_of)), LossSums()),
-            settings=self.job.settings,
+            settings=self.spec.settings,
             num_chunks=len(self.chunks),
             overhead=overhead(self.chunks),
             text=self.text,
             data=self.data,
-            model=Subject(model_name(self.job.checkpoint), self.job.digest),
-            weights=self.job.weights,
+            model=Subject(model_name(self.spec.checkpoint), self.spec.digest),
+            weights=self.spec.weights,
             kernels=tuple(sorted({scores.kernel for _, scores in batches})),
             breakdown=total_breakdown(breakdowns) if breakdowns else None,
             counted_split=self.counted_split,
             memory=self.trained.memory,
-            context_tokens=context_tokens(self.job.settings, self.trained),
+            context_tokens=context_tokens(self.spec.settings, self.trained),
         )
 
 
-def scoring_tasks(planned: Sequence[PlannedJob], progress: Progress) -> Iterator[ScoringTask]:
-    """The unfinished batches, job after job, so that workers rarely change their model."""
+def scoring_tasks(
+    planned: Sequence[PlannedEvaluation], progress: Progress
+) -> Iterator[ScoringTask]:
+    """The unfinished batches, spec after spec, so that workers rarely change their model."""
 
     @cache
     def frequency_buckets(data: DatasetPath, split: str) -> NDArray[np.uint8]:
         return log_bucket(count_tokens(data, split, progress=progress)).astype(np.uint8)
 
-    for job_number, each in enumerate(planned):
+    for spec_number, each in enumerate(planned):
         split = each.counted_split
         for batch_number, numbers in enumerate(each.batches()):
             if batch_number not in each.finished.batches:
                 yield ScoringTask(
-                    job=each.job,
-                    job_number=job_number,
+                    spec=each.spec,
+                    spec_number=spec_number,
                     batch_number=batch_number,
                     chunk_numbers=numbers,
                     chunks=tuple(each.chunks[number] for number in numbers),
-                    frequency_bucket_V=frequency_buckets(each.job.data, split) if split else None,
+                    frequency_bucket_V=frequency_buckets(each.spec.data, split) if split else None,
                     per_document=each.per_document,
                 )

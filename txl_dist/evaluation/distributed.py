@@ -1,6 +1,6 @@
-"""Evaluates any number of jobs on workers, batch by batch; a killed evaluation can be resumed.
+"""Evaluates any number of specs on workers, batch by batch; a killed evaluation can be resumed.
 
-    job -> plan_job (chunks) -> scoring_tasks (batches) -> score_batch on any worker
+    spec -> plan_spec (chunks) -> scoring_tasks (batches) -> score_batch on any worker
         -> FinishedScores -> sums in the order of the chunks -> result
 
 A batch is `batch_chunks` consecutive chunks (with `num_ranks`, of the chunks of one rank). Which
@@ -26,26 +26,26 @@ from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.evaluation.batches import (
     FinishedScores,
-    PlannedJob,
+    PlannedEvaluation,
     close_scorer,
     score_batch,
     scoring_tasks,
 )
 from txl_dist.evaluation.breakdown import counted_split
-from txl_dist.evaluation.job import EvaluationJob, plan_evaluation
 from txl_dist.evaluation.result import EvaluationResult, Subject, scored_text
 from txl_dist.evaluation.scores import FOLDER
+from txl_dist.evaluation.spec import EvaluationSpec, plan_evaluation
 from txl_dist.runtime.process import code_description
 
 
 def evaluate_on_workers(
-    planned: Sequence[PlannedJob],
+    planned: Sequence[PlannedEvaluation],
     workers: Workers,
     *,
     progress: Progress = lambda label, done, total: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[EvaluationResult]:
-    """The results of all jobs, in their order. Progress counts tokens.
+    """The results of all specs, in their order. Progress counts tokens.
 
     Raises the first TxlError of any worker.
     """
@@ -58,7 +58,7 @@ def evaluate_on_workers(
     try:
         for index, scores in workers.map(score_batch, tasks):
             task = tasks[index]
-            planned[task.job_number].finished.add(task.batch_number, scores)
+            planned[task.spec_number].finished.add(task.batch_number, scores)
             done += task.num_tokens
             progress("scoring", done, total)
     except WorkerDiedError as error:
@@ -66,30 +66,30 @@ def evaluate_on_workers(
             f"{error.event}. Most likely RAM ran out (SIGKILL: see dmesg on that machine). Run the "
             f"same command with --resume and fewer --workers (now {workers.num_workers}), "
             "which keeps the finished chunks, or with a smaller --batch (now "
-            f"{planned[0].job.batch_chunks}), which starts again"
+            f"{planned[0].spec.batch_chunks}), which starts again"
         ) from None
     finally:
         close_scorer()
     return [each.result() for each in planned]
 
 
-def evaluate(job: EvaluationJob, workers: Workers | None = None) -> EvaluationResult:
+def evaluate(spec: EvaluationSpec, workers: Workers | None = None) -> EvaluationResult:
     """Score one split, on `workers` or in this process.
 
     Raises CheckpointError or DataError if there is no such model or split, or if they do not fit.
     """
-    return evaluate_on_workers([plan_job(job)], workers or InProcess())[0]
+    return evaluate_on_workers([plan_spec(spec)], workers or InProcess())[0]
 
 
-def plan_job(
-    job: EvaluationJob,
+def plan_spec(
+    spec: EvaluationSpec,
     directory: Path | None = None,
     *,
     resume: bool = False,
     details: bool = False,
     per_document: bool = False,
     allow_short_split: bool = False,
-) -> PlannedJob:
+) -> PlannedEvaluation:
     """Check that model and data fit, and cut the split into chunks.
 
     `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
@@ -97,50 +97,50 @@ def plan_job(
     `per_document`: only by document. A split shorter than a segment is refused without
     `allow_short_split`.
     """
-    given = job
+    given = spec
     # Workers may have another working directory.
-    job = replace(job, checkpoint=job.checkpoint.resolve(), data=job.data.resolve())
-    model, manifest = find_model(job.checkpoint, weights=job.weights), load_manifest(job.data)
-    model.check_data(manifest, job.data)
-    job = replace(job, digest=model.digest)
-    source = open_split(job.data, job.settings.split, manifest=manifest)
-    chunks = plan_evaluation(source, job.settings, model.config)
+    spec = replace(spec, checkpoint=spec.checkpoint.resolve(), data=spec.data.resolve())
+    model, manifest = find_model(spec.checkpoint, weights=spec.weights), load_manifest(spec.data)
+    model.check_data(manifest, spec.data)
+    spec = replace(spec, digest=model.digest)
+    source = open_split(spec.data, spec.settings.split, manifest=manifest)
+    chunks = plan_evaluation(source, spec.settings, model.config)
     num_targets = source.num_tokens - 1
-    if num_targets < job.settings.tgt_len and not allow_short_split:
+    if num_targets < spec.settings.tgt_len and not allow_short_split:
         raise DataError(
-            f"split {job.settings.split} of {job.data} has {num_targets:,} targets, fewer than one "
-            f"segment of tgt_len={job.settings.tgt_len}. Score it with --tgt-len {num_targets} or "
+            f"split {spec.settings.split} of {spec.data} has {num_targets:,} targets, less than a "
+            f"segment of tgt_len={spec.settings.tgt_len}. Score it with --tgt-len {num_targets} or "
             "less, or prepare more text"
         )
     if directory is None and resume:
         raise ConfigError(
-            f"--resume: {job.checkpoint} is not in a run directory, so there is no default place "
+            f"--resume: {spec.checkpoint} is not in a run directory, so there is no default place "
             "for the scores of finished chunks. Give one: --scores DIR"
         )
-    counted = counted_split(manifest, job.settings.split) if details else None
+    counted = counted_split(manifest, spec.settings.split) if details else None
     description = {
         "model": model.digest,
         "data": manifest.digest,
-        "settings": asdict(job.settings),
-        "batch_chunks": job.batch_chunks,
-        "num_ranks": job.num_ranks,
-        "num_threads": job.num_threads,
+        "settings": asdict(spec.settings),
+        "batch_chunks": spec.batch_chunks,
+        "num_ranks": spec.num_ranks,
+        "num_threads": spec.num_threads,
         "chunks": sha256_of([[c.context_start, c.start, c.stop] for c in chunks]),
         "code": code_description(),
         "token_frequency_counted_on": counted,
         "per_document": per_document and not details,
     }
     key = sha256_of(description)
-    path = directory and directory / f"{job.settings.split}-{key[:16]}.jsonl"
+    path = directory and directory / f"{spec.settings.split}-{key[:16]}.jsonl"
     # The path is not part of the key: it may be another one after a move.
-    description["checkpoint"] = str(job.checkpoint)
-    return PlannedJob(
-        job=job,
+    description["checkpoint"] = str(spec.checkpoint)
+    return PlannedEvaluation(
+        spec=spec,
         given=given,
         chunks=chunks,
         finished=FinishedScores(path, key=key, description=description, resume=resume),
-        text=scored_text(source, max_tokens=job.settings.max_tokens),
-        data=Subject(job.data.name, manifest.digest),
+        text=scored_text(source, max_tokens=spec.settings.max_tokens),
+        data=Subject(spec.data.name, manifest.digest),
         trained=model.config,
         counted_split=counted,
         per_document=per_document,
@@ -153,8 +153,8 @@ def default_scores_directory(checkpoint: Path) -> Path | None:
     return None if run is None else run / FOLDER
 
 
-Sweep: TypeAlias = Sequence[Sequence[PlannedJob]]
-"""The jobs of one model: sweep[combination][split]. The first split selects."""
+Sweep: TypeAlias = Sequence[Sequence[PlannedEvaluation]]
+"""The specs of one model: sweep[combination][split]. The first split selects."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,11 +177,11 @@ def evaluate_sweep(
     note: Callable[[str], None] = lambda line: None,
 ) -> SweepResult:
     """Score all combinations on the first split, and the best one on the others."""
-    first_jobs = [jobs[0] for jobs in sweep]
-    candidates = evaluate_on_workers(first_jobs, workers, progress=progress, note=note)
+    first_specs = [specs[0] for specs in sweep]
+    candidates = evaluate_on_workers(first_specs, workers, progress=progress, note=note)
     losses = [candidate.sums.nats for candidate in candidates]
     best = losses.index(min(losses))
-    other_jobs, reported = sweep[best][1:], []
-    if other_jobs:
-        reported = evaluate_on_workers(other_jobs, workers, progress=progress, note=note)
+    other_specs, reported = sweep[best][1:], []
+    if other_specs:
+        reported = evaluate_on_workers(other_specs, workers, progress=progress, note=note)
     return SweepResult(candidates, best, reported)

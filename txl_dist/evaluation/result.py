@@ -44,7 +44,7 @@ from txl_dist.evaluation.breakdown import Breakdown, details_to_json, in_range
 from txl_dist.evaluation.scores import SCORES, LossSums, finish, kept_results
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.job import EvaluationSettings
+    from txl_dist.evaluation.spec import EvaluationSettings
 
 SHOWN_DIGITS = 12
 Number: TypeAlias = Annotated[float, Field(strict=True)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 OnLine = Callable[[str], None]
 """Called with every line that rank 0 logs, soon after it is written."""
@@ -142,10 +142,10 @@ class RankGroup(Protocol):
     growth_interval_seconds: float
     """Elastic runs: least time from a start to one with more ranks, which restarts all."""
 
-    def start(self, job: TrainJob, num_ranks: int) -> None:
+    def start(self, spec: TrainSpec, num_ranks: int) -> None:
         """Start ranks 0 to `num_ranks` - 1; those of earlier starts have ended or are given up.
 
-        Each calls `train_rank(job, world)` and logs to RUN/logs/rank-N.log.
+        Each calls `train_rank(spec, world)` and logs to RUN/logs/rank-N.log.
         """
 
     def poll(self) -> list[Event]:
@@ -155,7 +155,7 @@ class RankGroup(Protocol):
         """
 
     def request_stop(self) -> None:
-        """Ask ranks to stop that may not see the stop file yet (`TrainJob.stop_file`)."""
+        """Ask ranks to stop that may not see the stop file yet (`TrainSpec.stop_file`)."""
 
     def kill(self, ranks: Collection[int]) -> None:
         """End these ranks without saving. Called again until they have ended."""

@@ -18,7 +18,7 @@ from txl_dist.launch.group import OnLine, RankGroup, RankRange
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
-    from txl_dist.training.job import TrainJob
+    from txl_dist.training.spec import TrainSpec
 
 GROUP = "txl.launchers"
 OURS = {
@@ -33,19 +33,19 @@ class Launcher(ABC):
     """Built with what follows a colon in `--on NAME:REST`, if anything does."""
 
     @abstractmethod
-    def rank_group(self, job: "TrainJob", ranks: RankRange) -> AbstractContextManager[RankGroup]:
+    def rank_group(self, spec: "TrainSpec", ranks: RankRange) -> AbstractContextManager[RankGroup]:
         """The ranks of one launch; closed when it ends. Raises ConfigError if it cannot run."""
 
     def train(
         self,
-        job: "TrainJob",
+        spec: "TrainSpec",
         *,
         num_ranks: int,
         on_line: OnLine,
         max_restarts: int | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """Run the job to its end. Raises the TxlError that ended it; PreemptedError after a stop
+        """Run to the end. Raises the TxlError that ended it; PreemptedError after a stop
         signal.
 
         `min_ranks`: if it is lower than `num_ranks`, the run is elastic: it continues with fewer
@@ -55,7 +55,7 @@ class Launcher(ABC):
         from txl_dist.launch.supervise import supervise
 
         ranks = RankRange(min_ranks or num_ranks, num_ranks)
-        supervise(self.rank_group, job, ranks=ranks, max_restarts=max_restarts, on_line=on_line)
+        supervise(self.rank_group, spec, ranks=ranks, max_restarts=max_restarts, on_line=on_line)
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """Ranks as child processes on this machine, without Ray: `--on processes`.
 
-A child reads its job from standard input, and ends when that pipe is closed, so no child outlives
+A child reads its spec from standard input, and ends when that pipe is closed, so no child outlives
 this process, even if it is killed. A child writes the error that ended it to standard output.
 """
 
@@ -19,8 +19,8 @@ from txl_dist.errors import ConfigError, error_from_json
 from txl_dist.launch.group import Event, Line, RankEnded, RankRange, RanksUp
 from txl_dist.launch.launcher import Launcher
 from txl_dist.runtime.process import num_gpus, without_torchrun
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from txl_dist.doctor.checks import DoctorRequest
@@ -34,7 +34,7 @@ class ProcessLauncher(Launcher):
     """Trains with processes, evaluates in this process, prepares with processes."""
 
     @contextmanager
-    def rank_group(self, job: TrainJob, ranks: RankRange) -> Iterator["ProcessGroup"]:
+    def rank_group(self, spec: TrainSpec, ranks: RankRange) -> Iterator["ProcessGroup"]:
         if ranks.is_elastic:
             raise ConfigError(
                 f"--ranks {ranks} with --on processes: processes of one machine do not come and "
@@ -85,9 +85,9 @@ class ProcessGroup:
         self._events: list[Event] = []
         self._running: set[int] = set()
 
-    def start(self, job: TrainJob, num_ranks: int) -> None:
+    def start(self, spec: TrainSpec, num_ranks: int) -> None:
         self.close()
-        directory = RunDirectory(job.run_path)
+        directory = RunDirectory(spec.run_path)
         environment = {
             **without_torchrun(os.environ),
             "WORLD_SIZE": str(num_ranks),
@@ -112,7 +112,7 @@ class ProcessGroup:
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # the rank was killed; its exit code tells
                 # Stays open: closing it ends the rank.
-                process.stdin.write(job.to_json().encode() + b"\n")
+                process.stdin.write(spec.to_json().encode() + b"\n")
         self._running = set(range(num_ranks))
         ranks = counted(num_ranks, "rank")
         line = Line(f"starting {ranks} on this machine; logs: {directory.logs}")

@@ -1,6 +1,6 @@
 """The process of one rank: as `processes.py` starts it, or torchrun.
 
-`python -m txl_dist.launch.rank_process` reads a TrainJob from standard input, and RANK, WORLD_SIZE,
+`python -m txl_dist.launch.rank_process` reads a TrainSpec from stdin, and RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment. An error is returned to the launcher
 as one JSON line on standard output, which contains nothing else. (A file could not be written on a
 full disk.) An error that is no TxlError is a line of text. The exit code is that of the error. The
@@ -22,7 +22,7 @@ from txl_dist.errors import ConfigError, PreemptedError, TxlError, error_to_json
 from txl_dist.runtime.stop import exit_before_first_step
 
 if TYPE_CHECKING:
-    from txl_dist.training.job import TrainJob
+    from txl_dist.training.spec import TrainSpec
 
 MAX_MESSAGE_LENGTH = 30_000
 """Longest error message sent to the launcher. It fits into a pipe's buffer, so no write blocks."""
@@ -31,7 +31,7 @@ log = logging.getLogger("txl_dist.training")
 
 
 def main() -> int:
-    """Read the job, train, return the exit code."""
+    """Read the spec, train, return the exit code."""
     error_output = _take_standard_output()
     with StopSignals(on_request=exit_before_first_step):
 
@@ -61,17 +61,17 @@ def _take_standard_output() -> int:
 def _train(report: Callable[[TxlError], None]) -> None:
     from data_pipeline.system.signals import end_with_parent
     from txl_dist.runtime.world import World
-    from txl_dist.training.job import TrainJob
     from txl_dist.training.rank import train_rank
+    from txl_dist.training.spec import TrainSpec
 
-    job = TrainJob.from_json(sys.stdin.buffer.readline())
+    spec = TrainSpec.from_json(sys.stdin.buffer.readline())
     world = World.from_environment()
     end_with_parent(0)  # the launcher holds the other end of this pipe
-    train_rank(job, world, report_stop=report)
+    train_rank(spec, world, report_stop=report)
     world.leave()
 
 
-def train_under_torchrun(job: "TrainJob", options: Mapping[str, object]) -> NoReturn:
+def train_under_torchrun(spec: "TrainSpec", options: Mapping[str, object]) -> NoReturn:
     """Train as the rank that torchrun assigned to this process. Rank 0 prints its log.
 
     `options`: option of the command line -> value; None: not given. Raises ConfigError for those
@@ -99,7 +99,7 @@ def train_under_torchrun(job: "TrainJob", options: Mapping[str, object]) -> NoRe
         print(f"rank 0 of {world.num_ranks}, started by torchrun (run {run_id})", flush=True)
         logging.getLogger("txl_dist").addHandler(logging.StreamHandler(sys.stdout))
     try:
-        train_rank(job, world, announce_stop=world.is_rank_zero)
+        train_rank(spec, world, announce_stop=world.is_rank_zero)
         world.leave()
         exit_code = 0
     except TxlError as error:
@@ -108,7 +108,7 @@ def train_under_torchrun(job: "TrainJob", options: Mapping[str, object]) -> NoRe
     # Not after a stop request: torchrun grants a time that is not known here.
     if world.is_rank_zero and exit_code != PreemptedError.exit_code:
         with StopSignals() as signals:
-            wait_for_delivery(job.run_path, job.config, signals, print)
+            wait_for_delivery(spec.run_path, spec.config, signals, print)
     # Native threads abort a normal exit about once in 60 runs (data_pipeline/system/signals.py).
     exit_without_teardown(exit_code)
 

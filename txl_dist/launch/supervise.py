@@ -51,8 +51,8 @@ from txl_dist.runtime.heartbeat import HangWatch
 from txl_dist.runtime.stop import STOPPING
 from txl_dist.tracking.journal import last_trained_step
 from txl_dist.tracking.process import wait_for_delivery
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
+from txl_dist.training.spec import TrainSpec
 
 POLL_SECONDS = 0.1
 AFTER_FAILURE_SECONDS = 10.0
@@ -71,44 +71,44 @@ NODE_LOSS_SECONDS = 6.0
 
 
 def supervise(
-    open_group: Callable[[TrainJob, RankRange], AbstractContextManager[RankGroup]],
-    job: TrainJob,
+    open_group: Callable[[TrainSpec, RankRange], AbstractContextManager[RankGroup]],
+    spec: TrainSpec,
     *,
     ranks: RankRange,
     max_restarts: int | None,
     on_line: OnLine,
 ) -> None:
-    """Run the job to its end. Raises the error that ended it; PreemptedError after a stop signal.
+    """Run to the end. Raises the error that ended it; PreemptedError after a stop signal.
 
     After a failure that a restart can repair, all ranks are started again from the newest
     checkpoint, `max_restarts` times without a new checkpoint in between (None: the launcher's
     default). With a range of `ranks` the run continues with fewer ranks when some are lost.
     """
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     # Raises if another run uses the directory, before any process is started.
-    with directory.locked(timeout_seconds=SECONDS_TO_END, force=job.force_unlock):
+    with directory.locked(timeout_seconds=SECONDS_TO_END, force=spec.force_unlock):
         pass
-    files = LaunchFiles(directory.path, job.launch_id)
-    job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
+    files = LaunchFiles(directory.path, spec.launch_id)
+    spec = spec.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
     with ExitStack() as stack:
         stack.enter_context(files.held())
         output = LaunchOutput(on_line)
         log = stack.enter_context(FileFollower(directory.log(0), output.print))
-        events = EventLog(directory.event_log.path, _attempt_of(job, directory))
+        events = EventLog(directory.event_log.path, _attempt_of(spec, directory))
         stack.enter_context(FileFollower(events.path, output.take_event))
         signals = stack.enter_context(StopSignals())
-        stack.callback(wait_for_delivery, directory.path, job.config, signals, output.print)
-        group = stack.enter_context(open_group(job, ranks))
+        stack.callback(wait_for_delivery, directory.path, spec.config, signals, output.print)
+        group = stack.enter_context(open_group(spec, ranks))
         budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
         plan = ElasticPlan(ranks, growth_interval_seconds=group.growth_interval_seconds)
         with _recorded_end(events):
             _Supervisor(
-                job, directory, files, group, plan, budget, signals, output, log, events
+                spec, directory, files, group, plan, budget, signals, output, log, events
             ).run()
 
 
-def _attempt_of(job: TrainJob, directory: RunDirectory) -> Callable[[], int]:
+def _attempt_of(spec: TrainSpec, directory: RunDirectory) -> Callable[[], int]:
     """The number of the newest attempt of this launch. Once another launch has taken over, it stays
     as it was, so that readers skip what this one writes.
     """
@@ -117,7 +117,7 @@ def _attempt_of(job: TrainJob, directory: RunDirectory) -> Callable[[], int]:
 
     def number() -> int:
         nonlocal known
-        newest = newest_record(folder, launch_id=job.launch_id)
+        newest = newest_record(folder, launch_id=spec.launch_id)
         known = newest.number if newest else known
         return known
 
@@ -159,7 +159,7 @@ class _StartState:
 
 @dataclass
 class _Supervisor:
-    job: TrainJob
+    spec: TrainSpec
     directory: RunDirectory
     files: LaunchFiles
     group: RankGroup
@@ -191,7 +191,7 @@ class _Supervisor:
             is_change, delay_seconds = False, 0.0
             self.log.flush()  # what rank 0 says about the failure comes first
             if self.files.saved.exists():  # these checkpoints replace the command's --resume
-                self.job = self.job.model_copy(update={"resume": "auto"})
+                self.spec = self.spec.model_copy(update={"resume": "auto"})
             if failure is None:
                 self.output.print(self._start.not_started)
             elif self._start.change and not self.signals and _is_planned(failure):
@@ -231,8 +231,8 @@ class _Supervisor:
         """`step 120; no step is lost`."""
         newest_step = self.directory.checkpoints.newest_step()
         loss = _describe_loss(last_trained_step(self.directory.metrics) - (newest_step or 0))
-        if self.job.resume not in ("auto", "never"):
-            return f"{self.job.resume}, or the newest checkpoint since; {loss}"
+        if self.spec.resume not in ("auto", "never"):
+            return f"{self.spec.resume}, or the newest checkpoint since; {loss}"
         return f"{'the beginning' if newest_step is None else f'step {newest_step}'}; {loss}"
 
     # --- running ----------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class _Supervisor:
         self.output.begin_ranks()
         self.events.write("ranks_started", f"starting {counted(num_ranks, 'rank')}")
         with ExitStack() as stack:
-            self.group.start(self.job, num_ranks)
+            self.group.start(self.spec, num_ranks)
             while self._start.places is None and len(self._start.ends) < num_ranks:
                 self._poll()
                 self._stop_without_ranks()
@@ -334,7 +334,7 @@ class _Supervisor:
     def _ask_to_stop(self) -> None:
         self.files.stop.touch()
         self.group.request_stop()
-        self._end_within(self.job.config.training.grace_seconds + STOP_MARGIN_SECONDS)
+        self._end_within(self.spec.config.training.grace_seconds + STOP_MARGIN_SECONDS)
 
     # --- ranks that end ---------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class _Supervisor:
             # Only that rank has got the signal. Not a signal to the others: where a rank has
             # already got one, a second means to end without saving.
             self.files.stop.touch()
-            self._end_within(self.job.config.training.grace_seconds + STOP_MARGIN_SECONDS)
+            self._end_within(self.spec.config.training.grace_seconds + STOP_MARGIN_SECONDS)
         if any(end.is_killed and not is_stop_code(end.code) for end in failed):
             checkpoints = self.directory.checkpoints
             is_publishing = 0 in running and checkpoints.is_publishing(num_ranks)
@@ -356,7 +356,7 @@ class _Supervisor:
             self._end_within(AFTER_FAILURE_SECONDS)
 
     def _check_hang(self, watch: HangWatch) -> None:
-        hang = watch.hang(timeout_seconds=self.job.config.training.rank_timeout_seconds)
+        hang = watch.hang(timeout_seconds=self.spec.config.training.rank_timeout_seconds)
         if hang and self._start.deadline == math.inf:
             self.output.print(hang)
             self._end_within(0.0)

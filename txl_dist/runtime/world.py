@@ -238,7 +238,7 @@ def wait_for_queues(
 ) -> None:
     """Wait until the queue of every rank is idle. Collective. `name` says what the ranks wait for.
 
-    If a job of any rank has failed, every rank calls `on_error` and raises the error: a
+    If a task of any rank has failed, every rank calls `on_error` and raises the error: a
     DivergedError if there is one, as it ends a run for good, or else that of the lowest rank.
     If no queue reports progress for `limit_seconds`, every rank raises LostRankError.
     """

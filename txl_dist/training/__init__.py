@@ -1,6 +1,6 @@
 """Training: `rank.py` runs one rank of a run, `loop.py` has its events.
 
-job.py            config and options of a run, as a launcher sends them; equal on all ranks
+spec.py            config and options of a run, as a launcher sends them; equal on all ranks
 rank.py           the entry of every launcher: one rank from start to exit
 start.py          the start of a rank: data, other ranks, lock, attempt; loads a checkpoint
 resume.py         where a run resumes: one class, by the table in the docstring of the module

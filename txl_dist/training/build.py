@@ -14,9 +14,9 @@ import torch
 from data_pipeline.system.sources import shown
 from txl_dist.config.data_config import TRAIN_SPLIT
 from txl_dist.errors import ConfigError
-from txl_dist.evaluation.job import EvaluationSettings, plan_evaluation
 from txl_dist.evaluation.result import scored_text
 from txl_dist.evaluation.scoring import Scorer, evaluate_on_ranks
+from txl_dist.evaluation.spec import EvaluationSettings, plan_evaluation
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.flops import training_flops

@@ -22,8 +22,8 @@ from txl_dist.config.data_config import SINGLE_CORPUS_NAME
 from txl_dist.config.removed import without_removed
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
-from txl_dist.training.job import TrainJob
 from txl_dist.training.phases import Phase, PhaseChange
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState, load_state
 
 MIXTURE = "data.mixture"
@@ -80,21 +80,21 @@ def require_compatible(
     state: TrainState,
     path: DatasetPath,
     *,
-    job: TrainJob,
+    spec: TrainSpec,
     data: TrainingData,
 ) -> None:
-    """Raises CheckpointError or DataError if `job` cannot continue from this checkpoint."""
+    """Raises CheckpointError or DataError if `spec` cannot continue from this checkpoint."""
     check_data(
         manifest,
         state,
         data.phase,
         data.corpora[0].tokenizer,
-        allowed=job.allow_change,
-        allow_data_change=job.allow_data_change,
+        allowed=spec.allow_change,
+        allow_data_change=spec.allow_data_change,
         checkpoint=path,
     )
-    settings = flatten_config(job.config)
-    check_config(manifest.run, settings, allowed=job.allow_change, checkpoint=str(path))
+    settings = flatten_config(spec.config)
+    check_config(manifest.run, settings, allowed=spec.allow_change, checkpoint=str(path))
     if not state.turn:
         return
     # Some lanes are a segment ahead of others.
@@ -115,14 +115,14 @@ def require_compatible(
         )
 
 
-def check_newest_checkpoint(job: TrainJob, data: TrainingData) -> None:
+def check_newest_checkpoint(spec: TrainSpec, data: TrainingData) -> None:
     """`require_compatible` with the checkpoint that the ranks will probably resume from.
 
     Before they start, because that takes long. A checkpoint that cannot be read is left to them:
     they fall back to an older one.
     """
-    checkpoints = CheckpointDirectory(job.run_path)
-    step = checkpoints.newest_step() if job.resume == "auto" else None
+    checkpoints = CheckpointDirectory(spec.run_path)
+    step = checkpoints.newest_step() if spec.resume == "auto" else None
     if step is None:
         return
     path = checkpoints.at(step)
@@ -131,7 +131,7 @@ def check_newest_checkpoint(job: TrainJob, data: TrainingData) -> None:
         state = load_state(path, manifest)
     except CheckpointError:
         return
-    require_compatible(manifest, state, path, job=job, data=data)
+    require_compatible(manifest, state, path, spec=spec, data=data)
 
 
 def check_config(

@@ -17,8 +17,8 @@ from txl_dist.runtime.stop import StopDeadline, StopRequest
 from txl_dist.runtime.waiting import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 
@@ -26,7 +26,7 @@ log = logging.getLogger("txl_dist.training")
 
 
 def train_rank(
-    job: TrainJob,
+    spec: TrainSpec,
     world: World,
     *,
     announce_stop: bool = False,
@@ -41,26 +41,26 @@ def train_rank(
     """
     fault_point("start")
     keep_freed_memory()  # before the first large allocation
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with (
-        deterministic(enabled=job.config.training.deterministic),
+        deterministic(enabled=spec.config.training.deterministic),
         _logging_to(directory.log(world.rank)),
         StopSignals() as signals,
         StopDeadline(
-            stop := StopRequest(signals, Path(job.stop_file) if job.stop_file else None),
+            stop := StopRequest(signals, Path(spec.stop_file) if spec.stop_file else None),
             world.activity,
-            advice=partial(resume_advice, job.run_path),
-            grace_seconds=job.config.training.grace_seconds,
+            advice=partial(resume_advice, spec.run_path),
+            grace_seconds=spec.config.training.grace_seconds,
             announce=announce_stop,
             report=report_stop,
         ) as deadline,
-        _explained_errors(job, world, directory),
+        _explained_errors(spec, world, directory),
     ):
         log.info("rank %d is up", world.rank)
         with ExitStack() as stack:
             world.activity.reset()
-            trainer = build_trainer(Start.open(job, world, directory, stack, stop=stop))
+            trainer = build_trainer(Start.open(spec, world, directory, stack, stop=stop))
             deadline.begin_steps(lambda: describe_loss(trainer.state.step, directory.checkpoints))
             state = trainer.run()
         log.info("finished at step %d", state.step)
@@ -68,15 +68,15 @@ def train_rank(
 
 
 @contextmanager
-def _explained_errors(job: TrainJob, world: World, directory: RunDirectory) -> Iterator[None]:
+def _explained_errors(spec: TrainSpec, world: World, directory: RunDirectory) -> Iterator[None]:
     """Log the error that ends a rank; LostRankError instead of it if another rank is the cause."""
-    limit_seconds = job.config.training.rank_timeout_seconds
+    limit_seconds = spec.config.training.rank_timeout_seconds
     watch = CollectiveWatch(
         world.activity,
         rank=world.rank,
         num_ranks=world.num_ranks,
         limit_seconds=limit_seconds,
-        run=job.run_path,
+        run=spec.run_path,
         on_gpu=world.device.type == "cuda",
     )
     with watch:
@@ -102,7 +102,7 @@ def _explained_errors(job: TrainJob, world: World, directory: RunDirectory) -> I
                 log.exception("rank %d failed", world.rank)
                 _record_error(directory, world, error)
                 raise
-            lost = LostRankError(f"{lost}. {resume_advice(job.run_path)}")
+            lost = LostRankError(f"{lost}. {resume_advice(spec.run_path)}")
             reason = str(error).partition("\n")[0]
             log.error("%s (%s: %s)", lost, type(error).__name__, reason)
             _record_error(directory, world, lost)

@@ -53,7 +53,7 @@ from txl_dist.runtime.process import code_description
 from txl_dist.runtime.world import World, do_on_rank_zero
 from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState, load_state
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ Source = Literal["new run", "own checkpoints"] | Path
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A verified checkpoint that this job may resume from."""
+    """A verified checkpoint that this spec may resume from."""
 
     path: Path
     manifest: CheckpointManifest
@@ -121,21 +121,21 @@ def verify_point(path: Path, world: World) -> ResumePoint:
 
 
 def find_resume_point(
-    job: TrainJob, data: TrainingData, world: World, *, download: bool = True
+    spec: TrainSpec, data: TrainingData, world: World, *, download: bool = True
 ) -> ResumePoint | None:
     """The verified checkpoint to resume from, or None for a new run. Collective.
 
     `download`: whether copies count that are newer than the checkpoints in the run directory.
     Raises ConfigError, CheckpointError, DataError or StoreError where the table says "refused".
     """
-    return Resume(job, data, world, CheckpointDirectory(job.run_path)).find(download=download)
+    return Resume(spec, data, world, CheckpointDirectory(spec.run_path)).find(download=download)
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The choice of `find_resume_point`, for one job."""
+    """The choice of `find_resume_point`, for one spec."""
 
-    job: TrainJob
+    spec: TrainSpec
     data: TrainingData
     world: World
     directory: CheckpointDirectory
@@ -146,7 +146,7 @@ class Resume:
         if source == "new run":
             return None
         point = self._fork(source) if isinstance(source, Path) else self._newest_intact()
-        require_compatible(point.manifest, point.state, point.path, job=self.job, data=self.data)
+        require_compatible(point.manifest, point.state, point.path, spec=self.spec, data=self.data)
         # A warning, not an error: most changes of the code do not change losses.
         if point.manifest.written_by != (current := code_description()):
             log.warning(
@@ -160,7 +160,7 @@ class Resume:
 
     def _source(self, *, download: bool) -> Source:
         """The row of the table, except for damage. On rank 0; downloads."""
-        job, directory = self.job, self.directory
+        spec, directory = self.spec, self.directory
         if steps := directory.steps():
             self._require_resumable(steps[-1])
         if download and self._copies is not None:
@@ -169,13 +169,13 @@ class Resume:
         if directory.steps():
             return "own checkpoints"
         latest = directory.run / "LATEST"
-        if latest.exists() and job.resume != "never":
+        if latest.exists() and spec.resume != "never":
             raise CheckpointError(
                 f"{latest} says that this run has checkpoints, but {directory.path} has none: they "
                 "were moved or removed, or their storage is not mounted. Bring them back and run "
                 f"the same command again. To lose that run and begin again: rm {latest}"
             )
-        return "new run" if job.resume in ("auto", "never") else resolve_checkpoint(job.resume)
+        return "new run" if spec.resume in ("auto", "never") else resolve_checkpoint(spec.resume)
 
     def _require_renamed_copies(self) -> None:
         """Raise CheckpointError if a copy from a URL is newer than the checkpoints of the run."""
@@ -190,7 +190,7 @@ class Resume:
 
     def _require_resumable(self, step: int) -> None:
         """Raise ConfigError if the command must not continue the run in its directory."""
-        resume, run = self.job.resume, self.directory.run
+        resume, run = self.spec.resume, self.directory.run
         if resume == "auto" or self._is_restart:
             return
         if resume == "never":
@@ -213,13 +213,13 @@ class Resume:
     def _is_restart(self) -> bool:
         """Whether this launch has begun an attempt before, and no other launch has since."""
         folder = self.directory.run / FOLDER
-        return newest_record(folder, launch_id=self.job.launch_id) is not None
+        return newest_record(folder, launch_id=self.spec.launch_id) is not None
 
     @property
     def _given_path(self) -> str:
         """PATH of `--resume PATH`, as it is stored in the checkpoints of the fork."""
         # Links are not followed: their targets may differ from host to host, or change.
-        return str(Path(self.job.resume).absolute())
+        return str(Path(self.spec.resume).absolute())
 
     def _fork(self, path: Path) -> ResumePoint:
         point = verify_point(path, self.world)
@@ -237,7 +237,7 @@ class Resume:
                 f"all checkpoints of {run} are damaged: {'; '.join(damage)}. Restore one from a "
                 "backup, or start a new run in another directory"
             )
-        if damage and self.job.strict:
+        if damage and self.spec.strict:
             raise CheckpointError(
                 f"{damage[0]}. Restore it from a backup; without --strict the run resumes from the "
                 f"newest intact checkpoint before it (txl checkpoint list {run})"
@@ -258,14 +258,14 @@ class Resume:
 
     @property
     def _copies(self) -> CheckpointCopies | None:
-        url = self.job.config.training.checkpoint_url
+        url = self.spec.config.training.checkpoint_url
         return CheckpointCopies(RemotePath(url)) if url else None
 
     def download_newest(self, copies: CheckpointCopies) -> None:
         """Download the newest intact copy if it is newer than the checkpoints in the run directory.
 
         Raises ConfigError, CheckpointError, DataError or StoreError if the copies are of another
-        run, do not fit the job, are all damaged, or cannot be read; then nothing was changed.
+        run, do not fit the spec, are all damaged, or cannot be read; then nothing was changed.
         """
         directory = self.directory
         try:
@@ -283,7 +283,7 @@ class Resume:
             try:
                 path = copies.download(name, directory)
             except CheckpointError as error:
-                if self.job.strict:
+                if self.spec.strict:
                     raise
                 damage.append(str(error))
                 log.warning("%s. An older checkpoint is used instead", error)
@@ -304,7 +304,7 @@ class Resume:
 
         Raises OSError if the URL cannot be read.
         """
-        directory, resume, names = self.directory, self.job.resume, copies.complete()
+        directory, resume, names = self.directory, self.spec.resume, copies.complete()
         if not names:
             return []
         if resume == "never" and not self._is_restart:
@@ -321,7 +321,7 @@ class Resume:
         if own := directory.newest_manifest():
             copies.require_run(own.run_id)
         elif not directory.steps():
-            require_compatible(manifest, state, path, job=self.job, data=self.data)
+            require_compatible(manifest, state, path, spec=self.spec, data=self.data)
         # A kill or an outage may have prevented a rollback from removing the copies it superseded.
         superseded = names_of(directory.superseded())
         return [name for name in names if name not in superseded]

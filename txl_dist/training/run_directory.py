@@ -29,7 +29,7 @@ from txl_dist.events import EVENTS, EventLog
 
 if TYPE_CHECKING:  # launchers use this module without importing torch
     from txl_dist.runtime.world import World
-    from txl_dist.training.job import TrainJob
+    from txl_dist.training.spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class RunDirectory:
 
 
 def begin_attempt(
-    job: "TrainJob", directory: RunDirectory, world: "World", *, run_id: str
+    spec: "TrainSpec", directory: RunDirectory, world: "World", *, run_id: str
 ) -> Attempt:
     """Record the next attempt in the run directory, which ends older ones. Collective.
 
@@ -134,11 +134,11 @@ def begin_attempt(
 
     def begin() -> Attempt:
         folder = directory.path / FOLDER
-        previous = newest_record(folder, launch_id=job.launch_id)
+        previous = newest_record(folder, launch_id=spec.launch_id)
         numbers = [newest_number(folder)]
         if (manifest := directory.checkpoints.newest_manifest()) is not None:
             numbers.append(manifest.attempt)
-        if url := job.config.training.checkpoint_url:
+        if url := spec.config.training.checkpoint_url:
             copies = CheckpointCopies(RemotePath(url))
             try:
                 copies.require_run(run_id)
@@ -147,7 +147,7 @@ def begin_attempt(
                 # At a restart, an attempt elsewhere is found when this one is recorded at the URL.
                 if previous is None:
                     raise copies.unreachable(error) from error
-        number, launch_id = 1 + max(numbers), job.launch_id
+        number, launch_id = 1 + max(numbers), spec.launch_id
         record = AttemptRecord.of_this_process(number=number, launch_id=launch_id)
         attempt = Attempt(record, folder, previous)
         attempt.add()

@@ -68,7 +68,7 @@ def open_saver(start: Start, step: TrainStep, tracker: TrackingProcess | None) -
         tracker=tracker,
         config=config,
         scores=start.scores,
-        saved_file=Path(start.job.saved_file) if start.job.saved_file else None,
+        saved_file=Path(start.spec.saved_file) if start.spec.saved_file else None,
         saved_step=start.kept_step or None,
     )
     return start.stack.enter_context(closing(saver))
@@ -77,7 +77,7 @@ def open_saver(start: Start, step: TrainStep, tracker: TrackingProcess | None) -
 class RunSaver:
     """Saves from all ranks. `save`, `wait*` and `finish` are collective, other methods are not.
 
-    `saved_file` is created at the first checkpoint (see TrainJob). `saved_step` is the step of the
+    `saved_file` is created at the first checkpoint (see TrainSpec). `saved_step` is the step of the
     newest save of this run, or of the checkpoint that it resumed from. `scores` on rank 0.
     """
 

@@ -23,8 +23,8 @@ from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_man
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec
+from txl_dist.evaluation.spec import EvaluationSettings, EvaluationSpec
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import FOLDER, ScoreTable, StepScore, due_in
@@ -120,8 +120,8 @@ class _CheckpointScorer:
         try:
             manifest = load_checkpoint_manifest(path)
             facts = {"tokens": manifest.state["tokens"], "save_id": manifest.save_id}
-            job, folder = self._job(path, manifest), self.checkpoints.run / FOLDER
-            planned = plan_job(job, folder, resume=True, allow_short_split=True)
+            spec, folder = self._spec(path, manifest), self.checkpoints.run / FOLDER
+            planned = plan_spec(spec, folder, resume=True, allow_short_split=True)
             (result,) = evaluate_on_workers([planned], self.workers)
             if load_checkpoint_manifest(path).save_id != manifest.save_id:
                 return None
@@ -131,7 +131,7 @@ class _CheckpointScorer:
                 return None
             return score.model_copy(update={"reason": str(error)})
 
-    def _job(self, path: Path, manifest: CheckpointManifest) -> EvaluationJob:
+    def _spec(self, path: Path, manifest: CheckpointManifest) -> EvaluationSpec:
         model, run = manifest.architecture, manifest.run
         settings = EvaluationSettings(
             split=self.split.name,
@@ -144,7 +144,7 @@ class _CheckpointScorer:
             precision=run["precision"],
             max_tokens=self.config.evaluation.max_tokens,
         )
-        return EvaluationJob(
+        return EvaluationSpec(
             checkpoint=path,
             data=self.split.corpus.directory,
             settings=settings,

@@ -1,7 +1,7 @@
-"""The start of a rank: from the job to the state and memory from which its run continues.
+"""The start of a rank: from the spec to the state and memory from which its run continues.
 
     data              opened and checked, before the ranks wait for each other
-    other ranks       joined, and the same job on all of them
+    other ranks       joined, and the same spec on all of them
     lock              of the run directory, so that one process on a host writes it
     resume point      the checkpoint to resume from, or none (`resume.py`)
     attempt           ends older attempts of the run
@@ -42,11 +42,11 @@ from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
 from txl_dist.training.batches import Batches
 from txl_dist.training.data import TrainingData
-from txl_dist.training.job import TrainJob, require_same_job
 from txl_dist.training.phases import phases_from
 from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
 from txl_dist.training.run_directory import RunDirectory, begin_attempt
 from txl_dist.training.scores import ScoreTable, due_in
+from txl_dist.training.spec import TrainSpec, require_same_spec
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 class Start:
     """One rank at the start of a run: the input of the functions that build its parts."""
 
-    job: TrainJob
+    spec: TrainSpec
     world: World
     directory: RunDirectory
     stack: ExitStack
@@ -79,7 +79,7 @@ class Start:
     @classmethod
     def open(
         cls,
-        job: TrainJob,
+        spec: TrainSpec,
         world: World,
         directory: RunDirectory,
         stack: ExitStack,
@@ -92,21 +92,21 @@ class Start:
         ranks have different ones, and the errors of `find_resume_point` and `begin_attempt`.
         """
         # Before the rendezvous: wrong data or config must not cost one.
-        data = TrainingData.open(job.config, num_ranks=world.num_ranks)
-        world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
+        data = TrainingData.open(spec.config, num_ranks=world.num_ranks)
+        world.join(timeout_seconds=spec.config.training.rank_timeout_seconds)
         log.info("all ranks are up: %s", counted(world.num_ranks, "rank"))
-        require_same_job(job.config, data, world)
+        require_same_spec(spec.config, data, world)
 
         checkpoints = directory.checkpoints
-        lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
+        lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=spec.force_unlock)
         world.run_on_rank_zero(lambda: stack.enter_context(lock))
-        point = find_resume_point(job, data, world)
+        point = find_resume_point(spec, data, world)
         run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
         # Only after all checks: beginning an attempt fences the one that is running.
-        checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
+        checkpoints.attempt = begin_attempt(spec, directory, world, run_id=run_id)
         if world.broadcast(checkpoints.newest_step() != newest_step):
             # The older attempt has saved meanwhile.
-            point = find_resume_point(job, data, world, download=False)
+            point = find_resume_point(spec, data, world, download=False)
             run_id = world.broadcast(run_id_of(point))
 
         stop = StopRequest() if stop is None else stop
@@ -118,21 +118,21 @@ class Start:
 
         scores, is_pending = None, False
         if world.is_rank_zero:
-            is_due = due_in(job.config) if data.evaluation else lambda step: False
+            is_due = due_in(spec.config) if data.evaluation else lambda step: False
             inherited = point.state.best if point is not None and not point.is_fork else None
             scores = ScoreTable(checkpoints, is_due, inherited=inherited)
             kept_step = point.kept_step if point else 0
             scores.rewind(kept_step)
             is_pending = kept_step in scores.waiting()
         return cls(
-            job=job, world=world, directory=directory, stack=stack, stop=stop, data=data,
+            spec=spec, world=world, directory=directory, stack=stack, stop=stop, data=data,
             point=point, run_id=run_id, scores=scores,
             evaluation_is_pending=world.broadcast(is_pending),
         )  # fmt: skip
 
     @property
     def config(self) -> RunConfig:
-        return self.job.config
+        return self.spec.config
 
     @property
     def kept_step(self) -> int:
@@ -218,7 +218,7 @@ def resume_at(point: ResumePoint, start: Start, step: TrainStep, batches: Batche
 
 
 def in_phase_of(start: Start, state: TrainState) -> TrainState:
-    """The state with the data of this job as its last phase."""
+    """The state with the data of this spec as its last phase."""
     phases = phases_from(
         state.phases,
         start.data.phase,

@@ -9,7 +9,7 @@ from tests.cluster.deploy.test_slurm import ROOT, SCRIPT
 from tests.support.commands import num_lines, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.slurm import Slurm, slurm_cluster
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 
 pytestmark = pytest.mark.cluster
 ONE_RANK_PER_NODE = ("--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0")
@@ -27,7 +27,7 @@ def test_a_signalled_job_saves_is_requeued_and_ends_as_an_undisturbed_one(
 ) -> None:
     straight, run, output = (tmp_path / name for name in ("straight", "run", "out"))
     settings = (NO_EVALUATION, "training.num_steps=300", "training.checkpoint_interval_steps=1000")
-    assert ranks(2).run(train, tiny_job(dataset, straight, *settings)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, straight, *settings)) == [0, 0]
 
     words = (f"data.path={dataset}", f"directory={run}", *settings)
     # From the root of the repository, as its README says.

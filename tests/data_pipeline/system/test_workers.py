@@ -1,4 +1,4 @@
-"""Worker processes that map units of work, and the thread that runs jobs."""
+"""Worker processes that map units of work, and the thread that runs tasks."""
 
 import multiprocessing
 import os
@@ -119,7 +119,7 @@ def test_a_death_is_described_by_its_signal_or_exit_code(exit_code: int | None, 
     assert f"the worker for in.txt {words}" in str(WorkerDiedError("in.txt", exit_code))
 
 
-def test_jobs_run_in_order_and_submit_does_not_wait() -> None:
+def test_tasks_run_in_order_and_submit_does_not_wait() -> None:
     queue, gate, done = BackgroundQueue("test"), threading.Event(), []
     queue.submit(gate.wait)
     for number in range(5):
@@ -132,7 +132,7 @@ def test_jobs_run_in_order_and_submit_does_not_wait() -> None:
     assert queue.close(30)
 
 
-def test_the_first_error_is_kept_and_drops_later_jobs() -> None:
+def test_the_first_error_is_kept_and_drops_later_tasks() -> None:
     queue, gate, done = BackgroundQueue("test"), threading.Event(), []
 
     def fail() -> None:
@@ -150,7 +150,7 @@ def test_the_first_error_is_kept_and_drops_later_jobs() -> None:
     assert queue.close(30)
 
 
-def test_closing_runs_the_remaining_jobs() -> None:
+def test_closing_runs_the_remaining_tasks() -> None:
     queue, done = BackgroundQueue("test"), []
     for number in range(3):
         queue.submit(lambda number=number: done.append(number))

@@ -14,7 +14,7 @@ import pytest
 from data_pipeline.system import sources
 from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
-from tests.support.training_runs import tiny_job
+from tests.support.training_runs import tiny_spec
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord, newest_number
 from txl_dist.checkpoint.copies import CheckpointCopies, Uploader, step_of
@@ -70,8 +70,8 @@ def updated(uploader: Uploader) -> list[int]:
 
 def download_to(directory: CheckpointDirectory) -> None:
     """What a start does on an empty disk."""
-    job = tiny_job(Path("no-data"), directory.run, f"training.checkpoint_url={REMOTE.url}")
-    resume = Resume(job, None, None, directory)  # type: ignore[arg-type]
+    spec = tiny_spec(Path("no-data"), directory.run, f"training.checkpoint_url={REMOTE.url}")
+    resume = Resume(spec, None, None, directory)  # type: ignore[arg-type]
     resume.download_newest(REMOTE)
 
 

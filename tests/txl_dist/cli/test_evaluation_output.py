@@ -25,10 +25,10 @@ from txl_dist.cli.evaluation_output import (
     with_differences,
 )
 from txl_dist.convert.stored_model import find_model
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.job import EvaluationJob, evaluation_job
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec
 from txl_dist.evaluation.result import EvaluationResult, Result
 from txl_dist.evaluation.scores import SCORES, NamedSums, score
+from txl_dist.evaluation.spec import EvaluationSpec, evaluation_spec
 
 
 def test_an_interval_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +43,9 @@ TEXTS = ["z", "a long document, longer than a chunk. " * 40, "x", "y\n", *map(st
 
 
 @pytest.fixture(scope="module", params=["byte", "word", "wt103"])
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
+def spec(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> EvaluationSpec:
     """Documents of one token (recipe wt103: the first one) to several chunks, in two shards."""
     folder = tmp_path_factory.mktemp("documents")
     lines = [json.dumps({"id": f"ü{number}", "text": text}) for number, text in enumerate(TEXTS)]
@@ -55,22 +57,22 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     settings = PrepareSettings(**kind, block_bytes=512, shard_bytes=700)
     prepare_dataset([folder], folder / "data", settings)
     model = export_small_model(folder / "model", folder / "data")
-    return evaluation_job(model, folder / "data", split="train", tgt_len=5, batch=2)
+    return evaluation_spec(model, folder / "data", split="train", tgt_len=5, batch=2)
 
 
 def evaluate(
-    job: EvaluationJob, workers: Workers, scores: Path | None = None, **options: Any
+    spec: EvaluationSpec, workers: Workers, scores: Path | None = None, **options: Any
 ) -> tuple[EvaluationResult, list[bytes]]:
-    planned = [plan_job(job, scores, per_document=True, **options)]
+    planned = [plan_spec(spec, scores, per_document=True, **options)]
     results = evaluate_on_workers(planned, workers)
     return results[0], list(document_lines(planned, results))
 
 
-def expected_scores(job: EvaluationJob) -> list[dict[str, Any]]:
+def expected_scores(spec: EvaluationSpec) -> list[dict[str, Any]]:
     """By the definition: one sequential pass, and a loop over the targets."""
-    stored = find_model(job.checkpoint)
+    stored = find_model(spec.checkpoint)
     model, tokenizer = stored.load_with_tokenizer()
-    source = open_split(job.data, "train")
+    source = open_split(spec.data, "train")
     tokens, age = read_range(source, 0, source.num_tokens)
     ids = torch.from_numpy(tokens.astype("int64"))[None]
     memory, nats = model.empty_memory(1), []
@@ -94,16 +96,16 @@ def expected_scores(job: EvaluationJob) -> list[dict[str, Any]]:
     return documents
 
 
-def test_every_document_has_the_sums_of_its_targets(job: EvaluationJob) -> None:
-    result, lines = evaluate(job, InProcess())
+def test_every_document_has_the_sums_of_its_targets(spec: EvaluationSpec) -> None:
+    result, lines = evaluate(spec, InProcess())
     documents = [json.loads(line) for line in lines]
-    expected = expected_scores(job)
+    expected = expected_scores(spec)
     assert len(expected) == len(TEXTS)
     is_word_model = result.text.is_word_model
     assert documents == [
         {
             **document,
-            "checkpoint": str(job.checkpoint),
+            "checkpoint": str(spec.checkpoint),
             "split": "train",
             "nats": pytest.approx(document["nats"], rel=1e-5, abs=1e-5),
             "bytes": None if is_word_model else document["bytes"],
@@ -117,40 +119,40 @@ def test_every_document_has_the_sums_of_its_targets(job: EvaluationJob) -> None:
 
 
 @pytest.mark.parametrize(
-    "job",
+    "spec",
     ["byte", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("word", "wt103"))],
     indirect=True,
 )
 def test_neither_workers_nor_a_stop_nor_details_change_a_bit(
-    job: EvaluationJob, tmp_path: Path
+    spec: EvaluationSpec, tmp_path: Path
 ) -> None:
-    expected = evaluate(job, InProcess())
-    assert evaluate(job, Recorder()) == expected, "the last batch first"
-    assert evaluate(job, InProcess(), details=True)[1] == expected[1]
+    expected = evaluate(spec, InProcess())
+    assert evaluate(spec, Recorder()) == expected, "the last batch first"
+    assert evaluate(spec, InProcess(), details=True)[1] == expected[1]
     with ProcessWorkers(2) as workers:
-        assert evaluate(job, workers) == expected
+        assert evaluate(spec, workers) == expected
     with pytest.raises(KeyboardInterrupt):
-        evaluate(job, Recorder(stop_after=2), tmp_path)
+        evaluate(spec, Recorder(stop_after=2), tmp_path)
     again = Recorder()
-    assert evaluate(job, again, tmp_path, resume=True) == expected
-    num_batches = sum(1 for _ in plan_job(job).batches())
+    assert evaluate(spec, again, tmp_path, resume=True) == expected
+    num_batches = sum(1 for _ in plan_spec(spec).batches())
     assert len(again.scored) == num_batches - 2
-    (_, lines), (_, others) = expected, evaluate(replace(job, batch_chunks=7), InProcess())
+    (_, lines), (_, others) = expected, evaluate(replace(spec, batch_chunks=7), InProcess())
     for line, other in zip(map(json.loads, lines), map(json.loads, others), strict=True):
         assert other == line | {"nats": pytest.approx(line["nats"], rel=1e-5)}
 
 
-def test_scores_without_documents_are_not_used(job: EvaluationJob, tmp_path: Path) -> None:
-    plain, wanted = plan_job(job, tmp_path), plan_job(job, tmp_path, per_document=True)
+def test_scores_without_documents_are_not_used(spec: EvaluationSpec, tmp_path: Path) -> None:
+    plain, wanted = plan_spec(spec, tmp_path), plan_spec(spec, tmp_path, per_document=True)
     assert plain.finished.path != wanted.finished.path
 
 
-def test_a_part_of_a_split_has_the_documents_that_begin_in_it(job: EvaluationJob) -> None:
-    part = replace(job, settings=replace(job.settings, max_tokens=30))
+def test_a_part_of_a_split_has_the_documents_that_begin_in_it(spec: EvaluationSpec) -> None:
+    part = replace(spec, settings=replace(spec.settings, max_tokens=30))
     result, lines = evaluate(part, InProcess())
     documents = [json.loads(line) for line in lines]
     assert sum(each["tokens"] for each in documents) == result.sums.num_tokens == 29
-    (_, whole) = evaluate(job, InProcess())
+    (_, whole) = evaluate(spec, InProcess())
     assert [d["id"] for d in documents] == [json.loads(w)["id"] for w in whole[: len(documents)]]
 
 
@@ -176,9 +178,9 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
         tokenizer_file=None if own else path,
     )
     model = export_small_model(tmp_path / "model", tmp_path / "data")
-    job = evaluation_job(model, tmp_path / "data", split="train", tgt_len=7, batch=2)
+    spec = evaluation_spec(model, tmp_path / "data", split="train", tgt_len=7, batch=2)
 
-    planned = [plan_job(job, per_document=True)]
+    planned = [plan_spec(spec, per_document=True)]
     (result,) = evaluate_on_workers(planned, InProcess())
     sizes = [len(text.encode()) for text in texts]
     bits = result.sums.nats / (sum(sizes) * math.log(2))
@@ -188,15 +190,15 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
     tokens_tell_bytes = family in ("gpt2", "llama3", "char")
     assert documents == (sizes if tokens_tell_bytes else [None] * len(texts))
 
-    part = replace(job, settings=replace(job.settings, max_tokens=6))
-    planned = [plan_job(part, per_document=True)]
+    part = replace(spec, settings=replace(spec.settings, max_tokens=6))
+    planned = [plan_spec(part, per_document=True)]
     (result,) = evaluate_on_workers(planned, InProcess())
     (content,) = record_results(planned, [result], 1)
     print_results([content])
     printed = capsys.readouterr().out
     if tokens_tell_bytes:
         tokenizer = find_model(model).load_with_tokenizer()[1]
-        read, _ = read_range(open_split(job.data, "train"), 0, 6)
+        read, _ = read_range(open_split(spec.data, "train"), 0, 6)
         assert content.bytes_scored == len(tokenizer.decode_bytes(read))
         assert "only the first" not in printed.split("protocol")[0]
     else:
@@ -213,21 +215,21 @@ def test_a_text_with_an_unknown_character_has_no_bytes_of_its_own(tmp_path: Path
     settings = PrepareSettings(tokenizer="char", vocab_size=4)
     prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "data", settings)
     model = export_small_model(tmp_path / "model", tmp_path / "data")
-    job = evaluation_job(model, tmp_path / "data", split="train", tgt_len=3, batch=2)
-    result, lines = evaluate(job, InProcess())
+    spec = evaluation_spec(model, tmp_path / "data", split="train", tgt_len=3, batch=2)
+    result, lines = evaluate(spec, InProcess())
     assert [json.loads(line)["bytes"] for line in lines] == [3, None, 2]
     assert result.sums.num_bytes == 3 + 5 + 2
-    part = replace(job, settings=replace(job.settings, max_tokens=9))
+    part = replace(spec, settings=replace(spec.settings, max_tokens=9))
     assert evaluate(part, InProcess())[0].scores["bits_per_byte"] is None
-    first = replace(job, settings=replace(job.settings, max_tokens=6))
+    first = replace(spec, settings=replace(spec.settings, max_tokens=6))
     assert evaluate(first, InProcess())[0].sums.num_bytes == 3 + 1
 
 
-@pytest.mark.parametrize("job", ["byte"], indirect=True)
+@pytest.mark.parametrize("spec", ["byte"], indirect=True)
 def test_the_words_of_a_model_of_bytes_have_no_perplexity(
-    job: EvaluationJob, capsys: pytest.CaptureFixture[str]
+    spec: EvaluationSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planned = [plan_job(job)]
+    planned = [plan_spec(spec)]
     (content,) = record_results(planned, evaluate_on_workers(planned, InProcess()), 1)
     print_results([content])
     assert "word perplexity" not in capsys.readouterr().out
@@ -235,9 +237,9 @@ def test_the_words_of_a_model_of_bytes_have_no_perplexity(
     assert content.words_scored
 
 
-@pytest.mark.parametrize("job", ["byte"], indirect=True)
+@pytest.mark.parametrize("spec", ["byte"], indirect=True)
 def test_a_new_score_is_one_function(
-    job: EvaluationJob,
+    spec: EvaluationSpec,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -247,7 +249,7 @@ def test_a_new_score_is_one_function(
     def nats_per_kilobyte(sums: NamedSums) -> float:
         return 1000 * sums["nats"] / sums["bytes"]
 
-    planned = [plan_job(job, details=True)]
+    planned = [plan_spec(spec, details=True)]
     results = evaluate_on_workers(planned, InProcess())
     (content,) = record_results(planned, results, 1)
     expected = 1000 * math.log(2) * content.known_scores["bits_per_byte"]
@@ -264,24 +266,24 @@ def test_a_new_score_is_one_function(
     assert f"{expected:.4f}" in rows[0]
 
 
-@pytest.mark.parametrize("job", ["byte"], indirect=True)
+@pytest.mark.parametrize("spec", ["byte"], indirect=True)
 @pytest.mark.parametrize(("kind", "is_unbounded"), [("recurrent", False), ("tokens", True)])
 def test_a_memory_without_limit_is_in_the_protocol_and_has_no_number_of_context_tokens(
-    job: EvaluationJob, kind: str, is_unbounded: bool, tmp_path: Path
+    spec: EvaluationSpec, kind: str, is_unbounded: bool, tmp_path: Path
 ) -> None:
-    exported = export_small_model(tmp_path / "model", Path(str(job.data)), memory=kind)
-    planned = [plan_job(evaluation_job(exported, job.data, split="train"))]
+    exported = export_small_model(tmp_path / "model", Path(str(spec.data)), memory=kind)
+    planned = [plan_spec(evaluation_spec(exported, spec.data, split="train"))]
     (content,) = record_results(planned, evaluate_on_workers(planned, InProcess()), 1)
     assert ("memory tokens, mem_len" in content.protocol) == is_unbounded
     assert (content.context_tokens is None) == is_unbounded
 
 
-@pytest.mark.parametrize("job", ["byte"], indirect=True)
+@pytest.mark.parametrize("spec", ["byte"], indirect=True)
 def test_details_of_several_models_have_the_difference_to_the_first_one(
-    job: EvaluationJob, capsys: pytest.CaptureFixture[str]
+    spec: EvaluationSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = replace(job, settings=replace(job.settings, mem_len=0))
-    planned = [plan_job(each, details=True) for each in (job, other)]
+    other = replace(spec, settings=replace(spec.settings, mem_len=0))
+    planned = [plan_spec(each, details=True) for each in (spec, other)]
     results = evaluate_on_workers(planned, InProcess())
     first, second = with_differences(record_results(planned, results, 1), results)
     assert "difference" not in first.to_json()["details"]

@@ -9,7 +9,7 @@ import pytest
 from tests.support.commands import run_txl
 from tests.support.gloo_ranks import RankGroups
 from tests.support.running_mean import overrides_of
-from tests.support.training_runs import NO_EVALUATION, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, tiny_spec, train
 from txl_dist.checkpoint.manifest import file_name, load_checkpoint_manifest
 from txl_dist.model.memory import memory_kind
 
@@ -35,13 +35,13 @@ def test_the_listed_bytes_have_the_memory_of_every_lane(
     ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
 ) -> None:
     steps = ("training.num_steps=3", "optimizer.warmup_steps=1")
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *steps, *overrides_of(kind))
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *steps, *overrides_of(kind))
+    assert ranks(1).run(train, spec) == [0]
     (row,) = json.loads(run_txl("checkpoint", "list", tmp_path, "--json")[1])["checkpoints"]
     files = load_checkpoint_manifest(tmp_path / "checkpoints" / "step-00000003").files
     memory_bytes = files[file_name("memory", 0)].bytes
-    lanes = job.config.data.num_lanes
-    state = memory_kind(replace(job.config.model, vocab_size=257)).empty(1)
+    lanes = spec.config.data.num_lanes
+    state = memory_kind(replace(spec.config.model, vocab_size=257)).empty(1)
     per_lane = sum(tensor.nbytes for tensor in state.row(0).values())
     # And names and shapes.
     assert lanes * per_lane < memory_bytes < lanes * (per_lane + 2000)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import ENVIRONMENT, run_txl
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, tiny_spec, train
 
 
 def test_more_ranks_than_lanes_is_a_config_error(dataset: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_dry_run_writes_no_run(dataset: Path, tmp_path: Path) -> None:
 def test_a_change_that_the_newest_checkpoint_refuses_is_found_before_any_rank_starts(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION))
+    ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION))
     words = ("train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION)
     assert run_txl(*words, "--dry-run")[0] == 0
     for change in ("optimizer.lr=0.5", "model.n_layer=1"):

@@ -40,10 +40,10 @@ from txl_dist.evaluation.breakdown import (
     log_bucket_bounds,
     total_breakdown,
 )
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.job import EvaluationJob, evaluation_job
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec
 from txl_dist.evaluation.result import EvaluationResult
 from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.spec import EvaluationSpec, evaluation_spec
 
 from .test_distributed import Recorder
 
@@ -156,21 +156,21 @@ def test_the_buckets_of_counts_have_no_gap() -> None:
 
 
 @pytest.fixture(scope="module")
-def job(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
+def spec(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationSpec:
     model = export_small_model(tmp_path_factory.mktemp("model") / "small", dataset)
-    return evaluation_job(model, dataset, split="train", tgt_len=12, batch=1, max_tokens=240)
+    return evaluation_spec(model, dataset, split="train", tgt_len=12, batch=1, max_tokens=240)
 
 
 def evaluate(
-    job: EvaluationJob, workers: Workers, scores: Path | None = None, *, resume: bool = False
+    spec: EvaluationSpec, workers: Workers, scores: Path | None = None, *, resume: bool = False
 ) -> EvaluationResult:
-    planned = plan_job(job, scores, resume=resume, details=True)
+    planned = plan_spec(spec, scores, resume=resume, details=True)
     return evaluate_on_workers([planned], workers)[0]
 
 
 @pytest.fixture(scope="module")
-def expected(job: EvaluationJob) -> EvaluationResult:
-    return evaluate(job, InProcess())
+def expected(spec: EvaluationSpec) -> EvaluationResult:
+    return evaluate(spec, InProcess())
 
 
 def details(result: EvaluationResult) -> dict[str, Any]:
@@ -184,27 +184,27 @@ def breakdown_of(result: EvaluationResult) -> Breakdown:
     return result.breakdown
 
 
-def test_details_do_not_change_the_score(job: EvaluationJob, expected: EvaluationResult) -> None:
-    (plain,) = evaluate_on_workers([plan_job(job)], InProcess())
+def test_details_do_not_change_the_score(spec: EvaluationSpec, expected: EvaluationResult) -> None:
+    (plain,) = evaluate_on_workers([plan_spec(spec)], InProcess())
     assert plain.breakdown is None
     assert plain == expected
     assert (
-        plan_job(job, Path("scores")).finished.path
-        != plan_job(job, Path("scores"), details=True).finished.path
+        plan_spec(spec, Path("scores")).finished.path
+        != plan_spec(spec, Path("scores"), details=True).finished.path
     )
 
 
 def test_a_stopped_evaluation_goes_on_from_its_finished_batches(
-    job: EvaluationJob, expected: EvaluationResult, tmp_path: Path
+    spec: EvaluationSpec, expected: EvaluationResult, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        evaluate(job, Recorder(stop_after=3), tmp_path)
+        evaluate(spec, Recorder(stop_after=3), tmp_path)
     workers = Recorder()
-    result = evaluate(job, workers, tmp_path, resume=True)
+    result = evaluate(spec, workers, tmp_path, resume=True)
     assert details(result) == details(expected)
     assert len(workers.scored) == expected.num_chunks - 3
     again = Recorder()
-    result = evaluate(job, again, tmp_path, resume=True)
+    result = evaluate(spec, again, tmp_path, resume=True)
     assert again.scored == []
     assert details(result) == details(expected)
 
@@ -212,34 +212,34 @@ def test_a_stopped_evaluation_goes_on_from_its_finished_batches(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_the_details_are_the_same_on_any_number_of_workers(
-    job: EvaluationJob, expected: EvaluationResult, num_workers: int
+    spec: EvaluationSpec, expected: EvaluationResult, num_workers: int
 ) -> None:
     with ProcessWorkers(num_workers) as workers:
         for batch in (1, 3):
-            result = evaluate(replace(job, batch_chunks=batch), workers)
+            result = evaluate(replace(spec, batch_chunks=batch), workers)
             tables = breakdown_of(result)
             for name, table in breakdown_of(expected).items():
                 assert (tables[name].tokens_K == table.tokens_K).all()
                 np.testing.assert_allclose(tables[name].nats_K, table.nats_K, rtol=1e-6)
-            if batch == job.batch_chunks:
+            if batch == spec.batch_chunks:
                 assert details(result) == details(expected), "bit for bit"
 
 
 def test_every_token_of_the_split_is_counted_once(
-    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+    spec: EvaluationSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breakdown, "COUNTED_TOKENS", 300)
-    manifest = load_manifest(job.data)
-    source = open_split(job.data, "valid")
+    manifest = load_manifest(spec.data)
+    source = open_split(spec.data, "valid")
     tokens, _ = read_range(source, 0, source.num_tokens)
     calls: list[tuple[str, int, int]] = []
-    count_V = count_tokens(job.data, "valid", progress=lambda *call: calls.append(call))
+    count_V = count_tokens(spec.data, "valid", progress=lambda *call: calls.append(call))
     assert (count_V == np.bincount(tokens, minlength=manifest.vocab_size)).all()
     assert calls[-1] == ("counting tokens", source.num_tokens, source.num_tokens)
 
 
-def test_frequencies_are_those_of_train_or_else_of_the_scored_split(job: EvaluationJob) -> None:
-    manifest = load_manifest(job.data)
+def test_frequencies_are_those_of_train_or_else_of_the_scored_split(spec: EvaluationSpec) -> None:
+    manifest = load_manifest(spec.data)
     assert counted_split(manifest, "valid") == "train"
     only_valid = manifest.model_copy(update={"splits": {"valid": manifest.splits["valid"]}})
     assert counted_split(only_valid, "valid") == "valid"

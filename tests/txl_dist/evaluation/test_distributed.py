@@ -25,22 +25,22 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation import distributed
 from txl_dist.evaluation.batches import BatchScores
 from txl_dist.evaluation.distributed import (
-    PlannedJob,
+    PlannedEvaluation,
     Sweep,
     evaluate_on_workers,
     evaluate_sweep,
-    plan_job,
-)
-from txl_dist.evaluation.job import (
-    EvaluationJob,
-    EvaluationSettings,
-    combinations,
-    evaluation_job,
-    parse_sweep,
-    plan_evaluation,
+    plan_spec,
 )
 from txl_dist.evaluation.result import EvaluationResult
 from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.spec import (
+    EvaluationSettings,
+    EvaluationSpec,
+    combinations,
+    evaluation_spec,
+    parse_sweep,
+    plan_evaluation,
+)
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import torch_threads
@@ -60,21 +60,21 @@ NUM_BATCHES = 5
 
 
 @pytest.fixture(scope="module")
-def job(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
+def spec(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationSpec:
     model = export_small_model(tmp_path_factory.mktemp("model") / "small", dataset)
-    return EvaluationJob(checkpoint=model, data=dataset, settings=SETTINGS, batch_chunks=1)
+    return EvaluationSpec(checkpoint=model, data=dataset, settings=SETTINGS, batch_chunks=1)
 
 
 @pytest.fixture(scope="module")
-def expected(job: EvaluationJob) -> EvaluationResult:
-    return evaluate_alone(job)
+def expected(spec: EvaluationSpec) -> EvaluationResult:
+    return evaluate_alone(spec)
 
 
-def evaluate_alone(job: EvaluationJob) -> EvaluationResult:
+def evaluate_alone(spec: EvaluationSpec) -> EvaluationResult:
     """Without batches and workers."""
-    scorer = job.open()
-    chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
-    (result,) = evaluate_on_workers([plan_job(job)], InProcess())
+    scorer = spec.open()
+    chunks = plan_evaluation(scorer.source, spec.settings, scorer.model.config)
+    (result,) = evaluate_on_workers([plan_spec(spec)], InProcess())
     return replace(result, sums=sum(scorer.scores(chunks), LossSums()))
 
 
@@ -96,23 +96,23 @@ class Recorder(InProcess):
 
 
 def evaluate(
-    jobs: Iterable[EvaluationJob],
+    specs: Iterable[EvaluationSpec],
     workers: InProcess,
     *,
     scores: Path | None = None,
     resume: bool = False,
     progress: Progress = lambda phase, done, total: None,
 ) -> list[EvaluationResult]:
-    planned = [plan_job(job, scores, resume=resume) for job in jobs]
+    planned = [plan_spec(spec, scores, resume=resume) for spec in specs]
     return evaluate_on_workers(planned, workers, progress=progress)
 
 
 def test_a_model_that_was_replaced_since_the_plan_is_refused(
-    job: EvaluationJob, dataset: Path, tmp_path: Path
+    spec: EvaluationSpec, dataset: Path, tmp_path: Path
 ) -> None:
     """As after a rollback, when the run saves the same step again."""
     model = export_small_model(tmp_path / "model", dataset)
-    planned = plan_job(replace(job, checkpoint=model), tmp_path / "scores")
+    planned = plan_spec(replace(spec, checkpoint=model), tmp_path / "scores")
     shutil.rmtree(model)
     export_small_model(model, dataset, seed=1)
     with pytest.raises(CheckpointError, match="another model than when this evaluation was plan"):
@@ -122,16 +122,16 @@ def test_a_model_that_was_replaced_since_the_plan_is_refused(
     assert evaluate_on_workers([planned], InProcess())
 
 
-def resume(*jobs: EvaluationJob, scores: Path) -> tuple[list[EvaluationResult], int]:
+def resume(*specs: EvaluationSpec, scores: Path) -> tuple[list[EvaluationResult], int]:
     """The results and the number of batches that were scored for them."""
     workers = Recorder()
-    results = evaluate(jobs, workers, scores=scores, resume=True)
+    results = evaluate(specs, workers, scores=scores, resume=True)
     return results, len(workers.scored)
 
 
-def stop_after(num_batches: int, *jobs: EvaluationJob, scores: Path) -> None:
+def stop_after(num_batches: int, *specs: EvaluationSpec, scores: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        evaluate(jobs, Recorder(num_batches), scores=scores)
+        evaluate(specs, Recorder(num_batches), scores=scores)
 
 
 def test_the_threads_of_the_caller_do_not_change_a_bit(dataset: Path, tmp_path: Path) -> None:
@@ -143,50 +143,50 @@ def test_the_threads_of_the_caller_do_not_change_a_bit(dataset: Path, tmp_path: 
     model = TransformerXL(config)
     tokenizer = open_tokenizer(dataset, load_manifest(dataset))
     write_exported(tmp_path / "wide", model, tokenizer, Reading(tgt_len=12, reset="document"))
-    job = EvaluationJob(
+    spec = EvaluationSpec(
         checkpoint=tmp_path / "wide", data=dataset, settings=SETTINGS, batch_chunks=3
     )
     nats = []
     for num_threads in (1, 2):
         with torch_threads(num_threads):
-            nats.append(evaluate([job], InProcess())[0].sums.nats)
+            nats.append(evaluate([spec], InProcess())[0].sums.nats)
             assert torch.get_num_threads() == num_threads
     assert nats[0] == nats[1]
 
 
 def test_the_order_of_the_batches_does_not_change_a_bit(
-    job: EvaluationJob, expected: EvaluationResult
+    spec: EvaluationSpec, expected: EvaluationResult
 ) -> None:
     workers = Recorder()
-    assert evaluate([job], workers) == [expected]
+    assert evaluate([spec], workers) == [expected]
     assert len(workers.scored) == NUM_BATCHES
     assert workers.scored[-1] == "chunks 0 to 0 of split valid, small"
 
 
-def test_the_sums_are_added_in_the_order_of_the_chunks(job: EvaluationJob) -> None:
-    planned = plan_job(job)
+def test_the_sums_are_added_in_the_order_of_the_chunks(spec: EvaluationSpec) -> None:
+    planned = plan_spec(spec)
     for number, nats in ((2, 1.0), (0, 1e16), (1, -1e16)):  # finished in this order
         planned.finished.add(number, BatchScores([LossSums(nats, 1, 1)]))
     assert planned.result().sums.nats == 1.0  # in the order of completion: 0.0
 
 
 def test_a_stopped_evaluation_goes_on_from_its_finished_batches(
-    job: EvaluationJob, expected: EvaluationResult, tmp_path: Path
+    spec: EvaluationSpec, expected: EvaluationResult, tmp_path: Path
 ) -> None:
-    stop_after(NUM_BATCHES - 1, job, scores=tmp_path)
-    assert resume(job, scores=tmp_path) == ([expected], 1)
-    assert resume(job, scores=tmp_path) == ([expected], 0)
+    stop_after(NUM_BATCHES - 1, spec, scores=tmp_path)
+    assert resume(spec, scores=tmp_path) == ([expected], 1)
+    assert resume(spec, scores=tmp_path) == ([expected], 0)
     workers = Recorder()
-    assert evaluate([job], workers, scores=tmp_path) == [expected]
+    assert evaluate([spec], workers, scores=tmp_path) == [expected]
     assert len(workers.scored) == NUM_BATCHES, "without resume nothing is used"
 
 
-def test_several_jobs_resume_in_the_job_that_was_stopped(
-    job: EvaluationJob, expected: EvaluationResult, tmp_path: Path
+def test_several_specs_resume_in_the_spec_that_was_stopped(
+    spec: EvaluationSpec, expected: EvaluationResult, tmp_path: Path
 ) -> None:
-    train = replace(job, settings=replace(job.settings, split="train"))
-    stop_after(NUM_BATCHES + 2, job, train, scores=tmp_path)
-    (first, second), num_batches = resume(job, train, scores=tmp_path)
+    train = replace(spec, settings=replace(spec.settings, split="train"))
+    stop_after(NUM_BATCHES + 2, spec, train, scores=tmp_path)
+    (first, second), num_batches = resume(spec, train, scores=tmp_path)
     assert first == expected
     assert second == evaluate_alone(train)
     assert num_batches == NUM_BATCHES - 2
@@ -195,43 +195,45 @@ def test_several_jobs_resume_in_the_job_that_was_stopped(
 
 @pytest.mark.parametrize("change", ["settings", "batch", "weights", "data", "code"])
 def test_sums_of_another_evaluation_are_not_used(
-    job: EvaluationJob,
+    spec: EvaluationSpec,
     dataset: Path,
     tmp_path: Path,
     change: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = plan_job(job, tmp_path).finished.path
-    assert plan_job(job, tmp_path).finished.path == before
+    before = plan_spec(spec, tmp_path).finished.path
+    assert plan_spec(spec, tmp_path).finished.path == before
     if change == "settings":
-        job = replace(job, settings=replace(job.settings, clamp_len=4))
+        spec = replace(spec, settings=replace(spec.settings, clamp_len=4))
     elif change == "batch":
-        job = replace(job, batch_chunks=4)
+        spec = replace(spec, batch_chunks=4)
     elif change == "weights":
-        job = replace(job, checkpoint=export_small_model(tmp_path / "other", dataset, seed=1))
+        spec = replace(spec, checkpoint=export_small_model(tmp_path / "other", dataset, seed=1))
     elif change == "data":
         monkeypatch.setattr(ShardManifest, "digest", "0" * 64)
     else:
         monkeypatch.setattr(distributed, "code_description", lambda: "another version")
-    assert plan_job(job, tmp_path).finished.path != before
+    assert plan_spec(spec, tmp_path).finished.path != before
 
 
-def test_a_model_that_was_moved_is_the_same_evaluation(job: EvaluationJob, tmp_path: Path) -> None:
-    shutil.copytree(job.checkpoint, tmp_path / "copy")
-    copy = replace(job, checkpoint=tmp_path / "copy")
-    paths = {plan_job(each, tmp_path).finished.path for each in (job, copy)}
+def test_a_model_that_was_moved_is_the_same_evaluation(
+    spec: EvaluationSpec, tmp_path: Path
+) -> None:
+    shutil.copytree(spec.checkpoint, tmp_path / "copy")
+    copy = replace(spec, checkpoint=tmp_path / "copy")
+    paths = {plan_spec(each, tmp_path).finished.path for each in (spec, copy)}
     assert len(paths) == 1
 
 
 @pytest.mark.fault_row(49)
 def test_damaged_lines_are_named_and_their_batches_scored_again(
-    job: EvaluationJob,
+    spec: EvaluationSpec,
     expected: EvaluationResult,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    other = replace(job, settings=replace(job.settings, clamp_len=4))
-    evaluate([job], Recorder(), scores=tmp_path)
+    other = replace(spec, settings=replace(spec.settings, clamp_len=4))
+    evaluate([spec], Recorder(), scores=tmp_path)
     evaluate([other], Recorder(), scores=tmp_path / "other")
     (path,), (other_path,) = (place.glob("*.jsonl") for place in (tmp_path, tmp_path / "other"))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -243,35 +245,37 @@ def test_damaged_lines_are_named_and_their_batches_scored_again(
     lines[-1] = lines[-1][:-1]  # cut by a kill, which is not damage
     path.write_bytes(b"".join(lines))
     with caplog.at_level(logging.WARNING):
-        assert resume(job, scores=tmp_path) == ([expected], 4)
+        assert resume(spec, scores=tmp_path) == ([expected], 4)
     assert f"{path} is damaged or of another evaluation in 3 lines (the first is line 2)" in (
         caplog.text
     )
     caplog.clear()
-    assert resume(job, scores=tmp_path) == ([expected], 0)
+    assert resume(spec, scores=tmp_path) == ([expected], 0)
     assert not caplog.text, "the file was repaired"
 
 
 def test_a_directory_that_cannot_be_written_is_only_a_warning(
-    job: EvaluationJob,
+    spec: EvaluationSpec,
     expected: EvaluationResult,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
-        assert resume(job, scores=tmp_path / "file") == ([expected], NUM_BATCHES)
+        assert resume(spec, scores=tmp_path / "file") == ([expected], NUM_BATCHES)
     assert "--scores DIR" in caplog.text
 
 
-def test_resume_without_a_place_for_scores_is_refused(job: EvaluationJob) -> None:
+def test_resume_without_a_place_for_scores_is_refused(spec: EvaluationSpec) -> None:
     with pytest.raises(ConfigError, match="--scores DIR"):
-        evaluate([job], InProcess(), resume=True)
+        evaluate([spec], InProcess(), resume=True)
 
 
-def test_progress_counts_every_token_that_is_read_once(job: EvaluationJob, tmp_path: Path) -> None:
+def test_progress_counts_every_token_that_is_read_once(
+    spec: EvaluationSpec, tmp_path: Path
+) -> None:
     calls: list[tuple[str, int, int]] = []
-    (result,) = evaluate([job], InProcess(), progress=lambda *call: calls.append(call))
+    (result,) = evaluate([spec], InProcess(), progress=lambda *call: calls.append(call))
     num_read = round(result.sums.num_tokens * (1 + result.overhead))
     assert calls[0] == ("scoring", 0, num_read)
     assert calls[-1] == ("scoring", num_read, num_read)
@@ -326,8 +330,8 @@ def planned(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Swe
     return sweeps
 
 
-def plan(model: Path, data: Path, *, split: str, **options: int) -> PlannedJob:
-    return plan_job(evaluation_job(model, data, split=split, max_tokens=401, **options))
+def plan(model: Path, data: Path, *, split: str, **options: int) -> PlannedEvaluation:
+    return plan_spec(evaluation_spec(model, data, split=split, max_tokens=401, **options))
 
 
 def test_the_lowest_loss_on_the_first_split_is_reported_on_the_others(
@@ -338,7 +342,7 @@ def test_the_lowest_loss_on_the_first_split_is_reported_on_the_others(
         losses = [candidate.sums.nats for candidate in result.candidates]
         assert losses[result.best] == min(losses)
         assert len(set(losses)) == 4
-        settings = [jobs[0].job.settings for jobs in model]
+        settings = [specs[0].spec.settings for specs in model]
         assert [candidate.settings for candidate in result.candidates] == settings
         assert result.reported == evaluate_on_workers(model[result.best][1:], InProcess())
         assert [each.settings.split for each in result.reported] == ["train"]
@@ -349,9 +353,9 @@ def test_only_the_best_setting_is_scored_on_the_other_splits(
 ) -> None:
     scored: list[str] = []
 
-    def recorded(jobs, *args, **options):  # type: ignore[no-untyped-def]
-        scored.extend(job.job.settings.split for job in jobs)
-        return evaluate_on_workers(jobs, *args, **options)
+    def recorded(specs, *args, **options):  # type: ignore[no-untyped-def]
+        scored.extend(spec.spec.settings.split for spec in specs)
+        return evaluate_on_workers(specs, *args, **options)
 
     monkeypatch.setattr(distributed, "evaluate_on_workers", recorded)
     evaluate_sweep(planned[0], InProcess())
@@ -359,7 +363,7 @@ def test_only_the_best_setting_is_scored_on_the_other_splits(
 
 
 def test_equal_losses_select_the_first_setting(planned: list[Sweep]) -> None:
-    jobs = planned[0][0]
-    result = evaluate_sweep([jobs[:1], jobs[:1]], InProcess())
+    specs = planned[0][0]
+    result = evaluate_sweep([specs[:1], specs[:1]], InProcess())
     assert result.best == 0
     assert result.reported == []

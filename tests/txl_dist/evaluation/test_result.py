@@ -13,7 +13,6 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import TextCounts
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
-from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.result import (
     EvaluationResult,
     Result,
@@ -22,6 +21,7 @@ from txl_dist.evaluation.result import (
     scored_text,
 )
 from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.spec import EvaluationSettings
 
 TEXTS = ("the cat sat\non the mat\n", "größe @-@ maß\n")
 WORDS, LINE_ENDS, CHARACTERS = 9, 3, 37

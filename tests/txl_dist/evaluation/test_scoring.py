@@ -21,7 +21,6 @@ from tests.support.hypothesis_examples import examples
 from tests.support.small_models import small_model
 from tests.support.token_sources import NumberedSource, TextSource
 from txl_dist.evaluation import batches, scoring
-from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.scoring import (
     MIN_CONTEXTS_PER_CHUNK,
     EvaluationChunk,
@@ -30,6 +29,7 @@ from txl_dist.evaluation.scoring import (
     overhead,
     plan_chunks,
 )
+from txl_dist.evaluation.spec import EvaluationSettings, EvaluationSpec
 from txl_dist.runtime.world import World
 
 shapes = st.fixed_dictionaries(
@@ -131,14 +131,14 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
 
     alive: list[weakref.ref[OpenedModel]] = []
 
-    def open_(_: EvaluationJob) -> OpenedModel:
+    def open_(_: EvaluationSpec) -> OpenedModel:
         gc.collect()
         assert not any(model() for model in alive), "two models at a time"
         model = OpenedModel()
         alive.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(EvaluationJob, "open", open_)
+    monkeypatch.setattr(EvaluationSpec, "open", open_)
     monkeypatch.setattr(batches, "_opened", {})
     settings = EvaluationSettings(
         split="valid",
@@ -149,12 +149,12 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
         same_length=False,
         reset="stream",
     )
-    job = EvaluationJob(
+    spec = EvaluationSpec(
         checkpoint=Path("model"), data=Path("data"), settings=settings, batch_chunks=1
     )
     for split in ("valid", "valid", "test", "valid"):
-        batches.open_scorer(replace(job, settings=replace(settings, split=split)))
-    assert len(alive) == 3, "opened once for batches of one job in a row"
+        batches.open_scorer(replace(spec, settings=replace(settings, split=split)))
+    assert len(alive) == 3, "opened once for batches of one spec in a row"
 
 
 def test_the_activity_of_a_rank_says_how_much_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:

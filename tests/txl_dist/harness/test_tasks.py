@@ -20,7 +20,7 @@ from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import ENVIRONMENT
 from tests.txl_dist.harness.small_harness_models import TGT_LEN, export
 from txl_dist.evaluation.distributed import evaluate
-from txl_dist.evaluation.job import evaluation_job
+from txl_dist.evaluation.spec import evaluation_spec
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 MODULES = ("this.py", "keyword.py", "abc.py", "bisect.py")
@@ -124,10 +124,10 @@ def test_a_document_has_the_perplexity_of_txl_eval(folder: Path, tmp_path: Path)
     text = (LIBRARY / "this.py").read_text()
     (tmp_path / "this.txt").write_text(text)
     prepare_dataset([tmp_path / "this.txt"], tmp_path / "data", PrepareSettings())
-    job = evaluation_job(
+    spec = evaluation_spec(
         folder / "model", str(tmp_path / "data"), split="train", tgt_len=None, mem_len=None, batch=4
     )
-    sums = evaluate(job).sums
+    sums = evaluate(spec).sums
     data = write_jsonl(tmp_path / "this.jsonl", [{"text": text}])
     arguments = {"checkpoint": str(folder / "model"), "batch_size": 2}
     harness = scores("txl", rolling_task(data), model_args=arguments)

@@ -18,24 +18,24 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import run_txl
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec
 from txl_dist.errors import PreemptedError
 from txl_dist.launch import launcher as module
 from txl_dist.launch.group import Event, RankEnded, RankRange, RanksUp
 from txl_dist.launch.launcher import Launcher, find_launcher
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 
 RANK = """
 import sys
 from pathlib import Path
 from txl_dist.runtime.world import World
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.rank import train_rank
 from txl_dist.errors import TxlError
 world = World.from_environment()
 try:
-    train_rank(TrainJob.from_json(Path(sys.argv[1]).read_text()), world)
+    train_rank(TrainSpec.from_json(Path(sys.argv[1]).read_text()), world)
     world.leave()
 except TxlError as error:
     sys.exit(error.exit_code)
@@ -49,7 +49,7 @@ class ShellLauncher(Launcher):
         self.folder = Path(argument)
 
     @contextmanager
-    def rank_group(self, job: TrainJob, ranks: RankRange) -> Iterator["ShellGroup"]:
+    def rank_group(self, spec: TrainSpec, ranks: RankRange) -> Iterator["ShellGroup"]:
         group = ShellGroup(self.folder)
         try:
             yield group
@@ -67,18 +67,18 @@ class ShellGroup:
         self.events: list[Event] = []
         self.num_starts = 0
 
-    def start(self, job: TrainJob, num_ranks: int) -> None:
+    def start(self, spec: TrainSpec, num_ranks: int) -> None:
         self.num_starts += 1
         self.folder.mkdir(exist_ok=True)
-        (self.folder / "job.json").write_text(job.to_json())
+        (self.folder / "spec.json").write_text(spec.to_json())
         (self.folder / "rank.py").write_text(RANK)
         for rank in range(num_ranks):
             variables = {
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "OMP_NUM_THREADS": 1,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29000 + os.getpid() % 1000,
             }  # fmt: skip
-            words = [sys.executable, self.folder / "rank.py", self.folder / "job.json"]
-            log, code = RunDirectory(job.run_path).log(rank), self.code_of(rank)
+            words = [sys.executable, self.folder / "rank.py", self.folder / "spec.json"]
+            log, code = RunDirectory(spec.run_path).log(rank), self.code_of(rank)
             script = " ".join(f"{name}={value}" for name, value in variables.items())
             script += f" {shlex.join(map(str, words))} 2>> {log}; echo $? > {code}.new; "
             script += f"mv {code}.new {code}"
@@ -137,8 +137,8 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(
 ) -> None:
     monkeypatch.setenv("TXL_FAULT", "step:kill:15:1")  # of the first start: it resumes at step 12
     lines: list[str] = []
-    job = tiny_job(dataset, tmp_path / "run", NO_EVALUATION)
-    ShellLauncher(str(tmp_path / "scripts")).train(job, num_ranks=2, on_line=lines.append)
+    spec = tiny_spec(dataset, tmp_path / "run", NO_EVALUATION)
+    ShellLauncher(str(tmp_path / "scripts")).train(spec, num_ranks=2, on_line=lines.append)
     assert any("rank 1 (shell) died; restart 1 of at most 1" in line for line in lines), lines
     assert sorted(losses(tmp_path / "run")) == list(range(1, 21))
 
@@ -148,6 +148,6 @@ def test_a_stop_request_saves(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TXL_FAULT", "step:terminate:5:0")
-    job = tiny_job(dataset, tmp_path / "run", NO_EVALUATION)
+    spec = tiny_spec(dataset, tmp_path / "run", NO_EVALUATION)
     with pytest.raises(PreemptedError, match="that of step"):
-        ShellLauncher(str(tmp_path / "scripts")).train(job, num_ranks=2, on_line=lambda line: None)
+        ShellLauncher(str(tmp_path / "scripts")).train(spec, num_ranks=2, on_line=lambda line: None)

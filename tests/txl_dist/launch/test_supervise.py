@@ -28,8 +28,8 @@ from txl_dist.launch.group import (
 )
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import Launcher
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 
 Script = Iterator[list[Event]]
 """The events of one start of ranks, one list per poll."""
@@ -43,9 +43,9 @@ class ScriptedGroup(Launcher):
     def __init__(self, run: Path, *settings: str) -> None:
         overrides = [f"directory={run}", "training.grace_seconds=0.3"]
         config = load_run_config(TINY, [*overrides, *settings])
-        self.job = TrainJob(config=config)
+        self.spec = TrainSpec(config=config)
         self.directory = RunDirectory(run)
-        self.files = LaunchFiles(run, self.job.launch_id)
+        self.files = LaunchFiles(run, self.spec.launch_id)
         self.lines: list[str] = []
         self.numbers: list[int] = []
         self.news: list[Event] = []
@@ -60,7 +60,7 @@ class ScriptedGroup(Launcher):
         self._script: Script = iter(())
         selected = RankRange.parse(ranks)
         self.train(
-            self.job,
+            self.spec,
             num_ranks=selected.maximum,
             min_ranks=selected.minimum,
             on_line=self.lines.append,
@@ -70,10 +70,10 @@ class ScriptedGroup(Launcher):
         return self.numbers
 
     @contextmanager
-    def rank_group(self, job: TrainJob, ranks: RankRange) -> Iterator["ScriptedGroup"]:
+    def rank_group(self, spec: TrainSpec, ranks: RankRange) -> Iterator["ScriptedGroup"]:
         yield self
 
-    def start(self, job: TrainJob, num_ranks: int) -> None:
+    def start(self, spec: TrainSpec, num_ranks: int) -> None:
         self.numbers.append(num_ranks)
         self.killed = set()
         self._script = next(self._starts)(num_ranks)

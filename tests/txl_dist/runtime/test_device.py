@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, small_model
-from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_job, train
+from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_spec, train
 from txl_dist.cli.app import app
 from txl_dist.config.config_file import default_settings
 from txl_dist.config.run_config import Precision
@@ -30,8 +30,8 @@ from txl_dist.runtime.device import (
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.compatibility import check_config
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFacto
     """Twenty steps in bf16 on one rank."""
     run = tmp_path_factory.mktemp("bf16")
     settings = (BF16, NO_EVALUATION, *DROPOUT, "training.keep_checkpoints=9")
-    assert ranks(1).run(train, tiny_job(dataset, run, *settings, *ZERO["0"])) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, run, *settings, *ZERO["0"])) == [0]
     return run
 
 
@@ -107,7 +107,7 @@ def test_losses_in_bf16_are_close_to_those_in_fp32(
     ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path
 ) -> None:
     settings = (NO_EVALUATION, *DROPOUT, *ZERO["0"])
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *settings)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *settings)) == [0]
     assert losses(run) == pytest.approx(losses(tmp_path), rel=LOSS_TOLERANCE)
     assert losses(run) != pytest.approx(losses(tmp_path), rel=1e-6), "nothing was bf16"
 
@@ -147,22 +147,22 @@ def test_two_ranks_at_any_stage_have_close_losses_and_resume_bit_for_bit(
     ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, stage: str
 ) -> None:
     settings = (BF16, NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
-    whole = tiny_job(dataset, tmp_path / "whole", *settings, "training.keep_checkpoints=9")
+    whole = tiny_spec(dataset, tmp_path / "whole", *settings, "training.keep_checkpoints=9")
     assert ranks(2).run(train, whole) == [0, 0]
     assert losses(tmp_path / "whole") == pytest.approx(losses(run), rel=LOSS_TOLERANCE)
     checkpoint = str(tmp_path / "whole" / "checkpoints" / "step-00000006")
-    resumed = tiny_job(dataset, tmp_path / "resumed", *settings, resume=checkpoint)
+    resumed = tiny_spec(dataset, tmp_path / "resumed", *settings, resume=checkpoint)
     assert ranks(2).run(train, resumed) == [0, 0]
     expected = {step: loss for step, loss in losses(tmp_path / "whole").items() if step > 6}
     assert losses(tmp_path / "resumed") == expected
 
 
-def forward_both_ways(world: World, job: TrainJob) -> tuple[Tensor, Tensor, Tensor]:
+def forward_both_ways(world: World, spec: TrainSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Nats of the first batch: from the engine, under `runtime.device.autocast`, in fp32."""
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         engine, batch = trainer.step.engine, trainer.batches.read()
         columns = (batch.input, batch.target, batch.age)
         inputs = [torch.from_numpy(column) for column in columns]
@@ -178,8 +178,8 @@ def test_training_and_evaluation_have_the_same_autocast(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     """DeepSpeed applies its own autocast, and disables one around its engine."""
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, BF16)
-    [(from_engine_BT, autocast_BT, exact_BT)] = ranks(1).run(forward_both_ways, job)
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, BF16)
+    [(from_engine_BT, autocast_BT, exact_BT)] = ranks(1).run(forward_both_ways, spec)
     assert torch.equal(from_engine_BT, autocast_BT)
     assert not torch.equal(from_engine_BT, exact_BT)
 
@@ -206,9 +206,9 @@ def test_generation_runs_in_bf16_too() -> None:
 @pytest.mark.fault_row(30)
 def test_fp16_is_refused_with_what_to_write_instead(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"precision: 'fp16' is not supported.* bf16.* or fp32"):
-        tiny_job(dataset, tmp_path, "precision=fp16")
+        tiny_spec(dataset, tmp_path, "precision=fp16")
     with pytest.raises(ConfigError, match=r"precision is \"int8\".*'fp32' or 'bf16'"):
-        tiny_job(dataset, tmp_path, "precision=int8")
+        tiny_spec(dataset, tmp_path, "precision=int8")
 
 
 def test_another_precision_on_resume_must_be_allowed() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import tiny_job, train
+from tests.support.training_runs import tiny_spec, train
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.fault_injection import (
     FAULT_VARIABLE,
@@ -19,7 +19,7 @@ from txl_dist.runtime.fault_injection import (
     parse_fault,
 )
 from txl_dist.runtime.world import World
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 
 def test_nothing_happens_without_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +53,10 @@ def test_an_invalid_fault_is_refused_with_what_is_legal(
         fault_point("step")
 
 
-def train_traced(world: World, job: TrainJob, trace: Path) -> int:
+def train_traced(world: World, spec: TrainSpec, trace: Path) -> int:
     os.environ[TRACE_VARIABLE] = str(trace)
     try:
-        return train(world, job)
+        return train(world, spec)
     finally:
         del os.environ[TRACE_VARIABLE]
 
@@ -65,9 +65,9 @@ def test_a_run_and_its_resume_reach_every_point(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     settings = ("training.num_steps=4", "optimizer.warmup_steps=2", "evaluation.max_tokens=20")
-    job = tiny_job(dataset, tmp_path / "run", *settings, "training.checkpoint_interval_steps=3")
+    spec = tiny_spec(dataset, tmp_path / "run", *settings, "training.checkpoint_interval_steps=3")
     for _ in range(2):
-        assert ranks(1).run(train_traced, job, tmp_path / "trace") == [0]
+        assert ranks(1).run(train_traced, spec, tmp_path / "trace") == [0]
     reached = [line.split()[-1] for line in (tmp_path / "trace").read_text().splitlines()]
     # No store and no change of lanes in this run.
     assert set(reached) == {*POINTS} - {"upload", "replay", "score"}

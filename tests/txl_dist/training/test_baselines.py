@@ -11,7 +11,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import losses, train
 from txl_dist.cli.reproduce import experiments
 from txl_dist.config.config_file import flatten_config, load_run_config
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 BASELINES = sorted((CONFIGS / "baselines").glob("*.yaml"))
@@ -50,7 +50,7 @@ def test_every_baseline_trains(
         "optimizer.warmup_steps=0",
         "evaluation.max_tokens=500",
     )
-    job = TrainJob(config=load_run_config(path, overrides))
-    assert ranks(1).run(train, job) == [0]
+    spec = TrainSpec(config=load_run_config(path, overrides))
+    assert ranks(1).run(train, spec) == [0]
     nats = losses(tmp_path)
     assert nats[30] < nats[10] < math.log(257)

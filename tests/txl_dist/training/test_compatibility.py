@@ -15,7 +15,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.verify import excerpts
 from tests.support.commands import run_txl
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, tiny_spec, train
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.config.config_file import default_settings
@@ -24,8 +24,8 @@ from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import check_config, check_data
 from txl_dist.training.data import TrainingData
-from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import load_state
 
 COMMAND = re.compile(r"txl prepare INPUT --out NEW_DIR --tokenizer (\S+)")
@@ -48,21 +48,21 @@ def _prepared(text: Path, out: Path, **settings: object) -> Path:
 @pytest.fixture(scope="module")
 def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run")
-    job = tiny_job(dataset, run, NO_EVALUATION, "training.num_steps=4")
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, run, NO_EVALUATION, "training.num_steps=4")
+    assert ranks(1).run(train, spec) == [0]
     return run
 
 
 def _mix(dataset: Path, run: Path, data: Path) -> None:
     corpora = {path.name: {"path": str(path), "weight": 1} for path in (dataset, data)}
     mixture = ("data.path=null", f"data.mixture={json.dumps(corpora)}")
-    job = tiny_job(dataset, run, NO_EVALUATION, *mixture)
-    TrainingData.open(job.config, num_ranks=1)
+    spec = tiny_spec(dataset, run, NO_EVALUATION, *mixture)
+    TrainingData.open(spec.config, num_ranks=1)
 
 
 def _resume(dataset: Path, run: Path, data: Path) -> None:
     checkpoint = resolve_checkpoint(run)
-    opened = TrainingData.open(tiny_job(data, run, NO_EVALUATION).config, num_ranks=1)
+    opened = TrainingData.open(tiny_spec(data, run, NO_EVALUATION).config, num_ranks=1)
     manifest = load_checkpoint_manifest(checkpoint)
     check_data(
         manifest, load_state(checkpoint, manifest), opened.phase, opened.corpora[0].tokenizer,
@@ -106,8 +106,8 @@ def run_on_ids(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> t
     (folder / "names.json").write_text('{"End": 0, "Bar": 1}')
     options = ("--format", "ids", "--vocab-size", 32, "--end-of-document", "End")
     data = _ids(folder / "data", 31, *options, "--names", folder / "names.json")
-    job = tiny_job(data, folder / "run", NO_EVALUATION, "training.num_steps=4")
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(data, folder / "run", NO_EVALUATION, "training.num_steps=4")
+    assert ranks(1).run(train, spec) == [0]
     return data, folder / "run"
 
 
@@ -143,10 +143,10 @@ def prepare(out: Path, text: str) -> Path:
     return out
 
 
-def refusal_of(world: World, job: TrainJob) -> str:
+def refusal_of(world: World, spec: TrainSpec) -> str:
     """The message of the CheckpointError; empty if there is none."""
     try:
-        train_rank(job, world)
+        train_rank(spec, world)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -161,11 +161,11 @@ def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
     other = prepare(tmp_path / "other", text.replace("e", "x"))
     assert load_manifest(data).vocab_size == load_manifest(other).vocab_size
     settings = (NO_EVALUATION, "training.num_steps=5")
-    assert ranks(1).run(refusal_of, tiny_job(data, tmp_path / "run", *settings)) == [""]
-    job = tiny_job(other, tmp_path / "run", *settings, allow_data_change=True)
-    [message] = ranks(1).run(refusal_of, job)
+    assert ranks(1).run(refusal_of, tiny_spec(data, tmp_path / "run", *settings)) == [""]
+    spec = tiny_spec(other, tmp_path / "run", *settings, allow_data_change=True)
+    [message] = ranks(1).run(refusal_of, spec)
     assert "another tokenizer than that of the data: the text of some ids" in message
-    assert ranks(1).run(train, job) == [4]
+    assert ranks(1).run(train, spec) == [4]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.support.training_runs import (
     ZERO,
     losses,
     metrics,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from txl_dist.config.config_file import load_run_config
@@ -30,7 +30,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
 from txl_dist.training import compilation, loop
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 
 COMPILE = "training.compile=true"
 # A compiled layer sums in another order. Measured over these steps: 2.4e-8, and 1.3e-7 in the norm.
@@ -40,7 +40,7 @@ NORM_TOLERANCE = 1e-5
 
 def test_stage_3_is_refused_with_the_reason(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"compile is not supported at deepspeed\.zero_stage=3"):
-        tiny_job(dataset, tmp_path, COMPILE, *ZERO["3"])
+        tiny_spec(dataset, tmp_path, COMPILE, *ZERO["3"])
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_compiled_layers_are_recorded_where_that_is_possible(
     assert compilation.records_graphs(config, torch.device(device)) == is_recorded
 
 
-def train_and_count_graphs(world: World, job: TrainJob) -> tuple[int, int]:
+def train_and_count_graphs(world: World, spec: TrainSpec) -> tuple[int, int]:
     """Compiled graphs when the first step begins, and at the end."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
@@ -81,7 +81,7 @@ def train_and_count_graphs(world: World, job: TrainJob) -> tuple[int, int]:
 
     loop.Trainer.run = run  # type: ignore[method-assign, assignment]
     try:
-        assert train(world, job) == 0
+        assert train(world, spec) == 0
     finally:
         loop.Trainer.run = first  # type: ignore[method-assign]
     return at_start[0], counters["stats"]["unique_graphs"]
@@ -105,9 +105,9 @@ def test_compiled_layers_have_the_same_trajectory_and_are_compiled_before_the_fi
 ) -> None:
     settings = (NO_EVALUATION, "training.num_steps=12", *options)
     eager, compiled = tmp_path / "eager", tmp_path / "compiled"
-    assert ranks(1).run(train, tiny_job(dataset, eager, *settings)) == [0]
-    job = tiny_job(dataset, compiled, *settings, COMPILE)
-    [(at_start, at_end)] = ranks(1).run(train_and_count_graphs, job)
+    assert ranks(1).run(train, tiny_spec(dataset, eager, *settings)) == [0]
+    spec = tiny_spec(dataset, compiled, *settings, COMPILE)
+    [(at_start, at_end)] = ranks(1).run(train_and_count_graphs, spec)
     assert 0 < at_start == at_end < 9
     assert losses(compiled) == pytest.approx(losses(eager), rel=TOLERANCE)
     eager_norms, norms = (

@@ -7,7 +7,7 @@ import pytest
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_spec, train
 from txl_dist.errors import DataError
 from txl_dist.training.data import TrainingData
 
@@ -41,7 +41,7 @@ def _log(run: Path) -> str:
 def test_by_default_the_valid_split_is_scored(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, DEFAULT)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, DEFAULT)) == [0]
     scored = [line["step"] for line in metrics(tmp_path) if "valid/loss" in line]
     assert scored == [8, 16, 20]
     assert (tmp_path / "BEST").exists()
@@ -51,7 +51,7 @@ def test_by_default_the_valid_split_is_scored(
 def test_data_without_a_valid_split_trains_with_a_warning(
     ranks: RankGroups, train_only: Path, tmp_path: Path
 ) -> None:
-    assert ranks(1).run(train, tiny_job(train_only, tmp_path, DEFAULT)) == [0]
+    assert ranks(1).run(train, tiny_spec(train_only, tmp_path, DEFAULT)) == [0]
     assert not any("valid/loss" in line for line in metrics(tmp_path))
     assert "no evaluation" in _log(tmp_path)
     assert "--split valid=0.01" in _log(tmp_path)
@@ -60,15 +60,15 @@ def test_data_without_a_valid_split_trains_with_a_warning(
 def test_null_disables_evaluation_without_a_warning(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION)) == [0]
     assert not any("valid/loss" in line for line in metrics(tmp_path))
     assert "evaluation | none, because evaluation.split=null" in _log(tmp_path)
 
 
 def test_a_split_that_no_corpus_has_is_refused(train_only: Path, tmp_path: Path) -> None:
-    job = tiny_job(train_only, tmp_path, "evaluation.split=valid")
+    spec = tiny_spec(train_only, tmp_path, "evaluation.split=valid")
     with pytest.raises(DataError, match="has no split 'valid'; it has train"):
-        TrainingData.open(job.config, num_ranks=1)
+        TrainingData.open(spec.config, num_ranks=1)
 
 
 @pytest.mark.parametrize(("reset", "in_order"), [("stream", True), ("document", False)])
@@ -77,8 +77,8 @@ def test_a_memory_that_continues_is_that_of_the_document_before(
 ) -> None:
     settings = (NO_EVALUATION, f"data.reset={reset}", "data.num_lanes=2", "training.num_steps=9")
     for shuffle in ("blocks", "none"):
-        job = tiny_job(chapters, tmp_path / shuffle, *settings, f"data.shuffle={shuffle}")
-        assert ranks(1).run(train, job) == [0]
+        spec = tiny_spec(chapters, tmp_path / shuffle, *settings, f"data.shuffle={shuffle}")
+        assert ranks(1).run(train, spec) == [0]
     # One block: shuffled blocks differ from the order of the corpus only inside it.
     assert (losses(tmp_path / "blocks") == losses(tmp_path / "none")) == in_order
 
@@ -91,6 +91,6 @@ def test_a_memory_that_continues_over_documents_shuffled_before_is_a_warning(
     prepare_dataset([text], data, PrepareSettings(format="lines", shuffle=1))
     for reset in ("document", "stream"):
         settings = (NO_EVALUATION, f"data.reset={reset}", "training.num_steps=4")
-        assert ranks(1).run(train, tiny_job(data, tmp_path / reset, *settings)) == [0]
+        assert ranks(1).run(train, tiny_spec(data, tmp_path / reset, *settings)) == [0]
         warns = f"{data} was prepared with --shuffle" in _log(tmp_path / reset)
         assert warns == (reset == "stream")

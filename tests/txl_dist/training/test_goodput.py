@@ -8,13 +8,13 @@ import pytest
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.run_directories import event, start, write_events
-from tests.support.training_runs import NO_EVALUATION, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, metrics, tiny_spec, train
 from txl_dist.events import EVENTS, EventLog, read_events
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.world import World
 from txl_dist.training import goodput
 from txl_dist.training.goodput import RunEvents, WallTime
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
@@ -225,7 +225,7 @@ def test_a_rollback_inside_a_process_counts_its_steps_as_lost(
     assert values_of(process.goodput)["lost_steps"] == 3
 
 
-def train_until(world: World, job: TrainJob, last: int) -> int:
+def train_until(world: World, spec: TrainSpec, last: int) -> int:
     """Fail in the step after `last`, as a bug or a lost GPU would."""
     original = TrainStep.compute
 
@@ -237,16 +237,16 @@ def train_until(world: World, job: TrainJob, last: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainStep, "compute", failing)
         with pytest.raises(RuntimeError, match="failed"):
-            train(world, job)
+            train(world, spec)
     return 0
 
 
 def test_metrics_and_summary_of_a_resumed_run(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION)  # saves every 6 steps
-    assert ranks(1).run(train_until, job, 9) == [0]
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION)  # saves every 6 steps
+    assert ranks(1).run(train_until, spec, 9) == [0]
+    assert ranks(1).run(train, spec) == [0]
     lines = metrics(tmp_path)
     assert [line["restarts"] for line in lines] == [0] * 6 + [1] * 14
     assert [line["lost_steps"] for line in lines] == [0] * 6 + [3] * 14

@@ -18,7 +18,7 @@ from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import plain_optimizer
-from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_spec, train
 from txl_dist.checkpoint.reader import load_model
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -120,9 +120,9 @@ def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
     ranks: RankGroups, dataset: Path, tmp_path: Path, optimizer: str, stage: str
 ) -> None:
     # In this order: the first override replaces the whole section.
-    job = tiny_job(dataset, tmp_path, RULES[optimizer], *SETTINGS, *ZERO[stage])
-    assert ranks(1).run(train, job) == [0]
-    model, expected = plain_run(job.config, dataset, optimizer)
+    spec = tiny_spec(dataset, tmp_path, RULES[optimizer], *SETTINGS, *ZERO[stage])
+    assert ranks(1).run(train, spec) == [0]
+    model, expected = plain_run(spec.config, dataset, optimizer)
     norms = [line["gradient_norm"] for line in expected]
     assert min(norms) < CLIPPING < max(norms), "some steps are clipped, others are not"
     actual = [{name: line[name] for name in expected[0]} for line in metrics(tmp_path)]
@@ -147,7 +147,7 @@ def test_a_small_dropout_rate_has_an_effect(
         "model.init_std=0.5",  # with the default, attention hardly affects the first loss
     )
     for rate in (0, 0.05):
-        job = tiny_job(dataset, tmp_path / str(rate), *one_step, f"{option}={rate}")
-        assert ranks(1).run(train, job) == [0]
+        spec = tiny_spec(dataset, tmp_path / str(rate), *one_step, f"{option}={rate}")
+        assert ranks(1).run(train, spec) == [0]
     without, with_dropout = losses(tmp_path / "0"), losses(tmp_path / "0.05")
     assert with_dropout != pytest.approx(without, rel=TOLERANCE)

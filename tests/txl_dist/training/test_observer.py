@@ -7,13 +7,13 @@ from typing import Any
 
 from tests.support.diverging_runs import NanHidden
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import metrics, tiny_job
+from tests.support.training_runs import metrics, tiny_spec
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
-from txl_dist.training.job import TrainJob
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import StepScore
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
@@ -61,12 +61,12 @@ class Everything(Observer):
         self.events.append(("end", state.step))
 
 
-def train_observed(world: World, job: TrainJob, *faults: Any) -> list[tuple[str, int]]:
+def train_observed(world: World, spec: TrainSpec, *faults: Any) -> list[tuple[str, int]]:
     """The events that an observer sees."""
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         trainer.observers.append(everything := Everything(world))
         for fault in faults:
             fault(trainer)
@@ -85,7 +85,7 @@ def test_an_observer_sees_every_event_on_all_ranks_and_adds_a_metric(
         "training.num_steps=4", "training.log_interval_steps=2", "optimizer.warmup_steps=2",
         "training.checkpoint_interval_steps=2", "evaluation.max_tokens=100",
     )  # fmt: skip
-    seen = ranks(2).run(train_observed, tiny_job(dataset, tmp_path, *settings))
+    seen = ranks(2).run(train_observed, tiny_spec(dataset, tmp_path, *settings))
     expected = [
         ("start", 0),
         *of_step(1),
@@ -105,8 +105,8 @@ def test_an_observer_is_told_of_a_rollback_before_the_steps_after_it(
         "training.num_steps=4", "training.log_interval_steps=4", "evaluation.split=null",
         "training.checkpoint_interval_steps=1", "divergence.policy=rollback",
     )  # fmt: skip
-    job = tiny_job(dataset, tmp_path, *settings)
-    (seen,) = ranks(1).run(train_observed, job, NanHidden(rank=0, steps=(3,)))
+    spec = tiny_spec(dataset, tmp_path, *settings)
+    (seen,) = ranks(1).run(train_observed, spec, NanHidden(rank=0, steps=(3,)))
     at = seen.index(("rollback", 1))
     assert seen[at - 2 : at] == [("save", 2), ("segment", 3)]
     assert seen[at + 1 : at + 3] == [("segment", 2), ("step", 2)]  # excluded: no update

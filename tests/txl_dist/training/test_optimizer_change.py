@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, refusal, score_of_step, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, refusal, score_of_step, tiny_spec, train
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import check_optimizer_states, load_model
 from txl_dist.config.config_file import flatten_config
@@ -15,7 +15,7 @@ from txl_dist.training.compatibility import check_config
 
 
 def settings(*overrides: str) -> dict[str, Any]:
-    return flatten_config(tiny_job(Path("data"), Path("run"), *overrides).config)
+    return flatten_config(tiny_spec(Path("data"), Path("run"), *overrides).config)
 
 
 def check(old: dict[str, Any], new: dict[str, Any], *allowed: str) -> None:
@@ -57,8 +57,8 @@ def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     short = ("training.num_steps=4", "optimizer.averaging=asgd", "evaluation.max_tokens=40")
-    job = tiny_job(dataset, tmp_path, *short)
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, *short)
+    assert ranks(1).run(train, spec) == [0]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert "scores the average of the weights" in log
 
@@ -72,26 +72,26 @@ def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
     assert scored == score(path, dataset, "averaged") != score(path, dataset, "last")
     assert score_of_step(tmp_path, 4).nats_per_token == pytest.approx(scored, rel=1e-6)
 
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION, *short[:1])) == [4]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION, *short[:1])) == [4]
     assert "optimizer.averaging: checkpoint 'asgd', now None" in refusal(tmp_path)
 
 
 def score(checkpoint: Path, dataset: Path, weights: Any) -> float:
     from txl_dist.evaluation.distributed import evaluate
-    from txl_dist.evaluation.job import evaluation_job
+    from txl_dist.evaluation.spec import evaluation_spec
 
-    job = evaluation_job(
+    spec = evaluation_spec(
         checkpoint, dataset, split="valid", tgt_len=None, mem_len=None, batch=4, max_tokens=40,
         weights=weights,
     )  # fmt: skip
-    return evaluate(job).sums.nats_per_token
+    return evaluate(spec).sums.nats_per_token
 
 
 def test_averaged_weights_that_do_not_exist_are_refused(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, "training.num_steps=4")
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, "training.num_steps=4")
+    assert ranks(1).run(train, spec) == [0]
     path = tmp_path / "checkpoints" / "step-00000004"
     assert load_checkpoint_manifest(path).optimizer_states == ("exp_avg", "exp_avg_sq")
     with pytest.raises(CheckpointError, match="has no averaged weights"):

@@ -16,15 +16,15 @@ from tests.support.training_runs import (
     losses,
     metrics,
     refusal,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.config.config_file import dump_run_config, load_run_config
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.training.data import TrainingData
-from txl_dist.training.job import TrainJob
 from txl_dist.training.phases import CorpusEntry, Phase, count_tokens, phases_from
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = (
@@ -50,18 +50,18 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return datasets
 
 
-def mixed_job(
+def mixed_spec(
     corpora: dict[str, Path],
     weights: dict[str, float],
     run: Path,
     *overrides: str,
     **options: object,
-) -> TrainJob:
+) -> TrainSpec:
     mixture = {
         name: {"path": str(corpora[name]), "weight": weight} for name, weight in weights.items()
     }
     data = ("data.path=null", f"data.mixture={json.dumps(mixture)}")
-    return tiny_job(corpora["oak"], run, *SETTINGS, *data, *overrides, **options)
+    return tiny_spec(corpora["oak"], run, *SETTINGS, *data, *overrides, **options)
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -77,19 +77,19 @@ def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     before, after = {"oak": 3.0, "ash": 1.0}, {"oak": 1.0, "elm": 2.0, "ash": 1.0}
-    assert ranks(2).run(train, mixed_job(corpora, before, first)) == [0, 0]
+    assert ranks(2).run(train, mixed_spec(corpora, before, first)) == [0, 0]
 
     at_8 = str(checkpoint(first, 8))
-    job = mixed_job(corpora, after, second, resume=at_8)
-    assert ranks(2).run(train, job) == [4, 4]
+    spec = mixed_spec(corpora, after, second, resume=at_8)
+    assert ranks(2).run(train, spec) == [4, 4]
     message = refusal(second)
     assert "data.mixture.elm: not in the checkpoint, now 50.00%" in message
     assert "data.mixture.oak: checkpoint 0.75, now 0.25" in message
     assert "data.mixture.ash" not in message, "its share is the same"
     assert "--allow-change data.mixture" in message
 
-    job = mixed_job(corpora, after, second, resume=at_8, allow_change=CHANGE)
-    assert ranks(2).run(train, job) == [0, 0]
+    spec = mixed_spec(corpora, after, second, resume=at_8, allow_change=CHANGE)
+    assert ranks(2).run(train, spec) == [0, 0]
     uninterrupted = losses(second)
     assert sorted(uninterrupted) == list(range(9, 21))
     assert uninterrupted[9] != losses(first)[9], "other text"
@@ -101,8 +101,8 @@ def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
     assert phases[1].first_epoch > 0
     for at, num_ranks, tolerance in [(12, 2, 0.0), (12, 1, 2e-6), (16, 1, 2e-6)]:
         resumed = tmp_path / f"resumed-{at}-{num_ranks}"
-        job = mixed_job(corpora, after, resumed, resume=str(checkpoint(second, at)))
-        assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+        spec = mixed_spec(corpora, after, resumed, resume=str(checkpoint(second, at)))
+        assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
         expected = {step: loss for step, loss in uninterrupted.items() if step > at}
         assert losses(resumed) == pytest.approx(expected, rel=tolerance)
         assert state_of(checkpoint(resumed, 20)).phases == phases
@@ -113,8 +113,8 @@ def test_the_same_shares_are_no_change_of_the_mixture(
 ) -> None:
     run = tmp_path / "run"
     short = "training.num_steps=6"
-    assert ranks(1).run(train, mixed_job(corpora, {"oak": 1, "elm": 3}, run, short)) == [0]
-    again = mixed_job(
+    assert ranks(1).run(train, mixed_spec(corpora, {"oak": 1, "elm": 3}, run, short)) == [0]
+    again = mixed_spec(
         corpora, {"oak": 2, "elm": 6}, run, "training.num_steps=8",
         allow_change=STEPS,
     )  # fmt: skip
@@ -126,13 +126,13 @@ def test_one_corpus_becomes_two_and_one_again(
     ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    assert ranks(1).run(train, tiny_job(corpora["oak"], first, *SETTINGS)) == [0]
-    two = mixed_job(
+    assert ranks(1).run(train, tiny_spec(corpora["oak"], first, *SETTINGS)) == [0]
+    two = mixed_spec(
         corpora, {"oak": 1, "ash": 1}, second, resume=str(checkpoint(first, 8)),
         allow_change=CHANGE,
     )  # fmt: skip
     assert ranks(1).run(train, two) == [0]
-    one = tiny_job(
+    one = tiny_spec(
         corpora["ash"], third, *SETTINGS, resume=str(checkpoint(second, 12)), allow_change=CHANGE
     )
     assert ranks(1).run(train, one) == [0]
@@ -143,7 +143,7 @@ def test_one_corpus_becomes_two_and_one_again(
         ["oak", "ash"],
         ["data"],
     ]
-    assert ranks(1).run(train, tiny_job(corpora["oak"], third, *SETTINGS)) == [3]
+    assert ranks(1).run(train, tiny_spec(corpora["oak"], third, *SETTINGS)) == [3]
 
 
 def test_a_corpus_that_changed_is_refused_by_name(
@@ -151,13 +151,13 @@ def test_a_corpus_that_changed_is_refused_by_name(
 ) -> None:
     run = tmp_path / "run"
     weights = {"oak": 1.0, "ash": 1.0}
-    assert ranks(1).run(train, mixed_job(corpora, weights, run, "training.num_steps=6")) == [0]
+    assert ranks(1).run(train, mixed_spec(corpora, weights, run, "training.num_steps=6")) == [0]
     changed = {**corpora, "ash": corpora["elm"]}
-    job = mixed_job(changed, weights, run)
-    assert ranks(1).run(train, job) == [3]
+    spec = mixed_spec(changed, weights, run)
+    assert ranks(1).run(train, spec) == [3]
     assert "data.mixture.ash.path has" in refusal(run)
     assert "--allow-data-change" in refusal(run)
-    moved = mixed_job(changed, weights, run, allow_data_change=True, allow_change=STEPS)
+    moved = mixed_spec(changed, weights, run, allow_data_change=True, allow_change=STEPS)
     assert ranks(1).run(train, moved) == [0]
     assert len(state_of(checkpoint(run, 20)).phases) == 2
 
@@ -171,8 +171,8 @@ def test_evaluation_reads_the_first_corpus_that_has_the_split(
     }
     assert len(set(tokens.values())) == 3
     settings = ("training.num_steps=4", "evaluation.split=valid")
-    job = mixed_job(corpora, {"ash": 1.0, "oak": 1.0}, tmp_path / "run", *settings)
-    assert ranks(2).run(train, job) == [0, 0]
+    spec = mixed_spec(corpora, {"ash": 1.0, "oak": 1.0}, tmp_path / "run", *settings)
+    assert ranks(2).run(train, spec) == [0, 0]
     (line,) = [line for line in metrics(tmp_path / "run") if "valid/loss" in line]
     assert (line["step"], line["valid/tokens_scored"]) == (4, tokens["ash"] - 1)
 
@@ -190,9 +190,9 @@ def test_corpora_that_do_not_fit_together_are_refused_by_name(
         ("chars", "corpora 'oak' .* and 'chars' .* type byte and char, vocab_size"),
         ("copy", "data.mixture.oak .* and copy .* are the same data"),
     ):
-        job = mixed_job(datasets, {"oak": 1.0, other: 1.0}, tmp_path / "run")
+        spec = mixed_spec(datasets, {"oak": 1.0, other: 1.0}, tmp_path / "run")
         with pytest.raises(DataError, match=message):
-            TrainingData.open(job.config, num_ranks=1)
+            TrainingData.open(spec.config, num_ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_an_invalid_mixture_is_a_config_error(overrides: list[str], message: str
 
 
 def test_txl_data_mix_prints_the_shares(corpora: dict[str, Path], tmp_path: Path) -> None:
-    config = mixed_job(corpora, {"oak": 1.0, "elm": 3.0}, tmp_path).config
+    config = mixed_spec(corpora, {"oak": 1.0, "elm": 3.0}, tmp_path).config
     (tmp_path / "run.yaml").write_text(dump_run_config(config))
     done = txl("data", "mix", tmp_path / "run.yaml", "data.mixture.oak.weight=9", "--json")
     assert done.returncode == 0, done.stderr

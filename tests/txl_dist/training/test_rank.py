@@ -8,32 +8,32 @@ from pathlib import Path
 import pytest
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_spec, train
 from txl_dist.runtime.world import World
-from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import _logging_to
+from txl_dist.training.spec import TrainSpec
 
 
 @pytest.fixture(scope="module")
 def undisturbed(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("undisturbed")
-    assert ranks(1).run(train, tiny_job(dataset, run, NO_EVALUATION)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, run, NO_EVALUATION)) == [0]
     return run
 
 
-def train_while_the_clock_runs_backwards(world: World, job: TrainJob) -> int:
+def train_while_the_clock_runs_backwards(world: World, spec: TrainSpec) -> int:
     with pytest.MonkeyPatch.context() as patch:
         clock = iter(range(2_000_000_000, 0, -3600))
         patch.setattr(time, "time", lambda: float(next(clock)))
-        return train(world, job)
+        return train(world, spec)
 
 
 @pytest.mark.fault_row(34)
 def test_a_clock_that_jumps_back_changes_no_duration_and_no_order(
     ranks: RankGroups, dataset: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION)
-    assert ranks(1).run(train_while_the_clock_runs_backwards, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION)
+    assert ranks(1).run(train_while_the_clock_runs_backwards, spec) == [0]
     assert losses(tmp_path) == losses(undisturbed)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 21))
@@ -47,7 +47,7 @@ def test_a_log_on_a_full_disk_does_not_stop_training(
 ) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION)) == [0]
     assert losses(tmp_path) == losses(undisturbed)
 
 
@@ -66,8 +66,8 @@ def test_no_secret_of_a_config_is_written_to_the_run_directory(
 ) -> None:
     """The resolved config, the manifests of checkpoints and the logs do not contain it."""
     secrets = ("tracking.uri=http://me:CANARY@127.0.0.1:1?token=CANARY", "training.num_steps=6")
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *secrets)
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *secrets)
+    assert ranks(1).run(train, spec) == [0]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"config.yaml", "manifest.json", "rank-0.log"} <= {path.name for path in files}
     assert [path for path in files if b"CANARY" in path.read_bytes()] == []

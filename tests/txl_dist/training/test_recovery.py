@@ -22,12 +22,12 @@ from tests.support.diverging_runs import (
     train_with,
 )
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_spec, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import DivergedError
 from txl_dist.runtime import activity
-from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
+from txl_dist.training.spec import TrainSpec
 
 # As in tests/properties/test_one_trajectory.py: another number of ranks sums in another order.
 TOLERANCE = 2e-6
@@ -45,14 +45,14 @@ def counters(run: Path) -> dict[int, tuple[int, int]]:
     }
 
 
-def jobs_with_change(
+def specs_with_change(
     dataset: Path, run: Path, *settings: str, change: tuple[str, ...], step: int = 6
-) -> list[TrainJob]:
-    """The jobs of a run of 12 steps, the second of which changes settings after `step`."""
+) -> list[TrainSpec]:
+    """The specs of a run of 12 steps, the second of which changes settings after `step`."""
     allowed = ("training.num_steps", *(override.partition("=")[0] for override in change))
     constant = (*settings, "optimizer.schedule=constant", "optimizer.warmup_steps=0")
     return [
-        tiny_job(dataset, run, *constant, f"training.num_steps={last_step}", *more,
+        tiny_spec(dataset, run, *constant, f"training.num_steps={last_step}", *more,
                  allow_change=allowed)
         for last_step, more in ((step, ()), (12, change))
     ]  # fmt: skip
@@ -64,12 +64,12 @@ def dumps(run: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
-def texts_of_lanes(job: TrainJob, position: int) -> list[str]:
+def texts_of_lanes(spec: TrainSpec, position: int) -> list[str]:
     """What the lanes read in the step at this position."""
-    data = job.config.data
+    data = spec.config.data
     source = open_split(data.path, "train")
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=5, tgt_len=3)
-    order: Any = {"ordering": data.ordering, "seed": job.config.seed}
+    order: Any = {"ordering": data.ordering, "seed": spec.config.seed}
     reader = SegmentReader(source, plan, lanes=range(5), num_rows=5, reset=data.reset, **order)
     (segment,) = reader.read(position, 1)
     return [ByteTokenizer().decode(row) for row in segment.input]
@@ -80,10 +80,10 @@ def test_a_rollback_continues_as_if_the_steps_had_never_been_computed(
 ) -> None:
     """On two ranks after a poisoned weight, and on one rank that skips the steps directly."""
     run, reference = tmp_path / "run", tmp_path / "reference"
-    job = tiny_job(dataset, run, *SETTINGS, ROLLBACK, *ZERO["2"])
-    ends = ranks(2).run(train_with, job, NanWeight(rank=1, step=8))
+    spec = tiny_spec(dataset, run, *SETTINGS, ROLLBACK, *ZERO["2"])
+    ends = ranks(2).run(train_with, spec, NanWeight(rank=1, step=8))
     assert [code for code, *_ in ends] == [0, 0]
-    (end,) = ranks(1).run(train_with, tiny_job(dataset, reference, *SETTINGS), SkipSteps(7, 8))
+    (end,) = ranks(1).run(train_with, tiny_spec(dataset, reference, *SETTINGS), SkipSteps(7, 8))
     assert end[0] == 0
     assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
     assert [*losses(run)] == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12]
@@ -100,8 +100,8 @@ def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
 ) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     settings = (*SETTINGS, SKIP, "training.num_steps=8")
-    job = tiny_job(dataset, straight, *settings)
-    ends = ranks(2).run(train_with, job, NanHidden(rank=1, steps=(5,)))
+    spec = tiny_spec(dataset, straight, *settings)
+    ends = ranks(2).run(train_with, spec, NanHidden(rank=1, steps=(5,)))
     assert [code for code, *_ in ends] == [0, 0]
     assert [*losses(straight)] == [1, 2, 3, 4, 6, 7, 8]
     assert counters(straight) == dict.fromkeys(range(5, 9), (1, 0))
@@ -114,19 +114,19 @@ def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
     assert [(lane["lane"], lane["loss"] == "nan") for lane in first["lanes"] + second["lanes"]] == [
         (0, False), (1, False), (2, True), (3, True), (4, True),
     ]  # fmt: skip
-    texts = texts_of_lanes(job, 12)
+    texts = texts_of_lanes(spec, 12)
     for dump in (first, second):
         assert (dump["position"], dump["loss"]) == (12, "nan")
         assert dump["epochs"] == [{"epoch": 0, "start": 12, "stop": 15}]
         for lane in dump["lanes"]:
             assert (lane["targets"], lane["text"]) == (3, texts[lane["lane"]])
 
-    job = tiny_job(dataset, resumed, *settings)
-    ends = ranks(2).run(train_with, job, NanHidden(rank=1, steps=(5,)), StopAfter(5))
+    spec = tiny_spec(dataset, resumed, *settings)
+    ends = ranks(2).run(train_with, spec, NanHidden(rank=1, steps=(5,)), StopAfter(5))
     assert [code for code, *_ in ends] == [75, 75]
     state = final_state(resumed, 5)
     assert (state.skipped_steps, state.contiguous_from, state.position) == (1, 15, 15)
-    assert ranks(2).run(train, tiny_job(dataset, resumed, *settings)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, resumed, *settings)) == [0, 0]
     assert losses(resumed) == losses(straight)
     assert counters(resumed) == counters(straight)
 
@@ -142,14 +142,14 @@ def test_every_stage_has_the_same_trajectory_and_resumes_bit_for_bit(
     settings = (*SETTINGS, policy, "model.dropout=0.1", *ZERO[stage])
     faults = (NanHidden(rank=0, steps=(6,)), NanHidden(rank=0, steps=(10,)))
     for num_ranks, run in ((1, one), (2, two)):
-        ends = ranks(num_ranks).run(train_with, tiny_job(dataset, run, *settings), *faults)
+        ends = ranks(num_ranks).run(train_with, tiny_spec(dataset, run, *settings), *faults)
         assert [code for code, *_ in ends] == [0] * num_ranks
     assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
     for step in (5, 7, 10):
-        job = tiny_job(dataset, resumed, *settings)
-        ends = ranks(2).run(train_with, job, *faults, StopAfter(step))
+        spec = tiny_spec(dataset, resumed, *settings)
+        ends = ranks(2).run(train_with, spec, *faults, StopAfter(step))
         assert [code for code, *_ in ends] == [75, 75]
-    ends = ranks(2).run(train_with, tiny_job(dataset, resumed, *settings), *faults)
+    ends = ranks(2).run(train_with, tiny_spec(dataset, resumed, *settings), *faults)
     assert [code for code, *_ in ends] == [0, 0]
     assert losses(resumed) == losses(two)
     skipped = {5, 6, 9, 10} if policy == ROLLBACK else {6, 10}
@@ -163,9 +163,9 @@ def test_a_spike_is_undone_with_the_update_that_caused_it(
 ) -> None:
     """The update of step 8 is too large, and the loss of step 9 shows it."""
     run, reference = tmp_path / "run", tmp_path / "reference"
-    job = tiny_job(dataset, run, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
-    assert [code for code, *_ in ranks(2).run(train_with, job, HighRate(8))] == [0, 0]
-    ranks(2).run(train_with, tiny_job(dataset, reference, *SETTINGS), SkipSteps(8, 9))
+    spec = tiny_spec(dataset, run, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
+    assert [code for code, *_ in ranks(2).run(train_with, spec, HighRate(8))] == [0, 0]
+    ranks(2).run(train_with, tiny_spec(dataset, reference, *SETTINGS), SkipSteps(8, 9))
     assert losses(run) == losses(reference)
     assert dumps(run, 9)[0]["loss"] > 20
     # No step was compared with losses of the abandoned trajectory.
@@ -177,8 +177,8 @@ def test_a_spike_is_undone_with_the_update_that_caused_it(
 def test_a_checkpoint_of_the_update_that_led_to_the_event_is_not_used(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
-    ends = ranks(2).run(train_with, job, HighRate(9))  # the checkpoint of step 9 has its weights
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
+    ends = ranks(2).run(train_with, spec, HighRate(9))  # the checkpoint of step 9 has its weights
     assert [code for code, *_ in ends] == [0, 0]
     returned = "to the checkpoint of step 6; the run continues without steps 9 and 10"
     assert any(returned in event for event in ends[0][2])
@@ -192,12 +192,12 @@ def test_weights_that_a_save_refuses_are_undone(
 ) -> None:
     """Step 9 has a checkpoint, so its save finds the infinite weights too, at any time."""
     run, reference = tmp_path / "run", tmp_path / "reference"
-    job = tiny_job(dataset, run, *SETTINGS, ROLLBACK)
-    ends = ranks(num_ranks).run(train_with, job, HighRate(9, factor=math.inf))
+    spec = tiny_spec(dataset, run, *SETTINGS, ROLLBACK)
+    ends = ranks(num_ranks).run(train_with, spec, HighRate(9, factor=math.inf))
     assert [code for code, *_ in ends] == [0] * num_ranks, ends
     returned = "to the checkpoint of step 6; the run continues without steps 9 and 10"
     assert any(returned in event for event in ends[0][2])
-    ranks(num_ranks).run(train_with, tiny_job(dataset, reference, *SETTINGS), SkipSteps(9, 10))
+    ranks(num_ranks).run(train_with, tiny_spec(dataset, reference, *SETTINGS), SkipSteps(9, 10))
     assert losses(run) == losses(reference)
     assert CheckpointDirectory(run).steps() == [9, 12]
 
@@ -230,9 +230,9 @@ def test_weights_that_only_a_save_refuses_are_undone(
     run, reference = tmp_path / "run", tmp_path / "reference"
     settings = (*SETTINGS, ROLLBACK, f"training.num_steps={last_step}")
     fault = RefuseSave(9, rank=num_ranks - 1)
-    ends = ranks(num_ranks).run(train_with, tiny_job(dataset, run, *settings), fault)
+    ends = ranks(num_ranks).run(train_with, tiny_spec(dataset, run, *settings), fault)
     assert [code for code, *_ in ends] == [0] * num_ranks, ends
-    ranks(num_ranks).run(train_with, tiny_job(dataset, reference, *settings), SkipSteps(9))
+    ranks(num_ranks).run(train_with, tiny_spec(dataset, reference, *settings), SkipSteps(9))
     assert losses(run) == losses(reference)
     checkpoints = CheckpointDirectory(run)
     assert checkpoints.newest_step() == last_step
@@ -246,13 +246,13 @@ def test_skipped_steps_survive_a_kill_directly_after_the_rollback(
     """The checkpoint of step 6 has them, before any later checkpoint is written."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     fault = NanWeight(rank=1, step=8)
-    ranks(2).run(train_with, tiny_job(dataset, straight, *SETTINGS, ROLLBACK), fault)
-    job = tiny_job(dataset, killed, *SETTINGS, ROLLBACK)
+    ranks(2).run(train_with, tiny_spec(dataset, straight, *SETTINGS, ROLLBACK), fault)
+    spec = tiny_spec(dataset, killed, *SETTINGS, ROLLBACK)
     # The second fault ends the run as a kill would: nothing is saved.
-    ends = ranks(2).run(train_with, job, fault, EndAtStep(7))
+    ends = ranks(2).run(train_with, spec, fault, EndAtStep(7))
     assert [code for code, *_ in ends] == [3, 3]
     assert CheckpointDirectory(killed).steps() == [3, 6]
-    assert ranks(2).run(train, tiny_job(dataset, killed, *SETTINGS, ROLLBACK)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, killed, *SETTINGS, ROLLBACK)) == [0, 0]
     assert losses(killed) == losses(straight)
     assert counters(killed) == counters(straight)
 
@@ -284,9 +284,9 @@ def test_a_rollback_to_a_change_of_lanes_rebuilds_the_memory(
     run, reference = tmp_path / "run", tmp_path / "reference"
     settings = (*SETTINGS, ROLLBACK, "data.reset=stream")
     for path, fault in ((run, NanHidden(rank=0, steps=(9,))), (reference, SkipSteps(8, 9))):
-        jobs = jobs_with_change(dataset, path, *settings, change=("data.num_lanes=3",))
-        for job, faults in zip(jobs, ((), (fault,)), strict=True):
-            assert [code for code, *_ in ranks(2).run(train_with, job, *faults)] == [0, 0]
+        specs = specs_with_change(dataset, path, *settings, change=("data.num_lanes=3",))
+        for spec, faults in zip(specs, ((), (fault,)), strict=True):
+            assert [code for code, *_ in ranks(2).run(train_with, spec, *faults)] == [0, 0]
     assert losses(run) == losses(reference)
     assert metrics(run)[-1]["lost_steps"] == 2
 
@@ -295,8 +295,8 @@ def test_a_rollback_to_a_change_of_lanes_rebuilds_the_memory(
 def test_a_rollback_counts_steps_that_had_no_line_yet_as_lost(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS, ROLLBACK, "training.log_interval_steps=6")
-    assert ranks(1).run(train_with, job, NanHidden(rank=0, steps=(9,)))[0][0] == 0
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS, ROLLBACK, "training.log_interval_steps=6")
+    assert ranks(1).run(train_with, spec, NanHidden(rank=0, steps=(9,)))[0][0] == 0
     assert metrics(tmp_path)[-1]["lost_steps"] == 2
 
 
@@ -304,8 +304,8 @@ def test_a_rollback_counts_steps_that_had_no_line_yet_as_lost(
 def test_a_rollback_without_an_older_checkpoint_stops(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS, ROLLBACK)
-    ends = ranks(2).run(train_with, job, NanHidden(rank=0, steps=(4,)))
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS, ROLLBACK)
+    ends = ranks(2).run(train_with, spec, NanHidden(rank=0, steps=(4,)))
     for code, message, _ in ends:
         assert code == 5
         assert "finds no checkpoint of a step before 3" in message
@@ -320,15 +320,17 @@ def test_too_many_events_end_the_run_and_name_the_last_good_checkpoint(
     """Also after a resume, which resets the number of events only if it names a checkpoint."""
     settings = (*SETTINGS, policy, "divergence.max_events=2", "training.keep_checkpoints=9")
     fault = NanHidden(rank=1, steps=range(8, 13))
-    job = tiny_job(dataset, tmp_path, *settings)
-    assert ranks(2).run(train_with, job, fault, StopAfter(8))[0][0] == 75
-    for code, message, _ in ranks(2).run(train_with, tiny_job(dataset, tmp_path, *settings), fault):
+    spec = tiny_spec(dataset, tmp_path, *settings)
+    assert ranks(2).run(train_with, spec, fault, StopAfter(8))[0][0] == 75
+    for code, message, _ in ranks(2).run(
+        train_with, tiny_spec(dataset, tmp_path, *settings), fault
+    ):
         assert code == 5
         assert "This is event 3 within 1000 steps, more than divergence.max_events=2" in message
         # The rollback of step 9 has excluded step 6 too, the last update before it.
         last_good = CheckpointDirectory(tmp_path).at(6 if policy == SKIP else 3)
         assert f"--resume {last_good}" in message
-    given = tiny_job(
+    given = tiny_spec(
         dataset, tmp_path / "fork", *settings, resume=str(CheckpointDirectory(tmp_path).at(3))
     )
     for code, message, events in ranks(2).run(train_with, given, fault):
@@ -350,7 +352,7 @@ def test_weights_that_cannot_be_evaluated_are_given_up(
     )  # fmt: skip
     run, reference = tmp_path / "run", tmp_path / "reference"
     for path, fault in ((run, HighRate(8, factor=1e30)), (reference, SkipSteps(8))):
-        (end,) = ranks(1).run(train_with, tiny_job(dataset, path, *settings), fault)
+        (end,) = ranks(1).run(train_with, tiny_spec(dataset, path, *settings), fault)
         assert end[0] == 0, end[1]
     assert losses(run) == losses(reference)
     assert scores(run) == scores(reference)
@@ -374,9 +376,9 @@ def test_a_rollback_to_before_a_change_continues_with_the_new_settings(
     for path, step, fault in (
         (run, 6, NanHidden(rank=0, steps=(7,))), (reference, 3, SkipSteps(6, 7))
     ):  # fmt: skip
-        jobs = jobs_with_change(dataset, path, *settings, change=change, step=step)
-        for job, faults in zip(jobs, ((), (fault,)), strict=True):
-            ends = ranks(num_ranks).run(train_with, job, *faults)
+        specs = specs_with_change(dataset, path, *settings, change=change, step=step)
+        for spec, faults in zip(specs, ((), (fault,)), strict=True):
+            ends = ranks(num_ranks).run(train_with, spec, *faults)
             assert [code for code, *_ in ends] == [0] * num_ranks
         if path == run:
             returned = "returned from step 6 to the checkpoint of step 3"
@@ -397,7 +399,7 @@ def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(
         (resumed, (fault, StopAfter(5))),
         (resumed, (fault,)),
     ):
-        ranks(1).run(train_with, tiny_job(dataset, run, *settings), *faults)
+        ranks(1).run(train_with, tiny_spec(dataset, run, *settings), *faults)
     names = ("step", "loss", "lr", "gradient_norm", "memory_valid", "skipped_steps")
     lines = [
         [{name: line.get(name) for name in names} for line in metrics(run)]
@@ -422,11 +424,11 @@ class SlowSteps:
         trainer.step.engine.step = slow
 
 
-def train_slowly(world: Any, job: Any, *faults: Any) -> Any:
+def train_slowly(world: Any, spec: Any, *faults: Any) -> Any:
     clock = activity.time
     activity.time = SimpleNamespace(monotonic=clock.monotonic)  # type: ignore[assignment]
     try:
-        return train_with(world, job, SlowSteps(), *faults)
+        return train_with(world, spec, SlowSteps(), *faults)
     finally:
         activity.time = clock
 
@@ -435,8 +437,8 @@ def test_steps_that_a_rollback_excludes_do_not_count_as_speed(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     settings = (NO_EVALUATION, "training.num_steps=12", "training.log_interval_steps=4")
-    job = tiny_job(dataset, tmp_path, *settings)
-    (end,) = ranks(1).run(train_slowly, job, SkipSteps(6, 7))
+    spec = tiny_spec(dataset, tmp_path, *settings)
+    (end,) = ranks(1).run(train_slowly, spec, SkipSteps(6, 7))
     assert end[0] == 0
     speeds = [line["tokens_per_second"] for line in metrics(tmp_path)]
     assert speeds[1:] == pytest.approx([15, 15], rel=0.01)
@@ -446,7 +448,7 @@ def test_a_memory_that_was_replayed_has_no_gap(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     settings = (*SETTINGS, SKIP, "data.reset=stream")
-    for job in jobs_with_change(dataset, tmp_path, *settings, change=("data.num_lanes=3",)):
-        assert ranks(1).run(train_with, job, NanHidden(rank=0, steps=(6,)))[0][0] == 0
+    for spec in specs_with_change(dataset, tmp_path, *settings, change=("data.num_lanes=3",)):
+        assert ranks(1).run(train_with, spec, NanHidden(rank=0, steps=(6,)))[0][0] == 0
     valid = {line["step"]: line.get("memory_valid") for line in metrics(tmp_path)}
     assert valid[7] == 1.0

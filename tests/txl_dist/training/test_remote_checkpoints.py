@@ -17,7 +17,7 @@ from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.cloud_runs import SETTINGS, URL, aws, die_after, in_cloud, remote_steps  # noqa: F401
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_spec, train
 from tests.txl_dist.training.test_saving import train_changed
 from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.copies import copy_name
@@ -27,8 +27,8 @@ from txl_dist.events import read_events
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.goodput import WallTime
-from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
+from txl_dist.training.spec import TrainSpec
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -40,16 +40,16 @@ def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
     bucket: Any,  # noqa: F811
     num_ranks: int,
 ) -> None:
-    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION)
+    straight = tiny_spec(dataset, tmp_path / "straight", NO_EVALUATION)
     assert ranks(num_ranks).run(train, straight) == [0] * num_ranks
 
-    job = tiny_job(dataset, tmp_path / "run", *SETTINGS)
-    ends = ranks(num_ranks).run(in_cloud, aws, train_changed, job, die_after, 13)
+    spec = tiny_spec(dataset, tmp_path / "run", *SETTINGS)
+    ends = ranks(num_ranks).run(in_cloud, aws, train_changed, spec, die_after, 13)
     assert [code for code, _ in ends] == [3] * num_ranks
     assert remote_steps(bucket) == [5, 10]
     shutil.rmtree(tmp_path / "run")
 
-    assert ranks(num_ranks).run(in_cloud, aws, train, job) == [0] * num_ranks
+    assert ranks(num_ranks).run(in_cloud, aws, train, spec) == [0] * num_ranks
     assert "resuming at step 10" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert losses(tmp_path / "run") == losses(straight.run_path)
     time = WallTime.of(read_events(tmp_path / "run"))
@@ -88,13 +88,13 @@ def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
 ) -> None:
     """Two hosts with a disk each: no lock and no directory is common to the two attempts."""
     straight, older, newer = (tmp_path / name for name in ("straight", "older", "newer"))
-    assert ranks(1).run(train, tiny_job(dataset, straight, NO_EVALUATION)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, straight, NO_EVALUATION)) == [0]
     overrides = [f"data.path={dataset}", f"directory={newer}", *SETTINGS]
     command = [sys.executable, "-m", "txl_dist", "train", str(TINY), *overrides]
     command += ["--on", "processes"]
-    job = tiny_job(dataset, older, *SETTINGS)
+    spec = tiny_spec(dataset, older, *SETTINGS)
     [(code, message)] = ranks(1).run(
-        in_cloud, aws, train_changed, job, continue_elsewhere, 7, command
+        in_cloud, aws, train_changed, spec, continue_elsewhere, 7, command
     )
     assert code == 4, message
     assert "attempt 2 (host " in message
@@ -120,23 +120,23 @@ def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
 ) -> None:
     """Its command can be repeated, also on an empty disk."""
 
-    def start(job: TrainJob, *changes: Any) -> Any:
+    def start(spec: TrainSpec, *changes: Any) -> Any:
         function = train_changed if changes else train
-        (end,) = ranks(1).run(in_cloud, aws, function, job, *changes)
+        (end,) = ranks(1).run(in_cloud, aws, function, spec, *changes)
         return end
 
-    source = tiny_job(dataset, tmp_path / "source", NO_EVALUATION, *SETTINGS[2:])
+    source = tiny_spec(dataset, tmp_path / "source", NO_EVALUATION, *SETTINGS[2:])
     assert start(source) == 0
     given = str(CheckpointDirectory(source.run_path).at(15))
-    job = tiny_job(dataset, tmp_path / "run", *SETTINGS, resume=given)
-    assert start(job, die_after, 18)[0] == 3
-    assert start(job, die_after, 18)[0] == 3, "before it has saved a checkpoint"
-    assert start(job) == 0
+    spec = tiny_spec(dataset, tmp_path / "run", *SETTINGS, resume=given)
+    assert start(spec, die_after, 18)[0] == 3
+    assert start(spec, die_after, 18)[0] == 3, "before it has saved a checkpoint"
+    assert start(spec) == 0
     assert remote_steps(bucket) == [20]
     shutil.rmtree(tmp_path / "run")
     longer = (*SETTINGS, "training.num_steps=22")
     allow = {"resume": given, "allow_change": ("training.num_steps", "optimizer.lr")}
-    assert start(tiny_job(dataset, tmp_path / "run", *longer, **allow)) == 0
+    assert start(tiny_spec(dataset, tmp_path / "run", *longer, **allow)) == 0
     assert "resuming at step 20" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert remote_steps(bucket) == [20, 22]
 
@@ -144,13 +144,13 @@ def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
     copies, other = bucket.find("bucket/runs/one/checkpoints"), tmp_path / "other"
     allow["resume"] = str(CheckpointDirectory(source.run_path).at(20))
     for _ in range(2):
-        assert start(tiny_job(dataset, other, *longer, **allow)) == 2
+        assert start(tiny_spec(dataset, other, *longer, **allow)) == 2
         assert "has checkpoints of another run" in refusal(other)
     assert CheckpointDirectory(other).newest_step() is None
     assert bucket.find("bucket/runs/one/checkpoints") == copies
 
 
-def test_a_job_that_does_not_fit_the_copies_gets_none_of_their_files(
+def test_a_spec_that_does_not_fit_the_copies_gets_none_of_their_files(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
@@ -158,9 +158,9 @@ def test_a_job_that_does_not_fit_the_copies_gets_none_of_their_files(
     bucket: Any,  # noqa: F811
 ) -> None:
     """A mistyped URL is that of another run: the directory must stay usable with the right one."""
-    job = tiny_job(dataset, tmp_path / "first", *SETTINGS)
-    assert ranks(1).run(in_cloud, aws, train_changed, job, die_after, 8)[0][0] == 3
-    other = tiny_job(dataset, tmp_path / "second", *SETTINGS, "seed=7")
+    spec = tiny_spec(dataset, tmp_path / "first", *SETTINGS)
+    assert ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 8)[0][0] == 3
+    other = tiny_spec(dataset, tmp_path / "second", *SETTINGS, "seed=7")
     assert ranks(1).run(in_cloud, aws, train, other) == [4]
     assert "seed: checkpoint 3, now 7" in refusal(other.run_path)
     assert not (other.run_path / "metrics.jsonl").exists()
@@ -173,7 +173,7 @@ def test_a_job_that_does_not_fit_the_copies_gets_none_of_their_files(
 
 
 def train_with_refused_uploads(
-    world: World, job: TrainJob, until_step: int | None
+    world: World, spec: TrainSpec, until_step: int | None
 ) -> tuple[int, str, bool]:
     """Answer all uploads with an error, until a step if one is given; whether that happened."""
     upload, refused = RemotePath.write_from, []
@@ -188,7 +188,7 @@ def train_with_refused_uploads(
         RemotePath.write_from = refuse  # type: ignore[method-assign]
 
     try:
-        return *train_changed(world, job, refuse_uploads), bool(refused)
+        return *train_changed(world, spec, refuse_uploads), bool(refused)
     finally:
         RemotePath.write_from = upload  # type: ignore[method-assign]
 
@@ -201,14 +201,14 @@ def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_late
     aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS)
-    ends = ranks(1).run(in_cloud, aws, train_with_refused_uploads, job, 20)
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_with_refused_uploads, spec, 20)
     assert ends == [(0, "", True)]
     assert remote_steps(bucket) == [15, 20]
 
 
 def train_with_store_away(
-    world: World, job: TrainJob, first_step: int, last_step: int
+    world: World, spec: TrainSpec, first_step: int, last_step: int
 ) -> tuple[int, int]:
     """Fail every request between two steps; 0 is the start. How the run ends, how many failed."""
     request, failed, trainers = RemotePath._request, [], []
@@ -227,7 +227,7 @@ def train_with_store_away(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RemotePath, "_request", request_or_fail)
         patch.setattr("txl_dist.training.rank.build_trainer", build)
-        return train(world, job), len(failed)
+        return train(world, spec), len(failed)
 
 
 def test_a_restart_by_its_launch_needs_no_store(
@@ -238,17 +238,17 @@ def test_a_restart_by_its_launch_needs_no_store(
     bucket: Any,  # noqa: F811
 ) -> None:
     """Another launch may lack newer checkpoints, so it does."""
-    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION)
+    straight = tiny_spec(dataset, tmp_path / "straight", NO_EVALUATION)
     assert ranks(1).run(train, straight) == [0]
-    job = tiny_job(dataset, tmp_path / "run", *SETTINGS)
-    ends = ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)
+    spec = tiny_spec(dataset, tmp_path / "run", *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 13)
     assert [code for code, _ in ends] == [3]
-    other = job.model_copy(update={"launch_id": "another"})
+    other = spec.model_copy(update={"launch_id": "another"})
     ((code, _),) = ranks(1).run(in_cloud, aws, train_with_store_away, other, 0, 17)
     assert code == 4
-    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 17)
+    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, spec, 0, 17)
     assert (code, num_failed > 0) == (0, True)
-    assert losses(job.run_path) == losses(straight.run_path)
+    assert losses(spec.run_path) == losses(straight.run_path)
     assert remote_steps(bucket) == [15, 20]
     assert len(bucket.ls("bucket/runs/one/attempts")) == 2, "recorded later"
 
@@ -261,13 +261,13 @@ def test_a_restart_without_the_store_stops_if_the_run_has_gone_on_elsewhere(
     aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS)
-    ends = ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_changed, spec, die_after, 13)
     assert [code for code, _ in ends] == [3]
     other = AttemptRecord.of_this_process(number=2, launch_id="other")
     bucket.pipe(f"bucket/runs/one/attempts/{other.file_name}", other.model_dump_json().encode())
     copies = bucket.find("bucket/runs/one/checkpoints")
-    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 14)
+    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, spec, 0, 14)
     assert (code, num_failed > 0) == (4, True)
     assert "attempt 2 (host" in (tmp_path / "logs/rank-0.log").read_text()
     bucket.invalidate_cache()
@@ -283,12 +283,12 @@ def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
 ) -> None:
     hasty = (*SETTINGS, "training.checkpoint_upload_timeout_seconds=3")
     ends = ranks(2).run(
-        in_cloud, aws, train_with_refused_uploads, tiny_job(dataset, tmp_path, *hasty), None
+        in_cloud, aws, train_with_refused_uploads, tiny_spec(dataset, tmp_path, *hasty), None
     )
     for code, message, _ in ends:
         assert code == 4
         assert f"could not be copied to {URL}: ConnectionError: 503" in message
         assert "The same command repeats the upload" in message
     assert CheckpointDirectory(tmp_path).steps() == [15, 20]
-    job = tiny_job(dataset, tmp_path, *SETTINGS)
-    assert ranks(2).run(in_cloud, aws, train, job) == [0, 0], "the same command uploads"
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS)
+    assert ranks(2).run(in_cloud, aws, train, spec) == [0, 0], "the same command uploads"

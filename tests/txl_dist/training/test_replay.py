@@ -15,7 +15,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.running_mean import overrides_of
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import random_corpus
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_spec, train
 from txl_dist.model.memory import memory_kind
 
 CONSTANT_WEIGHTS = ("optimizer.lr=1.0e-30", "optimizer.min_lr=0", "optimizer.warmup_steps=0")
@@ -75,12 +75,12 @@ def test_a_longer_memory_is_what_it_would_be_if_it_had_always_been_longer(
     for name, mem_len, num_steps in [
         ("long", 10, 10), ("short", 4, 10), ("changed", 4, 5), ("changed", 10, 10),
     ]:  # fmt: skip
-        job = tiny_job(
+        spec = tiny_spec(
             dataset, tmp_path / name, *settings,
             f"model.mem_len={mem_len}", f"training.num_steps={num_steps}",
             allow_change=("model.mem_len", "training.num_steps"),
         )  # fmt: skip
-        assert ranks(1).run(train, job) == [0]
+        assert ranks(1).run(train, spec) == [0]
     changed = losses(tmp_path / "changed")
     for name, steps in [("short", range(1, 6)), ("long", range(6, 11))]:
         expected = losses(tmp_path / name)
@@ -100,11 +100,11 @@ def test_lanes_change_in_mid_run_and_the_log_counts_the_tokens(
             f"training.num_steps={num_steps}",
         )  # fmt: skip
         if num_steps > 4:
-            assert ranks(1).run(train, tiny_job(dataset, run, *settings, *overrides)) == [4]
+            assert ranks(1).run(train, tiny_spec(dataset, run, *settings, *overrides)) == [4]
             assert "--allow-change data.num_lanes" in refusal(run)
         allowed = ("data.num_lanes", "data.tgt_len", "training.num_steps")
-        job = tiny_job(dataset, run, *settings, *overrides, allow_change=allowed)
-        assert ranks(1).run(train, job) == [0]
+        spec = tiny_spec(dataset, run, *settings, *overrides, allow_change=allowed)
+        assert ranks(1).run(train, spec) == [0]
     log = (run / "logs" / "rank-0.log").read_text()
     assert (
         re.findall(r"tokens lost by this resume (\d+), read twice (\d+)", log) == [("0", "0")] * 2
@@ -131,8 +131,8 @@ def test_lanes_and_lengths_change_with_other_kinds_of_memory(
     rate = ("model.compression_rate=3",) if kind == "compressive" else ()
     for more in (("training.num_steps=2",), ("training.num_steps=5", *change)):
         overrides = (NO_EVALUATION, "optimizer.warmup_steps=0", *overrides_of(kind), *rate, *more)
-        job = tiny_job(dataset, tmp_path, *overrides, allow_change=allowed)
-        assert ranks(1).run(train, job) == [0]
+        spec = tiny_spec(dataset, tmp_path, *overrides, allow_change=allowed)
+        assert ranks(1).run(train, spec) == [0]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert "tokens lost by this resume 0, read twice 0" in log
     assert ("tokens per lane, unscored" in log) == (kind == "compressive"), "read again"

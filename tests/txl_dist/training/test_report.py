@@ -10,7 +10,7 @@ import pytest
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_spec, train
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.activity import Span
@@ -55,8 +55,8 @@ def test_mem_valid_is_the_share_of_all_ranks_lanes(
     valid = []
     for num_ranks in (1, 2):
         run = tmp_path / str(num_ranks)
-        job = tiny_job(short, run, NO_EVALUATION)
-        assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+        spec = tiny_spec(short, run, NO_EVALUATION)
+        assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
         valid.append([line["memory_valid"] for line in metrics(run)])
     assert valid[0] == valid[1]
     assert 0 < max(valid[0]) < 1
@@ -66,8 +66,8 @@ def test_a_step_without_a_target_has_no_line_and_no_effect(
     ranks: RankGroups, short: Path, tmp_path: Path
 ) -> None:
     """Segments of one token: the last of every epoch has nothing to predict."""
-    job = tiny_job(short, tmp_path, NO_EVALUATION, "data.tgt_len=1", "training.num_steps=50")
-    assert ranks(2).run(train, job) == [0, 0]
+    spec = tiny_spec(short, tmp_path, NO_EVALUATION, "data.tgt_len=1", "training.num_steps=50")
+    assert ranks(2).run(train, spec) == [0, 0]
     reported = losses(tmp_path)
     (lane_tokens,) = {step for step in range(2, 31) if step not in reported}
     assert set(range(1, 51)) - reported.keys() == {lane_tokens, 2 * lane_tokens}
@@ -76,7 +76,7 @@ def test_a_step_without_a_target_has_no_line_and_no_effect(
 def test_the_mfu_is_at_most_1_and_the_peak_never_decreases(
     ranks: RankGroups, short: Path, tmp_path: Path
 ) -> None:
-    assert ranks(2).run(train, tiny_job(short, tmp_path, NO_EVALUATION)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(short, tmp_path, NO_EVALUATION)) == [0, 0]
     peaks = [line["peak_flops"] for line in metrics(tmp_path)]
     assert peaks == sorted(peaks)
     assert all(0 < line["mfu"] <= 1 for line in metrics(tmp_path))
@@ -85,19 +85,19 @@ def test_the_mfu_is_at_most_1_and_the_peak_never_decreases(
 def test_a_segment_as_long_as_a_lane_is_the_longest_that_trains(
     ranks: RankGroups, short: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(short, tmp_path, NO_EVALUATION, "data.tgt_len=1000")
+    spec = tiny_spec(short, tmp_path, NO_EVALUATION, "data.tgt_len=1000")
     with pytest.raises(ConfigError, match="longer than a lane") as caught:
-        TrainingData.open(job.config, num_ranks=1)
+        TrainingData.open(spec.config, num_ranks=1)
     longest = str(caught.value).partition("at most ")[2].partition(",")[0]
     settings = (NO_EVALUATION, f"data.tgt_len={longest}", "training.num_steps=4")
-    assert ranks(2).run(train, tiny_job(short, tmp_path, *settings)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(short, tmp_path, *settings)) == [0, 0]
 
 
 def test_the_log_says_what_is_probably_not_meant(
     ranks: RankGroups, short: Path, tmp_path: Path
 ) -> None:
     settings = (NO_EVALUATION, "optimizer.lr=0.05", "training.num_steps=4")
-    assert ranks(1).run(train, tiny_job(short, tmp_path, *settings)) == [0]
+    assert ranks(1).run(train, tiny_spec(short, tmp_path, *settings)) == [0]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert "settings | WARNING: optimizer.lr=0.05 with optimizer.name=adamw" in log
 

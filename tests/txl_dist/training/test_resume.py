@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_spec, train
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -22,8 +22,8 @@ from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.build import build_trainer
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 from txl_dist.training.state import DivergenceState
 
@@ -34,7 +34,7 @@ SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.kee
 def finished(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps with checkpoints at 5, 10, 15 and 20, for copies only."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0]
     return run
 
 
@@ -57,23 +57,23 @@ def flip(run: Path, step: int, kind: str) -> None:
     path.write_bytes(content)
 
 
-def command(dataset: Path, run: Path, resume: object = "auto", *overrides: str) -> TrainJob:
-    return tiny_job(dataset, run, *SETTINGS, *overrides, resume=str(resume))
+def command(dataset: Path, run: Path, resume: object = "auto", *overrides: str) -> TrainSpec:
+    return tiny_spec(dataset, run, *SETTINGS, *overrides, resume=str(resume))
 
 
-def build_and_end(world: World, job: TrainJob) -> int | str:
-    directory = RunDirectory(job.run_path)
+def build_and_end(world: World, spec: TrainSpec) -> int | str:
+    directory = RunDirectory(spec.run_path)
     directory.create()
     try:
         with ExitStack() as stack:
-            return build_trainer(Start.open(job, world, directory, stack)).state.step
+            return build_trainer(Start.open(spec, world, directory, stack)).state.step
     except TxlError as error:
         return str(error)
 
 
-def begins_at(ranks: RankGroups, job: TrainJob) -> int | str:
+def begins_at(ranks: RankGroups, spec: TrainSpec) -> int | str:
     """The step where a command resumes (0: a new run), or why it is refused."""
-    (end,) = ranks(1).run(build_and_end, job)
+    (end,) = ranks(1).run(build_and_end, spec)
     return end
 
 
@@ -112,8 +112,8 @@ def test_a_row_of_the_table(
     for step in {"the newest damaged": (15,), "all damaged": (5, 10, 15)}.get(is_there or "", ()):
         flip(run, step, "manifest")
     before = metrics_of(run)
-    job = command(dataset, run, given if resume == "PATH" else resume)
-    found = begins_at(ranks, job)
+    spec = command(dataset, run, given if resume == "PATH" else resume)
+    found = begins_at(ranks, spec)
     if isinstance(result, int):
         assert found == result
     else:
@@ -135,8 +135,8 @@ def test_copies_from_a_url_are_refused_until_they_are_renamed(
         shutil.rmtree(checkpoints.at(step))
     (run / "LATEST").unlink()
     before = metrics_of(run)
-    job = command(dataset, run, copy if resume == "PATH" else resume)
-    end = begins_at(ranks, job)
+    spec = command(dataset, run, copy if resume == "PATH" else resume)
+    end = begins_at(ranks, spec)
     if own_step == 20:
         assert end == 20, "an older copy does not matter"
         return
@@ -145,7 +145,7 @@ def test_copies_from_a_url_are_refused_until_they_are_renamed(
     assert metrics_of(run) == before, "a refusal changes nothing"
     copy.rename(checkpoints.at(15))
     if resume == "auto":
-        assert begins_at(ranks, job) == 15
+        assert begins_at(ranks, spec) == 15
 
 
 def metrics_of(run: Path) -> bytes | None:
@@ -176,12 +176,12 @@ def test_the_same_command_continues_its_fork(
     """As a scheduler repeats it, also after the other run has removed its checkpoint."""
     shutil.copytree(finished, tmp_path / "other")
     given, fork = tmp_path / "other" / "checkpoints" / "step-00000005", tmp_path / "fork"
-    job = command(dataset, fork, given)
-    assert ranks(2).run(train_with, job, StopAfter(12))[0][0] == 75
+    spec = command(dataset, fork, given)
+    assert ranks(2).run(train_with, spec, StopAfter(12))[0][0] == 75
     began = losses(fork)
     assert list(began) == list(range(6, 13)), "the steps before belong to the other run"
     shutil.rmtree(given)
-    assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
     assert "resuming at step 12" in log_of(fork)
     assert began.items() <= losses(fork).items()
     expected = {step: loss for step, loss in losses(finished).items() if step > 5}
@@ -201,9 +201,9 @@ def test_the_events_of_the_other_run_do_not_count_in_a_fork(
     update_state(
         CheckpointDirectory(tmp_path / "other"), 3, {"divergence": divergence.model_dump()}
     )
-    job = tiny_job(Path("no-data"), tmp_path / "fork", resume=str(path))
-    directory = CheckpointDirectory(job.run_path)
-    search = resume.Resume(job, None, World(0, 1), directory)  # type: ignore[arg-type]
+    spec = tiny_spec(Path("no-data"), tmp_path / "fork", resume=str(path))
+    directory = CheckpointDirectory(spec.run_path)
+    search = resume.Resume(spec, None, World(0, 1), directory)  # type: ignore[arg-type]
     point = search.find(download=False)
     assert point is not None
     assert point.state.divergence == DivergenceState(skip_steps=(2,))
@@ -231,10 +231,10 @@ def test_never_continues_what_an_earlier_attempt_of_its_launch_has_begun(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     """A launcher restarts its ranks with the command as it was given."""
-    job = command(dataset, tmp_path, "never")
-    assert ranks(1).run(train_with, job, StopAfter(7))[0][0] == 75
-    assert begins_at(ranks, job) == 7
-    again = job.model_copy(update={"launch_id": "another"})
+    spec = command(dataset, tmp_path, "never")
+    assert ranks(1).run(train_with, spec, StopAfter(7))[0][0] == 75
+    assert begins_at(ranks, spec) == 7
+    again = spec.model_copy(update={"launch_id": "another"})
     assert "--resume never would overwrite it" in str(begins_at(ranks, again))
 
 
@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_ste
     expected = losses(run)
     flip(run, 20, "weights")
     flip(run, 15, "memory")
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
     log = (run / "logs" / "rank-0.log").read_text()
     assert "step-00000020/weights-rank-00000.safetensors has sha256" in log
     assert "Resuming from step 10 instead; 10 steps are lost" in log
@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_ste
 @pytest.mark.fault_row(24)
 def test_strict_refuses_to_fall_back(ranks: RankGroups, dataset: Path, run: Path) -> None:
     flip(run, 20, "optimizer")
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, strict=True)) == [4, 4]
+    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS, strict=True)) == [4, 4]
     assert "optimizer-rank-00000.safetensors" in refusal(run)
 
 
@@ -267,7 +267,7 @@ def test_a_half_written_checkpoint_is_never_chosen(
 ) -> None:
     staging = run / "checkpoints" / ".saving.tmp"
     (run / "checkpoints" / "step-00000020").rename(staging)
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0]
     assert "resuming at step 15" in (run / "logs" / "rank-0.log").read_text()
     assert not staging.exists()
 
@@ -288,15 +288,15 @@ def test_a_half_written_checkpoint_is_never_chosen(
 def test_another_models_or_runs_checkpoint_is_refused_with_what_differs(
     ranks: RankGroups, dataset: Path, run: Path, override: str, message: str
 ) -> None:
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, override)) == [4, 4]
+    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS, override)) == [4, 4]
     assert message in refusal(run)
 
 
 def test_an_allowed_change_takes_effect(ranks: RankGroups, dataset: Path, run: Path) -> None:
     more = ("training.num_steps=23", "optimizer.schedule=constant")
     allowed = ("training.num_steps", "optimizer.schedule")
-    job = tiny_job(dataset, run, *SETTINGS, *more, allow_change=allowed)
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, run, *SETTINGS, *more, allow_change=allowed)
+    assert ranks(1).run(train, spec) == [0]
     assert max(losses(run)) == 23
 
 
@@ -307,10 +307,10 @@ def test_other_data_is_refused_unless_it_is_allowed(
     other = prepare_other_data(tmp_path)
     longer = ("training.num_steps=21",)
     options = {"allow_change": ("training.num_steps",)}
-    refused = tiny_job(other, run, *SETTINGS, *longer, **options)
+    refused = tiny_spec(other, run, *SETTINGS, *longer, **options)
     assert ranks(1).run(train, refused) == [3]
     assert "--allow-data-change" in refusal(run)
-    allowed = tiny_job(other, run, *SETTINGS, *longer, allow_data_change=True, **options)
+    allowed = tiny_spec(other, run, *SETTINGS, *longer, allow_data_change=True, **options)
     assert ranks(1).run(train, allowed) == [0]
 
 
@@ -326,7 +326,7 @@ def prepare_other_data(tmp_path: Path) -> Path:
 
 def test_a_finished_run_is_not_changed(ranks: RankGroups, dataset: Path, run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
@@ -339,7 +339,7 @@ def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
 
     old = load_checkpoint_manifest(run / "checkpoints" / "step-00000020").run
     older = {key: value for key, value in old.items() if key != "model.pre_lnorm"}
-    new = flatten_config(tiny_job(dataset, run, *SETTINGS).config)
+    new = flatten_config(tiny_spec(dataset, run, *SETTINGS).config)
     check_config(older, new, allowed=(), checkpoint="here")
     with pytest.raises(CheckpointError, match="pre_lnorm: checkpoint False, now True"):
         check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), checkpoint="here")
@@ -350,17 +350,17 @@ def test_the_newest_checkpoint_is_that_of_the_highest_step_not_of_the_latest_dat
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     constant = (NO_EVALUATION, "optimizer.schedule=constant")
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *constant)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *constant)) == [0]
     checkpoints = sorted((tmp_path / "checkpoints").iterdir())
     for age, path in enumerate(checkpoints):
         for file in (path, *path.iterdir()):
             os.utime(file, (10**9 - age * 10**6,) * 2)
-    job = tiny_job(
+    spec = tiny_spec(
         dataset,
         tmp_path,
         *constant,
         "training.num_steps=21",
         allow_change=("training.num_steps",),
     )
-    assert ranks(1).run(train, job) == [0]
+    assert ranks(1).run(train, spec) == [0]
     assert "resuming at step 20" in (tmp_path / "logs" / "rank-0.log").read_text()

@@ -19,7 +19,7 @@ from tests.support.training_runs import (
     losses,
     metrics,
     refusal,
-    tiny_job,
+    tiny_spec,
     train,
 )
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
@@ -30,11 +30,11 @@ from txl_dist.errors import TxlError
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
-from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.observer import Observer
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import StepScore
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState, load_state
 
@@ -49,13 +49,13 @@ RESUMES = ("restarts", "lost_steps")
 
 
 def train_changed(
-    world: World, job: TrainJob, change: Callable[..., None], *args: Any
+    world: World, spec: TrainSpec, change: Callable[..., None], *args: Any
 ) -> tuple[int, str]:
-    """Run a job after `change(trainer, *args)`; exit code and message of what ended it."""
-    directory = RunDirectory(job.run_path)
+    """Run a spec after `change(trainer, *args)`; exit code and message of what ended it."""
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         change(trainer, *args)
         try:
             trainer.run()
@@ -102,21 +102,21 @@ def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_equals_an_unin
     ranks: RankGroups, dataset: Path, tmp_path: Path, step: int, only_rank: int | None
 ) -> None:
     settings = (*SETTINGS, f"evaluation.interval_steps={step}", "evaluation.batch_chunks=1")
-    straight = tiny_job(dataset, tmp_path / "straight", *settings)
+    straight = tiny_spec(dataset, tmp_path / "straight", *settings)
     assert ranks(2).run(train, straight) == [0, 0]
 
-    job = tiny_job(dataset, tmp_path / "stopped", *settings)
-    ends = ranks(2).run(train_changed, job, stop_in_evaluation, step, only_rank)
+    spec = tiny_spec(dataset, tmp_path / "stopped", *settings)
+    ends = ranks(2).run(train_changed, spec, stop_in_evaluation, step, only_rank)
     assert [code for code, _ in ends] == [75, 75]
     assert f"stopped on request after step {step}" in ends[0][1]
-    assert CheckpointDirectory(job.run_path).steps()[-1] == step
-    assert not any("valid/loss" in line for line in metrics(job.run_path))
+    assert CheckpointDirectory(spec.run_path).steps()[-1] == step
+    assert not any("valid/loss" in line for line in metrics(spec.run_path))
 
-    assert ranks(2).run(train, job) == [0, 0]
-    assert computed(job.run_path) == computed(straight.run_path)
-    assert state_at(job.run_path, 20) == state_at(straight.run_path, 20)
+    assert ranks(2).run(train, spec) == [0, 0]
+    assert computed(spec.run_path) == computed(straight.run_path)
+    assert state_at(spec.run_path, 20) == state_at(straight.run_path, 20)
     best = (straight.run_path / "BEST").read_text()
-    assert (job.run_path / "BEST").read_text() == best
+    assert (spec.run_path / "BEST").read_text() == best
 
 
 class CopyAtScore(Observer):
@@ -139,23 +139,23 @@ def test_a_kill_between_a_score_and_its_line_writes_it_once(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     settings = (*SETTINGS, "evaluation.interval_steps=10")
-    straight = tiny_job(dataset, tmp_path / "straight", *settings)
+    straight = tiny_spec(dataset, tmp_path / "straight", *settings)
     assert ranks(1).run(train_changed, straight, keep_copy_before_line, tmp_path / "killed") == [
         (0, "")
     ]
-    job = tiny_job(dataset, tmp_path / "killed", *settings)
-    assert "valid/loss" not in computed(job.run_path)[-1]
-    assert ranks(1).run(train, job) == [0]
-    assert computed(job.run_path) == computed(straight.run_path)
+    spec = tiny_spec(dataset, tmp_path / "killed", *settings)
+    assert "valid/loss" not in computed(spec.run_path)[-1]
+    assert ranks(1).run(train, spec) == [0]
+    assert computed(spec.run_path) == computed(straight.run_path)
 
 
 def test_a_pending_evaluation_is_dropped_by_a_run_that_does_not_evaluate(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS, "evaluation.batch_chunks=1")
-    ends = ranks(1).run(train_changed, job, stop_in_evaluation, 10, None)
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS, "evaluation.batch_chunks=1")
+    ends = ranks(1).run(train_changed, spec, stop_in_evaluation, 10, None)
     assert ends[0][0] == 75
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *SETTINGS, NO_EVALUATION)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *SETTINGS, NO_EVALUATION)) == [0]
     assert not any("valid/loss" in line for line in metrics(tmp_path))
 
 
@@ -164,7 +164,7 @@ def test_a_pending_evaluation_is_dropped_by_a_run_that_does_not_evaluate(
 SAVES = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
 
 
-def train_with_slow_disk(world: World, job: TrainJob, rank: int) -> tuple[int, str]:
+def train_with_slow_disk(world: World, spec: TrainSpec, rank: int) -> tuple[int, str]:
     """A save of `rank` takes until 3 more steps have been trained, except at the end."""
     write_part = Save.write_part
     trainers: list[Trainer] = []
@@ -178,7 +178,7 @@ def train_with_slow_disk(world: World, job: TrainJob, rank: int) -> tuple[int, s
 
     Save.write_part = write_late  # type: ignore[method-assign]
     try:
-        return train_changed(world, job, trainers.append)
+        return train_changed(world, spec, trainers.append)
     finally:
         Save.write_part = write_part  # type: ignore[method-assign]
 
@@ -187,15 +187,15 @@ def train_with_slow_disk(world: World, job: TrainJob, rank: int) -> tuple[int, s
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its_step(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:
-    straight = tiny_job(dataset, tmp_path / "straight", *SAVES, *ZERO[stage])
+    straight = tiny_spec(dataset, tmp_path / "straight", *SAVES, *ZERO[stage])
     assert ranks(2).run(train, straight) == [0, 0]
-    slow = tiny_job(dataset, tmp_path / "slow", *SAVES, *ZERO[stage])
+    slow = tiny_spec(dataset, tmp_path / "slow", *SAVES, *ZERO[stage])
     assert ranks(2).run(train_with_slow_disk, slow, 1) == [(0, "")] * 2
     assert losses(slow.run_path) == losses(straight.run_path)
     for step in (5, 10, 15, 20):
         expected, actual = (
-            verify_checkpoint(CheckpointDirectory(job.run_path).at(step)).files
-            for job in (straight, slow)
+            verify_checkpoint(CheckpointDirectory(spec.run_path).at(step)).files
+            for spec in (straight, slow)
         )
         assert actual == expected, "the same bytes"
 
@@ -206,8 +206,8 @@ def test_a_checkpoint_is_saved_when_minutes_have_passed_on_rank_0(
 ) -> None:
     settings = (*SAVES, "training.checkpoint_interval_steps=99", "training.num_steps=6")
     minutes = "training.checkpoint_interval_minutes=1e-6"
-    job = tiny_job(dataset, tmp_path, *settings, minutes)
-    assert ranks(2).run(train_changed, job, unchanged) == [(0, "")] * 2
+    spec = tiny_spec(dataset, tmp_path, *settings, minutes)
+    assert ranks(2).run(train_changed, spec, unchanged) == [(0, "")] * 2
     assert CheckpointDirectory(tmp_path).steps() == [1, 2, 3, 4, 5, 6]
 
 
@@ -240,8 +240,8 @@ def test_a_non_finite_number_on_one_rank_prevents_the_save_on_all(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, kind: str
 ) -> None:
     settings = (NO_EVALUATION, *SETTINGS, "training.keep_checkpoints=1", *ZERO[stage])
-    job = tiny_job(dataset, tmp_path, *settings)
-    ends = ranks(2).run(train_changed, job, poison_before_save, 10, 1, kind)
+    spec = tiny_spec(dataset, tmp_path, *settings)
+    ends = ranks(2).run(train_changed, spec, poison_before_save, 10, 1, kind)
     assert [code for code, _ in ends] == [5, 5]
     for _, message in ends:
         assert f"after step 10 not all numbers are finite in {kind}" in message
@@ -258,15 +258,15 @@ def test_a_learning_rate_that_overflows_leaves_the_last_good_checkpoint(
     """The first loss at that rate is finite; the weights after its update are not."""
     settings = (NO_EVALUATION, "training.keep_checkpoints=1", "optimizer.schedule=constant")
     first = (*settings, "training.num_steps=5")
-    assert ranks(2).run(train, tiny_job(dataset, tmp_path, *first)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, tmp_path, *first)) == [0, 0]
 
     further = (*settings, "training.checkpoint_interval_steps=1")
     allowed = ("training.num_steps", "optimizer.lr", "optimizer.schedule")
-    hot = tiny_job(dataset, tmp_path, *further, "optimizer.lr=1e39", allow_change=allowed)
+    hot = tiny_spec(dataset, tmp_path, *further, "optimizer.lr=1e39", allow_change=allowed)
     assert ranks(2).run(train, hot) == [5, 5]
     assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in refusal(tmp_path)
     assert CheckpointDirectory(tmp_path).steps() == [5]
-    cool = tiny_job(dataset, tmp_path, *further, allow_change=allowed)
+    cool = tiny_spec(dataset, tmp_path, *further, allow_change=allowed)
     assert ranks(2).run(train, cool) == [0, 0]
 
 
@@ -276,8 +276,8 @@ def test_weights_too_large_to_compute_with_do_not_replace_the_good_checkpoint(
     """Finite weights whose next loss is infinite: an older checkpoint has to remain."""
     settings = (NO_EVALUATION, "training.keep_checkpoints=1", "optimizer.schedule=constant")
     first = (*settings, "training.num_steps=5")
-    assert ranks(2).run(train, tiny_job(dataset, tmp_path, *first)) == [0, 0]
-    hot = tiny_job(
+    assert ranks(2).run(train, tiny_spec(dataset, tmp_path, *first)) == [0, 0]
+    hot = tiny_spec(
         dataset,
         tmp_path,
         *settings,
@@ -312,8 +312,8 @@ def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     settings = (*SETTINGS, "evaluation.interval_steps=5", "training.keep_checkpoints=1")
-    job = tiny_job(dataset, tmp_path, *settings, "deepspeed.zero_stage=0")
-    ends = ranks(2).run(train_changed, job, nan_in_evaluation, 10)
+    spec = tiny_spec(dataset, tmp_path, *settings, "deepspeed.zero_stage=0")
+    ends = ranks(2).run(train_changed, spec, nan_in_evaluation, 10)
     assert [code for code, _ in ends] == [5, 5]
     for _, message in ends:
         assert "the loss of split valid after step 10 is nan" in message
@@ -341,8 +341,8 @@ def remove_run_directory(trainer: Trainer, step: int) -> None:
 def test_a_run_directory_removed_during_the_run_is_an_error(
     ranks: RankGroups, dataset: Path, tmp_path: Path, step: int
 ) -> None:
-    job = tiny_job(dataset, tmp_path / "run", NO_EVALUATION, *SETTINGS)
-    ends = ranks(2).run(train_changed, job, remove_run_directory, step)
+    spec = tiny_spec(dataset, tmp_path / "run", NO_EVALUATION, *SETTINGS)
+    ends = ranks(2).run(train_changed, spec, remove_run_directory, step)
     assert [code for code, _ in ends] == [4, 4]
     assert "is gone" in ends[1][1]
     assert not (tmp_path / "run").exists()
@@ -351,9 +351,9 @@ def test_a_run_directory_removed_during_the_run_is_an_error(
 def test_a_finished_run_logs_how_to_train_further(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *SETTINGS)
-    assert ranks(1).run(train, job) == [0]
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *SETTINGS)
+    assert ranks(1).run(train, spec) == [0]
+    assert ranks(1).run(train, spec) == [0]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert "this run is finished: 20 of training.num_steps=20 steps are done" in log
     assert "training.num_steps=MORE" in log
@@ -365,13 +365,13 @@ def test_best_is_updated_when_a_run_resumes_from_an_older_checkpoint(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     settings = (*SETTINGS, "evaluation.interval_steps=5", "training.keep_checkpoints=9")
-    job = tiny_job(dataset, tmp_path, *settings)
-    assert ranks(1).run(train, job) == [0]
+    spec = tiny_spec(dataset, tmp_path, *settings)
+    assert ranks(1).run(train, spec) == [0]
     directory = CheckpointDirectory(tmp_path)
     assert resolve_checkpoint(tmp_path / "BEST") != directory.at(5)
     for step in directory.steps()[1:]:
         (directory.at(step) / "manifest.json").write_text("damaged")
-    ends = ranks(1).run(train_changed, job, stop_immediately)
+    ends = ranks(1).run(train_changed, spec, stop_immediately)
     assert ends[0][0] == 75
     assert resolve_checkpoint(tmp_path / "BEST") == directory.at(5)
 

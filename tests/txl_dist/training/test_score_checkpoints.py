@@ -9,15 +9,15 @@ import pytest
 from data_pipeline.system.workers import InProcess
 from tests.support.diverging_runs import NanWeight, train_with
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_spec, train
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.score_checkpoints import watch
 from txl_dist.training.scores import FOLDER, ScoreTable, StepScore
+from txl_dist.training.spec import TrainSpec
 
 SETTINGS = (
     "evaluation.max_tokens=700",
@@ -46,17 +46,17 @@ def on_ranks(
     def run_of(num_ranks: int) -> Path:
         if num_ranks not in runs:
             runs[num_ranks] = tmp_path_factory.mktemp(f"on-{num_ranks}-ranks")
-            job = tiny_job(dataset, runs[num_ranks], *SETTINGS)
-            assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+            spec = tiny_spec(dataset, runs[num_ranks], *SETTINGS)
+            assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
         return runs[num_ranks]
 
     return run_of
 
 
-def unscored(dataset: Path, run: Path, *overrides: str) -> TrainJob:
-    """A job that keeps every checkpoint whose evaluation is due, and evaluates nothing."""
+def unscored(dataset: Path, run: Path, *overrides: str) -> TrainSpec:
+    """A spec that keeps every checkpoint whose evaluation is due, and evaluates nothing."""
     keep = ("training.keep_checkpoints=9", "training.checkpoint_interval_steps=5")
-    return tiny_job(dataset, run, *SETTINGS, *keep, *overrides, NO_EVALUATION)
+    return tiny_spec(dataset, run, *SETTINGS, *keep, *overrides, NO_EVALUATION)
 
 
 def assert_same_scores(run: Path, expected: Path) -> None:
@@ -82,7 +82,7 @@ def test_scores_are_those_of_two_ranks(
     ranks: RankGroups, dataset: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     run, expected = tmp_path / "watched", tmp_path / "ranks"
-    assert ranks(2).run(train, tiny_job(dataset, expected, *SETTINGS, *options)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, expected, *SETTINGS, *options)) == [0, 0]
     assert ranks(2).run(train, unscored(dataset, run, *options)) == [0, 0]
     assert watch(run, InProcess(), num_threads=1, note=print) == len(STEPS)
     assert_same_scores(run, expected)
@@ -95,11 +95,11 @@ def test_scores_after_a_rollback_are_those_of_the_ranks(
     run, expected = tmp_path / "watched", tmp_path / "ranks"
     options = ("divergence.policy=rollback", "training.checkpoint_interval_steps=4")
     keep = "training.keep_interval_steps=1"
-    for job in (
-        tiny_job(dataset, expected, *SETTINGS, *options),
-        tiny_job(dataset, run, *SETTINGS, *options, keep, NO_EVALUATION),
+    for spec in (
+        tiny_spec(dataset, expected, *SETTINGS, *options),
+        tiny_spec(dataset, run, *SETTINGS, *options, keep, NO_EVALUATION),
     ):
-        ends = ranks(2).run(train_with, job, NanWeight(rank=1, step=12))
+        ends = ranks(2).run(train_with, spec, NanWeight(rank=1, step=12))
         assert [code for code, *_ in ends] == [0, 0]
         assert any("returned from step 11" in event for event in ends[0][2])
     assert watch(run, InProcess(), num_threads=1, note=print) == 1, "checkpoints at 4, 8, ..."
@@ -148,8 +148,8 @@ def test_a_run_that_trains_logs_the_scores_and_keeps_the_best_checkpoint(
     ranks: RankGroups, dataset: Path, tmp_path: Path, on_ranks: Callable[[int], Path]
 ) -> None:
     settings = (*SETTINGS, "training.checkpoint_interval_steps=5", NO_EVALUATION)
-    job = tiny_job(dataset, tmp_path, *settings, "training.keep_checkpoints=2")
-    (end,) = ranks(1).run(train_with, job, ScoreBetweenSteps(12, on_ranks(1)))
+    spec = tiny_spec(dataset, tmp_path, *settings, "training.keep_checkpoints=2")
+    (end,) = ranks(1).run(train_with, spec, ScoreBetweenSteps(12, on_ranks(1)))
     assert end[0] == 0
     assert scores(tmp_path) == scores(on_ranks(1))[:2]
     best = min(scores(tmp_path), key=lambda line: line["valid/loss"])["step"]

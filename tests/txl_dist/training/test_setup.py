@@ -12,7 +12,7 @@ from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import tiny_job, train
+from tests.support.training_runs import tiny_spec, train
 from txl_dist.cli.app import app
 
 LINES = "the grey sea ; 潮 は 満ちる\n\nit isn't far , don't wait <unk> <eos>\n"
@@ -62,11 +62,11 @@ def test_a_corpus_of_any_tokens_trains_and_is_scored(
     tokenizer = open_tokenizer(data, manifest)
     assert prepared["vocab_size"] == tokenizer.vocab_size
     max_tokens = "null" if kind in ("bpe", "word") else 50
-    job = tiny_job(
+    spec = tiny_spec(
         *(data, run, "training.num_steps=2", "optimizer.warmup_steps=1"),
         f"evaluation.max_tokens={max_tokens}",
     )
-    assert ranks(1).run(train, job) == [0]
+    assert ranks(1).run(train, spec) == [0]
     step = json.loads((run / "evaluations" / "step-00000002.json").read_text())
     source, num_bytes = open_split(data, "valid", manifest=manifest), tokenizer.token_bytes()
     if max_tokens == "null":

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, losses, tiny_spec, train
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
 from txl_dist.training import batches, speed
-from txl_dist.training.job import TrainJob
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.speed import RankTime, Utilisation, describe_slowest
 
 
@@ -48,7 +48,7 @@ def test_the_slowest_rank_is_named_if_it_costs_time(
     assert text is None if line is None else text is not None and text.startswith(f"slowest {line}")
 
 
-def train_with_slow_data(world: World, job: TrainJob) -> int:
+def train_with_slow_data(world: World, spec: TrainSpec) -> int:
     """Rank 1 waits 100 ms for each of its segments."""
     original = batches.pipeline
 
@@ -60,7 +60,7 @@ def train_with_slow_data(world: World, job: TrainJob) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "pipeline", slow)
         patch.setattr(speed, "INTERVAL_SECONDS", 0.0)
-        return train(world, job)
+        return train(world, spec)
 
 
 @pytest.mark.slow
@@ -69,8 +69,8 @@ def test_a_rank_with_slow_data_is_named_and_changes_no_loss(
 ) -> None:
     plain, slow = tmp_path / "plain", tmp_path / "slow"
     settings = (NO_EVALUATION, "training.num_steps=6")
-    assert ranks(2).run(train, tiny_job(dataset, plain, *settings)) == [0, 0]
-    assert ranks(2).run(train_with_slow_data, tiny_job(dataset, slow, *settings)) == [0, 0]
+    assert ranks(2).run(train, tiny_spec(dataset, plain, *settings)) == [0, 0]
+    assert ranks(2).run(train_with_slow_data, tiny_spec(dataset, slow, *settings)) == [0, 0]
     assert losses(slow) == losses(plain)
     log = (slow / "logs" / "rank-0.log").read_text()
     named = re.findall(r"stragglers \| slowest rank (\d) .* in ([\w ]+);", log)
@@ -131,11 +131,11 @@ def test_a_product_that_would_take_more_than_a_second_is_not_computed(
 def test_a_trace_has_the_steps_that_were_asked_for(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(
+    spec = tiny_spec(
         dataset, tmp_path, NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=0",
         "training.profile_steps=[2, 3]",
     )  # fmt: skip
-    assert ranks(1).run(train, job) == [0]
+    assert ranks(1).run(train, spec) == [0]
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank-0-step-2.json"
     events = json.loads(path.read_text())["traceEvents"]
@@ -146,19 +146,19 @@ def test_a_trace_has_the_steps_that_were_asked_for(
 @pytest.mark.parametrize("steps", ["[0, 3]", "[4, 3]"])
 def test_steps_that_do_not_exist_are_refused(dataset: Path, tmp_path: Path, steps: str) -> None:
     with pytest.raises(ConfigError, match="first and the last step"):
-        tiny_job(dataset, tmp_path, f"training.profile_steps={steps}")
+        tiny_spec(dataset, tmp_path, f"training.profile_steps={steps}")
 
 
 def test_a_range_that_a_resume_divides_has_a_file_for_each_part(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     for num_steps in (4, 6):
-        job = tiny_job(
+        spec = tiny_spec(
             dataset, tmp_path, NO_EVALUATION, f"training.num_steps={num_steps}",
             "optimizer.warmup_steps=0", "training.profile_steps=[3, 6]",
             allow_change=("training.num_steps",),
         )  # fmt: skip
-        assert ranks(1).run(train, job) == [0]
+        assert ranks(1).run(train, spec) == [0]
     assert sorted(path.name for path in (tmp_path / "profile").glob("*.json")) == [
         "rank-0-step-3.json",
         "rank-0-step-5.json",
@@ -167,4 +167,4 @@ def test_a_range_that_a_resume_divides_has_a_file_for_each_part(
 
 def test_a_trace_after_the_end_of_the_run_is_refused(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="begins after the end of the run"):
-        tiny_job(dataset, tmp_path, "training.num_steps=5", "training.profile_steps=[6, 7]")
+        tiny_spec(dataset, tmp_path, "training.num_steps=5", "training.profile_steps=[6, 7]")

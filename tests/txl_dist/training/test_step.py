@@ -16,26 +16,26 @@ from data_pipeline.errors import DataError
 from data_pipeline.streams.batches import NO_LANE, Batch
 from data_pipeline.streams.segments import IGNORED
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, tiny_job
+from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, tiny_spec
 from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
 from txl_dist.training.batches import DeviceBatches
 from txl_dist.training.build import build_trainer
 from txl_dist.training.engine import Engine
-from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 from txl_dist.training.step import StepResult
 
 
-def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, bool]:
+def step_with_poison(world: World, spec: TrainSpec, poison: str) -> tuple[str, bool]:
     """Rank 1 has a NaN or infinity at step 2. Returns the error, and whether weights are equal."""
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         engine = trainer.step.engine
         before: list[Tensor] = []
 
@@ -68,8 +68,8 @@ def masters(engine: Engine) -> list[Tensor]:
 def test_all_ranks_stop_with_their_weights_as_they_were(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, poison: str
 ) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *ZERO[stage])
-    outcomes = ranks(2).run(step_with_poison, job, poison)
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *ZERO[stage])
+    outcomes = ranks(2).run(step_with_poison, spec, poison)
     for message, unchanged in outcomes:
         assert "no rank has changed its weights" in message
         assert unchanged
@@ -107,12 +107,12 @@ def compute(
     return result
 
 
-def with_and_without_a_rejected_step(world: World, job: TrainJob) -> list[list[Tensor]]:
+def with_and_without_a_rejected_step(world: World, spec: TrainSpec) -> list[list[Tensor]]:
     """State after step 1; after 1, 3; after 1, 2 (NaN on rank 1, rejected); after 1, 2, 3."""
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         engine, first = trainer.step.engine, trainer.batches.read()
         bad, last = trainer.batches.read(), trainer.batches.read()
         compute(trainer, first, 1)
@@ -152,19 +152,19 @@ def test_a_run_after_a_rejected_step_equals_one_without_it(
 ) -> None:
     """Bit for bit: weights, optimizer state and its step count, and memory."""
     settings = (NO_EVALUATION, "training.micro_batch_lanes=2", "model.dropout=0.1", *ZERO[stage])
-    seen = ranks(2).run(with_and_without_a_rejected_step, tiny_job(dataset, tmp_path, *settings))
+    seen = ranks(2).run(with_and_without_a_rejected_step, tiny_spec(dataset, tmp_path, *settings))
     for before, without, rejected, after in seen:
         assert all(map(torch.equal, rejected, before))
         assert all(map(torch.equal, after, without))
         assert not any(map(torch.equal, after, before))
 
 
-def steps_in_turns(world: World, job: TrainJob) -> dict[str, Any]:
+def steps_in_turns(world: World, spec: TrainSpec) -> dict[str, Any]:
     """Of every turn: its lanes, and a rejected step. Then an accepted one without targets."""
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         batches = [trainer.batches.read() for _ in trainer.step.memories]
         results = [compute(trainer, batch, 1, is_accepted=False) for batch in batches]
         engine, losses = trainer.step.engine, list[float]()
@@ -189,8 +189,8 @@ def steps_in_turns(world: World, job: TrainJob) -> dict[str, Any]:
 def test_a_step_names_the_lanes_of_its_turn_and_one_without_targets_changes_nothing(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *TURNS, "training.micro_batch_lanes=2")
-    (seen,) = ranks(1).run(steps_in_turns, job)
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *TURNS, "training.micro_batch_lanes=2")
+    (seen,) = ranks(1).run(steps_in_turns, spec)
     for lanes, result in zip(seen["lanes"], seen["results"], strict=True):
         assert [*result.lane_sums] == lanes
         assert result.sums.nats == pytest.approx(sum(x.nats for x in result.lane_sums.values()))
@@ -213,12 +213,12 @@ def loss_with_memory(
     return result.sums.nats, result.memory_valid
 
 
-def losses_after_gaps(world: World, job: TrainJob) -> dict[int, tuple[bool, float]]:
+def losses_after_gaps(world: World, spec: TrainSpec) -> dict[int, tuple[bool, float]]:
     """By tokens since the gap: whether the memory affects the loss, and its valid share."""
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         batch = [trainer.batches.read() for _ in range(4)][-1]
         seen = {}
         for distance in (0, 1, 7, 9):
@@ -238,8 +238,8 @@ def test_no_token_reads_across_a_gap(
     A mean has no tokens: the first segment after a gap does not read it, and begins another one.
     """
     kind = f"model.memory={kind}"
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, "data.reset=stream", kind)
-    (seen,) = ranks(1).run(losses_after_gaps, job)
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, "data.reset=stream", kind)
+    (seen,) = ranks(1).run(losses_after_gaps, spec)
     assert seen == {0: (False, 0.0), 1: (True, after_a_token), 7: (True, 1.0), 9: (True, 1.0)}
 
 
@@ -292,12 +292,12 @@ def test_an_error_of_the_stream_is_raised_at_its_batch() -> None:
 # --- a replay -----------------------------------------------------------------------------------
 
 
-def read_and_replayed(world: World, job: TrainJob) -> list[list[Tensor]]:
+def read_and_replayed(world: World, spec: TrainSpec) -> list[list[Tensor]]:
     """This rank's memory after two steps with a rate of 0, and after a replay of their segments."""
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         step, memories = trainer.step, []
         empty = [[*turn] for turn in step.memories]
         batches = [trainer.batches.read(), trainer.batches.read()]
@@ -319,7 +319,7 @@ def test_a_replay_gives_the_memory_that_training_had(
 ) -> None:
     settings = (NO_EVALUATION, f"training.backprop_segments={backprop_segments}")
     # A short memory and large weights, so that it matters where segments begin.
-    job = tiny_job(
+    spec = tiny_spec(
         dataset,
         tmp_path,
         *settings,
@@ -327,6 +327,6 @@ def test_a_replay_gives_the_memory_that_training_had(
         "model.mem_len=2",
         "model.init_std=0.2",
     )
-    ((read, replayed),) = ranks(1).run(read_and_replayed, job)
+    ((read, replayed),) = ranks(1).run(read_and_replayed, spec)
     assert any(x.any() for x in read)
     torch.testing.assert_close(replayed, read, rtol=0, atol=1e-6)

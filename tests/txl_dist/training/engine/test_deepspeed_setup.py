@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import ENVIRONMENT
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, refusal, tiny_spec, train
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision, RunConfig
@@ -187,8 +187,8 @@ def test_what_deepspeed_would_ignore_or_do_wrong_is_refused_before_a_rank_starts
 def test_what_deepspeed_itself_refuses_is_a_config_error_with_its_reason(
     ranks: RankGroups, dataset: Path, tmp_path: Path, extra: dict[str, Any], expected: Any
 ) -> None:
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, f"deepspeed.extra={json.dumps(extra)}")
-    assert ranks(2).run(train, job) == [2, 2]
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, f"deepspeed.extra={json.dumps(extra)}")
+    assert ranks(2).run(train, spec) == [2, 2]
     message = refusal(tmp_path)
     for part in expected:
         assert part in message
@@ -199,11 +199,11 @@ def test_a_wrong_mapping_of_deepspeed_is_noticed_before_training(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: int
 ) -> None:
     """Any other option that has the effect of `round_robin_gradients`."""
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION)
+    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION)
     extra = {"zero_optimization": {"round_robin_gradients": True}}
-    deepspeed = job.config.deepspeed.model_copy(update={"extra": extra, "zero_stage": stage})
-    config = job.config.model_copy(update={"deepspeed": deepspeed})
-    assert ranks(2).run(train, job.model_copy(update={"config": config})) == [2, 2]
+    deepspeed = spec.config.deepspeed.model_copy(update={"extra": extra, "zero_stage": stage})
+    config = spec.config.model_copy(update={"deepspeed": deepspeed})
+    assert ranks(2).run(train, spec.model_copy(update={"config": config})) == [2, 2]
     assert "DeepSpeed maps other numbers than those of" in refusal(tmp_path)
 
 

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_spec, train
 from txl_dist.config.training_config import DeepSpeedConfig
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.stages import Stage0Engine
-from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
 
 Parts = list[tuple[str, int, Tensor]]
 
 
-def train_and_collect(world: World, job: TrainJob) -> tuple[Parts, dict[str, Tensor], set[str]]:
+def train_and_collect(world: World, spec: TrainSpec) -> tuple[Parts, dict[str, Tensor], set[str]]:
     """After training: this rank's slices, all weights, and the names of sharded parameters."""
-    directory = RunDirectory(job.run_path)
+    directory = RunDirectory(spec.run_path)
     directory.create()
     with ExitStack() as stack:
-        trainer = build_trainer(Start.open(job, world, directory, stack))
+        trainer = build_trainer(Start.open(spec, world, directory, stack))
         trainer.run()
         engine = trainer.step.engine
         parts = [(f.name, f.start, f.master.clone()) for f in engine.fragments()]
@@ -43,7 +43,7 @@ def test_the_slices_of_all_ranks_are_the_weights_exactly_once(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:
     settings = (NO_EVALUATION, "training.num_steps=2", "optimizer.warmup_steps=0")
-    seen = ranks(2).run(train_and_collect, tiny_job(dataset, tmp_path, *settings, *ZERO[stage]))
+    seen = ranks(2).run(train_and_collect, tiny_spec(dataset, tmp_path, *settings, *ZERO[stage]))
     parts = sorted(
         (part for rank_parts, _, _ in seen for part in rank_parts), key=lambda part: part[:2]
     )
@@ -56,25 +56,25 @@ def test_the_slices_of_all_ranks_are_the_weights_exactly_once(
             assert [start for start, _ in slices] == [0, *ends[:-1]]
 
 
-def trains_without_mlflow(world: World, job: TrainJob) -> bool:
+def trains_without_mlflow(world: World, spec: TrainSpec) -> bool:
     sys.modules.pop("mlflow", None)
-    assert train(world, job) == 0
+    assert train(world, spec) == 0
     return "mlflow" not in sys.modules
 
 
 def test_a_rank_does_not_load_mlflow(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
     """DeepSpeed's autotuner would import it, which takes longer than any import except torch."""
     settings = (NO_EVALUATION, "training.num_steps=1", "optimizer.warmup_steps=0")
-    assert ranks(1).run(trains_without_mlflow, tiny_job(dataset, tmp_path, *settings)) == [True]
+    assert ranks(1).run(trains_without_mlflow, tiny_spec(dataset, tmp_path, *settings)) == [True]
 
 
-def count_waits(world: World, job: TrainJob) -> int:
+def count_waits(world: World, spec: TrainSpec) -> int:
     from deepspeed.accelerator import get_accelerator
 
     waits = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(get_accelerator(), "synchronize", lambda *_: waits.append(1))
-        assert train(world, job) == 0
+        assert train(world, spec) == 0
     return len(waits)
 
 
@@ -84,13 +84,13 @@ def test_deepspeed_does_not_wait_for_the_device(
 ) -> None:
     """Its throughput timer did, before every micro-batch and after every step."""
     settings = (NO_EVALUATION, "training.micro_batch_lanes=2", "training.num_steps=6")
-    assert ranks(1).run(count_waits, tiny_job(dataset, tmp_path, *settings, *ZERO[stage])) == [0]
+    assert ranks(1).run(count_waits, tiny_spec(dataset, tmp_path, *settings, *ZERO[stage])) == [0]
 
 
 CLIPPED = (NO_EVALUATION, "deepspeed.zero_stage=0", "optimizer.gradient_clipping=0.3")
 
 
-def train_without_deepspeeds_copies(world: World, job: TrainJob) -> int:
+def train_without_deepspeeds_copies(world: World, spec: TrainSpec) -> int:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     def refuse(*arguments: object, **options: object) -> None:
@@ -99,10 +99,10 @@ def train_without_deepspeeds_copies(world: World, job: TrainJob) -> int:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("buffered_allreduce_fallback", "clip_fp32_gradients"):
             patch.setattr(DeepSpeedEngine, name, refuse)
-        return train(world, job)
+        return train(world, spec)
 
 
-def train_with_deepspeeds_clipping(world: World, job: TrainJob) -> int:
+def train_with_deepspeeds_clipping(world: World, spec: TrainSpec) -> int:
     from deepspeed.runtime.utils import clip_grad_norm_
 
     def clip(engine: Stage0Engine, gradients: list[Tensor], norm: float) -> None:
@@ -111,7 +111,7 @@ def train_with_deepspeeds_clipping(world: World, job: TrainJob) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stage0Engine, "_clip", clip)
-        return train(world, job)
+        return train(world, spec)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -120,8 +120,8 @@ def test_one_rank_at_stage_0_clips_like_deepspeed_without_its_copies(
 ) -> None:
     settings = (*CLIPPED, f"precision={precision}", "training.micro_batch_lanes=2")
     for function in (train_without_deepspeeds_copies, train_with_deepspeeds_clipping):
-        job = tiny_job(dataset, tmp_path / function.__name__, *settings)
-        assert ranks(1).run(function, job) == [0]
+        spec = tiny_spec(dataset, tmp_path / function.__name__, *settings)
+        assert ranks(1).run(function, spec) == [0]
     actual, expected = (losses(run) for run in sorted(tmp_path.iterdir()))
     assert actual == expected
     norms = [line["gradient_norm"] for line in metrics(next(tmp_path.iterdir()))]
@@ -135,15 +135,15 @@ def test_stages_0_and_1_on_one_rank_differ_in_the_rounding_of_the_clipping_only(
     """So on one GPU stage 1 is computed as stage 0 (`DeepSpeedConfig.computed_stage`)."""
     settings = (NO_EVALUATION, f"precision={precision}", "optimizer.gradient_clipping=0")
     for stage in ("0", "1"):
-        job = tiny_job(dataset, tmp_path / stage, *settings, *ZERO[stage])
-        assert ranks(1).run(train, job) == [0]
+        spec = tiny_spec(dataset, tmp_path / stage, *settings, *ZERO[stage])
+        assert ranks(1).run(train, spec) == [0]
     assert losses(tmp_path / "0") == losses(tmp_path / "1")
 
 
-def train_as_on_one_gpu(world: World, job: TrainJob) -> int:
+def train_as_on_one_gpu(world: World, spec: TrainSpec) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeepSpeedConfig, "computed_stage", lambda self, **_: 0)
-        return train(world, job)
+        return train(world, spec)
 
 
 @pytest.mark.parametrize("order", [(train_as_on_one_gpu, train), (train, train_as_on_one_gpu)])
@@ -151,14 +151,14 @@ def test_a_checkpoint_of_stage_1_opens_whether_it_is_computed_as_stage_0_or_not(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
-    order: tuple[Callable[[World, TrainJob], int], ...],
+    order: tuple[Callable[[World, TrainSpec], int], ...],
 ) -> None:
     settings = (NO_EVALUATION, "training.checkpoint_interval_steps=10", *ZERO["1"])
-    job = tiny_job(dataset, tmp_path, *settings)
-    assert ranks(1).run(order[0], job) == [0]
+    spec = tiny_spec(dataset, tmp_path, *settings)
+    assert ranks(1).run(order[0], spec) == [0]
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
-    assert ranks(1).run(order[1], job) == [0]
+    assert ranks(1).run(order[1], spec) == [0]
     assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert log.count("ZeRO stage 1 (on one GPU computed as stage 0)") == 1

@@ -15,7 +15,7 @@ from tests.support.commands import ENVIRONMENT
 from tests.support.diverging_runs import SkipSteps, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import newton_schulz_by_svd
-from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_spec, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model
 from txl_dist.config.optimizer_config import OptimizerConfig
@@ -311,8 +311,8 @@ def test_an_average_is_the_mean_of_the_weights_after_each_update(
     ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int, stage: str
 ) -> None:
     """A skipped step is no update: it has no weight in the average."""
-    job = tiny_job(dataset, tmp_path, *SETTINGS, *ZERO[stage])
-    ends = ranks(num_ranks).run(train_with, job, SkipSteps(SKIPPED))
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS, *ZERO[stage])
+    ends = ranks(num_ranks).run(train_with, spec, SkipSteps(SKIPPED))
     assert [code for code, *_ in ends] == [0] * num_ranks
     updates = [weights(tmp_path, n, "last") for n in range(1, NUM_STEPS + 1) if n != SKIPPED]
     for name, average in weights(tmp_path, NUM_STEPS, "averaged").items():
@@ -333,11 +333,11 @@ def test_a_factor_multiplies_the_rate_of_its_role_only(
     changes = []
     for factors in ("{}", "{head: 3, other: 2}"):
         run = tmp_path / f"{len(factors)}"
-        job = tiny_job(dataset, run, *settings, f"optimizer.lr_factors={factors}")
-        assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+        spec = tiny_spec(dataset, run, *settings, f"optimizer.lr_factors={factors}")
+        assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
         new = weights(run, 1, "last")
         config = load_model(CheckpointDirectory(run).at(1), weights="last")[0].config
-        old = TransformerXL(config, seed=job.config.seed).named_parameters()
+        old = TransformerXL(config, seed=spec.config.seed).named_parameters()
         changes.append({key: new[key] - value.detach().double() for key, value in old})
     plain, scaled = changes
     for name, change in plain.items():

@@ -1,7 +1,7 @@
 """What is evaluated: a model, a split, and the settings that determine the score.
 
-`evaluation_job` builds a job with the settings of training as defaults. `distributed.evaluate`
-scores it. A job contains paths and settings only, so it can be sent to a worker, which opens it.
+`evaluation_spec` builds a spec with the settings of training as defaults. `distributed.evaluate`
+scores it. A spec contains paths and settings only, so it can be sent to a worker, which opens it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationJob:
+class EvaluationSpec:
     """What a worker needs to score chunks: paths and settings. Can be sent to another process."""
 
     checkpoint: Path
@@ -71,7 +71,7 @@ class EvaluationJob:
     num_threads: int = EXACT_THREADS
     """Threads of torch on the CPU of a worker."""
     digest: str = ""
-    """Digest of the model, set by `plan_job`. Later the path may hold another model."""
+    """Digest of the model, set by `plan_spec`. Later the path may hold another model."""
 
     def __post_init__(self) -> None:
         """`checkpoint` and `data` can also be given as text. Raises ValueError."""
@@ -140,7 +140,7 @@ def _require_finite(model: TransformerXL, checkpoint: Path) -> None:
             )
 
 
-def evaluation_job(
+def evaluation_spec(
     checkpoint: str | Path,
     data: str | DatasetPath,
     *,
@@ -154,7 +154,7 @@ def evaluation_job(
     precision: Precision = "fp32",
     max_tokens: int | None = None,
     weights: Weights = "auto",
-) -> EvaluationJob:
+) -> EvaluationSpec:
     """An evaluation with the settings of training, except for the options that are not None.
 
     `clamp_len` 0 means no clamping, `batch` is in chunks. Raises CheckpointError if no model is
@@ -184,17 +184,17 @@ def evaluation_job(
             precision=precision,
             max_tokens=max_tokens,
         )
-        job = EvaluationJob(
+        spec = EvaluationSpec(
             checkpoint=stored.path,
             data=dataset_path(data),
             settings=settings,
             batch_chunks=batch,
             weights=stored.weights,
         )
-        job.model_config(trained)
+        spec.model_config(trained)
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None
-    return job
+    return spec
 
 
 SMALLEST = {"tgt_len": 1, "mem_len": 0, "clamp_len": 0}

@@ -8,12 +8,12 @@ import pytest
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, refusal, tiny_spec, train
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.runtime.world import World
-from txl_dist.training import job as train_job
 from txl_dist.training import resume
-from txl_dist.training.job import TrainJob
+from txl_dist.training import spec as train_spec
+from txl_dist.training.spec import TrainSpec
 
 SHORT = (NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=2")
 
@@ -30,33 +30,33 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-def train_in(world: World, folders: list[Path], job: TrainJob) -> int:
+def train_in(world: World, folders: list[Path], spec: TrainSpec) -> int:
     """Train in this rank's own folder."""
     before = Path.cwd()
     os.chdir(folders[world.rank])
     try:
-        return train(world, job)
+        return train(world, spec)
     finally:
         os.chdir(before)
 
 
-def train_on_other_sources(world: World, job: TrainJob) -> int:
+def train_on_other_sources(world: World, spec: TrainSpec) -> int:
     """Train with the digest of edited sources on rank 1."""
-    original = train_job.source_digest
+    original = train_spec.source_digest
     if world.rank == 1:
-        train_job.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
+        train_spec.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
     try:
-        return train(world, job)
+        return train(world, spec)
     finally:
-        train_job.source_digest = original
+        train_spec.source_digest = original
 
 
-def resume_on_other_sources(world: World, job: TrainJob) -> int:
+def resume_on_other_sources(world: World, spec: TrainSpec) -> int:
     """Train with a code description that differs from that of the checkpoint."""
     original = resume.code_description
     resume.code_description = lambda: "txl-dist 9 (sources edited)"  # type: ignore[assignment]
     try:
-        return train(world, job)
+        return train(world, spec)
     finally:
         resume.code_description = original
 
@@ -65,8 +65,8 @@ def resume_on_other_sources(world: World, job: TrainJob) -> int:
 def test_other_data_under_the_same_path_is_refused_by_rank(
     ranks: RankGroups, two_hosts: list[Path], tmp_path: Path
 ) -> None:
-    job = tiny_job(Path("data"), tmp_path, *SHORT)
-    assert ranks(2).run(train_in, two_hosts, job) == [2, 2]
+    spec = tiny_spec(Path("data"), tmp_path, *SHORT)
+    assert ranks(2).run(train_in, two_hosts, spec) == [2, 2]
     message = refusal(tmp_path)
     assert "data data: rank 0 " in message
     assert ", rank 1 " in message
@@ -74,21 +74,21 @@ def test_other_data_under_the_same_path_is_refused_by_rank(
     assert not (tmp_path / "metrics.jsonl").exists()
 
     same = [two_hosts[0], two_hosts[0]]
-    assert ranks(2).run(train_in, same, tiny_job(Path("data"), tmp_path, *SHORT)) == [0, 0]
+    assert ranks(2).run(train_in, same, tiny_spec(Path("data"), tmp_path, *SHORT)) == [0, 0]
 
 
-def train_with_own_seed(world: World, job: TrainJob, directory: Path) -> int:
+def train_with_own_seed(world: World, spec: TrainSpec, directory: Path) -> int:
     """Train with another seed on each rank."""
     seed = f"seed={world.rank}"
-    return train(world, tiny_job(Path(job.config.data.path), directory, *SHORT, seed))
+    return train(world, tiny_spec(Path(spec.config.data.path), directory, *SHORT, seed))
 
 
 @pytest.mark.fault_row(38)
 def test_another_config_on_one_rank_is_refused(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SHORT)
-    assert ranks(2).run(train_with_own_seed, job, tmp_path) == [2, 2]
+    spec = tiny_spec(dataset, tmp_path, *SHORT)
+    assert ranks(2).run(train_with_own_seed, spec, tmp_path) == [2, 2]
     message = refusal(tmp_path)
     assert "  config: rank 0 " in message
     assert "sources" not in message
@@ -99,8 +99,8 @@ def test_another_config_on_one_rank_is_refused(
 def test_other_sources_on_one_rank_are_refused(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SHORT)
-    assert ranks(2).run(train_on_other_sources, job) == [2, 2]
+    spec = tiny_spec(dataset, tmp_path, *SHORT)
+    assert ranks(2).run(train_on_other_sources, spec) == [2, 2]
     assert "sources: rank 0 " in refusal(tmp_path)
     assert "rank 1 edited" in refusal(tmp_path)
 
@@ -108,13 +108,13 @@ def test_other_sources_on_one_rank_are_refused(
 def test_a_resume_on_other_sources_is_logged(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *SHORT)) == [0]
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *SHORT)) == [0]
     manifest = load_checkpoint_manifest(tmp_path / "checkpoints" / "step-00000005")
     assert "(sources " in manifest.written_by
 
-    job = tiny_job(
+    spec = tiny_spec(
         dataset, tmp_path, *SHORT, "training.num_steps=6", allow_change=("training.num_steps",)
     )
-    assert ranks(1).run(resume_on_other_sources, job) == [0]
+    assert ranks(1).run(resume_on_other_sources, spec) == [0]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert f"was written by {manifest.written_by}, this is txl-dist 9 (sources edited)" in log

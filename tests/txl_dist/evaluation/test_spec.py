@@ -1,4 +1,4 @@
-"""Jobs that cannot be scored are refused by name.
+"""Specs that cannot be scored are refused by name.
 
 Weights that are not finite: `tests/txl_dist/cli/test_evaluate.py`, which has a checkpoint.
 """
@@ -14,10 +14,10 @@ from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
 from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.errors import CheckpointError, ConfigError, DataError
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.job import evaluation_job
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import Scorer
+from txl_dist.evaluation.spec import evaluation_spec
 from txl_dist.model.transformer_xl import TransformerXL
 
 
@@ -33,12 +33,12 @@ def export(model: TransformerXL, directory: Path, dataset: Path) -> Path:
 
 
 def test_the_settings_are_those_of_training_unless_given(model: Path, dataset: Path) -> None:
-    settings = evaluation_job(model, dataset).settings
+    settings = evaluation_spec(model, dataset).settings
     assert (settings.split, settings.mode) == ("valid", "exact")
     assert (settings.tgt_len, settings.mem_len, settings.reset) == (12, 8, "document")
-    settings = evaluation_job(model, dataset, tgt_len=5, mem_len=0, clamp_len=4).settings
+    settings = evaluation_spec(model, dataset, tgt_len=5, mem_len=0, clamp_len=4).settings
     assert (settings.tgt_len, settings.mem_len, settings.clamp_len) == (5, 0, 4)
-    assert evaluation_job(model, dataset, clamp_len=0).settings.clamp_len is None
+    assert evaluation_spec(model, dataset, clamp_len=0).settings.clamp_len is None
 
 
 @pytest.mark.parametrize(
@@ -63,19 +63,19 @@ def test_memory_options_that_a_model_does_not_support_are_refused(
     vocab_size = load_manifest(dataset).vocab_size
     model = export(small_model(vocab_size=vocab_size, **trained), tmp_path / "model", dataset)
     with pytest.raises(ConfigError, match=message):
-        evaluation_job(model, dataset, **options)  # type: ignore[arg-type]
+        evaluation_spec(model, dataset, **options)  # type: ignore[arg-type]
 
 
 def test_a_split_shorter_than_a_segment_is_refused(model: Path, dataset: Path) -> None:
     num_targets = load_manifest(dataset).splits["valid"].tokens - 1
-    plan_job(evaluation_job(model, dataset, tgt_len=num_targets))
+    plan_spec(evaluation_spec(model, dataset, tgt_len=num_targets))
     with pytest.raises(DataError, match=rf"split valid .*--tgt-len {num_targets} or less"):
-        plan_job(evaluation_job(model, dataset, tgt_len=num_targets + 1))
+        plan_spec(evaluation_spec(model, dataset, tgt_len=num_targets + 1))
 
 
 def test_a_split_that_does_not_exist_is_refused(model: Path, dataset: Path) -> None:
     with pytest.raises(DataError, match="it has train, valid"):
-        plan_job(evaluation_job(model, dataset, split="test"))
+        plan_spec(evaluation_spec(model, dataset, split="test"))
 
 
 def test_a_score_that_is_not_finite_is_refused_with_its_chunk(
@@ -86,15 +86,15 @@ def test_a_score_that_is_not_finite_is_refused_with_its_chunk(
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1e30)
-    job = evaluation_job(export(model, tmp_path / "model", dataset), dataset, max_tokens=100)
+    spec = evaluation_spec(export(model, tmp_path / "model", dataset), dataset, max_tokens=100)
     with pytest.raises(CheckpointError, match=r"chunk 0 of split valid, .*model: the sum of its"):
-        evaluate_on_workers([plan_job(job)], InProcess())
+        evaluate_on_workers([plan_spec(spec)], InProcess())
 
 
 def test_the_chunk_that_is_not_finite_is_named_by_its_number(
     model: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = plan_job(evaluation_job(model, dataset, batch=2))
+    planned = plan_spec(evaluation_spec(model, dataset, batch=2))
     sums = [LossSums(1.0, 1), LossSums(float("nan"), 1)]
     monkeypatch.setattr(Scorer, "scores", lambda self, chunks, counter: sums)
     with pytest.raises(CheckpointError, match="chunk 1 of"):

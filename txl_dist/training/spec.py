@@ -1,6 +1,6 @@
-"""TrainJob: everything a rank needs to take part in a run, as data that is sent as JSON.
+"""TrainSpec: everything a rank needs to take part in a run, as data that is sent as JSON.
 
-`require_same_job` verifies that all ranks run the same config on the same data with the same code.
+`require_same_spec` verifies that all ranks run the same config on the same data with the same code.
 Ranks on machines with different versions or data would otherwise train without any error, on
 gradients of different computations.
 """
@@ -18,12 +18,12 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.process import LIBRARIES, source_digest
 
-if TYPE_CHECKING:  # launchers use jobs without importing torch
+if TYPE_CHECKING:  # launchers use specs without importing torch
     from txl_dist.runtime.world import World
     from txl_dist.training.data import TrainingData
 
 
-class TrainJob(BaseModel):
+class TrainSpec(BaseModel):
     """The config of a run, and the options of the command line about resuming."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,8 +31,8 @@ class TrainJob(BaseModel):
     config: RunConfig
     resume: PathText = "auto"
     """auto: resume from the newest intact checkpoint of the run directory, if there is one.
-    never: refuse a directory that has checkpoints. Otherwise the path of a checkpoint; the same job
-    then continues from its own checkpoints."""
+    never: refuse a directory that has checkpoints. Otherwise the path of a checkpoint; the same
+    spec then continues from its own checkpoints."""
     allow_change: tuple[str, ...] = ()
     allow_data_change: bool = False
     strict: bool = False
@@ -55,14 +55,14 @@ class TrainJob(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """A job that another process has sent. Raises ConfigError if it is invalid."""
+        """A spec that another process has sent. Raises ConfigError if it is invalid."""
         try:
             return cls.model_validate_json(text)
         except ValueError as error:
-            raise ConfigError(f"not a training job: {error}") from None
+            raise ConfigError(f"not a TrainSpec: {error}") from None
 
 
-def require_same_job(config: RunConfig, data: "TrainingData", world: "World") -> None:
+def require_same_spec(config: RunConfig, data: "TrainingData", world: "World") -> None:
     """Raises ConfigError on every rank, listing what differs by rank. Collective."""
     local = {
         "txl-dist": version("txl-dist"),
@@ -72,11 +72,11 @@ def require_same_job(config: RunConfig, data: "TrainingData", world: "World") ->
         "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
         **data.digests,
     }
-    jobs = world.all_gather(local)
+    specs = world.all_gather(local)
     lines = []
-    for name in dict.fromkeys(name for job in jobs for name in job):
-        if len({job.get(name) for job in jobs}) > 1:
-            values = (f"rank {rank} {job.get(name)}" for rank, job in enumerate(jobs))
+    for name in dict.fromkeys(name for spec in specs for name in spec):
+        if len({spec.get(name) for spec in specs}) > 1:
+            values = (f"rank {rank} {spec.get(name)}" for rank, spec in enumerate(specs))
             lines.append(f"\n  {name}: {', '.join(values)}")
     if lines:
         raise ConfigError(

@@ -209,6 +209,7 @@ def test_rows_are_selected_exchanged_saved_and_loaded(is_cached: bool, tmp_path:
     loaded = Memory.of_tensors(model, load_file(tmp_path / "memory.safetensors"))
     assert torch.equal(loaded.read(model, x_BND)[0], expected)
     assert memory.to(dtype=torch.float32).tensors()["layer-0"].dtype == torch.float32
+    assert_close(memory.read(model, x_BND)[0], expected)
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""Ctrl-C at a terminal reaches every process of the group; 10 s later no process is left."""
+"""No process is left 10 s after Ctrl-C at a terminal, which reaches every process of the group, and
+about a minute after a SIGKILL of a launcher with a Ray of its own, which Ray notices by itself."""
 
 import os
 import signal
@@ -19,17 +20,8 @@ def test_nothing_is_left_running_after_ctrl_c(
     dataset: Path, tmp_path: Path, num_presses: int
 ) -> None:
     overrides = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION)
-    words = (
-        "train",
-        TINY,
-        *overrides,
-        "training.num_steps=100000",
-        "--on",
-        "processes",
-        "--ranks",
-        2,
-    )
-    process = start_txl(*words, own_group=True)
+    words = ("train", TINY, *overrides, "training.num_steps=100000")
+    process = start_txl(*words, "--on", "processes", "--ranks", 2, own_group=True)
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 2
@@ -38,4 +30,20 @@ def test_nothing_is_left_running_after_ctrl_c(
     process.communicate(timeout=60)
     assert process.returncode == 75
     _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+@pytest.mark.fault_row(2, 41)
+def test_the_processes_of_a_private_ray_end_after_a_kill_of_the_launcher(
+    dataset: Path, tmp_path: Path
+) -> None:
+    overrides = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION)
+    words = ("train", TINY, *overrides, "training.num_steps=100000")
+    process = start_txl(*words, "--on", "ray", "--ranks", 2)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert any("raylet" in child.name() for child in children)
+    process.kill()
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=150)
     assert not alive

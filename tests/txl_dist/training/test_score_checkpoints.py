@@ -75,6 +75,7 @@ def assert_same_scores(run: Path, expected: Path) -> None:
     [
         (),
         ("precision=bf16",),
+        ("precision=bf16", "deepspeed.zero_stage=3"),
         ("optimizer.averaging=asgd", "deepspeed.zero_stage=2"),
     ],
 )

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
@@ -98,6 +99,8 @@ def initialise_deepspeed(
             f"DeepSpeed refuses a setting among deepspeed.extra ({', '.join(extra)}): "
             f"{type(error).__name__}: {error}. Correct or remove it"
         ) from error
+    if engine.zero_optimization_stage() == 3:
+        limit_linear_of_stage_3()
     return engine
 
 
@@ -151,6 +154,27 @@ def without_compiler() -> Iterator[None]:
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
     return _uncompiled if function is None else function
+
+
+def limit_linear_of_stage_3() -> None:
+    """Use DeepSpeed's linear function for partitioned weights that are trained, and for no others.
+
+    Stage 3 replaces torch's for the whole process, by one that keeps no gathered weights for the
+    backward pass. In bf16 it rounds before it adds the bias, so without this a score would depend
+    on the process that computes it, as would other models of the process.
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    linear_of_torch = InsertPostInitMethodToModuleSubClasses.linear_bk
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_trained = torch.is_grad_enabled() and hasattr(weight, "ds_id")
+        chosen = zero3_linear_wrap if is_trained else linear_of_torch
+        output: Tensor = chosen(input, weight, bias)
+        return output
+
+    torch.nn.functional.linear = linear
 
 
 def reduce_no_gradients(engine: Any) -> None:

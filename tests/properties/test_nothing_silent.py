@@ -287,7 +287,6 @@ def test_damage_in_every_range_of_every_file_makes_the_previous_checkpoint_the_n
                 caplog.clear()
                 assert resumed_step(tmp_path) == 2, (path.name, name, position)
                 assert path.name in caplog.text
-                assert "Resuming from step 2 instead; 1 step is lost" in caplog.text
             num_ranges += 1
         path.write_bytes(intact)
     assert num_ranges > 60

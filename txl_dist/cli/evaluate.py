@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from txl_dist.evaluation.batches import PlannedEvaluation
     from txl_dist.evaluation.result import Result
 
-RESUME_ADVICE = (
-    "no score was computed. Finished chunks are kept in RUN/evaluations or --scores DIR: run the "
-    "same command with --resume to continue"
-)
-
 
 def evaluate(
     checkpoints: Annotated[
@@ -272,7 +267,7 @@ def _score(
     planned = [spec for sweep in sweeps for specs in sweep for spec in specs]
     with staged_output(out, RESULT_NAME) as staged:
         with (
-            stoppable(RESUME_ADVICE),
+            stoppable(_resume_advice(planned)),
             open_workers(on, workers, use_gpus=True) as pool,
             work_progress(TOKENS, pool) as progress,
         ):
@@ -322,3 +317,14 @@ def _watch(run: Path, split: str, on: str, workers: int) -> None:
 
 def _note(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def _resume_advice(planned: "Sequence[PlannedEvaluation]") -> str:
+    paths = [each.finished.path for each in planned]
+    places = ", ".join(sorted({str(path.parent) for path in paths if path is not None}))
+    if None in paths:
+        return "no score was computed. With --scores DIR, finished chunks are kept for --resume"
+    return (
+        f"no score was computed. Finished chunks are kept in {places}: run the same command with "
+        "--resume to continue"
+    )

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from data_pipeline.errors import DataError, UnreadableError
@@ -298,6 +299,11 @@ def is_dataset_file(name: str) -> bool:
 
 # --- counting a text ------------------------------------------------------------------------------
 
+_ASCII = bytes(range(128))
+_OTHER_SPACES = [chr(code).encode() for code in range(128, 0x3001) if chr(code).isspace()]
+_IN_WORD = bytes(code >= 128 or not chr(code).isspace() for code in range(256))
+"""By byte of UTF-8: 0 for the whitespace of ASCII, else 1."""
+
 
 class TextCounter:
     """Counts documents while their fragments pass through `document`."""
@@ -313,7 +319,9 @@ class TextCounter:
         """Count whole documents."""
         self._characters += sum(map(len, documents))
         self._line_ends += sum(text.count("\n") for text in documents)
-        self._words += sum(len(text.split()) for text in documents)
+        # No word continues in another document. Texts in ASCII are counted apart, which is faster.
+        self._words += _num_words("\n".join(filter(str.isascii, documents)))
+        self._words += _num_words("\n".join(text for text in documents if not text.isascii()))
 
     def document(self, fragments: Iterable[str]) -> Iterator[str]:
         """Yield the fragments of one document, which may be cut anywhere, also in a word."""
@@ -323,7 +331,7 @@ class TextCounter:
                 self._characters += len(fragment)
                 self._line_ends += fragment.count("\n")
                 continues = in_word and not fragment[0].isspace()
-                self._words += len(fragment.split()) - continues
+                self._words += _num_words(fragment) - continues
                 in_word = not fragment[-1].isspace()
             yield fragment
 
@@ -333,3 +341,14 @@ def count_text(text: str) -> TextCounts:
     counter = TextCounter()
     counter.add([text])
     return counter.counts
+
+
+def _num_words(text: str) -> int:
+    """len(text.split()), several times as fast, because no list of words is made."""
+    encoded = text.encode()
+    if not text.isascii():
+        others = encoded.translate(None, _ASCII)  # of most texts little, so the search is fast
+        if any(space in others for space in _OTHER_SPACES):
+            return len(text.split())
+    in_word = np.frombuffer(b"\0" + encoded.translate(_IN_WORD), np.uint8)
+    return int(np.count_nonzero(in_word[1:] > in_word[:-1]))

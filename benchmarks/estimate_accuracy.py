@@ -101,7 +101,7 @@ def estimate(config: Any, num_ranks: int) -> int:
     """Bytes of tensors on one rank."""
     from txl_dist.estimate.run_estimate import estimate_run
 
-    run = estimate_run(config, gpus=num_ranks, num_steps=10, peak_tflops=1, device="cpu")
+    run = estimate_run(config, gpus=num_ranks, peak_tflops=1, device="cpu")
     return run.stages[config.deepspeed.zero_stage].device
 
 

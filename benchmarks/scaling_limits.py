@@ -271,7 +271,7 @@ class ScaledRun:
         peak_tflops: float,
         links: Links,
     ) -> None:
-        self.config, _ = with_data(config)
+        self.config = with_data(config)
         self.lanes_per_gpu, self.links = lanes_per_gpu, links
         self.model = dry_run(self.config, micro_batch_rows=1, device="cuda")
         self.flops_per_second = peak_tflops * 1e12 * UTILISATION

@@ -133,7 +133,7 @@ def _require_shared_staging(staging: Path, fingerprint: str) -> None:
         raise DataError(
             f"a worker on {os.uname().nodename} does not see {path} as the main process does. On a "
             "cluster --out and the input must be on a path that all machines share; or run on this "
-            "machine alone, with --on local."
+            "machine alone, with --on processes."
         )
 
 

@@ -196,11 +196,10 @@ def estimate(
     from txl_dist.config.config_file import load_run_config
     from txl_dist.estimate import run_estimate
 
-    run, num_steps = run_estimate.with_data(load_run_config(config, overrides or ()))
+    run = run_estimate.with_data(load_run_config(config, overrides or ()))
     result = run_estimate.estimate_run(
         run,
         gpus=gpus,
-        num_steps=num_steps,
         peak_tflops=peak_tflops or run_estimate.peak_of(device, run.precision),
         utilisation=utilisation,
         device=device,

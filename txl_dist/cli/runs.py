@@ -108,7 +108,7 @@ def sync(
 
     Example: txl track sync runs/quickstart
     """
-    from txl_dist.tracking.process import SENDER, run_module
+    from txl_dist.tracking.process import run_sender
     from txl_dist.tracking.tracker import (
         LOG,
         REQUEST,
@@ -134,7 +134,7 @@ def sync(
         ) from None
     words = (str(run), "--flush-seconds", str(timeout_seconds))
     with running(f"delivering {run} to MLflow"):
-        reason = run_module(SENDER, *words, timeout_seconds=timeout_seconds + MLFLOW_SECONDS)
+        reason = run_sender(*words, timeout_seconds=timeout_seconds + MLFLOW_SECONDS)
     state = TrackingState.load(run / STATE)
     if reason or state is None or not state.delivered:
         raise TxlError(

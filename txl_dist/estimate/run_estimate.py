@@ -64,13 +64,13 @@ class RunEstimate:
     step_seconds: float
     tokens_per_second: float
     """Summed over all ranks."""
-    num_steps: int | None
-    """Steps of the whole run; None: they depend on a dataset that does not exist."""
+    num_steps: int
+    """Steps of the whole run."""
 
     @property
-    def days(self) -> float | None:
+    def days(self) -> float:
         """Duration of the whole run."""
-        return None if self.num_steps is None else self.num_steps * self.step_seconds / 86400
+        return self.num_steps * self.step_seconds / 86400
 
     def to_json(self) -> dict[str, Any]:
         stages = {
@@ -80,8 +80,8 @@ class RunEstimate:
         return {**asdict(self), "stages": stages, "days": self.days, "legal_world_sizes": sizes}
 
 
-def with_data(config: RunConfig) -> tuple[RunConfig, int]:
-    """The config with the vocabulary of its data, and the number of steps.
+def with_data(config: RunConfig) -> RunConfig:
+    """The config with the vocabulary of its data.
 
     The manifests of the datasets are read, if they are there. Raises ConfigError if the vocabulary
     is unknown, DataError for a damaged dataset.
@@ -100,7 +100,7 @@ def with_data(config: RunConfig) -> tuple[RunConfig, int]:
         model = replace(config.model, vocab_size=vocab_size)
     except ValueError as error:
         raise ConfigError(f"model, with {vocab_size:,} token ids: {error}") from None
-    return config.model_copy(update={"model": model}), config.num_steps
+    return config.model_copy(update={"model": model})
 
 
 def flops_per_token(config: RunConfig) -> float:
@@ -120,7 +120,6 @@ def estimate_run(
     config: RunConfig,
     *,
     gpus: int,
-    num_steps: int | None,
     peak_tflops: float,
     utilisation: float = UTILISATION,
     device: Device = "cuda",
@@ -181,7 +180,7 @@ def estimate_run(
         * (model.num_parameters + model.num_states + data.num_lanes * lane_elements),
         step_seconds=seconds,
         tokens_per_second=data.tokens_per_step / seconds,
-        num_steps=num_steps,
+        num_steps=config.num_steps,
     )
 
 
@@ -197,7 +196,7 @@ def _memory_of_a_lane(model: ModelConfig, dtype: Precision) -> tuple[int, int]:
 
 def lines_of(estimate: RunEstimate) -> Iterator[str]:
     """The lines that `txl estimate` prints."""
-    lanes, run_stage, days = estimate.lanes_per_step, estimate.zero_stage, estimate.days
+    lanes, run_stage = estimate.lanes_per_step, estimate.zero_stage
     yield (
         f"{estimate.num_parameters:,} parameters, {estimate.flops_per_token:.3g} FLOPs per token "
         f"(forward and backward), ZeRO stage {run_stage}"
@@ -211,7 +210,7 @@ def lines_of(estimate: RunEstimate) -> Iterator[str]:
             "rows that are padding": f"{estimate.padded_share:.1%}",
             "time of a step": f"{estimate.step_seconds * 1e3:,.2f} ms",
             "tokens per second, all ranks": f"{estimate.tokens_per_second:,.0f}",
-            "time of the run": "unknown" if days is None else f"{days:,.3f} days",
+            "time of the run": f"{estimate.days:,.3f} days",
             "checkpoint": _size(estimate.checkpoint_bytes),
         }
     )

@@ -72,21 +72,20 @@ def sync_command(run_dir: Path) -> str:
     return f"txl track sync {shlex.quote(str(run_dir))}"
 
 
-def run_module(module: str, *words: str, timeout_seconds: float, server: str | None = None) -> str:
-    """Run a module with this Python, such as SENDER, and with `server` as MLFLOW_TRACKING_URI.
+def run_sender(*words: str, timeout_seconds: float) -> str:
+    """Run the sender of a run that has ended, and wait for it.
 
     Returns "", or the reason why it failed, without secrets: the last line of its standard error.
     """
     try:
         process = subprocess.run(
-            [sys.executable, "-m", module, *words],
+            [sys.executable, "-m", SENDER, *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",  # native code may write other bytes to standard error
             timeout=timeout_seconds,
             check=False,
-            env={**os.environ, **({"MLFLOW_TRACKING_URI": server} if server else {})},
         )
     except subprocess.TimeoutExpired:
         return f"no response within {timeout_seconds:g} s"
@@ -237,7 +236,7 @@ def log_evaluations(checkpoints: Iterable[Path]) -> None:
         if state is None or not unsent_evaluations(run, state) or is_locked(run / LOCK):
             continue
         words = (str(run), "--evaluations")
-        if reason := run_module(SENDER, *words, timeout_seconds=EVALUATION_SECONDS):
+        if reason := run_sender(*words, timeout_seconds=EVALUATION_SECONDS):
             log.warning(
                 "the evaluation was not recorded in MLflow yet: %s. To send it later: %s",
                 reason,

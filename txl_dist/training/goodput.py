@@ -145,9 +145,8 @@ class RunEvents(Observer):
     `activity` measures this process. The event of the start is written before (report.py).
     """
 
-    def __init__(self, events: EventLog, activity: Activity, *, split: str = "") -> None:
-        """`split`: label of the split that is evaluated."""
-        self._events, self._activity, self._split = events, activity, split
+    def __init__(self, events: EventLog, activity: Activity) -> None:
+        self._events, self._activity = events, activity
         self._time = WallTime()
         self._has_begun = self._has_line = False
 
@@ -198,7 +197,7 @@ class RunEvents(Observer):
         self._write("save", text, step=state.step, seconds=self.process_seconds)
 
     def score(self, score: "StepScore", gain: float | None) -> None:
-        text = f"evaluation at step {score.step}: {self._split or score.split} {score}"
+        text = f"evaluation at step {score.step}: {score.split} {score}"
         best = ", the best so far" if gain is not None else ""
         self._write("score", f"{text}{best}", step=score.step)
 

@@ -236,7 +236,7 @@ class Trainer:
 
     @contextmanager
     def _in_span(self, span: Span) -> Iterator[None]:
-        """Count the time inside as that of `span`. After an error, the span goes on."""
+        """Count the time inside as that of `span`, which stays the current one after an error."""
         activity = self.step.world.activity
         previous = activity.enter(span)
         yield

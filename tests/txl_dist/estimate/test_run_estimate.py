@@ -52,7 +52,7 @@ def measured(world: World, stage: int, case: str) -> MeasuredSteps:
 
 
 def estimate(config: RunConfig, *, gpus: int = 1) -> RunEstimate:
-    return estimate_run(config, gpus=gpus, num_steps=10, peak_tflops=1, device="cpu")
+    return estimate_run(config, gpus=gpus, peak_tflops=1, device="cpu")
 
 
 @pytest.mark.slow

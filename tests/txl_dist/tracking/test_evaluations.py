@@ -197,7 +197,7 @@ def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
     sender = sender_for(run_dir)
     sender.pump()
     checkpoint = _keep(run_dir)
-    monkeypatch.setattr(process, "run_module", lambda *_, **__: pytest.fail("a second sender"))
+    monkeypatch.setattr(process, "run_sender", lambda *_, **__: pytest.fail("a second sender"))
     with open_descriptor(run_dir / LOCK) as lock:
         assert try_lock(lock)
         log_evaluations([checkpoint])

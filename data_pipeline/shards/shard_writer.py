@@ -88,8 +88,8 @@ class ShardWriter:
         `text_bytes` is the UTF-8 length of its text. Raises ValueError for ids outside the
         vocabulary, DataError for a document larger than a tar member can be.
         """
-        # Tokens of more than a block go to a file, behind room for the npy header, which has their
-        # number. numpy pads headers so that their length does not depend on it.
+        # More than a block is spooled to a file. The npy header in front of the tokens is written
+        # last, because it has their number: numpy pads it, so its length does not depend on that.
         header_bytes, itemsize = len(_npy_header(np.empty(0, self._dtype))), self._dtype.itemsize
         with tempfile.SpooledTemporaryFile(self._block_bytes, dir=str(self.path.parent)) as file:
             file.seek(header_bytes)

@@ -1,5 +1,8 @@
-"""No process is left 10 s after Ctrl-C at a terminal, which reaches every process of the group, and
-about a minute after a SIGKILL of a launcher with a Ray of its own, which Ray notices by itself."""
+"""Processes end with their launcher.
+
+Ctrl-C at a terminal reaches the whole process group: 10 s later no process is left. After a SIGKILL
+of a launcher that has started Ray, Ray's processes end by themselves within about a minute.
+"""
 
 import os
 import signal

@@ -60,7 +60,7 @@ def document_lines(
                 break
             # The first one has no target if it is one token: nothing predicts that.
             nats, tokens, num_bytes = sums.get(position, (0.0, 0, 0))
-            # The bytes of a token that stands for any unknown text are negative.
+            # A token for unknown text counts as a negative number of bytes: the sum is not known.
             known_bytes = num_bytes if has_bytes and num_bytes >= 0 else None
             score = {"tokens": tokens, "bytes": known_bytes, "nats": nats}
             yield json.dumps({**names, "id": document.id, **score}).encode() + b"\n"

@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 SOURCES, DATA, RUNS = Path("data/stdlib-sources"), Path("data/stdlib"), Path("runs")
@@ -25,6 +26,13 @@ CONFIG = "configs/modern/quickstart.yaml"
 STOPPED = 75
 """Exit code of a run that stopped on request."""
 PROMPT = "def read_lines(path):\n"
+ELSEWHERE = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({path!r})
+tokenizer = AutoTokenizer.from_pretrained({path!r})
+ids = tokenizer(tokenizer.bos_token + {prompt!r}, return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=120)[0], skip_special_tokens=True))
+"""
 
 
 def main() -> None:
@@ -46,6 +54,17 @@ def main() -> None:
     say("a sample")
     txl("generate", run, "--prompt", PROMPT, "--max-tokens", 300, "--temperature", 0.7)
     print_summary(run, seconds, with_memory, without)
+    if find_spec("transformers") is not None:
+        run_elsewhere(run)
+
+
+def run_elsewhere(run: Path) -> None:
+    """Continue the prompt by the exported model in transformers, without code of this project."""
+    say("the same model in transformers")
+    out = run / "for_transformers"
+    txl("export", run, "--format", "transformers", "--out", out)
+    script = ELSEWHERE.format(path=str(out), prompt=PROMPT)
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def say(text: str) -> None:

@@ -75,6 +75,11 @@ _BETWEEN_TURNS = ("data.num_lanes", "data.lanes_per_step", "data.tgt_len", "mode
 """Settings that change only where all lanes are at one position, like the data."""
 
 
+def may_differ(key: str) -> bool:
+    """Whether weights and position stay valid if this setting changes in a run."""
+    return key.startswith((*_FREE, *_ON_REQUEST)) and key not in _FIXED
+
+
 def require_compatible(
     manifest: CheckpointManifest,
     state: TrainState,

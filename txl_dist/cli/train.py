@@ -90,7 +90,7 @@ def train(
 
     rank_range = RankRange.parse(ranks or "1")
     spec = TrainSpec(
-        config=load_run_config(config, overrides or []),
+        config=load_run_config(config, overrides or [], resume=resume),
         resume=resume,
         allow_change=tuple(allow_change or ()),
         allow_data_change=allow_data_change,
@@ -115,7 +115,7 @@ def train(
     # Before any rank: one message, instead of one from every rank after a slow start.
     data = TrainingData.open(spec.config, num_ranks=rank_range.maximum)
     check_newest_checkpoint(spec, data)
-    check_origin(spec.config, data)
+    check_origin(spec, data)
     if dry_run:
         plan = data.plan
         steps_per_epoch = -(-plan.lane_tokens // plan.tgt_len) * plan.num_turns

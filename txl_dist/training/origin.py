@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,26 +33,32 @@ if TYPE_CHECKING:  # a config without `init_from` is loaded without torch
     from txl_dist.model.transformer_xl import TransformerXL
     from txl_dist.runtime.world import World
     from txl_dist.training.data import TrainingData
+    from txl_dist.training.spec import TrainSpec
 
 _OF_READING = ("same_length", "clamp_len", "init_std", "proj_init_std")
 """Settings of a model that change no weights, besides those that may change in a run."""
+NO_FORK = ("auto", "never")
+"""The values of `--resume` that are no checkpoint of another run."""
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run_config(
+    path: str | Path, overrides: Sequence[str] = (), *, resume: str = "auto"
+) -> RunConfig:
     """`config_file.load_run_config`, with the settings of the model of `init_from`.
 
-    Raises CheckpointError if that model cannot be read, and ConfigError that lists all settings
-    which contradict it.
+    `resume`: as in TrainSpec. Raises CheckpointError if the model cannot be read, and ConfigError
+    that lists all settings which contradict it.
     """
-    return config_file.load_run_config(path, overrides, complete=with_model_of_origin)
+    complete = partial(_with_model_of_origin, resume=resume)
+    return config_file.load_run_config(path, overrides, complete=complete)
 
 
-def with_model_of_origin(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a config file, with those of `model` that it leaves out; see above."""
+def _with_model_of_origin(settings: dict[str, Any], *, resume: str) -> dict[str, Any]:
+    """The settings of a config file, with those of `model` that it leaves out."""
     init_from, given = settings.get("init_from"), settings.get("model") or {}
     if not isinstance(init_from, str) or not isinstance(given, dict):
         return settings
-    name, trained = _model_of_origin(init_from, settings)
+    name, trained = _model_of_origin(init_from if resume in NO_FORK else resume, settings)
     stored = json.loads(json.dumps(asdict(trained)))  # with lists, like the file
     del stored["recipe"]  # the optimizer depends on it
     completed = {**stored, **given, "vocab_size": given.get("vocab_size") or trained.vocab_size}
@@ -62,7 +69,7 @@ def with_model_of_origin(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "model": completed}
 
 
-def _model_of_origin(init_from: str, settings: dict[str, Any]) -> tuple[str, ModelConfig]:
+def _model_of_origin(path: str, settings: dict[str, Any]) -> tuple[str, ModelConfig]:
     """The model, and where it was found. Of a run with checkpoints, that of the newest one."""
     directory, training = settings.get("directory"), settings.get("training")
     url = training.get("checkpoint_url") if isinstance(training, dict) else None
@@ -70,7 +77,7 @@ def _model_of_origin(init_from: str, settings: dict[str, Any]) -> tuple[str, Mod
         return f"the checkpoint of step {manifest.step} of {directory}", manifest.architecture
     from txl_dist.convert.stored_model import find_model  # imports torch
 
-    return f"init_from={init_from}", find_model(init_from).config
+    return path, find_model(path).config
 
 
 def newest_of_run(run: Path, url: str | None) -> CheckpointManifest | None:
@@ -88,17 +95,13 @@ def require_same_model(name: str, trained: ModelConfig, model: ModelConfig) -> N
     """
     from txl_dist.training.compatibility import may_differ  # imports numpy
 
+    fixed = {"vocab_size", *(["clamp_len"] if trained.encoding.needs_clamp_len else [])}
     wrong = [
         f"\n  model.{key}={getattr(model, key)!r}, and the model has {value!r}"
         for key, value in asdict(trained).items()
         if value != getattr(model, key)
-        and (key == "vocab_size" or not (key in _OF_READING or may_differ(f"model.{key}")))
+        and (key in fixed or not (key in _OF_READING or may_differ(f"model.{key}")))
     ]
-    if trained.encoding.needs_clamp_len and model.clamp_len != trained.clamp_len:
-        wrong.append(
-            f"\n  model.clamp_len={model.clamp_len}, and the model has learned a vector "
-            f"for each distance up to {trained.clamp_len}"
-        )
     if wrong:
         raise ConfigError(
             f"the config is not that of the weights of {name}:{''.join(wrong)}\nRemove these "
@@ -106,9 +109,10 @@ def require_same_model(name: str, trained: ModelConfig, model: ModelConfig) -> N
         )
 
 
-def check_origin(config: RunConfig, data: "TrainingData") -> None:
+def check_origin(spec: "TrainSpec", data: "TrainingData") -> None:
     """Before the ranks are started: `find_origin`, for a run that has no checkpoint."""
-    if config.init_from is None:
+    config = spec.config
+    if config.init_from is None or spec.resume not in NO_FORK:
         return
     if newest_of_run(config.run_path, config.training.checkpoint_url) is None:
         _checked(config.init_from, data)

@@ -16,6 +16,7 @@ from torch import Tensor
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from tests.support.commands import run_txl
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import ZERO, losses, refusal, score_of_step, train
 from txl_dist.analysis.model_card import _training
@@ -33,6 +34,7 @@ from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.evaluation.distributed import evaluate
 from txl_dist.evaluation.spec import evaluation_spec
 from txl_dist.events import newest_attempt, read_events
+from txl_dist.model.choices import RECIPES
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
@@ -150,7 +152,10 @@ def test_a_resume_needs_no_origin_and_keeps_what_is_frozen(
     settings = (f"init_from={origin}", "optimizer.lr_factors={hidden: 0}", "seed=5", *ZERO[stage])
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert ranks(2).run(train, spec_of(straight, dataset, *settings)) == [0, 0]
-    assert ranks(2).run(train, spec_of(stopped, dataset, *settings, "training.num_steps=2")) == [0, 0]
+    assert ranks(2).run(train, spec_of(stopped, dataset, *settings, "training.num_steps=2")) == [
+        0,
+        0,
+    ]
     expected = weights(origin)
     shutil.rmtree(origin)
     allowed = {"allow_change": ("training.num_steps",)}
@@ -243,25 +248,43 @@ def test_a_config_is_completed_and_stays_so_in_the_run_directory(
 
 
 def test_the_optimizer_is_that_of_the_recipe_of_the_config(dataset: Path, tmp_path: Path) -> None:
-    settings = ModelConfig.of_recipe("modern", vocab_size=1, **SIZES)
-    kept = {key: value for key, value in asdict(settings).items() if key not in SIZES}
-    origin = export(tmp_path / "origin", dataset, **{**kept, "vocab_size": 258}) \
-        if load_manifest(dataset).vocab_size == 258 else export(
-            tmp_path / "origin", dataset, **{k: v for k, v in kept.items() if k != "vocab_size"})
+    origin = export(tmp_path / "origin", dataset, recipe="modern", **RECIPES["modern"])
     plain = spec_of(tmp_path / "a", dataset, f"init_from={origin}").config
     modern = spec_of(tmp_path / "b", dataset, f"init_from={origin}", "model.recipe=modern").config
     assert replace(plain.model, recipe="modern") == modern.model == find_model(origin).config
     assert (plain.optimizer.name, modern.optimizer.name) == ("adamw", "muon")
 
 
-def test_all_contradictions_are_named_at_once(
-    dataset: Path, origin: Path, tmp_path: Path
+def test_every_command_sees_the_complete_config(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
 ) -> None:
+    run = tmp_path / "run"
+    assert ranks(1).run(train, spec_of(run, dataset, f"init_from={origin}")) == [0]
+    new = tmp_path / "new"
+    words = (tmp_path / "run.yaml", f"init_from={origin}", f"directory={new}")
+    code, output = run_txl("config", "show", *words, "--json")
+    assert (code, json.loads(output)["model"]["n_layer"]) == (0, 3)
+    assert run_txl("config", "validate", *words)[0] == 0
+    code, output = run_txl("estimate", *words, "data.path=none", "--gpus", "1", "--json")
+    assert code == 0, output
+    assert json.loads(output)["num_parameters"] == sum(x.numel() for x in weights(origin).values())
+    start = (*words, "--on", "processes", "--dry-run")
+    assert run_txl("train", *start)[0] == 0
+    assert run_txl("train", *start, "model.d_inner=3")[0] == 2
+
+    shutil.rmtree(origin)
+    assert run_txl("config", "show", *words)[0] == run_txl("train", *start)[0] == 4
+    assert run_txl("train", *start, f"directory={run}")[0] == 0
+    fork = ("--resume", CheckpointDirectory(run).at(2))
+    assert run_txl("train", *start, *fork)[0] == 0
+
+
+def test_all_contradictions_are_named_at_once(dataset: Path, origin: Path, tmp_path: Path) -> None:
     wrong = ("model.n_layer=4", "model.norm=rmsnorm", "model.vocab_size=9")
     with pytest.raises(ConfigError) as error:
         spec_of(tmp_path / "run", dataset, f"init_from={origin}", "model.d_head=6", *wrong)
     text = str(error.value)
-    assert f"init_from={origin}" in text
+    assert f"the weights of {origin}" in text
     assert "model.n_layer=4, and the model has 3" in text
     assert "model.norm='rmsnorm', and the model has 'layernorm'" in text
     assert "model.vocab_size=9, and the model has" in text
@@ -281,7 +304,7 @@ def test_what_changes_no_weights_may_differ(
     assert ranks(1).run(train, spec) == [0]
     assert same(weights(CheckpointDirectory(run).at(0)), weights(origin))
     learned = export(tmp_path / "shaw", dataset, distance_encoding="shaw", clamp_len=4)
-    with pytest.raises(ConfigError, match="learned a vector for each distance up to 4"):
+    with pytest.raises(ConfigError, match=r"model\.clamp_len=3, and the model has 4"):
         spec_of(run.parent / "b", dataset, f"init_from={learned}", "model.clamp_len=3")
 
 
@@ -358,13 +381,13 @@ def test_data_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(
         data = TrainingData.open(spec.config, num_ranks=1)
         message = f"txl prepare .* --tokenizer {origin / 'tokenizer.json'}"
         with pytest.raises(DataError, match=message):
-            check_origin(spec.config, data)
+            check_origin(spec, data)
         assert ranks(2).run(train, spec) == [3, 3]
         assert f"--tokenizer {origin / 'tokenizer.json'}" in refusal(tmp_path / "run")
 
 
 def find_in_own_folder(world: World, spec: TrainSpec, folder: Path) -> str:
-    before = os.getcwd()
+    before = Path.cwd()
     os.chdir(folder / str(world.rank))
     try:
         config = spec.config.model_copy(update={"init_from": "model"})

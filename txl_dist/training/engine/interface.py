@@ -226,6 +226,8 @@ class Engine(ABC):
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
                 **{key: torch.zeros_like(tensor) for key in states},
             }
+            if AVERAGE in states:  # before the first step it is evaluated, if weights were loaded
+                self._optimizer.state[tensor][AVERAGE].copy_(tensor.detach())
 
     def _exchange_averages(self) -> None:
         for master, _ in self._optimized_tensors():

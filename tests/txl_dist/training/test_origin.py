@@ -61,7 +61,9 @@ def export(directory: Path, dataset: Path, *, seed: int = 11, **settings: Any) -
     manifest = load_manifest(dataset)
     config = ModelConfig(vocab_size=manifest.vocab_size, **{**SIZES, **settings})
     model = TransformerXL(config, seed=seed)
-    write_exported(directory, model, open_tokenizer(dataset, manifest), Reading(3, "document"))
+    write_exported(
+        directory, model, open_tokenizer(dataset, manifest), Reading(tgt_len=3, reset="document")
+    )
     return directory
 
 
@@ -117,7 +119,7 @@ def test_a_run_its_best_checkpoint_and_its_average_can_be_origins(
     ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
 ) -> None:
     first = tmp_path / "first"
-    settings = (f"init_from={origin}", "optimizer.averaging=asgd", "optimizer.lr=1")
+    settings = (f"init_from={origin}", "optimizer.averaging=asgd", "optimizer.lr=0.3")
     assert ranks(1).run(train, spec_of(first, dataset, *settings)) == [0]
     # The rate is far too high, so the best weights are those of the start.
     assert (first / "BEST").read_text() == "checkpoints/step-00000000\n"
@@ -308,7 +310,7 @@ def test_what_changes_no_weights_may_differ(
         spec_of(run.parent / "b", dataset, f"init_from={learned}", "model.clamp_len=3")
 
 
-@given(names=st.sets(st.sampled_from(sorted(ModelConfig.__dataclass_fields__))))
+@given(names=st.sets(st.sampled_from(sorted(asdict(ModelConfig())))))
 def test_any_part_of_the_model_may_be_in_the_config(
     tmp_path_factory: pytest.TempPathFactory, names: set[str]
 ) -> None:
@@ -367,23 +369,25 @@ def test_missing_or_damaged_weights_leave_the_run_directory_unchanged(
 
 
 def test_data_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(
-    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+    ranks: RankGroups, tmp_path: Path
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("one two three four five " * 400)
-    for name, tokenizer in (("char", "char"), ("bpe", "bpe")):
-        settings = PrepareSettings(
-            split={"valid": 0.3}, tokenizer=tokenizer,
-            vocab_size=load_manifest(dataset).vocab_size if tokenizer == "bpe" else None,
-        )  # fmt: skip
-        prepare_dataset([text], tmp_path / name, settings)
+    """Also one with as many ids."""
+    for name, word in (("own", "abcd "), ("other", "efgh "), ("larger", "abcde ")):
+        for number in range(4):
+            (tmp_path / f"{name}-{number}.txt").write_text(word * (100 + number))
+        settings = PrepareSettings(split={"valid": 0.3}, tokenizer="char")
+        prepare_dataset([*tmp_path.glob(f"{name}-*.txt")], tmp_path / name, settings)
+    origin = export(tmp_path / "origin", tmp_path / "own")
+    advice = f"--tokenizer {origin / 'tokenizer.json'}"
+    for name in ("other", "larger"):
         spec = spec_of(tmp_path / "run", tmp_path / name, f"init_from={origin}")
         data = TrainingData.open(spec.config, num_ranks=1)
-        message = f"txl prepare .* --tokenizer {origin / 'tokenizer.json'}"
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=f"txl prepare .* {advice}"):
             check_origin(spec, data)
         assert ranks(2).run(train, spec) == [3, 3]
-        assert f"--tokenizer {origin / 'tokenizer.json'}" in refusal(tmp_path / "run")
+        assert advice in refusal(tmp_path / "run")
+    spec = spec_of(tmp_path / "run", tmp_path / "own", f"init_from={origin}")
+    check_origin(spec, TrainingData.open(spec.config, num_ranks=1))
 
 
 def find_in_own_folder(world: World, spec: TrainSpec, folder: Path) -> str:

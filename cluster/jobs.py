@@ -40,8 +40,10 @@ from cluster.connection import lines_of
 from data_pipeline.system.sources import shown
 from txl_dist.cli.options import paths_of_another_machine
 from txl_dist.config.config_file import dump_run_config, flatten_config, load_run_config
+from txl_dist.config.named_configs import find_config
 from txl_dist.config.redaction import HIDDEN, redact, redact_field
 from txl_dist.config.run_config import RunConfig
+from txl_dist.config.yaml_file import read_text
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
 from txl_dist.runtime.process import PACKAGES
 
@@ -128,7 +130,7 @@ def plan_job(
         command=shlex.join(("txl", *words)),
         entrypoint=f"cd {shlex.quote(root)} && {txl} {' '.join(quoted)}",
         environment={"RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds), **_environment(environment)},
-        config=dump_run_config(config) if config else "",
+        config=_text_to_send(context.params["config"], config) if config else "",
     )
 
 
@@ -140,6 +142,18 @@ def _require_no_secret(config: RunConfig) -> RunConfig:
                 f"{_SECRETS_BELONG}"
             )
     return config
+
+
+def _text_to_send(path: Path, config: RunConfig) -> str:
+    """The resolved config; with `init_from` the file, because the model may be on the cluster only:
+    there `model` is completed.
+    """
+    if config.init_from is None:
+        return dump_run_config(config)
+    text = read_text(find_config(path))
+    if redact(text) != text:
+        raise ConfigError(f"{path} has a secret, and would be uploaded. {_SECRETS_BELONG}")
+    return text
 
 
 def _refuse_secrets(words: Sequence[str]) -> None:

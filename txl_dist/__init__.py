@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from txl_dist.analysis.recl import (
         relative_effective_context_length as relative_effective_context_length,
     )
-    from txl_dist.config.config_file import load_run_config as load_run_config
     from txl_dist.config.run_config import RunConfig as RunConfig
     from txl_dist.convert.stored_model import Reading as Reading
     from txl_dist.convert.stored_model import find_model as find_model
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from txl_dist.model.carried_memory import Memory as Memory
     from txl_dist.model.config import ModelConfig as ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL as TransformerXL
+    from txl_dist.training.origin import load_run_config as load_run_config
     from txl_dist.training.spec import TrainSpec as TrainSpec
 
 # Imported on first use: `txl --help` imports this package, and torch takes seconds.
@@ -65,7 +65,6 @@ _NAMES_IN = {
     "data_pipeline.streams.lanes": ("LanePlan",),
     "data_pipeline.streams.segment_stream": ("SegmentStream",),
     "txl_dist.analysis.recl": ("relative_effective_context_length",),
-    "txl_dist.config.config_file": ("load_run_config",),
     "txl_dist.config.run_config": ("RunConfig",),
     "txl_dist.convert.stored_model": ("Reading", "find_model", "write_exported"),
     "txl_dist.evaluation.distributed": ("evaluate",),
@@ -76,6 +75,7 @@ _NAMES_IN = {
     "txl_dist.model.carried_memory": ("Memory",),
     "txl_dist.model.config": ("ModelConfig",),
     "txl_dist.model.transformer_xl": ("TransformerXL",),
+    "txl_dist.training.origin": ("load_run_config",),
     "txl_dist.training.spec": ("TrainSpec",),
 }
 _MODULE_OF = dict(sorted((name, module) for module in _NAMES_IN for name in _NAMES_IN[module]))

@@ -57,6 +57,8 @@ class AttemptStart(BaseModel):
     """Of rank 0."""
     process_seconds: float = 0.0
     """Since the process of rank 0 has started."""
+    origin: str = ""
+    """The stored model from whose weights the run started, and its digest; empty without one."""
 
 
 class Event(BaseModel):

@@ -102,6 +102,18 @@ def test_a_secret_in_the_command_is_refused_and_not_printed(words: tuple[str, ..
 
 
 @pytest.mark.fault_row(44)
+def test_a_config_whose_model_is_on_the_cluster_is_sent_as_it_is(tmp_path: Path) -> None:
+    """There, the command completes `model` with the settings of the weights."""
+    request = plan("train", str(TINY), "init_from=/shared/model", "seed=4")
+    assert request.config == TINY.read_text()
+    assert request.entrypoint.endswith('"$OLDPWD"/config.yaml init_from=/shared/model seed=4')
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{TINY.read_text()}init_from: /shared/model\n# password=CANARY\n")
+    with pytest.raises(ConfigError, match="has a secret") as error:
+        plan("train", str(path))
+    assert "CANARY" not in str(error.value)
+
+
 def test_a_secret_in_the_config_is_refused(tmp_path: Path) -> None:
     text = TINY.read_text().replace(
         "enabled: false", "enabled: true\n  uri: postgresql://u:CANARY@h/d"

@@ -199,6 +199,8 @@ def _training(
 ) -> Iterator[tuple[str, str]]:
     yield "steps", f"{manifest.step:,}"
     yield "tokens", f"{state.tokens:,}"
+    if state.origin is not None:
+        yield "started from", f"the weights of {state.origin}"
     yield "written by", manifest.written_by
     yield "ranks", f"{manifest.num_ranks}"
     events = read_events(run) if run else []

@@ -86,6 +86,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     wall_time = WallTime.of(run.events)
     return {
         "parameters": f"{attempt.num_parameters:,}" if attempt else "",
+        "weights at the start": attempt.origin or "random" if attempt else "",
         "ranks": f"{attempt.num_ranks} on {attempt.device}" if attempt else "",
         "computation": attempt.computation if attempt else "",
         "machine of rank 0": f"{attempt.host}: {attempt.machine}" if attempt else "",

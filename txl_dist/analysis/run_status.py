@@ -59,6 +59,8 @@ class RunStatus:
     """After failures."""
     checkpoint: str | None
     """The newest one."""
+    origin: str | None
+    """The stored model from whose weights it started, and its digest; None: random weights."""
     host: str | None
     attempt: int | None
     log: str | None
@@ -152,6 +154,7 @@ def _status(run: Path, *, is_alive: bool) -> RunStatus:
         seconds_left=values.get("seconds_left") if state == "running" else None,
         restarts=WallTime.of(all_events).restarts,
         checkpoint=None if newest is None else str(checkpoints.at(newest)),
+        origin=start.origin or None if start else None,
         host=rank_zero.host if rank_zero else start.host if start else None,
         attempt=all_events[-1].attempt if all_events else None,
         log=str(log) if state in ("failed", "lost") else None,
@@ -215,6 +218,8 @@ def status_lines(status: RunStatus) -> Iterator[str]:
         restarts = counted(status.restarts, "restart")
         yield f"  attempt {status.attempt} on {status.host}, {restarts} after failures"
     yield f"  {status.doing}"
+    if status.origin is not None:
+        yield f"  started from the weights of {status.origin}"
     if status.checkpoint is not None:
         yield f"  checkpoint: {status.checkpoint}"
     if status.log is not None:

@@ -135,8 +135,9 @@ def show(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = F
 
     Example: txl config show quickstart optimizer.lr=1e-3 model.n_layer=6
     """
-    from txl_dist.config.config_file import dump_run_config, load_run_config
+    from txl_dist.config.config_file import dump_run_config
     from txl_dist.config.redaction import redact
+    from txl_dist.training.origin import load_run_config
 
     resolved = load_run_config(config, overrides or ())
     if as_json:
@@ -151,7 +152,7 @@ def validate(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson
 
     Example: txl config validate quickstart
     """
-    from txl_dist.config.config_file import load_run_config
+    from txl_dist.training.origin import load_run_config
 
     resolved = load_run_config(config, overrides or ())
     content = {
@@ -193,8 +194,8 @@ def estimate(
 
     Example: txl estimate paper/wt103-base model.vocab_size=267735 --gpus 4
     """
-    from txl_dist.config.config_file import load_run_config
     from txl_dist.estimate import run_estimate
+    from txl_dist.training.origin import load_run_config
 
     run = run_estimate.with_data(load_run_config(config, overrides or ()))
     result = run_estimate.estimate_run(

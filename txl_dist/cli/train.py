@@ -81,16 +81,16 @@ def train(
     Example: txl train quickstart --ranks 2 training.num_steps=500
     """
     from data_pipeline.shards import require_manifest
-    from txl_dist.config.config_file import load_run_config
     from txl_dist.launch.group import RankRange
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.process import is_torchrun
+    from txl_dist.training.origin import check_origin, load_run_config
     from txl_dist.training.run_directory import RunDirectory
     from txl_dist.training.spec import TrainSpec
 
     rank_range = RankRange.parse(ranks or "1")
     spec = TrainSpec(
-        config=load_run_config(config, overrides or []),
+        config=load_run_config(config, overrides or [], resume=resume),
         resume=resume,
         allow_change=tuple(allow_change or ()),
         allow_data_change=allow_data_change,
@@ -115,6 +115,7 @@ def train(
     # Before any rank: one message, instead of one from every rank after a slow start.
     data = TrainingData.open(spec.config, num_ranks=rank_range.maximum)
     check_newest_checkpoint(spec, data)
+    check_origin(spec, data)
     if dry_run:
         plan = data.plan
         steps_per_epoch = -(-plan.lane_tokens // plan.tgt_len) * plan.num_turns

@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +49,22 @@ _REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}
 Scalar = str | int | float | bool | None
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: settings,
+) -> RunConfig:
     """Load and check the YAML file `path`, with `a.b.c=value` overrides.
 
-    `path` can also be the name of one of the package's configs, such as `quickstart`.
+    `path` can also be the name of one of the package's configs, such as `quickstart`. `complete`
+    adds settings to those that the file and the overrides have, before they are checked.
     Raises ConfigError, which lists every problem with its line or override.
     """
     source = _Source(find_config(path))
     for override in overrides:
         source.override(override)
+    source.value = complete(without_removed(source.value))
     return source.validated()
 
 
@@ -145,7 +152,7 @@ class _Source:
         try:
             # As JSON, because only there strict mode accepts mappings for dataclasses and
             # lists for tuples.
-            value = json.dumps(_with_recipe(without_removed(self.value)))
+            value = json.dumps(_with_recipe(self.value))
             return RunConfig.model_validate_json(value, strict=True)
         except ValidationError as error:
             problems: dict[str, None] = {}

@@ -34,9 +34,10 @@ class OptimizerConfig(Section):
     lr: float = Field(default=2.5e-4, gt=0)
     """Learning rate after the warm-up, the highest of the run. With AdamW small models learn faster
     with 1e-3 or more, and need a warm-up then."""
-    lr_factors: dict[Role, Annotated[float, Field(gt=0)]] = Field(default={})
+    lr_factors: dict[Role, Annotated[float, Field(ge=0)]] = Field(default={})
     """Multiplies the learning rate of parameters by their role: `hidden`, `embedding`, `head` or
-    `other`. A role that is not named has 1."""
+    `other`. A role that is not named has 1. With 0 its weights stay as they are: they have no
+    gradient and no optimizer state. A table that is tied with the softmax is `embedding`."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the running mean of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)

@@ -33,6 +33,10 @@ class RunConfig(Section):
 
     directory: PathText
     """The run directory: config, metrics, logs and checkpoints."""
+    init_from: PathText | None = None
+    """A stored model from whose weights a new run starts: a run, a checkpoint, RUN/BEST, or a
+    directory of `txl import` or `txl export`. Settings of `model` that the config leaves out are
+    those of this model, whatever the recipe."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data and the dropout masks."""
     precision: Precision = "fp32"
@@ -130,7 +134,7 @@ class RunConfig(Section):
         names = {name for recipe in RECIPES.values() for name in recipe}
         own = [name for name in names if getattr(self.model, name) != getattr(of_recipe, name)]
         # A file with every setting, such as a run's config.yaml, is not changed by another recipe.
-        if len(own) > 3 / 4 * len(names):
+        if self.init_from is None and len(own) > 3 / 4 * len(names):
             warnings.append(
                 f"model.recipe={self.model.recipe} has nearly no effect: {len(own)} of the "
                 f"{len(names)} settings of `model` that a recipe decides have other values. Remove "

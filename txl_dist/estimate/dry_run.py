@@ -33,7 +33,12 @@ from txl_dist.model.dropout import Dropout, KeepBits
 from txl_dist.model.encodings import encode_distances
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
-from txl_dist.training.engine.optimizers import OPTIMIZERS, parameter_groups, states_by_name
+from txl_dist.training.engine.optimizers import (
+    OPTIMIZERS,
+    freeze,
+    parameter_groups,
+    states_by_name,
+)
 
 # Shapes: B lanes, T segment tokens, H heads, S keys
 
@@ -116,6 +121,7 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
         model = TransformerXL(
             model_config, recompute_layers=config.training.activation_checkpointing
         )
+        freeze(model, config.optimizer)
         memory = model.empty_memory(rows, dtype=TORCH_DTYPE[config.training.memory_dtype])
         token_BT = torch.zeros(shape_BT, dtype=torch.int64)
         age_BT = torch.zeros(shape_BT, dtype=torch.int32)
@@ -169,7 +175,8 @@ class _MicroBatchBytes(LiveBytes):
         self.start_bytes, self._bucket_size = self.live_bytes, bucket_size
         self.on_change = self._update
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_complete)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_is_complete)
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if operation is torch.ops.aten.nonzero.default:

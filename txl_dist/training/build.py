@@ -34,13 +34,14 @@ from txl_dist.training.engine import Engine, create_engine
 from txl_dist.training.goodput import RunEvents
 from txl_dist.training.loop import Evaluate, Evaluation, Trainer
 from txl_dist.training.observer import Observer
+from txl_dist.training.origin import load_weights
 from txl_dist.training.recovery import Recovery
 from txl_dist.training.report import Report, log_start
 from txl_dist.training.saving import open_saver
 from txl_dist.training.scores import StepScore
 from txl_dist.training.speed import StepProfiler, StragglerCheck, Utilisation
 from txl_dist.training.start import Start, in_phase_of, resume_at
-from txl_dist.training.state import TrainState
+from txl_dist.training.state import Origin, TrainState
 from txl_dist.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -54,14 +55,16 @@ def build_trainer(start: Start) -> Trainer:
     if start.point is not None:
         state = resume_at(start.point, start, step, batches)
     else:
-        state = in_phase_of(start, TrainState())
+        stored = start.origin
+        origin = Origin(path=str(stored.path), digest=stored.digest) if stored else None
+        state = in_phase_of(start, TrainState(origin=origin))
     # Before the observers, which continue its files.
     reached_steps = start.world.run_on_all(
         lambda: start.clean_directory() if start.world.is_rank_zero else 0
     )
     # Before the tracker: the peak is measured without its process.
     observers = build_observers(start)
-    tracker = start_tracker(start)
+    tracker = start_tracker(start, state)
     if start.world.is_rank_zero:
         log_start(start, state, shapes=step.engine.shapes, reached_step=reached_steps[0])
     saver = open_saver(start, step, tracker)
@@ -101,6 +104,8 @@ def build_step(start: Start) -> TrainStep:
         seed=config.seed,
         recompute_layers=config.training.activation_checkpointing,
     )
+    if start.origin is not None:
+        load_weights(start.origin, model, world)
     lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
     _require_attention(data.model_config.attention, world.device)
     if config.training.compile:
@@ -232,13 +237,15 @@ def build_observers(start: Start) -> list[Observer]:
 # --- what is tracked ------------------------------------------------------------------------------
 
 
-def start_tracker(start: Start) -> TrackingProcess | None:
+def start_tracker(start: Start, state: TrainState) -> TrackingProcess | None:
     """Start sending metrics to MLflow. The status of the run depends on how `stack` ends."""
     # Rank 0 only: MLflow would record one copy per rank.
     if not (start.world.is_rank_zero and start.config.tracking.enabled):
         return None
     corpora = start.data.corpora
     tags = {"num_ranks": str(start.world.num_ranks)}
+    if state.origin is not None:
+        tags["origin"] = str(state.origin)
     if len(corpora) > 1:
         tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
     tracker = TrackingProcess(

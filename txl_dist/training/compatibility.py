@@ -75,6 +75,11 @@ _BETWEEN_TURNS = ("data.num_lanes", "data.lanes_per_step", "data.tgt_len", "mode
 """Settings that change only where all lanes are at one position, like the data."""
 
 
+def may_differ(key: str) -> bool:
+    """Whether weights and position stay valid if this setting changes in a run."""
+    return key.startswith((*_FREE, *_ON_REQUEST)) and key not in _FIXED
+
+
 def require_compatible(
     manifest: CheckpointManifest,
     state: TrainState,
@@ -143,16 +148,19 @@ def check_config(
     old = {**default_settings(), **without_removed(old)}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
-        on_request = key.startswith(_ON_REQUEST) and key not in _FIXED
+        freezes = [key.startswith("optimizer.lr_factors.") and x == 0 for x in (before, after)]
+        # A weight that is frozen has no states of the optimizer.
+        is_fixed = key in _FIXED or freezes[0] != freezes[1]
+        on_request = key.startswith(_ON_REQUEST) and not is_fixed
         # `deepspeed.*` may change, except communication_data_type, which changes the numbers.
         is_free = key.startswith(_FREE) and not on_request
         if before == after or is_free or (on_request and key in allowed):
             continue
-        remedy = (
-            f"--allow-change {key}"
-            if on_request
-            else "cannot change in a run; begin a new one in another directory"
-        )
+        remedy = "cannot change in a run; begin a new one in another directory"
+        if freezes[0] != freezes[1]:
+            remedy += f", from these weights: init_from={checkpoint}"
+        if on_request:
+            remedy = f"--allow-change {key}"
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")

@@ -61,7 +61,9 @@ class RecordedLayers:
     def __call__(
         self, x_BTD: Tensor, pasts: Iterable[Any], contexts: Sequence[SegmentContext]
     ) -> list[Tensor]:
-        if not torch.is_grad_enabled():
+        parameters = _parameters(self._model, self._model.layers)
+        is_trained = any(x.requires_grad for x in (x_BTD, *parameters))
+        if not (torch.is_grad_enabled() and is_trained):
             return self._model.run_layers(x_BTD, pasts, contexts)
         pasts = tuple(pasts)
         starts = range(0, len(self._model.layers), LAYERS_PER_GRAPH)
@@ -70,7 +72,7 @@ class RecordedLayers:
             (x_BTD, pasts[layers], tuple(map(_tensors_of, contexts[layers]))) for layers in ranges
         ]
         kinds = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tree_leaves(inputs)]
-        addresses = [x.data_ptr() for x in _parameters(self._model, self._model.layers)]
+        addresses = [x.data_ptr() for x in parameters]
         device = x_BTD.device.type
         key = kinds, addresses, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         if key != self._key:
@@ -115,7 +117,7 @@ class LayerGroup:
     ) -> None:
         self._model, self._start, self._contexts = model, layers.start, contexts
         self.parameters = _parameters(model, model.layers[layers])
-        self._own_leaves = [nn.Parameter(parameter.detach()) for parameter in self.parameters]
+        self._own_leaves = [nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters]
         leaves, self._structure = tree_flatten(inputs)
         self.inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
         """Where the graph reads its inputs."""

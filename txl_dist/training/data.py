@@ -89,7 +89,9 @@ class TrainingData:
         directory, manifest = corpora[0].directory, corpora[0].manifest
         tokenizer = open_tokenizer(directory, manifest)
         vocab_size = config.model.vocab_size or manifest.vocab_size
-        if vocab_size != manifest.vocab_size:
+        # With `init_from`, the tokenizers are compared (origin.py, and compatibility.py at a
+        # resume), which gives better advice.
+        if config.init_from is None and vocab_size != manifest.vocab_size:
             raise DataError(
                 f"model.vocab_size={vocab_size}, but {directory} was prepared with a tokenizer of "
                 f"{manifest.vocab_size} ids (digest {manifest.tokenizer_digest}). Set data.path to "

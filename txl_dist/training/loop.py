@@ -85,6 +85,8 @@ class Trainer:
         with self._observed():
             while True:
                 try:
+                    if self.config.init_from is not None and self.saver.saved_step is None:
+                        self._save()  # from now on, the run does not need its origin
                     if self.evaluation.is_pending:
                         self._evaluate()
                     if self.state.step >= num_steps:

@@ -152,6 +152,9 @@ def log_start(
     num_parameters = sum(map(math.prod, shapes.values()))
     computation = _computation(config, world)
     begin = f"resuming at step {state.step} from {point.path}" if point else "a new run"
+    origin = "" if state.origin is None else str(state.origin)
+    if start.origin is not None:
+        begin += f" from the weights of {origin}"
     ranks = f"{counted(world.num_ranks, 'rank')} on {world.device.type} | {computation}"
     start.directory.event_log.write(
         "start",
@@ -162,6 +165,7 @@ def log_start(
             host=host,
             num_steps=config.num_steps,
             num_parameters=num_parameters,
+            origin=origin,
             num_ranks=world.num_ranks,
             device=world.device.type,
             computation=computation,

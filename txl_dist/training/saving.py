@@ -69,7 +69,7 @@ def open_saver(start: Start, step: TrainStep, tracker: TrackingProcess | None) -
         config=config,
         scores=start.scores,
         saved_file=Path(start.spec.saved_file) if start.spec.saved_file else None,
-        saved_step=start.kept_step or None,
+        saved_step=start.kept_step if start.point else None,
     )
     return start.stack.enter_context(closing(saver))
 

@@ -259,4 +259,6 @@ def due_in(config: RunConfig) -> Callable[[int], bool]:
     A function of the step only, so a resumed run has the same evaluations.
     """
     interval_steps, num_steps = config.evaluation.interval_steps, config.num_steps
-    return lambda step: step > 0 and (step % interval_steps == 0 or step == num_steps)
+    # The weights of an earlier run have a score that is worth knowing.
+    first = 0 if config.init_from is not None else 1
+    return lambda step: step >= first and (step % interval_steps == 0 or step == num_steps)

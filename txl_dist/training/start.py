@@ -4,6 +4,7 @@
     other ranks       joined, and the same spec on all of them
     lock              of the run directory, so that one process on a host writes it
     resume point      the checkpoint to resume from, or none (`resume.py`)
+    origin            the model from whose weights a new run starts, if any (`origin.py`)
     attempt           ends older attempts of the run
     scores            of the run until now, and whether that of the resume point is missing
 
@@ -33,6 +34,7 @@ from txl_dist.checkpoint.reader import (
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
+from txl_dist.convert.stored_model import StoredModel
 from txl_dist.errors import ConfigError
 from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.fault_injection import fault_point
@@ -42,6 +44,7 @@ from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
 from txl_dist.training.batches import Batches
 from txl_dist.training.data import TrainingData
+from txl_dist.training.origin import find_origin
 from txl_dist.training.phases import phases_from
 from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
 from txl_dist.training.run_directory import RunDirectory, begin_attempt
@@ -69,6 +72,8 @@ class Start:
     data: TrainingData
     point: ResumePoint | None
     """None: a new run."""
+    origin: StoredModel | None
+    """The model from whose weights a new run starts; None: the weights are random."""
     run_id: str
     """Id of the run, chosen by rank 0; stored in every checkpoint."""
     scores: ScoreTable | None
@@ -101,6 +106,7 @@ class Start:
         lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=spec.force_unlock)
         world.run_on_rank_zero(lambda: stack.enter_context(lock))
         point = find_resume_point(spec, data, world)
+        origin = find_origin(spec.config, data, world) if point is None else None
         run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
         # Only after all checks: beginning an attempt fences the one that is running.
         checkpoints.attempt = begin_attempt(spec, directory, world, run_id=run_id)
@@ -108,6 +114,7 @@ class Start:
             # The older attempt has saved meanwhile.
             point = find_resume_point(spec, data, world, download=False)
             run_id = world.broadcast(run_id_of(point))
+            origin = None
 
         stop = StopRequest() if stop is None else stop
         if not stop.has_file:  # torchrun has started the ranks; a launcher would give them one
@@ -123,10 +130,10 @@ class Start:
             scores = ScoreTable(checkpoints, is_due, inherited=inherited)
             kept_step = point.kept_step if point else 0
             scores.rewind(kept_step)
-            is_pending = kept_step in scores.waiting()
+            is_pending = kept_step in scores.waiting() or (point is None and is_due(0))
         return cls(
             spec=spec, world=world, directory=directory, stack=stack, stop=stop, data=data,
-            point=point, run_id=run_id, scores=scores,
+            point=point, origin=origin, run_id=run_id, scores=scores,
             evaluation_is_pending=world.broadcast(is_pending),
         )  # fmt: skip
 

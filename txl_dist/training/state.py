@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import StrictModel, first_problem
-from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count
+from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
 from txl_dist.config.training_config import EVENT_STEPS, DivergenceConfig
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.scores import LossSums
@@ -101,6 +101,17 @@ class LastUpdate(StrictModel):
     memory_valid: float
 
 
+class Origin(StrictModel):
+    """The stored model from whose weights a run started (`init_from`)."""
+
+    path: str
+    digest: Sha256
+    """`StoredModel.digest`, as in the results of `txl eval`."""
+
+    def __str__(self) -> str:
+        return f"{self.path} (sha256 {self.digest})"
+
+
 class TrainState(StrictModel):
     """The progress of a run after a step."""
 
@@ -129,6 +140,7 @@ class TrainState(StrictModel):
     divergence: DivergenceState = DivergenceState()
     forked_from: str | None = None
     """The checkpoint of another run where this run began: PATH of `--resume PATH`, absolute."""
+    origin: Origin | None = None
 
     @property
     def unreported_sums(self) -> LossSums:

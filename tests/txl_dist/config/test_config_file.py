@@ -226,7 +226,7 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         ("model.vocab_size=null", "a model of vectors, for a loop of your own"),
         ("model.recipe=modrn", "recipe='modrn' must be one of paper, modern"),
         ("optimizer.lr_factors.hid=2", "it should be 'hidden', 'embedding', 'head' or 'other'"),
-        ("optimizer.lr_factors.head=0", "optimizer.lr_factors.head is 0; it should be greater"),
+        ("optimizer.lr_factors.head=-1", "optimizer.lr_factors.head is -1; it should be greater"),
         ("deepspeed.extra.fp16=1", "; it should be 'zero_optimization', 'communication_data_type'"),
         ("optimizer.lr=0", "optimizer.lr is 0; it should be greater"),
         ("data.reset=documnt", "it should be 'document' or 'stream'"),

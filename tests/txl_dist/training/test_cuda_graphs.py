@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.gpu.test_graphs_on_gpu import LANES, NUM_STEPS, trained
+from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.config.run_config import Precision
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, GpuLaneDropoutMasks, LaneDropoutMasks
@@ -22,6 +23,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
 from txl_dist.training import cuda_graphs
 from txl_dist.training.cuda_graphs import RecordedLayers
+from txl_dist.training.engine.optimizers import freeze
 
 B, T, V = 2, 3, 11
 
@@ -134,6 +136,33 @@ def test_groups_have_the_results_of_layers_in_turn(
     # Those of shared parameters are summed by group.
     torch.testing.assert_close(actual_gradients, expected_gradients, rtol=1e-5, atol=1e-9)
     assert len(recordings) == 2 * 2  # groups of 4 and 2 layers, each forward and backward
+
+
+@pytest.mark.parametrize(
+    ("frozen", "num_recordings"),
+    [(["hidden"], 4), (["hidden", "embedding"], 4), (["hidden", "embedding", "other"], 0)],
+)
+def test_frozen_parts_have_no_gradients(
+    frozen: list[Role], num_recordings: int, recordings: Recordings
+) -> None:
+    """Layers with nothing to train before them and in them are not recorded."""
+    config = ModelConfig(
+        vocab_size=V, n_layer=6, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5,
+        tie_weight=False,
+    )  # fmt: skip
+    text_BT, age_BT = torch.arange(B * (T + 1)).view(B, -1) % V, torch.arange(T).expand(B, -1)
+    results = []
+    for is_recorded in (False, True):
+        model = TransformerXL(config, seed=1)
+        freeze(model, OptimizerConfig(lr_factors=dict.fromkeys(frozen, 0.0)))
+        if is_recorded:
+            model.recorded_layers = RecordedLayers(model)
+        memory = model.empty_memory(B)
+        nats_BT, _ = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory)
+        nats_BT.sum().backward()
+        results.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-9)
+    assert len(recordings) == num_recordings
 
 
 def test_other_shapes_and_addresses_are_recorded_again(recordings: Recordings) -> None:

@@ -13,6 +13,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
 from txl_dist.training.engine.interface import Decision, Engine
+from txl_dist.training.engine.optimizers import freeze
 from txl_dist.training.engine.stages import Stage0Engine, Stage3Engine, Stage12Engine
 
 __all__ = ["Decision", "Engine", "create_engine"]
@@ -29,8 +30,9 @@ def create_engine(model: TransformerXL, config: RunConfig, world: World, **shape
     """The engine of the ZeRO stage, which takes over `model`. Collective.
 
     `shape`: num_micro_batches and micro_batch_rows. Raises ConfigError if DeepSpeed refuses a key
-    of `deepspeed.extra`.
+    of `deepspeed.extra`, or if `optimizer.lr_factors` trains nothing.
     """
+    freeze(model, config.optimizer)
     stage = config.deepspeed.computed_stage(
         num_ranks=world.num_ranks, on_gpu=world.device.type == "cuda"
     )

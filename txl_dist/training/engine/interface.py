@@ -160,6 +160,31 @@ class Engine(ABC):
             state["step"].fill_(num_steps)
         self._refresh_weights()
 
+    def _share(self, name: str, parameter: Tensor) -> Iterator[Fragment]:
+        """The part that this rank saves of a parameter that every rank holds whole."""
+        rank, num_ranks, size = self._world.rank, self._world.num_ranks, parameter.numel()
+        start, stop = rank * size // num_ranks, (rank + 1) * size // num_ranks
+        if start < stop:
+            yield self._slice(name, parameter, start, stop)
+
+    def _slice(self, name: str, parameter: Tensor, start: int, stop: int) -> Fragment:
+        """Of a parameter that is whole on this rank, as its optimizer states are."""
+        states = self._optimizer.state[parameter] if parameter.requires_grad else {}
+        return self._fragment(
+            name,
+            start,
+            parameter.detach().view(-1)[start:stop],
+            {key: states[key].view(-1)[start:stop] for key in self._states[name]},
+        )
+
+    def _fragment(
+        self, name: str, start: int, master: Tensor, states: dict[str, Tensor]
+    ) -> Fragment:
+        # A frozen weight is its own average, so that checkpoints have the average of all weights.
+        if self._config.averaging is not None:
+            states = {AVERAGE: master, **states}
+        return Fragment(name, self.shapes[name], start, master, states)
+
     @abstractmethod
     def _update(self, accept: Accept) -> Decision:
         """Clip and update if the gradient norm is accepted, else clear gradients."""
@@ -201,6 +226,8 @@ class Engine(ABC):
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
                 **{key: torch.zeros_like(tensor) for key in states},
             }
+            if AVERAGE in states:  # before the first step it is evaluated, if weights were loaded
+                self._optimizer.state[tensor][AVERAGE].copy_(tensor.detach())
 
     def _exchange_averages(self) -> None:
         for master, _ in self._optimized_tensors():

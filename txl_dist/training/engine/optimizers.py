@@ -21,6 +21,7 @@ from torch import Tensor, nn, optim
 from txl_dist.checkpoint.snapshot import AVERAGE
 from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.config.run_config import Precision
+from txl_dist.errors import ConfigError
 from txl_dist.model.attention import StackedLinear
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
@@ -332,8 +333,23 @@ def _role(name: str, hidden: frozenset[str]) -> Role:
     return "head" if is_head or name == "softmax.cluster_weight" else "other"
 
 
+def freeze(model: TransformerXL, config: OptimizerConfig) -> None:
+    """Let the parameters with a factor of 0 have no gradients.
+
+    Raises ConfigError if nothing would be trained.
+    """
+    trained = {id(p) for group in parameter_groups(model, config) for p in group["params"]}
+    if not trained:
+        raise ConfigError(
+            f"optimizer.lr_factors={config.lr_factors} trains nothing: the model has no parameter "
+            "of another role. Give one of them a factor above 0"
+        )
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+
+
 def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer, in the order of their first parameters.
+    """Groups of the trained parameters for a torch optimizer, in the order of the first of each.
 
     Roles follow from the modules, not from names or numbers of dimensions. DeepSpeed's own rule for
     Muon, `ndim >= 2` and no "embed" in the name, would take the embedding tables, the cluster
@@ -357,6 +373,8 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
             states, rule = entry.hidden_states, config.name
         weight_decay = config.weight_decay if name in decayed else 0.0
         lr_factor = config.lr_factors.get(_role(name, hidden), 1.0)
+        if lr_factor == 0:
+            continue
         empty: dict[str, Any] = {
             "params": [],
             "rule": rule,
@@ -373,10 +391,10 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
 def states_by_name(
     model: TransformerXL, groups: list[dict[str, Any]]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, names of its optimizer states) of every parameter."""
+    """(name, names of its optimizer states) of every parameter; none of a frozen one."""
     states = {id(p): group["states"] for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
-        yield name, states[id(parameter)]
+        yield name, states.get(id(parameter), ())
 
 
 def averaging_weight(config: OptimizerConfig, step: int) -> float:

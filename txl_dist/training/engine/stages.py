@@ -9,7 +9,7 @@ Uses private attributes of DeepSpeed. Its version is pinned, and
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -61,44 +61,40 @@ class Stage0Engine(Engine):
 
     def fragments(self) -> Iterator[Fragment]:
         """1/num_ranks of each parameter: all ranks hold the same, so they share the writing."""
-        rank, num_ranks = self._world.rank, self._world.num_ranks
         for name, parameter in self.model.named_parameters():
-            size = parameter.numel()
-            start, stop = rank * size // num_ranks, (rank + 1) * size // num_ranks
-            if start < stop:
-                yield self._slice(name, parameter, start, stop)
+            yield from self._share(name, parameter)
 
     def fragments_to_load(self) -> Iterator[Fragment]:
         """Whole parameters, because every rank needs a full copy."""
         for name, parameter in self.model.named_parameters():
             yield self._slice(name, parameter, 0, parameter.numel())
 
-    def _slice(self, name: str, parameter: Tensor, start: int, stop: int) -> Fragment:
-        state = self._optimizer.state[parameter]
-        return Fragment(
-            name,
-            tuple(parameter.shape),
-            start,
-            parameter.detach().view(-1)[start:stop],
-            {key: state[key].view(-1)[start:stop] for key in self._states[name]},
-        )
-
 
 class Stage12Engine(Engine):
-    """fp32 masters and optimizer state sharded over the ranks."""
+    """fp32 masters and optimizer state sharded over the ranks; frozen parameters are whole."""
 
     def fragments(self) -> Iterator[Fragment]:
-        """The slices that DeepSpeed has assigned to this rank."""
-        parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
-        for name, parameter in parameters:
-            mapping = parameter._hp_mapping
-            if mapping is None:  # the parameter is entirely on other ranks
-                continue
-            master = mapping.get_hp_fragment().detach()
-            if master.numel():
-                states = {key: mapping.get_optim_state_fragment(key) for key in self._states[name]}
-                start = mapping.lp_fragment_address.start
-                yield Fragment(name, tuple(parameter.shape), start, master, states)
+        """The slices that DeepSpeed has assigned to this rank, and its share of frozen ones."""
+        for name, parameter in self.model.named_parameters():
+            own = self._owned if parameter.requires_grad else self._share
+            yield from own(name, parameter)
+
+    def fragments_to_load(self) -> Iterator[Fragment]:
+        """The slices of this rank, and whole frozen parameters, which every rank needs."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield from self._owned(name, parameter)
+            else:
+                yield self._slice(name, parameter, 0, parameter.numel())
+
+    def _owned(self, name: str, parameter: Any) -> Iterator[Fragment]:
+        mapping = parameter._hp_mapping
+        if mapping is None:  # the parameter is entirely on other ranks
+            return
+        master = mapping.get_hp_fragment().detach()
+        if master.numel():
+            states = {key: mapping.get_optim_state_fragment(key) for key in self._states[name]}
+            yield self._fragment(name, mapping.lp_fragment_address.start, master, states)
 
     def _update(self, accept: Accept) -> Decision:
         def checked(norm: Tensor, decision: Decision) -> Tensor:
@@ -186,11 +182,13 @@ class Stage3Engine(Engine):
                 yield fragment
 
     def _part(self, name: str, parameter: Any) -> Fragment:
-        # Masters of small parameters are sharded too, although their weights stay gathered.
-        part = self._owned_view(parameter)
+        # Masters of small parameters are sharded too, although their weights stay gathered. Frozen
+        # weights have none: their shards are what is gathered.
+        is_trained = parameter.requires_grad
+        part = self._owned_view(parameter) if is_trained else parameter.ds_tensor.detach()
         start, owned = self._range_of(name, part)
         states = {key: self._owned_view(parameter, key)[owned] for key in self._states[name]}
-        return Fragment(name, self.shapes[name], start, part[owned], states)
+        return self._fragment(name, start, part[owned], states)
 
     def _update(self, accept: Accept) -> Decision:
         # DeepSpeed combines the norms of its groups after this method.

@@ -1,0 +1,468 @@
+"""`init_from`: a run that starts from the weights of a stored model."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from tests.support.commands import run_txl
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import ZERO, losses, refusal, score_of_step, train
+from txl_dist.analysis.model_card import _training
+from txl_dist.analysis.run_record import read_run
+from txl_dist.analysis.run_report import run_page
+from txl_dist.analysis.run_status import read_status, status_lines
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.reader import load_fragments, load_model
+from txl_dist.checkpoint.snapshot import Fragment
+from txl_dist.config.config_file import dump_run_config
+from txl_dist.config.config_file import load_run_config as load_plain
+from txl_dist.convert.stored_model import Reading, find_model, write_exported
+from txl_dist.errors import CheckpointError, ConfigError, DataError
+from txl_dist.evaluation.distributed import evaluate
+from txl_dist.evaluation.spec import evaluation_spec
+from txl_dist.events import newest_attempt, read_events
+from txl_dist.model.choices import RECIPES
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.world import World
+from txl_dist.training.data import TrainingData
+from txl_dist.training.origin import check_origin, find_origin, load_run_config
+from txl_dist.training.spec import TrainSpec
+from txl_dist.training.state import load_state
+
+# B 2, T 3, M 5, and no two sizes of the model are equal.
+SIZES = {"n_layer": 3, "d_model": 10, "n_head": 2, "d_head": 6, "d_inner": 14, "mem_len": 5}
+MAX_TOKENS = 100
+CONFIG = """
+directory: {run}
+data: {{path: {data}, num_lanes: 2, tgt_len: 3}}
+optimizer: {{lr: 0.01, schedule: constant}}
+training: {{num_steps: 4, log_interval_steps: 1, checkpoint_interval_steps: 2,
+  keep_checkpoints: 9, rank_timeout_seconds: 60.0}}
+evaluation: {{interval_steps: 4, batch_chunks: 4, max_tokens: {max_tokens}}}
+tracking: {{enabled: false}}
+"""
+
+
+def export(directory: Path, dataset: Path, *, seed: int = 11, **settings: Any) -> Path:
+    manifest = load_manifest(dataset)
+    config = ModelConfig(vocab_size=manifest.vocab_size, **{**SIZES, **settings})
+    model = TransformerXL(config, seed=seed)
+    write_exported(
+        directory, model, open_tokenizer(dataset, manifest), Reading(tgt_len=3, reset="document")
+    )
+    return directory
+
+
+@pytest.fixture
+def origin(dataset: Path, tmp_path: Path) -> Path:
+    return export(tmp_path / "origin", dataset)
+
+
+def spec_of(run: Path, dataset: Path, *overrides: str, **options: Any) -> TrainSpec:
+    path = run.parent / f"{run.name}.yaml"
+    path.write_text(CONFIG.format(run=run, data=dataset, max_tokens=MAX_TOKENS))
+    return TrainSpec(config=load_run_config(path, overrides), **options)
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    stored = find_model(path)
+    return {name: p.detach() for name, p in stored.load(stored.config)[0].named_parameters()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def score(path: Path, dataset: Path, *, num_ranks: int = 1) -> float:
+    spec = evaluation_spec(path, dataset, batch=4, max_tokens=MAX_TOKENS)
+    return evaluate(replace(spec, num_ranks=num_ranks)).sums.nats
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stage"), [(1, "0"), (2, "0"), (2, "1"), (2, "2"), (2, "3"), (2, "3-all-spread")]
+)
+def test_a_run_has_the_weights_and_the_score_of_its_origin_at_every_stage(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path, num_ranks: int, stage: str
+) -> None:
+    run = tmp_path / "run"
+    spec = spec_of(run, dataset, f"init_from={origin}", "seed=5", *ZERO[stage])
+    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+
+    first = CheckpointDirectory(run).at(0)
+    assert same(weights(first), weights(origin))
+    assert not same(weights(CheckpointDirectory(run).at(2)), weights(origin))
+    assert score_of_step(run, 0).nats == score(origin, dataset, num_ranks=num_ranks)
+    manifest = load_checkpoint_manifest(first)
+    assert load_state(first, manifest).tokens == 0
+    for name, entry in manifest.parameters.items():
+        states = {key: torch.ones(entry.shape).flatten() for key in ("exp_avg", "exp_avg_sq")}
+        master = torch.zeros(entry.shape).flatten()
+        load_fragments(first, manifest, [Fragment(name, entry.shape, 0, master, states)])
+        assert not any(state.any() for state in states.values())
+
+
+def test_a_run_its_best_checkpoint_and_its_average_can_be_origins(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    settings = (f"init_from={origin}", "optimizer.averaging=asgd", "optimizer.lr=0.3")
+    assert ranks(1).run(train, spec_of(first, dataset, *settings)) == [0]
+    # The rate is far too high, so the best weights are those of the start.
+    assert (first / "BEST").read_text() == "checkpoints/step-00000000\n"
+    for number, path in enumerate((first, first / "BEST", CheckpointDirectory(first).at(2))):
+        run = tmp_path / f"run-{number}"
+        spec = spec_of(run, dataset, f"init_from={path}", "training.num_steps=1")
+        assert ranks(2).run(train, spec) == [0, 0]
+        assert same(weights(CheckpointDirectory(run).at(0)), weights(path))
+        assert score_of_step(run, 0).nats == score(path, dataset, num_ranks=2)
+        state = load_state(run, load_checkpoint_manifest(CheckpointDirectory(run).at(1)))
+        assert state.origin is not None
+        assert state.origin.path == str(find_model(path).path)
+
+
+def test_weights_without_a_tokenizer_can_be_an_origin(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """As those of `txl import`; only the size of the vocabulary can be compared."""
+    vocab_size = load_manifest(dataset).vocab_size
+    model = TransformerXL(ModelConfig(vocab_size=vocab_size, **SIZES), seed=2)
+    write_exported(tmp_path / "imported", model, None)
+    run = tmp_path / "run"
+    spec = spec_of(run, dataset, f"init_from={tmp_path / 'imported'}", "training.num_steps=1")
+    assert ranks(1).run(train, spec) == [0]
+    assert same(weights(CheckpointDirectory(run).at(0)), weights(tmp_path / "imported"))
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3", "3-all-spread"])
+def test_a_resume_needs_no_origin_and_keeps_what_is_frozen(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path, stage: str
+) -> None:
+    settings = (f"init_from={origin}", "optimizer.lr_factors={hidden: 0}", "seed=5", *ZERO[stage])
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert ranks(2).run(train, spec_of(straight, dataset, *settings)) == [0, 0]
+    assert ranks(2).run(train, spec_of(stopped, dataset, *settings, "training.num_steps=2")) == [
+        0,
+        0,
+    ]
+    expected = weights(origin)
+    shutil.rmtree(origin)
+    allowed = {"allow_change": ("training.num_steps",)}
+    assert ranks(2).run(train, spec_of(stopped, dataset, *settings, **allowed)) == [0, 0]
+    assert losses(stopped) == losses(straight)
+
+    last = weights(CheckpointDirectory(stopped).at(4))
+    assert same(last, weights(CheckpointDirectory(straight).at(4)))
+    for name, weight in last.items():
+        is_hidden = name.endswith(".weight") and name.startswith("layers.") and "norm" not in name
+        assert torch.equal(weight, expected[name]) == is_hidden, name
+    # On another number of ranks, and at another stage.
+    more = (*settings, *ZERO["1"], "training.num_steps=5")
+    assert ranks(1).run(train, spec_of(stopped, dataset, *more, **allowed)) == [0]
+    moved = weights(CheckpointDirectory(stopped).at(5))
+    assert all(
+        torch.equal(moved[name], expected[name]) == torch.equal(last[name], expected[name])
+        for name in moved
+    )
+
+
+def stop_after_first_save(world: World, spec: TrainSpec) -> int:
+    """Kill the run during the evaluation before the first step, as far as its files show it."""
+    from txl_dist.training import build
+
+    original = build.build_evaluator
+
+    def failing(*args: Any) -> Any:
+        def fail(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        return original(*args) and fail
+
+    build.build_evaluator = failing
+    try:
+        train(world, spec)
+    except KeyboardInterrupt:
+        return 1
+    finally:
+        build.build_evaluator = original
+    return 0
+
+
+def test_a_run_that_was_killed_before_its_first_step_resumes_without_the_origin(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+) -> None:
+    run, expected = tmp_path / "run", score(origin, dataset)
+    spec = spec_of(run, dataset, f"init_from={origin}")
+    assert ranks(1).run(stop_after_first_save, spec) == [1]
+    assert CheckpointDirectory(run).steps() == [0]
+    assert not (run / "evaluations" / "step-00000000.json").exists()
+    shutil.rmtree(origin)
+    assert ranks(1).run(train, spec_of(run, dataset, f"init_from={origin}")) == [0]
+    assert score_of_step(run, 0).nats == expected
+    assert list(losses(run)) == [1, 2, 3, 4]
+
+
+def test_the_origin_of_a_run_is_fixed(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    spec = spec_of(run, dataset, f"init_from={origin}", "training.num_steps=1")
+    assert ranks(1).run(train, spec) == [0]
+    other = export(tmp_path / "other", dataset, seed=4)
+    for settings in ((f"init_from={other}",), tuple(f"model.{k}={v}" for k, v in SIZES.items())):
+        spec = spec_of(run, dataset, "training.num_steps=1", *settings)
+        assert ranks(1).run(train, spec) == [4]
+        assert "init_from: checkpoint" in refusal(run)
+        assert "begin a new one in another directory" in refusal(run)
+
+
+# --- the config -----------------------------------------------------------------------------------
+
+
+def test_a_config_is_completed_and_stays_so_in_the_run_directory(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    origin = export(tmp_path / "origin", dataset, norm="rmsnorm", tie_weight=False)
+    run = tmp_path / "run"
+    spec = spec_of(run, dataset, f"init_from={origin}", "model.dropout=0.1", "training.num_steps=1")
+    expected = replace(find_model(origin).config, dropout=0.1)
+    assert spec.config.model == expected
+    assert not any("recipe" in warning for warning in spec.config.warnings)
+    assert ranks(1).run(train, spec) == [0]
+    shutil.rmtree(origin)
+    written = (run / "config.yaml").read_text()
+    assert written == dump_run_config(spec.config)
+    assert f"init_from: {origin}" in written
+    assert load_plain(run / "config.yaml") == load_run_config(run / "config.yaml") == spec.config
+
+
+def test_the_optimizer_is_that_of_the_recipe_of_the_config(dataset: Path, tmp_path: Path) -> None:
+    origin = export(tmp_path / "origin", dataset, recipe="modern", **RECIPES["modern"])
+    plain = spec_of(tmp_path / "a", dataset, f"init_from={origin}").config
+    modern = spec_of(tmp_path / "b", dataset, f"init_from={origin}", "model.recipe=modern").config
+    assert replace(plain.model, recipe="modern") == modern.model == find_model(origin).config
+    assert (plain.optimizer.name, modern.optimizer.name) == ("adamw", "muon")
+
+
+def test_every_command_sees_the_complete_config(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert ranks(1).run(train, spec_of(run, dataset, f"init_from={origin}")) == [0]
+    new = tmp_path / "new"
+    words = (tmp_path / "run.yaml", f"init_from={origin}", f"directory={new}")
+    code, output = run_txl("config", "show", *words, "--json")
+    assert (code, json.loads(output)["model"]["n_layer"]) == (0, 3)
+    assert run_txl("config", "validate", *words)[0] == 0
+    code, output = run_txl("estimate", *words, "data.path=none", "--gpus", "1", "--json")
+    assert code == 0, output
+    assert json.loads(output)["num_parameters"] == sum(x.numel() for x in weights(origin).values())
+    start = (*words, "--on", "processes", "--dry-run")
+    assert run_txl("train", *start)[0] == 0
+    assert run_txl("train", *start, "model.d_inner=3")[0] == 2
+
+    shutil.rmtree(origin)
+    assert run_txl("config", "show", *words)[0] == run_txl("train", *start)[0] == 4
+    assert run_txl("train", *start, f"directory={run}")[0] == 0
+    fork = ("--resume", CheckpointDirectory(run).at(2))
+    assert run_txl("train", *start, *fork)[0] == 0
+
+
+def test_all_contradictions_are_named_at_once(dataset: Path, origin: Path, tmp_path: Path) -> None:
+    wrong = ("model.n_layer=4", "model.norm=rmsnorm", "model.vocab_size=9")
+    with pytest.raises(ConfigError) as error:
+        spec_of(tmp_path / "run", dataset, f"init_from={origin}", "model.d_head=6", *wrong)
+    text = str(error.value)
+    assert f"the weights of {origin}" in text
+    assert "model.n_layer=4, and the model has 3" in text
+    assert "model.norm='rmsnorm', and the model has 'layernorm'" in text
+    assert "model.vocab_size=9, and the model has" in text
+    assert "d_head" not in text
+
+
+def test_what_changes_no_weights_may_differ(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+) -> None:
+    other = (
+        "mem_len=7", "mem_shares=[0.5, 1]", "same_length=true", "clamp_len=4", "dropout=0.1",
+        "dropatt=0.2", "attention=reference", "init_std=0.5",
+    )  # fmt: skip
+    run = tmp_path / "run"
+    settings = (f"init_from={origin}", "training.num_steps=1", "data.tgt_len=4")
+    spec = spec_of(run, dataset, *settings, *(f"model.{each}" for each in other))
+    assert ranks(1).run(train, spec) == [0]
+    assert same(weights(CheckpointDirectory(run).at(0)), weights(origin))
+    learned = export(tmp_path / "shaw", dataset, distance_encoding="shaw", clamp_len=4)
+    with pytest.raises(ConfigError, match=r"model\.clamp_len=3, and the model has 4"):
+        spec_of(run.parent / "b", dataset, f"init_from={learned}", "model.clamp_len=3")
+
+
+@given(names=st.sets(st.sampled_from(sorted(asdict(ModelConfig())))))
+def test_any_part_of_the_model_may_be_in_the_config(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("origin")
+    stored = ModelConfig(vocab_size=23, cutoffs=(5, 9), div_val=2, tie_projs=(True,), **SIZES)
+    write_exported(folder / "model", TransformerXL(stored), None)
+    values = json.loads(json.dumps(asdict(stored)))
+    given_part = [f"model.{name}={json.dumps(values[name])}" for name in names]
+    path = folder / "run.yaml"
+    path.write_text("directory: run\ndata: {path: data}\ntraining: {num_steps: 1}\n")
+    config = load_run_config(path, [f"init_from={folder / 'model'}", *given_part])
+    assert config.model == stored
+
+
+def test_a_setting_of_the_model_that_is_invalid_is_explained_with_its_line(
+    dataset: Path, origin: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"override model\.n_layer: model\.n_layer is \"x\""):
+        spec_of(tmp_path / "run", dataset, f"init_from={origin}", "model.n_layer=x")
+    with pytest.raises(ConfigError, match=r"init_from is 3; it should be a valid string"):
+        spec_of(tmp_path / "run", dataset, "init_from=3")
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_missing_or_foreign_model_is_refused_by_its_name(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'nowhere'}")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text('{"model_type": "another"}')
+    with pytest.raises(CheckpointError, match="foreign"):
+        spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'foreign'}")
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_missing_or_damaged_weights_leave_the_run_directory_unchanged(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path, is_missing: bool
+) -> None:
+    run = tmp_path / "run"
+    spec = spec_of(run, dataset, f"init_from={origin}")
+    file = origin / "model.safetensors"
+    file.unlink() if is_missing else damage(file)
+    assert ranks(2).run(train, spec) == [4, 4]
+    assert str(file) in refusal(run)
+    assert not {"config.yaml", "metrics.jsonl", "checkpoints"} & {p.name for p in run.iterdir()}
+    shutil.rmtree(origin)
+    export(origin, dataset)
+    assert ranks(2).run(train, spec) == [0, 0]
+
+
+def test_data_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(
+    ranks: RankGroups, tmp_path: Path
+) -> None:
+    """Also one with as many ids."""
+    for name, word in (("own", "abcd "), ("other", "efgh "), ("larger", "abcde ")):
+        for number in range(4):
+            (tmp_path / f"{name}-{number}.txt").write_text(word * (100 + number))
+        settings = PrepareSettings(split={"valid": 0.3}, tokenizer="char")
+        prepare_dataset([*tmp_path.glob(f"{name}-*.txt")], tmp_path / name, settings)
+    origin = export(tmp_path / "origin", tmp_path / "own")
+    advice = f"--tokenizer {origin / 'tokenizer.json'}"
+    for name in ("other", "larger"):
+        spec = spec_of(tmp_path / "run", tmp_path / name, f"init_from={origin}")
+        data = TrainingData.open(spec.config, num_ranks=1)
+        with pytest.raises(DataError, match=f"txl prepare .* {advice}"):
+            check_origin(spec, data)
+        assert ranks(2).run(train, spec) == [3, 3]
+        assert advice in refusal(tmp_path / "run")
+    spec = spec_of(tmp_path / "run", tmp_path / "own", f"init_from={origin}")
+    check_origin(spec, TrainingData.open(spec.config, num_ranks=1))
+
+
+def find_in_own_folder(world: World, spec: TrainSpec, folder: Path) -> str:
+    before = Path.cwd()
+    os.chdir(folder / str(world.rank))
+    try:
+        config = spec.config.model_copy(update={"init_from": "model"})
+        find_origin(config, TrainingData.open(config, num_ranks=1), world)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+    return ""
+
+
+def test_ranks_that_find_different_models_are_refused(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        export(tmp_path / str(rank) / "model", dataset, seed=rank)
+    spec = spec_of(tmp_path / "run", dataset, f"init_from={origin}")
+    messages = ranks(2).run(find_in_own_folder, spec, tmp_path)
+    assert all("different models in model (sha256: rank 0 " in each for each in messages)
+    shutil.rmtree(tmp_path / "1" / "model")
+    messages = ranks(2).run(find_in_own_folder, spec, tmp_path)
+    assert all("model does not exist" in each for each in messages)
+
+
+# --- the record -----------------------------------------------------------------------------------
+
+
+def tags_of_tracking(world: World, spec: TrainSpec) -> dict[str, str]:
+    """Train with a tracker that records its tags only: MLflow takes seconds to import."""
+    from contextlib import nullcontext
+
+    from txl_dist.training import build
+
+    original, tags = build.TrackingProcess, {}
+
+    def record(*args: Any, **options: Any) -> Any:
+        tags.update(options["tags"])
+        return nullcontext()
+
+    build.TrackingProcess = record  # type: ignore[assignment, misc]
+    try:
+        assert train(world, spec) == 0
+    finally:
+        build.TrackingProcess = original  # type: ignore[misc]
+    return tags
+
+
+def test_the_origin_is_recorded_and_shown_also_after_a_resume(
+    ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    expected = f"{origin} (sha256 {find_model(origin).digest})"
+    tracked = "tracking.enabled=true"
+    for num_steps in (1, 2):
+        spec = spec_of(
+            run, dataset, f"init_from={origin}", tracked, f"training.num_steps={num_steps}",
+            allow_change=("training.num_steps",),
+        )  # fmt: skip
+        (tags,) = ranks(1).run(tags_of_tracking, spec)
+        assert tags["origin"] == expected
+        attempt = newest_attempt(read_events(run))
+        assert attempt is not None
+        assert attempt.origin == expected
+        shutil.rmtree(origin, ignore_errors=True)
+    (status,) = read_status([run])
+    assert status.origin == expected
+    assert any(expected in line for line in status_lines(status))
+    assert expected in run_page([read_run(run)])
+    path = CheckpointDirectory(run).at(2)
+    manifest = load_checkpoint_manifest(path)
+    rows = dict(_training(run, manifest, load_state(path, manifest)))
+    assert rows["started from"] == f"the weights of {expected}"
+    assert load_model(path)[2].run["init_from"] == str(origin)

@@ -193,6 +193,9 @@ def smaller(words: list[str]) -> list[str]:
     if words[0] == "train":
         kept = [word for word in kept if not word.startswith(tuple(f"{key}=" for key in LENGTHS))]
         given = {word.partition("=")[0] for word in kept}
+        config = Path(words[1])
+        if config.is_file() and "init_from:" in config.read_text():
+            given |= {word.partition("=")[0] for word in SMALL if word.startswith("model.")}
         kept += [setting for setting in SMALL if setting.partition("=")[0] not in given]
         kept += [] if "--on" in words else ["--on", "processes"]
     return kept

@@ -27,8 +27,7 @@ from cluster.connection import ConnectionThread, lines_of, ray_log
 from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
-from txl_dist.launch.group import RankGroup, RankRange
-from txl_dist.launch.launcher import Launcher
+from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:

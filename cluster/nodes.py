@@ -14,14 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Self
 
 import psutil
 
 from cluster.connection import HEAD_SECONDS, responds
 from data_pipeline.errors import counted
-from txl_dist.errors import ConfigError, PreemptedError, TxlError
+from txl_dist.errors import ConfigError, TxlError
 
 Node = Mapping[str, Any]
 """An entry of `ray.nodes()`."""
@@ -266,29 +265,22 @@ class RankActor:
         import torch
 
         from data_pipeline.system.signals import StopSignals, unblock_stop_signals
-        from txl_dist.launch.launch_files import LaunchFiles
-        from txl_dist.runtime.stop import NOTHING_TRAINED, exit_before_first_step
+        from txl_dist.runtime.stop import exit_before_first_step
         from txl_dist.runtime.world import World
         from txl_dist.training.rank import train_rank
         from txl_dist.training.spec import TrainSpec
 
         os.environ["MASTER_PORT"] = str(port)
         spec = TrainSpec.from_json(self._settings["spec"])
-        files, world = LaunchFiles(spec.run_path, spec.launch_id), World.from_environment()
         torch.set_num_threads(
             num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
         )
-
-        def end_before_first_step(number: int) -> None:
-            files.write_error(world.rank, PreemptedError(NOTHING_TRAINED))
-            exit_before_first_step(number)
-
-        with StopSignals(on_request=end_before_first_step):
+        with StopSignals(on_request=exit_before_first_step):
             # A private Ray blocks stop signals in its processes. A signal that reaches only this
             # rank is a request to all.
             unblock_stop_signals()
             try:
-                train_rank(spec, world, report_stop=partial(files.write_error, world.rank))
+                train_rank(spec, World.from_environment())
             except TxlError as error:
                 return error
         return None

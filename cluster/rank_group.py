@@ -37,18 +37,16 @@ from cluster.nodes import (
 )
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
-from txl_dist.launch.group import (
+from txl_dist.launch.launcher import (
     Event,
     Line,
     NodeLost,
-    NotStarted,
     Preempted,
     RankEnded,
     RankRange,
     RanksUp,
     Room,
 )
-from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 
@@ -68,7 +66,6 @@ class RayRankGroup:
         self._config, self._ranks, self._thread = spec.config, ranks, thread
         thread.work = self._serve
         self._directory = RunDirectory(spec.run_path)
-        self._files = LaunchFiles(self._directory.path, spec.launch_id)
         self._events: queue.Queue[Event] = queue.Queue()
         self._starts: queue.Queue[tuple[TrainSpec, int]] = queue.Queue()
         self._killed: frozenset[int] = frozenset()
@@ -197,8 +194,7 @@ class RayRankGroup:
         try:
             limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else math.inf
             if not self._wait(lambda: group.wait(1.0), limit_seconds):
-                reason = "Ray gave up this start, because the resources are not free"
-                self._events.put(NotStarted(reason))
+                self._end_all(num_ranks, "the resources of the ranks are not free")
                 return
             actors = _start_actors(group, num_ranks, resource)
             try:
@@ -207,13 +203,17 @@ class RayRankGroup:
                     return
                 located = list(zip(ray.get(calls), actors, strict=True))
             except ray.exceptions.RayError as error:
-                for rank in range(num_ranks):
-                    self._events.put(RankEnded(rank, None, reason=lines_of(error)[0]))
+                self._end_all(num_ranks, lines_of(error)[0])
                 return
             ranks = order_ranks(located, own_node_id=ray.get_runtime_context().get_node_id())
             self._watch(self._call_ranks(spec, ranks, resource), [actor for _, actor in ranks])
         finally:
             remove_placement_group(group)
+
+    def _end_all(self, num_ranks: int, reason: str) -> None:
+        """Report that a start has failed before its ranks were up."""
+        for rank in range(num_ranks):
+            self._events.put(RankEnded(rank, 1, reason=reason))
 
     def _call_ranks(
         self, spec: TrainSpec, ranks: list[tuple[RankLocation, Any]], resource: Resource
@@ -258,8 +258,6 @@ class RayRankGroup:
             return RankEnded(rank, 1, reason=lines_of(getattr(failure, "cause", failure))[0])
         except ray.exceptions.RayError as death:
             log.warning("rank %d: %s", rank, death)
-            if written := self._files.error(rank):  # it ended its process on purpose
-                return RankEnded(rank, written.exit_code, written)
             return RankEnded(rank, None, reason=lines_of(death)[0])
         return RankEnded(rank, error.exit_code if error else 0, error)
 

@@ -82,8 +82,7 @@ def train(
     """
     from data_pipeline.shards import require_manifest
     from txl_dist.config.config_file import load_run_config
-    from txl_dist.launch.group import RankRange
-    from txl_dist.launch.launcher import find_launcher
+    from txl_dist.launch.launcher import RankRange, find_launcher
     from txl_dist.runtime.process import is_torchrun
     from txl_dist.training.run_directory import RunDirectory
     from txl_dist.training.spec import TrainSpec

@@ -2,7 +2,7 @@
 
 A launch is one start of a run by a person; all starts of its ranks belong to it. Launcher and ranks
 communicate by files of the run directory, which every node sees: a stop signal may reach only the
-launcher or one rank, and a rank that died cannot report anything.
+launcher or one rank.
 """
 
 import threading
@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from data_pipeline.system.files import wait_for_lock, write_file
-from txl_dist.errors import TxlError, error_from_json, error_to_json
+from data_pipeline.system.files import wait_for_lock
 from txl_dist.events import parse_event
-from txl_dist.launch.group import OnLine
+from txl_dist.launch.launcher import OnLine
 
 FOLLOW_SECONDS = 0.2
 STATUS_SECONDS = 5.0
@@ -27,12 +26,12 @@ class LaunchFiles:
     """RUN/.launch-ID.*; removed when the launch ends."""
 
     def __init__(self, run: Path, launch_id: str) -> None:
-        self._base = run.resolve() / f".launch-{launch_id}"
-        self.stop = self._base.with_suffix(".stop")
+        base = run.resolve() / f".launch-{launch_id}"
+        self.stop = base.with_suffix(".stop")
         """Created by the launcher, or a rank that received a signal: the ranks save and stop."""
-        self.saved = self._base.with_suffix(".saved")
+        self.saved = base.with_suffix(".saved")
         """Created by rank 0 when this launch has saved its first checkpoint."""
-        self._launcher = self._base.with_suffix(".launcher")
+        self._launcher = base.with_suffix(".launcher")
         """Locked by the launcher as long as it runs."""
 
     @contextmanager
@@ -46,27 +45,8 @@ class LaunchFiles:
             try:
                 yield
             finally:
-                self._remove("*")
-
-    def _remove(self, suffix: str) -> None:
-        # ..launch-*: temporary files of killed ranks (system/files.py).
-        for name in (f"{self._base.name}.{suffix}", f".{self._base.name}.{suffix}.tmp"):
-            for path in self._base.parent.glob(name):
-                path.unlink(missing_ok=True)
-
-    def reset(self) -> None:
-        """Remove stop request and errors of ranks that have ended; others will start."""
-        self._remove("stop")
-        self._remove("error-*")
-
-    def write_error(self, rank: int, error: TxlError) -> None:
-        """Called by a rank that has no pipe to the launcher, right before its process ends."""
-        write_file(self._base.with_suffix(f".error-{rank}"), error_to_json(error))
-
-    def error(self, rank: int) -> TxlError | None:
-        """What the rank has written."""
-        path = self._base.with_suffix(f".error-{rank}")
-        return error_from_json(path.read_bytes()) if path.exists() else None
+                for path in (self.stop, self.saved, self._launcher):
+                    path.unlink(missing_ok=True)
 
 
 class FileFollower:
@@ -127,20 +107,16 @@ class LaunchOutput:
         self.has_stepped = False
         """Whether the running ranks have written a step line."""
 
-    @property
-    def status_is_due(self) -> bool:
-        """Whether the launch was silent for too long."""
-        now = time.monotonic()
-        limit_seconds = max(STATUS_SECONDS, 0.25 * (now - self._began))
-        return not self.has_stepped and now - self._last_print > limit_seconds
-
     def begin_ranks(self) -> None:
         """The ranks start, for the first time or again."""
         self._began, self.has_stepped = time.monotonic(), False
 
     def print_wait(self, waits_for: str) -> None:
-        """Print what the launch waits for."""
-        self.print(f"waiting {time.monotonic() - self._began:.0f} s for {waits_for}")
+        """Print what the launch waits for, if it was silent for too long."""
+        now = time.monotonic()
+        limit_seconds = max(STATUS_SECONDS, 0.25 * (now - self._began))
+        if not self.has_stepped and now - self._last_print > limit_seconds:
+            self.print(f"waiting {now - self._began:.0f} s for {waits_for}")
 
     def print(self, line: str) -> None:
         with self._lock:  # the log of rank 0 is followed in another thread

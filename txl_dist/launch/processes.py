@@ -16,18 +16,14 @@ from typing import TYPE_CHECKING
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, error_from_json
-from txl_dist.launch.group import Event, Line, RankEnded, RankRange, RanksUp
-from txl_dist.launch.launcher import Launcher
-from txl_dist.runtime.process import num_gpus, without_torchrun
+from txl_dist.launch.launcher import Event, Launcher, Line, RankEnded, RankRange, RanksUp
+from txl_dist.runtime.process import num_gpus
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import Finding
-
-MAX_REASON = 300
-"""Characters of an error that is no TxlError; the log of the rank has the rest."""
 
 
 class ProcessLauncher(Launcher):
@@ -89,7 +85,7 @@ class ProcessGroup:
         self.close()
         directory = RunDirectory(spec.run_path)
         environment = {
-            **without_torchrun(os.environ),
+            **os.environ,
             "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
@@ -152,7 +148,7 @@ def _end_of(rank: int, code: int, process: subprocess.Popen[bytes]) -> RankEnded
     line = process.stdout.readline()
     if line.startswith(b"{"):
         return RankEnded(rank, code, error_from_json(line))
-    return RankEnded(rank, code, reason=line.decode(errors="replace").strip()[:MAX_REASON])
+    return RankEnded(rank, code, reason=line.decode(errors="replace").strip())
 
 
 def _free_port() -> int:

@@ -16,8 +16,8 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
 from data_pipeline.errors import counted
@@ -26,11 +26,11 @@ from txl_dist.checkpoint.attempts import FOLDER, newest_number, newest_record
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.events import EventLog
-from txl_dist.launch.group import (
+from txl_dist.launch.launch_files import FileFollower, LaunchFiles, LaunchOutput
+from txl_dist.launch.launcher import (
     Event,
     Line,
     NodeLost,
-    NotStarted,
     OnLine,
     Preempted,
     RankEnded,
@@ -39,7 +39,6 @@ from txl_dist.launch.group import (
     RanksUp,
     Room,
 )
-from txl_dist.launch.launch_files import FileFollower, LaunchFiles, LaunchOutput
 from txl_dist.launch.restarts import (
     ElasticPlan,
     RestartBudget,
@@ -47,9 +46,8 @@ from txl_dist.launch.restarts import (
     failure_of,
     is_stop_code,
 )
-from txl_dist.runtime.heartbeat import HangWatch
+from txl_dist.runtime.activity import HangWatch
 from txl_dist.runtime.stop import STOPPING
-from txl_dist.tracking.journal import last_trained_step
 from txl_dist.tracking.process import wait_for_delivery
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
 from txl_dist.training.spec import TrainSpec
@@ -102,10 +100,15 @@ def supervise(
         group = stack.enter_context(open_group(spec, ranks))
         budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
         plan = ElasticPlan(ranks, growth_interval_seconds=group.growth_interval_seconds)
-        with _recorded_end(events):
-            _Supervisor(
-                spec, directory, files, group, plan, budget, signals, output, log, events
-            ).run()
+        supervisor = _Supervisor(
+            spec, directory, files, group, plan, budget, signals, output, log, events
+        )
+        try:
+            supervisor.run()
+        except TxlError as error:  # that a run is finished is an event of rank 0
+            is_stop = isinstance(error, PreemptedError)
+            events.write("stopped" if is_stop else "failed", f"{type(error).__name__}: {error}")
+            raise
 
 
 def _attempt_of(spec: TrainSpec, directory: RunDirectory) -> Callable[[], int]:
@@ -124,17 +127,6 @@ def _attempt_of(spec: TrainSpec, directory: RunDirectory) -> Callable[[], int]:
     return number
 
 
-@contextmanager
-def _recorded_end(events: EventLog) -> Iterator[None]:
-    """Write how the launch ends. (That the run is finished is an event of rank 0.)"""
-    try:
-        yield
-    except TxlError as error:
-        is_stop = isinstance(error, PreemptedError)
-        events.write("stopped" if is_stop else "failed", f"{type(error).__name__}: {error}")
-        raise
-
-
 @dataclass
 class _StartState:
     """What is known about the running ranks; every start of ranks begins with a new one."""
@@ -148,8 +140,6 @@ class _StartState:
     """Ranks that were killed here, because they had not ended in time."""
     preempted: str = ""
     """A node of ranks that will be preempted, in words."""
-    not_started: str = ""
-    """Why the launcher gave up this start."""
     is_stopping: bool = False
     change: str = ""
     """Why the running ranks were asked to end before others start."""
@@ -186,20 +176,18 @@ class _Supervisor:
             num_ranks = self._wait_to_start(delay_seconds)
             self._announce(num_ranks, is_change=is_change)
             failure = self._run_ranks(num_ranks)
-            if failure is None and not self._start.not_started:
+            if failure is None:
                 return
             is_change, delay_seconds = False, 0.0
             self.log.flush()  # what rank 0 says about the failure comes first
             if self.files.saved.exists():  # these checkpoints replace the command's --resume
                 self.spec = self.spec.model_copy(update={"resume": "auto"})
-            if failure is None:
-                self.output.print(self._start.not_started)
-            elif self._start.change and not self.signals and _is_planned(failure):
+            if self._start.change and not self.signals and _is_planned(failure):
                 is_change = True
             else:
                 self._count(failure)
                 delay_seconds = self.budget.delay_seconds
-            self.files.reset()
+            self.files.stop.unlink(missing_ok=True)
             self.plan.end()
 
     # --- starting ---------------------------------------------------------------------------------
@@ -228,12 +216,10 @@ class _Supervisor:
         self.plan.begin(num_ranks)
 
     def _describe_resume(self) -> str:
-        """`step 120; no step is lost`."""
-        newest_step = self.directory.checkpoints.newest_step()
-        loss = _describe_loss(last_trained_step(self.directory.metrics) - (newest_step or 0))
         if self.spec.resume not in ("auto", "never"):
-            return f"{self.spec.resume}, or the newest checkpoint since; {loss}"
-        return f"{'the beginning' if newest_step is None else f'step {newest_step}'}; {loss}"
+            return f"{self.spec.resume}, or the newest checkpoint since"
+        newest_step = self.directory.checkpoints.newest_step()
+        return "the beginning" if newest_step is None else f"step {newest_step}"
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -246,8 +232,6 @@ class _Supervisor:
             while self._start.places is None and len(self._start.ends) < num_ranks:
                 self._poll()
                 self._stop_without_ranks()
-                if self._start.not_started:
-                    return None
             watch = stack.enter_context(HangWatch(self.directory.path))
             while running := [rank for rank in range(num_ranks) if rank not in self._start.ends]:
                 self._check_stop()
@@ -274,9 +258,8 @@ class _Supervisor:
             if self._start.is_stopping:
                 raise PreemptedError(f"stopped on request, but {error}") from error
             raise
-        if self.output.status_is_due:
-            are_up = self._start.places is not None
-            self.output.print_wait("the first step line" if are_up else self.group.waits_for)
+        are_up = self._start.places is not None
+        self.output.print_wait("the first step line" if are_up else self.group.waits_for)
         time.sleep(POLL_SECONDS)
 
     def _take(self, event: Event) -> None:
@@ -297,8 +280,6 @@ class _Supervisor:
                 self._lost_nodes.add(node)
                 if self._find_lost_nodes():
                     self.output.print(f"node {node} was lost: the last failure does not count")
-            case NotStarted(reason):
-                self._start.not_started = reason
             case Room(num_ranks):
                 self._room = num_ranks
             case Preempted(reason):
@@ -408,13 +389,6 @@ class _Supervisor:
     def _print_restart(self, reason: str) -> None:
         self.output.print(reason)
         self.events.write("restart", reason)
-
-
-def _describe_loss(num_steps: int) -> str:
-    """How many steps a resume has to repeat, in words. Steps between two lines are not known."""
-    if num_steps <= 0:
-        return "no step is lost"
-    return f"at least {counted(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} lost"
 
 
 def _is_planned(failure: RunFailure) -> bool:

@@ -1,7 +1,7 @@
 """`txl doctor --on ADDRESS`: the checks of every node of a Ray cluster, and between nodes.
 
     check_cluster_nodes -> NodeProbe (one actor per node) -> findings of each node
-                        -> comparisons of all nodes: versions, dataset, files of the run directory
+                        -> comparisons of all nodes: versions, files of the run directory
 
 An actor reserves no CPU and no GPU, so a busy cluster can be checked. Every call has a time limit;
 a node that does not answer is named, and left out of the comparisons.
@@ -10,38 +10,31 @@ a node that does not answer is named, and left out of the comparisons.
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cluster.connection import ray_connection
-from data_pipeline.system.files import try_lock, write_file
+from data_pipeline.system.files import write_file
 from txl_dist.doctor.checks import (
-    LOCKS,
-    MOUNT_LOCKS,
+    LIMIT_SECONDS,
     SAME_SOURCES,
     DoctorRequest,
+    Finding,
     check_this_machine,
     check_versions,
+    failed_check,
     new_probe,
+    run_checks,
     without_builds,
 )
-from txl_dist.doctor.finding import LIMIT_SECONDS, Finding, failed_check, run_checks
 
 START_SECONDS = 60.0
 """Time limit for the start of a process on a node, imports included."""
 SHARED_WAIT_SECONDS = 10.0
 """NFS clients cache attributes for some seconds, so a new file may appear late on other nodes."""
-COMPARED = {
-    "versions": SAME_SOURCES,
-    "dataset": "make both nodes see the same directory, or copy the newer one there",
-}
-"""Checks that must find the same on all nodes, and what to do otherwise."""
-
-View = Literal["seen", "not seen", "lock not seen"]
-"""How one node sees the file of another."""
 
 
 class NodeProbe:
@@ -55,30 +48,26 @@ class NodeProbe:
         return check_this_machine(request, self._name)
 
     def write(self, run: str) -> str:
-        """Write and lock a file where `run` is or will be created; return its path."""
-        self._path = new_probe(run)
-        write_file(self._path, self._path.name.encode())
-        self._file = self._path.open("rb+")
-        try_lock(self._file.fileno())
-        return str(self._path)
+        """Write a file where `run` is or will be created; return its path."""
+        path = new_probe(run)
+        write_file(path, path.name.encode())
+        return str(path)
 
-    def view(self, path: str) -> View:
-        """Say how this node sees the file that another node has written, and holds locked."""
+    def sees(self, path: str) -> bool:
+        """Say whether this node sees the file that another node has written."""
         deadline = time.monotonic() + SHARED_WAIT_SECONDS
-        while True:
-            with suppress(OSError), Path(path).open("rb+") as file:
-                if file.read() == Path(path).name.encode():  # else a file of another file system
-                    return "lock not seen" if try_lock(file.fileno()) else "seen"
-            if time.monotonic() > deadline:
-                return "not seen"
+        while time.monotonic() <= deadline:
+            with suppress(OSError):
+                if Path(path).read_bytes() == Path(path).name.encode():
+                    return True  # else a file of another file system
             time.sleep(0.2)
             with suppress(OSError):
                 os.scandir(Path(path).parent).close()  # an NFS client reads the directory again
+        return False
 
-    def remove(self) -> None:
-        """Release and remove the file of `write`."""
-        self._file.close()
-        self._path.unlink(missing_ok=True)
+    def remove(self, path: str) -> None:
+        """Remove the file of `write`."""
+        Path(path).unlink(missing_ok=True)
 
 
 class _Probes:
@@ -157,49 +146,42 @@ def _check(probes: _Probes, request: DoctorRequest) -> list[Finding]:
         writer, *readers = able
         written = probes.call("storage", "write", request.run, on=[writer])
         for path in written.values():
-            views = probes.call("storage", "view", path, on=readers)
-            findings += compare_views(request.run, writer, views)
-        probes.call("storage", "remove", on=written)
+            views = probes.call("storage", "sees", path, on=readers)
+            findings += [replace(of_view(writer, seen), node=node) for node, seen in views.items()]
+            probes.call("storage", "remove", path, on=[writer])
     return findings
 
 
 def compare_nodes(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield a problem for every node whose versions or dataset differ from those of most nodes."""
-    for check, advice in COMPARED.items():
-        facts = {
-            each.node: tuple(without_builds(each.found).split(", "))
-            for each in findings
-            if (each.check, each.status) == (check, "ok")
-        }
-        counts = Counter(facts.values())
-        for node, own in facts.items():
-            expected = max(counts, key=counts.__getitem__)  # of several, the first
-            if own != expected:
-                example = next(node for node, known in facts.items() if known == expected)
-                yield Finding(
-                    "problem",
-                    ", ".join(fact for fact in own if fact not in expected),
-                    f"as on {example}: " + ", ".join(fact for fact in expected if fact not in own),
-                    advice,
-                    check,
-                    node,
-                )
-
-
-def compare_views(run: str, writer: str, views: Mapping[str, View]) -> Iterator[Finding]:
-    """Say whether the nodes share a directory; `views` are those of a file that `writer` wrote."""
-    findings: dict[View, Finding] = {
-        "not seen": Finding(
-            "problem",
-            f"{run}: a file that {writer} wrote is not seen",
-            expected="one directory that all nodes share",
-            advice="mount the same file system at this path on all nodes, and choose a run "
-            "directory on it",
-        ),
-        "lock not seen": Finding(
-            "note", f"{run}: a lock of {writer} is not seen", LOCKS, MOUNT_LOCKS
-        ),
-        "seen": Finding("ok", f"{run}: files and locks of {writer} are seen"),
+    """Yield a problem for every node whose versions differ from those of most nodes."""
+    facts = {
+        each.node: tuple(without_builds(each.found).split(", "))
+        for each in findings
+        if (each.check, each.status) == ("versions", "ok")
     }
-    for node, view in views.items():
-        yield replace(findings[view], check="storage", node=node)
+    for node, own in facts.items():
+        ((expected, _),) = Counter(facts.values()).most_common(1)  # of several, the first
+        if own != expected:
+            example = next(node for node, known in facts.items() if known == expected)
+            yield Finding(
+                "problem",
+                ", ".join(fact for fact in own if fact not in expected),
+                f"as on {example}: " + ", ".join(fact for fact in expected if fact not in own),
+                SAME_SOURCES,
+                "versions",
+                node,
+            )
+
+
+def of_view(writer: str, is_seen: bool) -> Finding:
+    """Say whether a node shares the run directory with the node `writer`."""
+    if is_seen:
+        return Finding("ok", f"a file that {writer} wrote is seen", check="storage")
+    return Finding(
+        "problem",
+        f"a file that {writer} wrote is not seen",
+        expected="one directory that all nodes share",
+        advice="mount the same file system at this path on all nodes, and choose a run directory "
+        "on it",
+        check="storage",
+    )

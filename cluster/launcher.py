@@ -32,8 +32,7 @@ from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import Finding
+    from txl_dist.doctor.checks import DoctorRequest, Finding
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import Finding
+    from txl_dist.doctor.checks import DoctorRequest, Finding
 
 
 class ProcessLauncher(Launcher):

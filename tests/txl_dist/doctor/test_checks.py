@@ -17,15 +17,15 @@ import torch
 
 from txl_dist.doctor import checks
 from txl_dist.doctor.checks import (
-    check_dataset,
+    Finding,
     check_gpus,
     check_network,
     check_run_directory,
     check_versions,
     installed_versions,
     pinned_versions,
+    run_checks,
 )
-from txl_dist.doctor.finding import Finding, run_checks
 
 Mount = Callable[[str], Path]
 
@@ -58,8 +58,9 @@ def test_gpus_that_torch_or_triton_cannot_use_are_a_problem(
     has_cuda: bool, reason: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     monkeypatch.setattr("txl_dist.model.devices.triton_unavailable_reason", lambda _: reason)
-    finding, *_ = check_gpus(["H100, 570.1, 81559 MiB"])
+    finding, *_ = check_gpus()
     assert (finding.status, expected in finding.found) == ("problem" if expected else "ok", True)
     assert reason in finding.found
 
@@ -129,19 +130,18 @@ def test_a_full_or_a_read_only_file_system_is_a_problem_and_a_small_one_a_note(
 
 
 def test_a_check_that_blocks_is_abandoned_after_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    os.mkfifo(tmp_path / "data" / "manifest.json")  # a read blocks, as on a dead mount
+    os.mkfifo(tmp_path / "file")  # a read blocks, as on a dead mount
     begin = time.monotonic()
     blocked, fine = run_checks(
         {
-            "dataset": lambda: check_dataset(str(tmp_path / "data")),
+            "storage": lambda: [Finding("ok", (tmp_path / "file").read_text())],
             "devices": lambda: [Finding("ok", "2")],
         },
         node="a",
         limit_seconds=0.3,
     )
     assert time.monotonic() - begin < 5
-    assert (blocked.status, blocked.check, blocked.node) == ("problem", "dataset", "a")
+    assert (blocked.status, blocked.check, blocked.node) == ("problem", "storage", "a")
     assert "no result after 0.3 s" in blocked.found
     assert (fine.status, fine.found) == ("ok", "2")
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import psutil
 
@@ -128,14 +128,6 @@ class DoctorRequest:
     skip: frozenset[str] = field(default_factory=frozenset)
     """Names of checks to leave out."""
     dashboard_port: int = DASHBOARD_PORT
-
-
-@runtime_checkable
-class NodeChecker(Protocol):
-    """A launcher that can check every machine on which it starts ranks."""
-
-    def check_nodes(self, request: DoctorRequest) -> list[Finding]:
-        """Return all findings about these machines."""
 
 
 def check_this_machine(request: DoctorRequest, node: str | None = None) -> list[Finding]:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self
 
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
+    from txl_dist.doctor.checks import DoctorRequest, Finding
 
 GROUP = "txl.launchers"
 OURS = {
@@ -65,13 +66,6 @@ class RankRange:
 
 
 # --- events ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """For people: printed as it is."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +129,7 @@ class Preempted:
     """`node 10.0.0.2 is preempted in 58 s`."""
 
 
-Event = Line | RanksUp | RankEnded | NodeLost | Room | Preempted
+Event = RanksUp | RankEnded | NodeLost | Room | Preempted
 
 
 # --- the group ------------------------------------------------------------------------------------
@@ -201,19 +195,24 @@ class Launcher(ABC):
         ranks = RankRange(min_ranks or num_ranks, num_ranks)
         supervise(self.rank_group, spec, ranks=ranks, max_restarts=max_restarts, on_line=on_line)
 
-
-@runtime_checkable
-class WorkerLauncher(Protocol):
-    """A launcher that can also start workers for evaluation and preparation."""
-
     def workers(
         self, num_workers: int, *, use_gpus: bool = False
     ) -> "AbstractContextManager[Workers]":
-        """`use_gpus`: with a GPU each, if there are any."""
+        """Workers for evaluation and preparation; `use_gpus`: with a GPU each, if there are any."""
+        raise ConfigError(
+            f"{type(self).__name__} only trains. Use --on processes, --on ray or the address of a "
+            "Ray cluster"
+        )
+
+    def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
+        """Return what `txl doctor` finds on every machine on which this launcher starts ranks."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot check its nodes. Run txl doctor on each, without --on"
+        )
 
 
 def find_launcher(on: str) -> Launcher:
-    """The launcher of `--on`. It may also be a WorkerLauncher, or check its nodes (`txl doctor`).
+    """The launcher of `--on`.
 
     `on` is the name of a launcher, its name with an argument (NAME:REST), or the address of a
     running Ray cluster (HOST:PORT, ray://HOST:PORT or auto).

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, error_from_json
-from txl_dist.launch.launcher import Event, Launcher, Line, RankEnded, RankRange, RanksUp
+from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp
 from txl_dist.runtime.process import num_gpus
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
@@ -109,9 +109,7 @@ class ProcessGroup:
                 # Stays open: closing it ends the rank.
                 process.stdin.write(spec.to_json().encode() + b"\n")
         self._running = set(range(num_ranks))
-        ranks = counted(num_ranks, "rank")
-        line = Line(f"starting {ranks} on this machine; logs: {directory.logs}")
-        self._events += [line, RanksUp(dict.fromkeys(range(num_ranks), ""))]
+        self._events.append(RanksUp(dict.fromkeys(range(num_ranks), "")))
 
     def poll(self) -> list[Event]:
         for rank in sorted(self._running):

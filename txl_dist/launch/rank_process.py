@@ -34,7 +34,9 @@ log = logging.getLogger("txl_dist.training")
 
 def main() -> int:
     """Read the spec, train, return the exit code."""
-    error_output = _take_standard_output()
+    # The error line goes to standard output; prints of libraries go to standard error.
+    error_output = os.dup(1)
+    os.dup2(2, 1)
     with StopSignals(on_request=exit_before_first_step):
         try:
             _train()
@@ -47,13 +49,6 @@ def main() -> int:
             os.write(error_output, f"{reason}\n".encode())
             return 1
         return 0
-
-
-def _take_standard_output() -> int:
-    """A copy of standard output for the error line; prints of libraries go to standard error."""
-    error_output = os.dup(1)
-    os.dup2(2, 1)
-    return error_output
 
 
 def _train() -> None:

@@ -26,10 +26,9 @@ from txl_dist.checkpoint.attempts import FOLDER, newest_number, newest_record
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.events import EventLog
-from txl_dist.launch.launch_files import FileFollower, LaunchFiles, LaunchOutput
+from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput
 from txl_dist.launch.launcher import (
     Event,
-    Line,
     NodeLost,
     OnLine,
     Preempted,
@@ -91,17 +90,16 @@ def supervise(
     spec = spec.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
     with ExitStack() as stack:
         stack.enter_context(files.held())
-        output = LaunchOutput(on_line)
-        log = stack.enter_context(FileFollower(directory.log(0), output.print))
+        output = LaunchOutput(on_line, directory)
+        stack.callback(output.follow)
         events = EventLog(directory.event_log.path, _attempt_of(spec, directory))
-        stack.enter_context(FileFollower(events.path, output.take_event))
         signals = stack.enter_context(StopSignals())
         stack.callback(wait_for_delivery, directory.path, spec.config, signals, output.print)
         group = stack.enter_context(open_group(spec, ranks))
         budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
         plan = ElasticPlan(ranks, growth_interval_seconds=group.growth_interval_seconds)
         supervisor = _Supervisor(
-            spec, directory, files, group, plan, budget, signals, output, log, events
+            spec, directory, files, group, plan, budget, signals, output, events
         )
         try:
             supervisor.run()
@@ -157,7 +155,6 @@ class _Supervisor:
     budget: RestartBudget
     signals: StopSignals
     output: LaunchOutput
-    log: FileFollower
     events: EventLog
 
     def __post_init__(self) -> None:
@@ -166,7 +163,6 @@ class _Supervisor:
         self._suspect_nodes: frozenset[str] = frozenset()
         """Nodes of the ranks of the last counted failure, which may turn out to be lost."""
         self._room: int | None = None
-        self._have_trained = False
 
     def run(self) -> None:
         """Start ranks until they have reached the end of the run. Raises what ends it earlier."""
@@ -179,7 +175,7 @@ class _Supervisor:
             if failure is None:
                 return
             is_change, delay_seconds = False, 0.0
-            self.log.flush()  # what rank 0 says about the failure comes first
+            self.output.follow()  # what rank 0 says about the failure comes first
             if self.files.saved.exists():  # these checkpoints replace the command's --resume
                 self.spec = self.spec.model_copy(update={"resume": "auto"})
             if self._start.change and not self.signals and _is_planned(failure):
@@ -206,13 +202,12 @@ class _Supervisor:
             self._stop_without_ranks()
 
     def _announce(self, num_ranks: int, *, is_change: bool) -> None:
-        previous = self.plan.num_ranks
+        previous, ranks = self.plan.num_ranks, counted(num_ranks, "rank")
         if previous and (is_change or num_ranks != previous):
             before = "" if num_ranks == previous else f" instead of {previous}"
-            self.output.print(
-                f"continuing with {counted(num_ranks, 'rank')}{before} from "
-                f"{self._describe_resume()}"
-            )
+            self.output.print(f"continuing with {ranks}{before} from {self._describe_resume()}")
+        else:
+            self.output.print(f"starting {ranks}; logs: {self.directory.logs}")
         self.plan.begin(num_ranks)
 
     def _describe_resume(self) -> str:
@@ -258,17 +253,15 @@ class _Supervisor:
             if self._start.is_stopping:
                 raise PreemptedError(f"stopped on request, but {error}") from error
             raise
+        self.output.follow()
         are_up = self._start.places is not None
         self.output.print_wait("the first step line" if are_up else self.group.waits_for)
         time.sleep(POLL_SECONDS)
 
     def _take(self, event: Event) -> None:
         match event:
-            case Line(text):
-                self.output.print(text)
             case RanksUp(places, nodes):
                 self._start.places, self._start.nodes = dict(places), frozenset(nodes)
-                self._have_trained = True
             case RankEnded(rank):
                 place, hung = (self._start.places or {}).get(rank, ""), rank in self._start.killed
                 event = replace(event, hung=hung, place=place)
@@ -289,8 +282,7 @@ class _Supervisor:
 
     def _stop_without_ranks(self) -> None:
         if self.signals:
-            state = "no rank is training" if self._have_trained else "nothing has been trained yet"
-            self.output.print(f"stopping: {state}")
+            self.output.print("stopping: no rank is training")
             raise PreemptedError(
                 "stopped on request while no rank was training. "
                 f"{resume_advice(self.directory.path)}"

@@ -6,7 +6,6 @@ Imports no torch, so that commands that need no tensor start quickly.
 import ctypes
 import hashlib
 import os
-import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -53,8 +52,6 @@ def keep_freed_memory() -> bool:
     glibc returns large blocks to the system and gets them again page by page, and the kernel zeroes
     each page: a tenth of a step or more (docs/experiments.md). GPU memory has torch's allocator.
     """
-    if not sys.platform.startswith("linux"):
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

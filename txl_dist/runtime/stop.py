@@ -56,11 +56,6 @@ class StopRequest:
     def __bool__(self) -> bool:
         return bool(self._signals) or (self._stop_file is not None and self._stop_file.exists())
 
-    @property
-    def has_file(self) -> bool:
-        """Whether the request can reach other ranks, and theirs this one."""
-        return self._stop_file is not None
-
     def share_by(self, stop_file: Path) -> None:
         """Use a file that the other ranks use too."""
         self._stop_file = stop_file

@@ -2,7 +2,6 @@
 too often or do not stop: with a rank group whose ranks are data.
 """
 
-import json
 import os
 import signal
 from collections.abc import Callable, Collection, Iterator
@@ -379,11 +378,12 @@ def test_a_group_that_is_lost_after_a_stop_request_has_stopped(group: ScriptedGr
 
 
 def test_a_status_is_due_after_a_silence_until_the_first_step_line(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, lines = 100.0, []
     monkeypatch.setattr(launch_files.time, "monotonic", lambda: clock)
-    output = launch_files.LaunchOutput(lines.append)
+    directory = RunDirectory(tmp_path)
+    output = launch_files.LaunchOutput(lines.append, directory)
     output.begin_ranks()
     for silence_seconds in (6, 6, 60, 25, launch_files.STATUS_SECONDS + 1):
         output.print_wait("Ray")
@@ -391,8 +391,8 @@ def test_a_status_is_due_after_a_silence_until_the_first_step_line(
         output.print_wait("Ray")
     # The longer it takes, the rarer the lines.
     assert lines == [f"waiting {seconds} s for Ray" for seconds in (6, 12, 72, 97)]
-    about = {"time": 1.0, "attempt": 1, "text": ""}
-    output.take_event(json.dumps({**about, "kind": "first_line"}))
+    directory.event_log.write("first_line", "first step line", step=1)
+    output.follow()
     clock += 1000
     output.print_wait("Ray")
     assert len(lines) == 4

@@ -8,7 +8,6 @@ It imports no torch at its top: Ray's thread of the launcher imports this module
 """
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import psutil
 from cluster.connection import HEAD_SECONDS, responds
 from data_pipeline.errors import counted
 from txl_dist.errors import ConfigError, TxlError
+from txl_dist.runtime.process import free_port
 
 Node = Mapping[str, Any]
 """An entry of `ray.nodes()`."""
@@ -238,9 +238,7 @@ class RankActor:
 
         import txl_dist.training.rank  # noqa: F401  # seconds, which all ranks spend at once
 
-        with socket.socket(socket.AF_INET6 if ":" in own.address else socket.AF_INET) as probe:
-            probe.bind((own.address, 0))
-            return int(probe.getsockname()[1])
+        return free_port(own.address)
 
     def run(self, port: int) -> TxlError | None:
         """Train until the run ends; returns the error that ended it. `port` is that of rank 0."""
@@ -295,9 +293,7 @@ def use_interface_of(address: str) -> None:
 def interface_of(address: str) -> str | None:
     """The interface that has `address`; None if no interface has it (NAT)."""
     for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            # An IPv6 address may end with its interface: fe80::1%eth0.
-            is_ip = entry.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and entry.address.partition("%")[0] == address:
-                return name
+        # An IPv6 address may end with its interface: fe80::1%eth0.
+        if address in {entry.address.partition("%")[0] for entry in entries}:
+            return name
     return None

@@ -6,7 +6,6 @@ this process, even if it is killed. A child writes the error that ended it to st
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -17,7 +16,7 @@ from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, error_from_json
 from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp
-from txl_dist.runtime.process import num_gpus
+from txl_dist.runtime.process import free_port, num_gpus
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 
@@ -87,7 +86,7 @@ class ProcessGroup:
             **os.environ,
             "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port("127.0.0.1")),
         }
         # The ranks share the cores of this machine.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
@@ -146,11 +145,3 @@ def _end_of(rank: int, code: int, process: subprocess.Popen[bytes]) -> RankEnded
     if line.startswith(b"{"):
         return RankEnded(rank, code, error_from_json(line))
     return RankEnded(rank, code, reason=line.decode(errors="replace").strip())
-
-
-def _free_port() -> int:
-    # Another program could take the port before rank 0 listens on it: the run then fails at its
-    # start, and the same command works again.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

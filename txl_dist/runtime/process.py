@@ -6,6 +6,7 @@ Imports no torch, so that commands that need no tensor start quickly.
 import ctypes
 import hashlib
 import os
+import socket
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -39,6 +40,17 @@ def num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def free_port(address: str) -> int:
+    """A free TCP port of an address of this machine, IPv4 or IPv6.
+
+    Another program could take it before rank 0 listens on it: the run then fails at its start, and
+    the same command works again.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h

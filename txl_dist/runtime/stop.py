@@ -80,13 +80,16 @@ class StopDeadline:
         activity: "Activity",
         *,
         grace_seconds: float,
+        describe_loss: Callable[[], str],
         advice: Callable[[], str],
         announce: bool = False,
     ) -> None:
-        """`advice` says how to resume. `announce`: confirm a request on standard error."""
-        self._stop, self._activity, self._advice = stop, activity, advice
+        """`describe_loss` says, once a step is completed, which steps are lost if the process ends
+        now; `advice` says how to resume. `announce`: confirm a request on standard error.
+        """
+        self._stop, self._activity = stop, activity
+        self._describe_loss, self._advice = describe_loss, advice
         self._grace_seconds, self._announce = grace_seconds, announce
-        self._describe_loss: Callable[[], str] = lambda: NOTHING_TRAINED
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stop-deadline", daemon=True)
 
@@ -97,10 +100,6 @@ class StopDeadline:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
-
-    def begin_steps(self, describe_loss: Callable[[], str]) -> None:
-        """Start-up is over. `describe_loss` says which steps are lost if the process ends now."""
-        self._describe_loss = describe_loss
 
     def _watch(self) -> None:
         while not self._stop:

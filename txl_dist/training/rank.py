@@ -43,17 +43,17 @@ def train_rank(spec: TrainSpec, world: World) -> TrainState:
         StopDeadline(
             stop := StopRequest(signals, Path(spec.stop_file) if spec.stop_file else None),
             world.activity,
+            describe_loss=lambda: describe_loss(trainer.state.step, directory.checkpoints),
             advice=partial(resume_advice, spec.run_path),
             grace_seconds=spec.config.training.grace_seconds,
             announce=world.is_rank_zero and not spec.stop_file,  # no launcher of ours does
-        ) as deadline,
+        ),
         _explained_errors(spec, world, directory),
     ):
         log.info("rank %d is up", world.rank)
         with ExitStack() as stack:
             world.activity.reset()
             trainer = build_trainer(Start.open(spec, world, directory, stack, stop=stop))
-            deadline.begin_steps(lambda: describe_loss(trainer.state.step, directory.checkpoints))
             state = trainer.run()
         log.info("finished at step %d", state.step)
         return state

@@ -15,8 +15,9 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, small_model
 from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_spec, train
 from txl_dist.cli.app import app
+from txl_dist.config.config_file import default_settings
 from txl_dist.config.run_config import Precision
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.generation.generate import generate_tokens
 from txl_dist.generation.text import Sampling
 from txl_dist.model.memory.recurrent import RecurrentMemory
@@ -28,6 +29,7 @@ from txl_dist.runtime.device import (
 )
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
+from txl_dist.training.compatibility import check_config
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
@@ -179,6 +181,14 @@ def test_fp16_is_refused_with_what_to_write_instead(dataset: Path, tmp_path: Pat
         tiny_spec(dataset, tmp_path, "precision=fp16")
     with pytest.raises(ConfigError, match=r"precision is \"int8\".*'fp32' or 'bf16'"):
         tiny_spec(dataset, tmp_path, "precision=int8")
+
+
+def test_another_precision_on_resume_must_be_allowed() -> None:
+    """It changes the trajectory, but the checkpoint stays valid."""
+    old, new = default_settings(), default_settings() | {"precision": "bf16"}
+    with pytest.raises(CheckpointError, match="--allow-change precision"):
+        check_config(old, new, allowed=(), checkpoint="here")
+    check_config(old, new, allowed=("precision",), checkpoint="here")
 
 
 @pytest.fixture(autouse=True)

@@ -30,18 +30,16 @@ def deadline(run: Path, *, grace_seconds: float, num_steps: int = 0) -> StopDead
     return StopDeadline(
         StopRequest(stop_file=run / "stop"),
         Activity("checkpoint of step 9", num_steps=num_steps),
+        describe_loss=partial(describe_loss, 9, CheckpointDirectory(run)),
         advice=partial(resume_advice, run),
         grace_seconds=grace_seconds,
     )
 
 
-@pytest.mark.parametrize("is_in_start_up", [True, False])
 def test_before_a_step_is_completed_a_request_ends_the_process_at_once(
-    is_in_start_up: bool, tmp_path: Path, ended: threading.Event, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, ended: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with deadline(tmp_path, grace_seconds=LONG_SECONDS) as watched:
-        if not is_in_start_up:
-            watched.begin_steps(lambda: "lost")  # resumed at step 9, and in step 10
+    with deadline(tmp_path, grace_seconds=LONG_SECONDS):
         (tmp_path / "stop").touch()
         assert ended.wait(5)
     assert "before the first step; nothing is lost" in caplog.messages[0]
@@ -52,8 +50,7 @@ def test_later_it_ends_the_process_after_the_grace_period_and_says_what_is_lost(
 ) -> None:
     CheckpointDirectory(tmp_path).at(4).mkdir(parents=True)
     # Resumed at step 9, went back to an earlier one, and is at step 9 again.
-    with deadline(tmp_path, grace_seconds=0.05, num_steps=12) as watched:
-        watched.begin_steps(partial(describe_loss, 9, CheckpointDirectory(tmp_path)))
+    with deadline(tmp_path, grace_seconds=0.05, num_steps=12):
         (tmp_path / "stop").touch()
         assert ended.wait(5)
     (message,) = caplog.messages
@@ -66,7 +63,6 @@ def test_later_it_ends_the_process_after_the_grace_period_and_says_what_is_lost(
 
 def test_a_run_that_stops_in_time_is_left_alone(tmp_path: Path, ended: threading.Event) -> None:
     with deadline(tmp_path, grace_seconds=LONG_SECONDS, num_steps=1) as watched:
-        watched.begin_steps(lambda: "lost")
         (tmp_path / "stop").touch()
         wait_until(lambda: bool(watched._stop))
     assert not ended.is_set()
@@ -85,15 +81,9 @@ def test_a_report_that_blocks_does_not_keep_the_process(
     never.set()
 
 
-def test_a_stop_file_is_a_request_too(tmp_path: Path) -> None:
-    stop = StopRequest(stop_file=tmp_path / "stop")
-    assert not stop
-    (tmp_path / "stop").touch()
-    assert stop
-
-
 def test_a_shared_request_reaches_the_ranks_with_the_same_file(tmp_path: Path) -> None:
     other = StopRequest(stop_file=tmp_path / "stop")
+    assert not other
     StopRequest(stop_file=tmp_path / "stop").share()
     assert other
     StopRequest().share()  # nothing to share it through

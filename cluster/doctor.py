@@ -1,22 +1,23 @@
 """`txl doctor --on ADDRESS`: the checks of every node of a Ray cluster, and between nodes.
 
-    check_cluster_nodes -> NodeProbe (one actor per node) -> findings of each node
+    check_cluster_nodes -> check_this_machine (a task on each node) -> findings of each node
                         -> comparisons of all nodes: versions, files of the run directory
 
-An actor reserves no CPU and no GPU, so a busy cluster can be checked. Every call has a time limit;
+A task reserves no CPU and no GPU, so a busy cluster can be checked. Every call has a time limit;
 a node that does not answer is named, and left out of the comparisons.
 """
 
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.connection import ray_connection
+from cluster.nodes import live_nodes
 from data_pipeline.system.files import write_file
 from txl_dist.doctor.checks import (
     LIMIT_SECONDS,
@@ -31,76 +32,64 @@ from txl_dist.doctor.checks import (
     without_builds,
 )
 
+R = TypeVar("R")
 START_SECONDS = 60.0
 """Time limit for the start of a process on a node, imports included."""
 SHARED_WAIT_SECONDS = 10.0
 """NFS clients cache attributes for some seconds, so a new file may appear late on other nodes."""
 
 
-class NodeProbe:
-    """An actor on one node. `name` is the node in its findings."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def check(self, request: DoctorRequest) -> list[Finding]:
-        """Run the checks of one node."""
-        return check_this_machine(request, self._name)
-
-    def write(self, run: str) -> str:
-        """Write a file where `run` is or will be created; return its path."""
-        path = new_probe(run)
-        write_file(path, path.name.encode())
-        return str(path)
-
-    def sees(self, path: str) -> bool:
-        """Say whether this node sees the file that another node has written."""
-        deadline = time.monotonic() + SHARED_WAIT_SECONDS
-        while time.monotonic() <= deadline:
-            with suppress(OSError):
-                if Path(path).read_bytes() == Path(path).name.encode():
-                    return True  # else a file of another file system
-            time.sleep(0.2)
-            with suppress(OSError):
-                os.scandir(Path(path).parent).close()  # an NFS client reads the directory again
-        return False
-
-    def remove(self, path: str) -> None:
-        """Remove the file of `write`."""
-        Path(path).unlink(missing_ok=True)
+def write_probe(run: str) -> str:
+    """Write a file where `run` is or will be created; return its path."""
+    path = new_probe(run)
+    write_file(path, path.name.encode())
+    return str(path)
 
 
-class _Probes:
-    """The probes of all nodes that are alive, and the findings about calls that failed."""
+def sees_probe(path: str) -> bool:
+    """Say whether this node sees the file that another node has written."""
+    deadline = time.monotonic() + SHARED_WAIT_SECONDS
+    while time.monotonic() <= deadline:
+        with suppress(OSError):
+            if Path(path).read_bytes() == Path(path).name.encode():
+                return True  # else a file of another file system
+        time.sleep(0.2)
+        with suppress(OSError):
+            os.scandir(Path(path).parent).close()  # an NFS client reads the directory again
+    return False
+
+
+def remove_probe(path: str) -> None:
+    """Remove the file of `write_probe`."""
+    Path(path).unlink(missing_ok=True)
+
+
+class _Nodes:
+    """The live nodes of the connected cluster, and the findings about calls that failed."""
 
     def __init__(self) -> None:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes = live_nodes()
         hosts = Counter(node["NodeManagerAddress"] for node in nodes)
-        remote = ray.remote(num_cpus=0, max_restarts=0)(NodeProbe)
-        self.actors: dict[str, Any] = {}
+        self.ids: dict[str, str] = {}
+        """By name: the address, unless several nodes have it."""
         for node in nodes:
             host, node_id = node["NodeManagerAddress"], node["NodeID"]
-            name = host if hosts[host] == 1 else f"{host} (node {node_id[:8]})"
-            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self.actors[name] = remote.options(scheduling_strategy=strategy).remote(name)
+            self.ids[host if hosts[host] == 1 else f"{host} (node {node_id[:8]})"] = node_id
         self.failures: list[Finding] = []
 
     def call(
-        self,
-        check: str,
-        method: str,
-        *arguments: Any,
-        on: Iterable[str],
-        limit_seconds: float = LIMIT_SECONDS,
-    ) -> dict[str, Any]:
-        """Node -> result of the method there, for those of the nodes `on` that have one."""
+        self, check: str, function: Callable[..., R], *arguments: Any, on: Iterable[str]
+    ) -> dict[str, R]:
+        """Node -> result of the function there, for those of the nodes `on` that have one."""
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        calls = {name: getattr(self.actors[name], method).remote(*arguments) for name in on}
-        deadline = time.monotonic() + limit_seconds
+        remote = ray.remote(num_cpus=0, max_retries=0)(function)
+        calls = {}
+        for name in on:
+            strategy = NodeAffinitySchedulingStrategy(self.ids[name], soft=False)
+            calls[name] = remote.options(scheduling_strategy=strategy).remote(*arguments)
+        deadline = time.monotonic() + START_SECONDS + LIMIT_SECONDS
         results = {}
         for name, call in calls.items():
             try:
@@ -122,33 +111,27 @@ def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[
         url = ray._private.worker.get_dashboard_url() or ""
         if (port := url.rpartition(":")[2]).isdigit():
             request = replace(request, dashboard_port=int(port))
-        probes = _Probes()
-        try:
-            return [*_check(probes, request), *probes.failures]
-        finally:
-            for actor in probes.actors.values():
-                ray.kill(actor)
+        nodes = _Nodes()
+        return [*_check(nodes, request), *nodes.failures]
 
 
-def _check(probes: _Probes, request: DoctorRequest) -> list[Finding]:
+def _check(nodes: _Nodes, request: DoctorRequest) -> list[Finding]:
     # This machine first: in a comparison of two, it is the reference.
     versions = {} if "versions" in request.skip else {"versions": check_versions}
     findings = run_checks(versions, node="this machine")
     # The ranks use the addresses by which Ray has connected the nodes (cluster/nodes.py).
     request = replace(request, skip=request.skip | {"network"})
-    limit = START_SECONDS + LIMIT_SECONDS
-    checked = probes.call("versions", "check", request, on=probes.actors, limit_seconds=limit)
-    findings += [finding for of_node in checked.values() for finding in of_node]
+    checked = nodes.call("versions", check_this_machine, request, on=nodes.ids)
+    findings += [replace(each, node=node) for node, found in checked.items() for each in found]
     findings += compare_nodes(findings)
     bad = {each.node for each in findings if (each.check, each.status) == ("storage", "problem")}
     able = [name for name in checked if name not in bad]
     if request.run is not None and "storage" not in request.skip and len(able) > 1:
         writer, *readers = able
-        written = probes.call("storage", "write", request.run, on=[writer])
-        for path in written.values():
-            views = probes.call("storage", "sees", path, on=readers)
+        for path in nodes.call("storage", write_probe, request.run, on=[writer]).values():
+            views = nodes.call("storage", sees_probe, path, on=readers)
             findings += [replace(of_view(writer, seen), node=node) for node, seen in views.items()]
-            probes.call("storage", "remove", path, on=[writer])
+            nodes.call("storage", remove_probe, path, on=[writer])
     return findings
 
 

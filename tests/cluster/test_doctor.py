@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.doctor import NodeProbe, compare_nodes
+from cluster.doctor import compare_nodes, remove_probe, sees_probe, write_probe
 from tests.support.commands import ENVIRONMENT, wait_until
 from tests.support.hosts import Host, two_hosts
 from tests.support.nodes import RayNode, ray_node, token_environment
@@ -161,13 +161,12 @@ def test_a_file_of_another_node_is_seen_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.doctor.SHARED_WAIT_SECONDS", 0.3)
-    writer, reader = NodeProbe("w"), NodeProbe("r")
-    path = Path(writer.write(str(tmp_path / "runs" / "new")))
+    path = Path(write_probe(str(tmp_path / "runs" / "new")))
     other = tmp_path / "other" / path.name  # on another file system
     other.parent.mkdir()
-    assert reader.sees(str(path))
-    assert not reader.sees(str(other))
+    assert sees_probe(str(path))
+    assert not sees_probe(str(other))
     other.write_text("something else")
-    assert not reader.sees(str(other))
-    writer.remove(str(path))
+    assert not sees_probe(str(other))
+    remove_probe(str(path))
     assert not path.exists()

@@ -6,10 +6,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +31,7 @@ from cluster.jobs import (
 )
 from tests.support.commands import run_txl
 from tests.support.training_runs import TINY
+from tests.support.web_server import web_server
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
 
@@ -148,28 +147,15 @@ def test_no_word_of_a_command_is_interpreted_by_the_shell(tmp_path: Path) -> Non
 CODE = {"cluster", "data_pipeline", "txl_dist"} | {f"txl_dist-{version('txl-dist')}.dist-info"}
 
 
-@contextmanager
-def api(status: int, mode: str = "token") -> Iterator[str]:
-    """The URL of a dashboard that answers every request with `status`."""
+def api(status: int, mode: str = "token") -> AbstractContextManager[str]:
+    """A dashboard that answers every request with `status`, and says how it authenticates."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            public = self.path == "/api/authentication_mode"
-            body = {"authentication_mode": mode, "ray_version": "2.60.0"}
-            self.send_response(200 if public else status)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, str]:
+        is_public = request.path == "/api/authentication_mode"
+        body = {"authentication_mode": mode, "ray_version": "2.60.0"}
+        return 200 if is_public else status, json.dumps(body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    return web_server(answer)
 
 
 def connect(address: str) -> RayJobs:

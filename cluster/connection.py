@@ -40,8 +40,6 @@ HEAD_SECONDS = 30.0
 """Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
 
 LOOPBACK = "127.0.0.1"
-_KILL_SECONDS = 5.0
-"""Time limit for the kernel to end killed processes."""
 
 log = logging.getLogger(__name__)
 _ray_output = logging.getLogger("ray.txl")
@@ -307,13 +305,3 @@ def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
-    deadline = time.monotonic() + _KILL_SECONDS
-    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    # Not psutil's wait, which also waits until the parent, often pid 1, has read the exit code.
-    with suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False

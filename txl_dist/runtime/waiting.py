@@ -28,12 +28,11 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.activity import (
     BEAT_SECONDS,
-    Activity,
     Heartbeat,
     Peers,
     Span,
@@ -41,6 +40,9 @@ from txl_dist.runtime.activity import (
     write_heartbeat,
 )
 from txl_dist.runtime.process import PACKAGES
+
+if TYPE_CHECKING:
+    from txl_dist.runtime.world import World
 
 NOTICE_SECONDS = 10.0
 EVALUATION_SECONDS = 8.0
@@ -128,24 +130,24 @@ class CollectiveWatch:
 
     def __init__(
         self,
-        activity: Activity,
+        world: "World",
         *,
-        rank: int,
-        limit_seconds: float,
-        num_ranks: int,
         run: Path,
-        on_gpu: bool = False,
+        limit_seconds: float,
         notice_seconds: float = NOTICE_SECONDS,
     ) -> None:
-        self._activity, self._rank = activity, rank
-        self._on_gpu = on_gpu and num_ranks > 1
+        self._activity, self._rank = world.activity, world.rank
+        self._on_gpu = world.device.type == "cuda" and world.num_ranks > 1
         self._limit_seconds = limit_seconds
         self._notice_seconds = min(notice_seconds, NOTICE_SHARE * limit_seconds)
         # Several intervals have to pass before a rank counts as silent.
         self._beat_seconds = min(BEAT_SECONDS, self._notice_seconds / 2, limit_seconds / 8)
         self._run = run
-        remove_heartbeat(run, rank)  # of a killed process; before other ranks can wait for this one
-        self._peers = Peers(run, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds)
+        # Of a killed process, before other ranks can wait for this one.
+        remove_heartbeat(run, world.rank)
+        self._peers = Peers(
+            run, rank=world.rank, num_ranks=world.num_ranks, beat_seconds=self._beat_seconds
+        )
         self._num_beats = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collective-watch", daemon=True)

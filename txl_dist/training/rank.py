@@ -62,15 +62,8 @@ def train_rank(spec: TrainSpec, world: World) -> TrainState:
 @contextmanager
 def _explained_errors(spec: TrainSpec, world: World, directory: RunDirectory) -> Iterator[None]:
     """Log the error that ends a rank; LostRankError instead of it if another rank is the cause."""
-    watch = CollectiveWatch(
-        world.activity,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        limit_seconds=spec.config.training.rank_timeout_seconds,
-        run=spec.run_path,
-        on_gpu=world.device.type == "cuda",
-    )
-    with watch:
+    limit_seconds = spec.config.training.rank_timeout_seconds
+    with CollectiveWatch(world, run=spec.run_path, limit_seconds=limit_seconds) as watch:
         try:
             yield
         except PreemptedError as request:

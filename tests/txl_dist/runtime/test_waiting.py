@@ -53,14 +53,7 @@ def wait_for_a_late_rank(world: World, run: Path) -> list[str]:
     logger = logging.getLogger("txl_dist.training")
     logger.addHandler(handler)
     world.activity.name = "step 7"
-    with CollectiveWatch(
-        world.activity,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        run=run,
-        limit_seconds=60,
-        notice_seconds=NOTICE_SECONDS,
-    ):
+    with CollectiveWatch(world, run=run, limit_seconds=60, notice_seconds=NOTICE_SECONDS):
         if world.rank == 1:
             wait_until(lambda: has_waited(read_heartbeats(run).get(0)))
         world.all_gather(world.rank)
@@ -82,9 +75,8 @@ def test_a_long_wait_is_logged_with_its_collective_and_the_late_rank(
 
 
 def watch(run: Path, activity: str, limit_seconds: float) -> CollectiveWatch:
-    return CollectiveWatch(
-        Activity(activity), rank=0, num_ranks=2, run=run, limit_seconds=limit_seconds
-    )
+    world = World(0, 2, activity=Activity(activity))
+    return CollectiveWatch(world, run=run, limit_seconds=limit_seconds)
 
 
 def stop_answering(world: World, run: Path, limit_seconds: float) -> str | None:
@@ -175,7 +167,7 @@ def test_a_stack_names_its_outermost_collective(
 
 def test_the_watch_ends_with_its_context(tmp_path: Path) -> None:
     before: list[Any] = threading.enumerate()
-    with CollectiveWatch(Activity(), rank=0, num_ranks=1, run=tmp_path, limit_seconds=1):
+    with CollectiveWatch(World(0, 1), run=tmp_path, limit_seconds=1):
         assert len(threading.enumerate()) == len(before) + 1
     assert threading.enumerate() == before
 
@@ -190,10 +182,8 @@ def test_a_long_evaluation_is_not_silent(
     activities[1].name = "evaluation of rank 1"
     with ExitStack() as stack:
         for rank, activity in enumerate(activities):
-            watch = CollectiveWatch(
-                activity, rank=rank, num_ranks=2, run=tmp_path, limit_seconds=1.0
-            )
-            stack.enter_context(watch)
+            world = World(rank, 2, activity=activity)
+            stack.enter_context(CollectiveWatch(world, run=tmp_path, limit_seconds=1.0))
         wait_until(lambda: len(caplog.messages) >= 2)
         activities[0].name = "evaluation, 35% scored"
         wait_until(lambda: activities[0].name in caplog.messages)

@@ -283,22 +283,16 @@ def access_token() -> str:
 
 
 def ray_processes() -> list[psutil.Process]:
-    """The processes of this process's private Ray."""
-    return [child for child in psutil.Process().children(recursive=True) if _is_ray(child)]
-
-
-def _is_ray(process: psutil.Process) -> bool:
-    """Whether Ray started this process; false for the tracking process that a rank started."""
-    with suppress(psutil.Error):
-        return any(word.startswith(_ray_commands()) for word in process.cmdline())
-    return False
-
-
-@cache
-def _ray_commands() -> tuple[str, ...]:
-    spec = find_spec("ray")
+    """The processes of this process's private Ray, without those that ranks have started."""
+    spec = find_spec("ray")  # not `import ray`, which may be going on in another thread
     locations = (spec and spec.submodule_search_locations) or []
-    return ("ray::", "ray-dashboard", *(f"{location}/" for location in locations))
+    programs = ("ray::", "ray-dashboard", *(f"{location}/" for location in locations))
+    processes = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(word.startswith(programs) for word in child.cmdline()):
+                processes.append(child)
+    return processes
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -16,7 +16,6 @@ data under the same paths; `work_units.py` checks that for every unit of a prepa
 import contextlib
 import logging
 import os
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -131,11 +130,7 @@ class RayWorkers:
                 self._fill(function, pending)
                 if not any(handle.task for handle in self._calls.values()) and not self._queue:
                     return
-                if self._calls:
-                    ready, _ = ray.wait(list(self._calls), timeout=POLL_SECONDS)
-                else:
-                    ready = []
-                    time.sleep(POLL_SECONDS)
+                ready, _ = ray.wait(list(self._calls), timeout=POLL_SECONDS)
                 for call in ready:
                     handle = self._calls.pop(call)
                     if handle.task is None:

@@ -178,7 +178,9 @@ class _Supervisor:
             self.output.follow()  # what rank 0 says about the failure comes first
             if self.files.saved.exists():  # these checkpoints replace the command's --resume
                 self.spec = self.spec.model_copy(update={"resume": "auto"})
-            if self._start.change and not self.signals and _is_planned(failure):
+            # Ranks that were asked to end for a change have saved, or died before they could.
+            is_planned = isinstance(failure.error, PreemptedError) or failure.can_restart
+            if self._start.change and not self.signals and is_planned:
                 is_change = True
             else:
                 self._count(failure)
@@ -381,8 +383,3 @@ class _Supervisor:
     def _print_restart(self, reason: str) -> None:
         self.output.print(reason)
         self.events.write("restart", reason)
-
-
-def _is_planned(failure: RunFailure) -> bool:
-    """Whether ranks that were asked to end for a change ended because of that."""
-    return isinstance(failure.error, PreemptedError) or failure.can_restart

@@ -22,6 +22,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
@@ -33,16 +34,12 @@ from data_pipeline.system.signals import (
 from txl_dist.errors import ConfigError, TxlError
 
 POLL_SECONDS = 0.2
-STATUS_SECONDS = 4.0
-"""Until Ray is connected, a line is logged after each of these."""
 SHUTDOWN_SECONDS = 15.0
 """Time limit for Ray's shutdown."""
 HEAD_SECONDS = 30.0
 """Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
 
 LOOPBACK = "127.0.0.1"
-_KILL_SECONDS = 5.0
-"""Time limit for the kernel to end killed processes."""
 
 log = logging.getLogger(__name__)
 _ray_output = logging.getLogger("ray.txl")
@@ -59,19 +56,32 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     if address is None:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": access_token()}
     import ray
+    from ray._private import ray_constants
 
     logging.getLogger("ray").setLevel(logging.ERROR)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        _start_private(num_cpus)
+        options |= {
+            "num_cpus": num_cpus,
+            "include_dashboard": True,  # without it Ray logs a warning every few seconds
+            "dashboard_host": LOOPBACK,
+            "_node_ip_address": LOOPBACK,
+        }
     else:
         check_cluster(address)
-        try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"the Ray cluster at --on {address} responds, but cannot be used: {error}. This "
-                "machine must be one of its nodes, with the same versions of Ray and Python"
-            ) from error
+    # All servers of a Ray listen on 127.0.0.1 only if that is the node's address. But Ray replaces
+    # it by the host's address, except on systems on which it does not support clusters.
+    is_cluster = address is not None and ray_constants.ENABLE_RAY_CLUSTER
+    try:
+        with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", is_cluster):
+            # "local" ignores RAY_ADDRESS and clusters that `ray start` left on this machine.
+            ray.init(address or "local", **options)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray at --on {address or 'ray'} cannot be used: {error}. This machine must be one of "
+            "the nodes of a cluster, with the same versions of Ray and Python. Without Ray: --on "
+            "processes"
+        ) from error
     try:
         yield
     finally:
@@ -94,7 +104,7 @@ class ConnectionThread(threading.Thread):
         super().__init__(name="ray", daemon=True)
         self.connected, self.leave, self.ended = (threading.Event() for _ in range(3))
         self.work: Callable[[], object] = self.leave.wait
-        self.error: Exception | None = None
+        self.error: TxlError | None = None
         self.is_private = address is None
         self.place = "Ray" if address is None else f"the Ray cluster at {address}"
         self._address, self._num_cpus = address, num_cpus
@@ -107,6 +117,7 @@ class ConnectionThread(threading.Thread):
         Python handles no signal in the main thread during a call into Ray, so this thread connects
         and disconnects. If that is interrupted or blocks, Ray is abandoned.
         """
+        log.warning("waiting for %s", self.place)
         self.start()
         exit_code = STOPPED_EXIT_CODE
         try:
@@ -145,50 +156,26 @@ class ConnectionThread(threading.Thread):
             with ray_connection(self._address, num_cpus=self._num_cpus):
                 self.connected.set()
                 self.work()
-        except Exception as error:
+        except TxlError as error:
             self.error = error
+        except Exception as error:
+            _ray_output.warning("%s", error)
+            self.error = TxlError(
+                f"Ray ended with an error: {lines_of(error)[0]}. Run the same command again"
+            )
         self.ended.set()
         self.connected.set()
 
     def _wait_until(self, event: threading.Event, *, timeout_seconds: float = math.inf) -> None:
-        """Wait for an event of this thread; logs from time to time that it waits."""
-        handler = signal.getsignal(signal.SIGTERM)
-        begin = last_line = time.monotonic()
-        while not event.wait(POLL_SECONDS):
-            _reinstall_sigterm(handler)
-            seconds = time.monotonic()
-            if seconds - begin > timeout_seconds:
-                return
-            if seconds - last_line > STATUS_SECONDS:
-                last_line = seconds
-                log.warning("waiting %.0f s for %s", seconds - begin, self.place)
-        _reinstall_sigterm(handler)
-
-
-def _reinstall_sigterm(handler: object) -> None:
-    """When Ray connects, it replaces SIGTERM's handler by one in C++ that aborts this process."""
-    if threading.current_thread() is threading.main_thread() and callable(handler):
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _start_private(num_cpus: int) -> None:
-    import ray
-
-    try:
-        with loopback_only():
-            ray.init(
-                "local",  # ignore RAY_ADDRESS and clusters that `ray start` left on this machine
-                num_cpus=num_cpus,
-                include_dashboard=True,  # without it Ray logs a warning every few seconds
-                dashboard_host=LOOPBACK,
-                _node_ip_address=LOOPBACK,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise TxlError(
-            f"a private Ray could not be started: {error}. Run without Ray: --on processes"
-        ) from error
+        """Wait for an event of this thread, with the SIGTERM handler of this process: when Ray
+        connects, it replaces it by one in C++ that aborts this process.
+        """
+        handler, deadline = signal.getsignal(signal.SIGTERM), time.monotonic() + timeout_seconds
+        is_set = False
+        while not is_set and time.monotonic() < deadline:
+            is_set = event.wait(POLL_SECONDS)
+            if threading.current_thread() is threading.main_thread() and callable(handler):
+                signal.signal(signal.SIGTERM, handler)
 
 
 def _skip_grace_periods() -> None:
@@ -296,50 +283,19 @@ def access_token() -> str:
 
 
 def ray_processes() -> list[psutil.Process]:
-    """The processes of this process's private Ray."""
-    return [child for child in psutil.Process().children(recursive=True) if _is_ray(child)]
-
-
-def _is_ray(process: psutil.Process) -> bool:
-    """Whether Ray started this process; false for the tracking process that a rank started."""
-    with suppress(psutil.Error):
-        return any(word.startswith(_ray_commands()) for word in process.cmdline())
-    return False
-
-
-@cache
-def _ray_commands() -> tuple[str, ...]:
-    spec = find_spec("ray")
+    """The processes of this process's private Ray, without those that ranks have started."""
+    spec = find_spec("ray")  # not `import ray`, which may be going on in another thread
     locations = (spec and spec.submodule_search_locations) or []
-    return ("ray::", "ray-dashboard", *(f"{location}/" for location in locations))
+    programs = ("ray::", "ray-dashboard", *(f"{location}/" for location in locations))
+    processes = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(word.startswith(programs) for word in child.cmdline()):
+                processes.append(child)
+    return processes
 
 
 def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
-    deadline = time.monotonic() + _KILL_SECONDS
-    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    # Not psutil's wait, which also waits until the parent, often pid 1, has read the exit code.
-    with suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-@contextmanager
-def loopback_only() -> Iterator[None]:
-    """A Ray that starts inside this context listens on 127.0.0.1 only, with all its servers."""
-    # They do so if the node's address is 127.0.0.1. But Ray replaces that by the host's address,
-    # except on systems on which it does not support clusters.
-    from ray._private import ray_constants
-
-    previous = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = previous

@@ -1,117 +1,95 @@
 """`txl doctor --on ADDRESS`: the checks of every node of a Ray cluster, and between nodes.
 
-    check_cluster_nodes -> NodeProbe (one actor per node) -> findings of each node
-                        -> comparisons of all nodes: versions, dataset, files of the run directory
+    check_cluster_nodes -> check_this_machine (a task on each node) -> findings of each node
+                        -> comparisons of all nodes: versions, files of the run directory
 
-An actor reserves no CPU and no GPU, so a busy cluster can be checked. Every call has a time limit;
+A task reserves no CPU and no GPU, so a busy cluster can be checked. Every call has a time limit;
 a node that does not answer is named, and left out of the comparisons.
 """
 
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from cluster.connection import ray_connection
-from data_pipeline.system.files import try_lock, write_file
+from cluster.nodes import live_nodes
+from data_pipeline.system.files import write_file
 from txl_dist.doctor.checks import (
-    LOCKS,
-    MOUNT_LOCKS,
+    LIMIT_SECONDS,
     SAME_SOURCES,
     DoctorRequest,
+    Finding,
     check_this_machine,
     check_versions,
+    failed_check,
     new_probe,
+    run_checks,
     without_builds,
 )
-from txl_dist.doctor.finding import LIMIT_SECONDS, Finding, failed_check, run_checks
 
+R = TypeVar("R")
 START_SECONDS = 60.0
 """Time limit for the start of a process on a node, imports included."""
 SHARED_WAIT_SECONDS = 10.0
 """NFS clients cache attributes for some seconds, so a new file may appear late on other nodes."""
-COMPARED = {
-    "versions": SAME_SOURCES,
-    "dataset": "make both nodes see the same directory, or copy the newer one there",
-}
-"""Checks that must find the same on all nodes, and what to do otherwise."""
-
-View = Literal["seen", "not seen", "lock not seen"]
-"""How one node sees the file of another."""
 
 
-class NodeProbe:
-    """An actor on one node. `name` is the node in its findings."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def check(self, request: DoctorRequest) -> list[Finding]:
-        """Run the checks of one node."""
-        return check_this_machine(request, self._name)
-
-    def write(self, run: str) -> str:
-        """Write and lock a file where `run` is or will be created; return its path."""
-        self._path = new_probe(run)
-        write_file(self._path, self._path.name.encode())
-        self._file = self._path.open("rb+")
-        try_lock(self._file.fileno())
-        return str(self._path)
-
-    def view(self, path: str) -> View:
-        """Say how this node sees the file that another node has written, and holds locked."""
-        deadline = time.monotonic() + SHARED_WAIT_SECONDS
-        while True:
-            with suppress(OSError), Path(path).open("rb+") as file:
-                if file.read() == Path(path).name.encode():  # else a file of another file system
-                    return "lock not seen" if try_lock(file.fileno()) else "seen"
-            if time.monotonic() > deadline:
-                return "not seen"
-            time.sleep(0.2)
-            with suppress(OSError):
-                os.scandir(Path(path).parent).close()  # an NFS client reads the directory again
-
-    def remove(self) -> None:
-        """Release and remove the file of `write`."""
-        self._file.close()
-        self._path.unlink(missing_ok=True)
+def write_probe(run: str) -> str:
+    """Write a file where `run` is or will be created; return its path."""
+    path = new_probe(run)
+    write_file(path, path.name.encode())
+    return str(path)
 
 
-class _Probes:
-    """The probes of all nodes that are alive, and the findings about calls that failed."""
+def sees_probe(path: str) -> bool:
+    """Say whether this node sees the file that another node has written."""
+    deadline = time.monotonic() + SHARED_WAIT_SECONDS
+    while time.monotonic() <= deadline:
+        with suppress(OSError):
+            if Path(path).read_bytes() == Path(path).name.encode():
+                return True  # else a file of another file system
+        time.sleep(0.2)
+        with suppress(OSError):
+            os.scandir(Path(path).parent).close()  # an NFS client reads the directory again
+    return False
+
+
+def remove_probe(path: str) -> None:
+    """Remove the file of `write_probe`."""
+    Path(path).unlink(missing_ok=True)
+
+
+class _Nodes:
+    """The live nodes of the connected cluster, and the findings about calls that failed."""
 
     def __init__(self) -> None:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes = live_nodes()
         hosts = Counter(node["NodeManagerAddress"] for node in nodes)
-        remote = ray.remote(num_cpus=0, max_restarts=0)(NodeProbe)
-        self.actors: dict[str, Any] = {}
+        self.ids: dict[str, str] = {}
+        """By name: the address, unless several nodes have it."""
         for node in nodes:
             host, node_id = node["NodeManagerAddress"], node["NodeID"]
-            name = host if hosts[host] == 1 else f"{host} (node {node_id[:8]})"
-            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self.actors[name] = remote.options(scheduling_strategy=strategy).remote(name)
+            self.ids[host if hosts[host] == 1 else f"{host} (node {node_id[:8]})"] = node_id
         self.failures: list[Finding] = []
 
     def call(
-        self,
-        check: str,
-        method: str,
-        *arguments: Any,
-        on: Iterable[str],
-        limit_seconds: float = LIMIT_SECONDS,
-    ) -> dict[str, Any]:
-        """Node -> result of the method there, for those of the nodes `on` that have one."""
+        self, check: str, function: Callable[..., R], *arguments: Any, on: Iterable[str]
+    ) -> dict[str, R]:
+        """Node -> result of the function there, for those of the nodes `on` that have one."""
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        calls = {name: getattr(self.actors[name], method).remote(*arguments) for name in on}
-        deadline = time.monotonic() + limit_seconds
+        remote = ray.remote(num_cpus=0, max_retries=0)(function)
+        calls = {}
+        for name in on:
+            strategy = NodeAffinitySchedulingStrategy(self.ids[name], soft=False)
+            calls[name] = remote.options(scheduling_strategy=strategy).remote(*arguments)
+        deadline = time.monotonic() + START_SECONDS + LIMIT_SECONDS
         results = {}
         for name, call in calls.items():
             try:
@@ -133,73 +111,60 @@ def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[
         url = ray._private.worker.get_dashboard_url() or ""
         if (port := url.rpartition(":")[2]).isdigit():
             request = replace(request, dashboard_port=int(port))
-        probes = _Probes()
-        try:
-            return [*_check(probes, request), *probes.failures]
-        finally:
-            for actor in probes.actors.values():
-                ray.kill(actor)
+        nodes = _Nodes()
+        return [*_check(nodes, request), *nodes.failures]
 
 
-def _check(probes: _Probes, request: DoctorRequest) -> list[Finding]:
+def _check(nodes: _Nodes, request: DoctorRequest) -> list[Finding]:
     # This machine first: in a comparison of two, it is the reference.
     versions = {} if "versions" in request.skip else {"versions": check_versions}
     findings = run_checks(versions, node="this machine")
     # The ranks use the addresses by which Ray has connected the nodes (cluster/nodes.py).
     request = replace(request, skip=request.skip | {"network"})
-    limit = START_SECONDS + LIMIT_SECONDS
-    checked = probes.call("versions", "check", request, on=probes.actors, limit_seconds=limit)
-    findings += [finding for of_node in checked.values() for finding in of_node]
+    checked = nodes.call("versions", check_this_machine, request, on=nodes.ids)
+    findings += [replace(each, node=node) for node, found in checked.items() for each in found]
     findings += compare_nodes(findings)
     bad = {each.node for each in findings if (each.check, each.status) == ("storage", "problem")}
     able = [name for name in checked if name not in bad]
     if request.run is not None and "storage" not in request.skip and len(able) > 1:
         writer, *readers = able
-        written = probes.call("storage", "write", request.run, on=[writer])
-        for path in written.values():
-            views = probes.call("storage", "view", path, on=readers)
-            findings += compare_views(request.run, writer, views)
-        probes.call("storage", "remove", on=written)
+        for path in nodes.call("storage", write_probe, request.run, on=[writer]).values():
+            views = nodes.call("storage", sees_probe, path, on=readers)
+            findings += [replace(of_view(writer, seen), node=node) for node, seen in views.items()]
+            nodes.call("storage", remove_probe, path, on=[writer])
     return findings
 
 
 def compare_nodes(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield a problem for every node whose versions or dataset differ from those of most nodes."""
-    for check, advice in COMPARED.items():
-        facts = {
-            each.node: tuple(without_builds(each.found).split(", "))
-            for each in findings
-            if (each.check, each.status) == (check, "ok")
-        }
-        counts = Counter(facts.values())
-        for node, own in facts.items():
-            expected = max(counts, key=counts.__getitem__)  # of several, the first
-            if own != expected:
-                example = next(node for node, known in facts.items() if known == expected)
-                yield Finding(
-                    "problem",
-                    ", ".join(fact for fact in own if fact not in expected),
-                    f"as on {example}: " + ", ".join(fact for fact in expected if fact not in own),
-                    advice,
-                    check,
-                    node,
-                )
-
-
-def compare_views(run: str, writer: str, views: Mapping[str, View]) -> Iterator[Finding]:
-    """Say whether the nodes share a directory; `views` are those of a file that `writer` wrote."""
-    findings: dict[View, Finding] = {
-        "not seen": Finding(
-            "problem",
-            f"{run}: a file that {writer} wrote is not seen",
-            expected="one directory that all nodes share",
-            advice="mount the same file system at this path on all nodes, and choose a run "
-            "directory on it",
-        ),
-        "lock not seen": Finding(
-            "note", f"{run}: a lock of {writer} is not seen", LOCKS, MOUNT_LOCKS
-        ),
-        "seen": Finding("ok", f"{run}: files and locks of {writer} are seen"),
+    """Yield a problem for every node whose versions differ from those of most nodes."""
+    facts = {
+        each.node: tuple(without_builds(each.found).split(", "))
+        for each in findings
+        if (each.check, each.status) == ("versions", "ok")
     }
-    for node, view in views.items():
-        yield replace(findings[view], check="storage", node=node)
+    for node, own in facts.items():
+        ((expected, _),) = Counter(facts.values()).most_common(1)  # of several, the first
+        if own != expected:
+            example = next(node for node, known in facts.items() if known == expected)
+            yield Finding(
+                "problem",
+                ", ".join(fact for fact in own if fact not in expected),
+                f"as on {example}: " + ", ".join(fact for fact in expected if fact not in own),
+                SAME_SOURCES,
+                "versions",
+                node,
+            )
+
+
+def of_view(writer: str, is_seen: bool) -> Finding:
+    """Say whether a node shares the run directory with the node `writer`."""
+    if is_seen:
+        return Finding("ok", f"a file that {writer} wrote is seen", check="storage")
+    return Finding(
+        "problem",
+        f"a file that {writer} wrote is not seen",
+        expected="one directory that all nodes share",
+        advice="mount the same file system at this path on all nodes, and choose a run directory "
+        "on it",
+        check="storage",
+    )

@@ -4,8 +4,8 @@
                      -> JobSupervisor (an actor) -> shell -> cd ROOT; txl ... --on auto
 
 The words are parsed by the command itself, so a wrong option is refused here, with its message. So
-is an invalid config, and everything that looks like a secret: the command, the environment and the
-files of a job are readable by anyone with access to the cluster's dashboard.
+is an invalid config, and everything that looks like a secret: the command and the files of a job
+are readable by anyone with access to the cluster's dashboard.
 
 What is sent: the resolved config of a training run, and the packages of this project as this
 process imports them, so the cluster runs the code that submitted the job.
@@ -24,7 +24,7 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,7 +41,7 @@ from data_pipeline.system.sources import shown
 from txl_dist.cli.options import paths_of_another_machine
 from txl_dist.config.config_file import dump_run_config, flatten_config, load_run_config
 from txl_dist.config.named_configs import find_config
-from txl_dist.config.redaction import HIDDEN, redact, redact_field
+from txl_dist.config.redaction import HIDDEN, redact
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.yaml_file import read_text
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
@@ -82,8 +82,8 @@ class JobRequest:
     """`txl ...`, for people."""
     entrypoint: str
     """The shell command that Ray runs in the directory with the config."""
-    environment: Mapping[str, str]
-    """Of the command and of all its workers."""
+    stop_seconds: int
+    """How long the command may take to end after a stop request."""
     config: str
     """Text of the config file that is sent, for `train`; else empty."""
 
@@ -93,13 +93,12 @@ def plan_job(
     *,
     program: Any,
     root: str,
-    environment: Sequence[str] = (),
     python: str = "python",
 ) -> JobRequest:
     """Check a command and turn it into a request. `program` is `txl` as a command of typer.
 
-    `root` is the directory on the cluster where relative paths begin; `environment` has items
-    NAME=VALUE. Raises ConfigError, or a usage error of typer.
+    `root` is the directory on the cluster where relative paths begin. Raises ConfigError, or a
+    usage error of typer.
     """
     name = words[0] if words else ""
     if name not in COMMANDS:
@@ -129,7 +128,7 @@ def plan_job(
         id="-".join(filter(None, ("txl", name, readable, secrets.token_hex(4)))),
         command=shlex.join(("txl", *words)),
         entrypoint=f"cd {shlex.quote(root)} && {txl} {' '.join(quoted)}",
-        environment={"RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds), **_environment(environment)},
+        stop_seconds=stop_seconds,
         config=_text_to_send(context.params["config"], config) if config else "",
     )
 
@@ -162,18 +161,6 @@ def _refuse_secrets(words: Sequence[str]) -> None:
         text = word.removeprefix("--text-key=")
         if redact(text) != text:
             raise ConfigError(f"{redact(text)}: a secret in the command. {_SECRETS_BELONG}")
-
-
-def _environment(settings: Sequence[str]) -> dict[str, str]:
-    environment: dict[str, str] = {}
-    for setting in settings:
-        name, separator, value = setting.partition("=")
-        if not (separator and name.isidentifier()):
-            raise ConfigError(f"--env {redact(setting)}: write NAME=VALUE")
-        if redact_field(name, value) != value or redact(value) != value:
-            raise ConfigError(f"--env {name}={HIDDEN}: a secret. {_SECRETS_BELONG}")
-        environment[name] = value
-    return environment
 
 
 def code_packages(folder: Path) -> list[Path]:
@@ -242,7 +229,7 @@ class RayJobs(JobSubmissionClient):
             runtime_env: dict[str, Any] = {
                 "excludes": list(EXCLUDES),
                 "py_modules": [str(module) for module in code_packages(Path(folder))],
-                "env_vars": dict(request.environment),
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(request.stop_seconds)},
             }
             if request.config:
                 config_path = Path(folder, "config", CONFIG_NAME)
@@ -314,10 +301,5 @@ def ray_jobs(address: str) -> Iterator[RayJobs]:
             "head has failed, start it again and submit the same command: it resumes"
         ) from None
     except (RuntimeError, ValueError) as error:
-        if "status code 404" in str(error):
-            raise ConfigError(
-                f"{url} knows no such job; txl job list shows those that it knows. After a restart "
-                "of the head it knows none; submit the same command: a run resumes"
-            ) from None
         # The server sends its whole traceback, which ends with the reason.
         raise TxlError(f"{url}: {redact(lines_of(error)[-1])}") from None

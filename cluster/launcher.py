@@ -16,7 +16,6 @@ data under the same paths; `work_units.py` checks that for every unit of a prepa
 import contextlib
 import logging
 import os
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -27,14 +26,12 @@ from cluster.connection import ConnectionThread, lines_of, ray_log
 from cluster.nodes import ClusterMonitor, choose_resource, live_nodes
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
-from txl_dist.launch.group import RankGroup, RankRange
-from txl_dist.launch.launcher import Launcher
+from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import Finding
+    from txl_dist.doctor.checks import DoctorRequest, Finding
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +46,11 @@ MAX_FAILED_STARTS = 3
 class Worker:
     """The actor. A TxlError is returned, because Ray would wrap it if it were raised."""
 
-    def locate(self) -> tuple[str, int]:
-        """Address of the node, pid. The first call: it returns once the actor runs."""
+    def locate(self) -> str:
+        """Name this process. The first call: it returns once the actor runs."""
         import ray
 
-        return ray.util.get_node_ip_address(), os.getpid()
+        return f"the worker on {ray.util.get_node_ip_address()}, pid {os.getpid()}"
 
     def run(self, function: Callable[[U], R], unit: U) -> tuple[R | TxlError, int]:
         """The result of a unit, and the most host memory of this process, in bytes."""
@@ -66,14 +63,11 @@ class Worker:
 class _WorkerHandle:
     """An actor as the driver sees it."""
 
-    def __init__(self, number: int, actor: Any) -> None:
-        self.number, self.actor = number, actor
-        self.location = ""
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.name = "a worker"
         self.task: tuple[int, Any] | None = None
         """Number and unit; None while it starts or is idle."""
-
-    def __str__(self) -> str:
-        return f"worker {self.number}{self.location}"
 
 
 class RayWorkers:
@@ -95,7 +89,7 @@ class RayWorkers:
         """Units without a worker."""
         self._deaths: Counter[int] = Counter()
         """By number of the unit: the workers that died with it."""
-        self._num_started = self._num_failed_starts = 0
+        self._num_failed_starts = 0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -136,11 +130,7 @@ class RayWorkers:
                 self._fill(function, pending)
                 if not any(handle.task for handle in self._calls.values()) and not self._queue:
                     return
-                if self._calls:
-                    ready, _ = ray.wait(list(self._calls), timeout=POLL_SECONDS)
-                else:
-                    ready = []
-                    time.sleep(POLL_SECONDS)
+                ready, _ = ray.wait(list(self._calls), timeout=POLL_SECONDS)
                 for call in ready:
                     handle = self._calls.pop(call)
                     if handle.task is None:
@@ -165,14 +155,9 @@ class RayWorkers:
     def missing(self) -> str:
         handles = list(self._calls.values())
         num_missing = sum(handle.task is None for handle in handles)
-        state, resource = self._monitor.state, self._monitor.resource
-        if num_missing < len(handles) or not num_missing or state is None:
+        if num_missing < len(handles) or not num_missing:
             return ""
-        workers = "1 more worker needs" if num_missing == 1 else f"{num_missing} more workers need"
-        return (
-            f"{resource}s: {workers} one each, the cluster has {state.total:g}, of which "
-            f"{state.free:g} are free"
-        )
+        return self._monitor.describe_wait(num_missing, "worker")
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -187,15 +172,14 @@ class RayWorkers:
             num_busy += 1
         num_starting = len(self._calls) - num_busy
         for _ in range(min(len(self._queue), self.num_workers - num_busy) - num_starting):
-            handle = _WorkerHandle(self._num_started, self._actor_class.remote())
-            self._num_started += 1
+            handle = _WorkerHandle(self._actor_class.remote())
             self._calls[handle.actor.locate.remote()] = handle
 
     def _finish_start(self, call: Any, handle: _WorkerHandle) -> None:
         import ray
 
         try:
-            address, pid = ray.get(call)
+            handle.name = ray.get(call)
         except ray.exceptions.RayError as error:
             self._kill([handle])
             self._num_failed_starts += 1
@@ -206,7 +190,6 @@ class RayWorkers:
                     f"{reason}. All nodes need this version of txl and its packages"
                 ) from None
             return
-        handle.location = f" ({'' if self._thread.is_private else f'{address}, '}pid {pid})"
         self._num_failed_starts = 0
         self._idle.append(handle)
 
@@ -224,7 +207,7 @@ class RayWorkers:
             # An unreachable worker is treated as dead; repeating its unit is safe because units
             # are deterministic.
             self._kill([handle])
-            log.warning("%s died while it worked on %s", handle, unit)
+            log.warning("%s died while it worked on %s", handle.name, unit)
             self._deaths[number] += 1
             if self._deaths[number] == MAX_DEATHS:
                 raise WorkerDiedError(unit, None) from None

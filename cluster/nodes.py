@@ -8,20 +8,19 @@ It imports no torch at its top: Ray's thread of the launcher imports this module
 """
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Self
 
 import psutil
 
 from cluster.connection import HEAD_SECONDS, responds
 from data_pipeline.errors import counted
-from txl_dist.errors import ConfigError, PreemptedError, TxlError
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.runtime.process import free_port
 
 Node = Mapping[str, Any]
 """An entry of `ray.nodes()`."""
@@ -35,24 +34,22 @@ def live_nodes() -> list[Node]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def choose_resource(
-    gpus_per_rank: int | None, nodes: Sequence[Node], num_ranks: int, *, may_grow: bool = False
-) -> Resource:
+def choose_resource(gpus_per_rank: int | None, nodes: Sequence[Node], num_ranks: int) -> Resource:
     """What each rank or worker reserves: a GPU if `nodes` have any, or a CPU.
 
-    `gpus_per_rank` is that of `RayConfig`. `may_grow`: nodes may join later, so Ray waits for the
-    GPUs that the config asks for. Raises ConfigError if `nodes` have too few GPUs.
+    `gpus_per_rank` is that of `RayConfig`. If it is 1, Ray waits for nodes that have GPUs; if it is
+    None, raises ConfigError if `nodes` have some GPUs, but too few.
     """
+    if gpus_per_rank is not None:
+        return "GPU" if gpus_per_rank else "CPU"
     num_gpus = int(sum(node["Resources"].get("GPU", 0) for node in nodes))
-    is_required = gpus_per_rank == 1
-    uses_gpus = is_required or (gpus_per_rank is None and num_gpus > 0)
-    if uses_gpus and num_gpus < num_ranks and not (is_required and may_grow):
+    if 0 < num_gpus < num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks or workers need a GPU each, and Ray has {num_gpus}. Start at most "
             f"{num_gpus}, or use CPUs: ray.gpus_per_rank=0, or CUDA_VISIBLE_DEVICES= before the "
             "command. If more nodes of a cluster are about to start: ray.gpus_per_rank=1"
         )
-    return "GPU" if uses_gpus else "CPU"
+    return "GPU" if num_gpus else "CPU"
 
 
 POLL_SECONDS = 2.0
@@ -104,20 +101,15 @@ class ClusterMonitor:
         self._thread.join(_JOIN_SECONDS)
 
     @property
-    def silent_seconds(self) -> float:
-        """Time since the last response of the head node. For callers that poll: time for
+    def is_head_lost(self) -> bool:
+        """Whether the head node has not responded for HEAD_SECONDS. For callers that poll: time for
         which the whole process was suspended does not count.
         """
         now = time.monotonic()
         if now - self._last_question > SUSPENDED_SECONDS:
             self._last_response = now
         self._last_question = now
-        return now - self._last_response
-
-    @property
-    def is_head_lost(self) -> bool:
-        """Whether the head node has not responded for HEAD_SECONDS."""
-        return self.silent_seconds > HEAD_SECONDS
+        return now - self._last_response > HEAD_SECONDS
 
     def lost_head_error(self, advice: str) -> TxlError:
         """The error for a head node that does not respond; `advice` says how to continue."""
@@ -126,21 +118,18 @@ class ClusterMonitor:
             f"failed, which ends the processes of all nodes. Start the cluster again. {advice}"
         )
 
-    def describe_wait(self, num_ranks: int) -> str:
-        """What the ranks are waiting for before they start. `num_ranks`: the fewest that may."""
-        if self.silent_seconds > 3 * POLL_SECONDS:
-            return f"the head of the Ray cluster at {self.head}, which does not respond"
+    def describe_wait(self, num: int, name: str) -> str:
+        """`CPUs: 2 ranks need one each, the cluster has 1, of which 0 are free`.
+
+        `num`: how many more of `name` (`rank`, `worker`) have to start.
+        """
         if self.state is None:
             return "Ray's list of nodes"
-        need = f"{num_ranks} ranks need a {self.resource} each"
-        total, free = self.state.total, self.state.free
-        if total < num_ranks:
-            nodes = counted(len(self.state.node_ids), "live node")
-            return (
-                f"resources: {need}, the cluster has {total:g} on {nodes}. Add a node, or start "
-                "again with fewer --ranks"
-            )
-        return f"the ranks to start: {need}, and {free:g} of {total:g} are free"
+        needs = "needs one" if num == 1 else "need one each"
+        return (
+            f"{self.resource}s: {counted(num, name)} {needs}, the cluster has "
+            f"{self.state.total:g}, of which {self.state.free:g} are free"
+        )
 
     def _poll(self) -> None:
         import ray
@@ -161,7 +150,8 @@ def _read_state(resource: Resource) -> ClusterState:
     # Ray 2.60 has no public function for this one and `get_draining_nodes`. Ray Train's preemption
     # watcher uses the second.
     free_by_node = ray._private.state.available_resources_per_node()
-    nodes, deadlines = live_nodes(), _draining_nodes()
+    deadlines_ms: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    nodes, now = live_nodes(), time.time()
     # A node that is listed, but has no free resources yet, has just joined.
     free = {
         node["NodeID"]: free_by_node.get(node["NodeID"], {}).get(resource, 0.0) for node in nodes
@@ -170,21 +160,12 @@ def _read_state(resource: Resource) -> ClusterState:
         node_ids=frozenset(free),
         total=sum(node["Resources"].get(resource, 0.0) for node in nodes),
         free=sum(free.values()),
-        num_free_slots=sum(int(free[node_id]) for node_id in free.keys() - deadlines.keys()),
-        deadlines=deadlines,
+        num_free_slots=sum(int(free[node_id]) for node_id in free.keys() - deadlines_ms.keys()),
+        deadlines={
+            node_id: max(0.0, deadline_ms / 1000 - now) if deadline_ms else None
+            for node_id, deadline_ms in deadlines_ms.items()
+        },
     )
-
-
-def _draining_nodes() -> dict[str, float | None]:
-    import ray
-
-    state: Any = ray._private.state.state
-    deadlines_ms: dict[str, int] = state.get_draining_nodes()
-    now = time.time()
-    return {
-        node: max(0.0, deadline_ms / 1000 - now) if deadline_ms else None
-        for node, deadline_ms in deadlines_ms.items()
-    }
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -257,38 +238,29 @@ class RankActor:
 
         import txl_dist.training.rank  # noqa: F401  # seconds, which all ranks spend at once
 
-        with socket.socket(socket.AF_INET6 if ":" in own.address else socket.AF_INET) as probe:
-            probe.bind((own.address, 0))
-            return int(probe.getsockname()[1])
+        return free_port(own.address)
 
     def run(self, port: int) -> TxlError | None:
         """Train until the run ends; returns the error that ended it. `port` is that of rank 0."""
         import torch
 
         from data_pipeline.system.signals import StopSignals, unblock_stop_signals
-        from txl_dist.launch.launch_files import LaunchFiles
-        from txl_dist.runtime.stop import NOTHING_TRAINED, exit_before_first_step
+        from txl_dist.runtime.stop import exit_before_first_step
         from txl_dist.runtime.world import World
         from txl_dist.training.rank import train_rank
         from txl_dist.training.spec import TrainSpec
 
         os.environ["MASTER_PORT"] = str(port)
         spec = TrainSpec.from_json(self._settings["spec"])
-        files, world = LaunchFiles(spec.run_path, spec.launch_id), World.from_environment()
         torch.set_num_threads(
             num_threads(ranks_on_node=self._num_peers, ray_cpus=self._own.node_cpus)
         )
-
-        def end_before_first_step(number: int) -> None:
-            files.write_error(world.rank, PreemptedError(NOTHING_TRAINED))
-            exit_before_first_step(number)
-
-        with StopSignals(on_request=end_before_first_step):
+        with StopSignals(on_request=exit_before_first_step):
             # A private Ray blocks stop signals in its processes. A signal that reaches only this
             # rank is a request to all.
             unblock_stop_signals()
             try:
-                train_rank(spec, world, report_stop=partial(files.write_error, world.rank))
+                train_rank(spec, World.from_environment())
             except TxlError as error:
                 return error
         return None
@@ -321,9 +293,7 @@ def use_interface_of(address: str) -> None:
 def interface_of(address: str) -> str | None:
     """The interface that has `address`; None if no interface has it (NAT)."""
     for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            # An IPv6 address may end with its interface: fe80::1%eth0.
-            is_ip = entry.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and entry.address.partition("%")[0] == address:
-                return name
+        # An IPv6 address may end with its interface: fe80::1%eth0.
+        if address in {entry.address.partition("%")[0] for entry in entries}:
+            return name
     return None

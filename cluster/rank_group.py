@@ -37,18 +37,15 @@ from cluster.nodes import (
 )
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
-from txl_dist.launch.group import (
+from txl_dist.launch.launcher import (
     Event,
-    Line,
     NodeLost,
-    NotStarted,
     Preempted,
     RankEnded,
     RankRange,
     RanksUp,
     Room,
 )
-from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 
@@ -68,23 +65,20 @@ class RayRankGroup:
         self._config, self._ranks, self._thread = spec.config, ranks, thread
         thread.work = self._serve
         self._directory = RunDirectory(spec.run_path)
-        self._files = LaunchFiles(self._directory.path, spec.launch_id)
         self._events: queue.Queue[Event] = queue.Queue()
         self._starts: queue.Queue[tuple[TrainSpec, int]] = queue.Queue()
         self._killed: frozenset[int] = frozenset()
         self._monitor: ClusterMonitor | None = None
         self._locations: list[RankLocation] = []
         """Of the ranks of the current start, by rank; empty until they are up."""
-        self._nodes: set[str] = set()
-        """Nodes on which ranks have run, and which were alive since."""
+        self._node_ids: frozenset[str] = frozenset()
+        """Nodes that were alive when the cluster was polled last."""
         self._waiting_since = time.monotonic()
         """When the ranks began to be waited for."""
         self._is_up = False
 
     def __enter__(self) -> Self:
         self._thread.start()
-        begin = "starting" if self._thread.is_private else "connecting to"
-        self._events.put(Line(f"{begin} {self._thread.place}; ranks to start: {self._ranks}"))
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
@@ -103,15 +97,15 @@ class RayRankGroup:
 
     def poll(self) -> list[Event]:
         events = self._take_events()
-        if self._thread.error:
-            raise self._error(self._thread.error)
-        monitor = self._monitor
+        error, monitor = self._thread.error, self._monitor
+        if monitor is not None and (monitor.is_head_lost or (error and not responds(monitor.head))):
+            raise monitor.lost_head_error(resume_advice(self._directory.path))
+        if error is not None:
+            raise error
         if monitor is not None:
-            if monitor.is_head_lost:
-                raise monitor.lost_head_error(resume_advice(self._directory.path))
             if monitor.state is not None:
                 events += self._news(monitor, monitor.state)
-            self.waits_for = monitor.describe_wait(self._ranks.minimum)
+            self.waits_for = monitor.describe_wait(self._ranks.minimum, "rank")
         limit_seconds = self._config.ray.start_timeout_seconds
         if not self._is_up and time.monotonic() - self._waiting_since > limit_seconds:
             ray_log_path = self._directory.logs / "ray.log"
@@ -134,16 +128,15 @@ class RayRankGroup:
             events.append(event := self._events.get())
             if isinstance(event, RanksUp):
                 self._is_up = True
-                self._nodes |= set(event.nodes)
             elif isinstance(event, RankEnded):
                 self._is_up, self._waiting_since = False, time.monotonic()
         return events
 
     def _news(self, monitor: ClusterMonitor, state: ClusterState) -> list[Event]:
         """What the state of the cluster says about room, lost nodes and preemptions."""
-        lost = self._nodes - state.node_ids
-        self._nodes -= lost
-        events: list[Event] = [Room(state.num_free_slots), *map(NodeLost, sorted(lost))]
+        lost = sorted(self._node_ids - state.node_ids)
+        self._node_ids = state.node_ids
+        events: list[Event] = [Room(state.num_free_slots), *map(NodeLost, lost)]
         for location in self._locations:
             if location.node_id in state.deadlines:
                 seconds = state.deadlines[location.node_id]
@@ -152,35 +145,16 @@ class RayRankGroup:
                 break
         return events
 
-    def _error(self, error: Exception) -> TxlError:
-        """What ended Ray's thread, as an error for people."""
-        if isinstance(error, TxlError):
-            return error
-        log.warning("%s", error)
-        advice = resume_advice(self._directory.path)
-        if self._monitor is not None and not responds(self._monitor.head):
-            return self._monitor.lost_head_error(advice)
-        return TxlError(
-            f"Ray ended with an error: {lines_of(error)[0]}. More in {self._directory.logs}. "
-            f"{advice}"
-        )
-
     # --- Ray's thread -----------------------------------------------------------------------------
 
     def _serve(self) -> None:
         """Run one start after another until the launch ends."""
-        resource = choose_resource(
-            self._config.ray.gpus_per_rank,
-            live_nodes(),
-            self._ranks.minimum,
-            may_grow=not self._thread.is_private,
-        )
+        gpus_per_rank = self._config.ray.gpus_per_rank
+        resource = choose_resource(gpus_per_rank, live_nodes(), self._ranks.minimum)
         with (
             ray_log(self._directory.logs / "ray.log"),
             ClusterMonitor(resource) as self._monitor,
         ):
-            seconds = time.monotonic() - self._waiting_since
-            self._events.put(Line(f"Ray is up after {seconds:.0f} s"))
             while not self._thread.leave.is_set():
                 try:
                     spec, num_ranks = self._starts.get(timeout=POLL_SECONDS)
@@ -197,8 +171,7 @@ class RayRankGroup:
         try:
             limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else math.inf
             if not self._wait(lambda: group.wait(1.0), limit_seconds):
-                reason = "Ray gave up this start, because the resources are not free"
-                self._events.put(NotStarted(reason))
+                self._end_all(num_ranks, "the resources of the ranks are not free")
                 return
             actors = _start_actors(group, num_ranks, resource)
             try:
@@ -207,13 +180,17 @@ class RayRankGroup:
                     return
                 located = list(zip(ray.get(calls), actors, strict=True))
             except ray.exceptions.RayError as error:
-                for rank in range(num_ranks):
-                    self._events.put(RankEnded(rank, None, reason=lines_of(error)[0]))
+                self._end_all(num_ranks, lines_of(error)[0])
                 return
             ranks = order_ranks(located, own_node_id=ray.get_runtime_context().get_node_id())
             self._watch(self._call_ranks(spec, ranks, resource), [actor for _, actor in ranks])
         finally:
             remove_placement_group(group)
+
+    def _end_all(self, num_ranks: int, reason: str) -> None:
+        """Report that a start has failed before its ranks were up."""
+        for rank in range(num_ranks):
+            self._events.put(RankEnded(rank, 1, reason=reason))
 
     def _call_ranks(
         self, spec: TrainSpec, ranks: list[tuple[RankLocation, Any]], resource: Resource
@@ -258,8 +235,6 @@ class RayRankGroup:
             return RankEnded(rank, 1, reason=lines_of(getattr(failure, "cause", failure))[0])
         except ray.exceptions.RayError as death:
             log.warning("rank %d: %s", rank, death)
-            if written := self._files.error(rank):  # it ended its process on purpose
-                return RankEnded(rank, written.exit_code, written)
             return RankEnded(rank, None, reason=lines_of(death)[0])
         return RankEnded(rank, error.exit_code if error else 0, error)
 

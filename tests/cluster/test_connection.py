@@ -23,7 +23,7 @@ from cluster.connection import (
     responds,
 )
 from data_pipeline.errors import ConfigError
-from tests.support.commands import is_alive
+from tests.support.commands import is_alive, wait_until
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def test_a_private_ray_listens_on_loopback_and_requires_its_token() -> None:
         assert_unusable_without_token()
         processes = ray_processes()
         assert any("agent" in " ".join(process.cmdline()).lower() for process in processes)
-    assert not [process for process in processes if is_alive(process.pid)]
+    wait_until(lambda: not any(is_alive(process.pid) for process in processes))
 
 
 def assert_unusable_without_token() -> None:

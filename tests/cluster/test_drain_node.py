@@ -3,64 +3,35 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 
 import psutil
 import pytest
 
 from cluster import drain_node
+from tests.support.web_server import web_server
 
 TOKEN = "metadata-token"
 
 
-class MetadataServer(BaseHTTPRequestHandler):
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_the_notice_of_a_cloud_is_recognised(is_preempted: bool) -> None:
     """The metadata services of both clouds, for a host with or without a notice."""
 
-    is_preempted = False
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, str]:
+        if request.command == "PUT":
+            assert request.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+            return 200, TOKEN
+        if request.path == "/latest/meta-data/spot/instance-action":
+            assert request.headers["X-aws-ec2-metadata-token"] == TOKEN
+            return 200 if is_preempted else 404, '{"action": "terminate"}'
+        assert request.path == "/computeMetadata/v1/instance/preempted"
+        assert request.headers["Metadata-Flavor"] == "Google"
+        return 200, "TRUE" if is_preempted else "FALSE"
 
-    def do_PUT(self) -> None:
-        assert self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
-        self._answer(TOKEN)
-
-    def do_GET(self) -> None:
-        if self.path == "/latest/meta-data/spot/instance-action":
-            assert self.headers["X-aws-ec2-metadata-token"] == TOKEN
-            if self.is_preempted:
-                self._answer('{"action": "terminate", "time": "2026-11-22T12:00:00Z"}')
-            else:
-                self.send_error(404)
-        elif self.path == "/computeMetadata/v1/instance/preempted":
-            assert self.headers["Metadata-Flavor"] == "Google"
-            self._answer("TRUE" if self.is_preempted else "FALSE")
-
-    def _answer(self, text: str) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-@pytest.fixture
-def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(MetadataServer, "is_preempted", False)
-    with HTTPServer(("127.0.0.1", 0), MetadataServer) as server:
-        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.mark.parametrize("cloud", ["aws", "gcp"])
-def test_the_notice_of_a_cloud_is_recognised(
-    metadata: str, cloud: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_preempted = {"aws": drain_node.is_preempted_by_aws, "gcp": drain_node.is_preempted_by_google}
-    assert not is_preempted[cloud](metadata)
-    monkeypatch.setattr(MetadataServer, "is_preempted", True)
-    assert is_preempted[cloud](metadata)
+    with web_server(answer) as url:
+        assert drain_node.is_preempted_by_aws(url) == is_preempted
+        assert drain_node.is_preempted_by_google(url) == is_preempted
 
 
 def test_a_host_outside_a_cloud_has_no_notice() -> None:

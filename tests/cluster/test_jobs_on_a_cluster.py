@@ -1,6 +1,7 @@
 """`txl job` against a real head with a token: submit, follow, stop, resume; a head that dies."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -13,6 +14,7 @@ from tests.support.commands import num_lines, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.jobs_head import JobsHead
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
+from txl_dist.runtime.activity import Heartbeat
 
 pytestmark = pytest.mark.cluster
 
@@ -110,9 +112,12 @@ def test_failures_come_back_with_exit_code_and_the_log_of_the_rank(
     assert code == 2, output
     assert "ConfigError" in output
 
-    submit = submission(tmp_path, "--follow", "--env", "TXL_FAULT=step:kill:3:0")
-    code, output = head.txl(*submit, *command, "--max-restarts", 0)
-    assert code == 1, output
+    follower = head.start(*submit, *command, *LONG, "--max-restarts", 0)
+    beat = tmp_path / "runs/a/.heartbeats/rank-0.json"
+    wait_until(beat.exists, timeout_seconds=180)
+    os.kill(Heartbeat.model_validate_json(beat.read_bytes()).pid, signal.SIGKILL)
+    output, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 1, output
     assert re.search(r"rank [01] \(node 127\.0\.0\.1, pid \d+\).* died", output)
     assert "Logs of all ranks: runs/a/logs" in output
 

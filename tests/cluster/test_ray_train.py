@@ -67,22 +67,3 @@ def test_sigterm_to_every_process_saves_and_exits_75_and_leaves_no_process(
     assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
-
-
-@pytest.mark.fault
-def test_too_many_failures_without_a_checkpoint_between_end_the_run(
-    dataset: Path, tmp_path: Path
-) -> None:
-    overrides = (f"data.path={dataset}", f"directory={tmp_path}", *LONG)
-    process = start_txl("train", TINY, *overrides, "--ranks", 2, "--max-restarts", 0)
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
-    children = psutil.Process(process.pid).children(recursive=True)
-    (victim, *_) = [child for child in children if "ray::RankActor" in " ".join(child.cmdline())]
-    os.kill(victim.pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output
-    last = output.splitlines()[-1]
-    assert re.search(r"rank [01] \(node 127\.0\.0\.1, pid \d+\) died", last)
-    assert "the run stopped" in last
-    _, alive = psutil.wait_procs(children, timeout=15)
-    assert not alive

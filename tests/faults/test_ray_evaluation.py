@@ -44,7 +44,7 @@ def test_the_chunks_of_a_killed_worker_are_scored_by_another(
     assert process.returncode == 0, output
     assert nats(output) == expected
     (line,) = [line for line in output.splitlines() if "died" in line]
-    assert f"(pid {victim}) died while it worked on chunks" in line
+    assert f"pid {victim} died while it worked on chunks" in line
     assert "raylet" not in output
 
 
@@ -110,7 +110,7 @@ def test_a_busy_cluster_is_named_and_a_stop_leaves_no_worker_there(
         assert second.stdout is not None
         line = next(line for line in second.stdout if "CPU" in line)
         assert line.startswith("waiting ")
-        assert "1 more worker needs one each, the cluster has 1, of which 0 are free" in line
+        assert "1 worker needs one, the cluster has 1, of which 0 are free" in line
         worker.resume()
         for process, scores_of in ((second, scores[1]), (first, scores[0])):
             process.send_signal(signal.SIGINT)

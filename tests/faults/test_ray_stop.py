@@ -65,7 +65,7 @@ def test_a_stop_while_ray_starts_ends_soon_with_75_and_leaves_nothing(
     output = process.stdout.read()
     assert process.returncode == 75, output
     assert seconds < SOON_SECONDS
-    assert "stopping: nothing has been trained yet" in output
+    assert "stopping: no rank is training" in output
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
     assert not alive
@@ -103,7 +103,7 @@ def test_a_run_without_resources_prints_what_it_waits_for_and_can_be_stopped(
     address, environment = one_cpu
     overrides = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION, "--on", address)
     process = start_txl("train", TINY, *overrides, "--ranks", 2, environment=environment)
-    message = "for resources: 2 ranks need a CPU each, the cluster has 1 on 1 live node"
+    message = "for CPUs: 2 ranks need one each, the cluster has 1, of which 1 are free"
     lines = read_until(process, message)
     assert any(line.startswith("waiting ") for line in lines)
     assert stop(process, signal.SIGINT) < SOON_SECONDS
@@ -121,7 +121,7 @@ def test_a_run_without_resources_ends_after_the_time_limit_with_the_reason(
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output
     assert "the ranks did not start within 25 s (ray.start_timeout_seconds)" in output
-    assert "2 ranks need a CPU each" in output.splitlines()[-1]
+    assert "CPUs: 2 ranks need one each" in output.splitlines()[-1]
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> list[str]:

@@ -24,7 +24,7 @@ from tests.support.commands import (
     wait_until,
 )
 from tests.support.training_runs import TINY, losses, metrics
-from txl_dist.runtime.heartbeat import Heartbeat
+from txl_dist.runtime.activity import Heartbeat
 
 pytestmark = pytest.mark.fault
 

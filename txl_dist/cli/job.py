@@ -51,13 +51,6 @@ def submit(
             envvar="TXL_JOB_ROOT",
         ),
     ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Environment variable of the job; no secrets. Can be repeated.",
-        ),
-    ] = None,
     python: Annotated[str, typer.Option(help="Python of the cluster's nodes.")] = "python",
     follow: Annotated[
         bool,
@@ -79,7 +72,6 @@ def submit(
         command,
         program=context.find_root().command,
         root=root or str(Path.cwd()),
-        environment=env or (),
         python=python,
     )
     with _cluster(address) as client:

@@ -253,13 +253,11 @@ def open_workers(on: str, num_workers: int, *, use_gpus: bool = False) -> "Itera
     `use_gpus`: with a GPU each, if there are any.
     """
     from data_pipeline.system.signals import sigterm_interrupts
-    from txl_dist.launch.launcher import WorkerLauncher, find_launcher
+    from txl_dist.launch.launcher import find_launcher
 
-    launcher = find_launcher(on)
-    if not isinstance(launcher, WorkerLauncher):
-        raise ConfigError(f"--on {on}: this launcher only trains. Use --on processes or ray")
     # ray.init installs its own SIGTERM handler, so ours is installed after it.
-    with launcher.workers(num_workers, use_gpus=use_gpus) as pool, sigterm_interrupts():
+    workers = find_launcher(on).workers(num_workers, use_gpus=use_gpus)
+    with workers as pool, sigterm_interrupts():
         yield pool
 
 

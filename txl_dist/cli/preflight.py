@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +11,6 @@ import typer
 
 from data_pipeline.shards import MANIFEST_NAME
 from data_pipeline.system.files import write_file
-from data_pipeline.system.sources import is_url
 from txl_dist.cli.options import (
     AsJson,
     ConfigPath,
@@ -212,7 +212,7 @@ def estimate(
 
 CheckName = StrEnum(
     "CheckName",
-    ["versions", "devices", "network", "storage", "dataset", "tracking", "exposure"],
+    ["versions", "devices", "network", "storage", "tracking", "exposure"],
 )
 
 
@@ -236,10 +236,6 @@ def doctor(
             parser=require_local,
         ),
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="DATA", help="A dataset: check that all nodes read the same one."),
-    ] = None,
     skip: Annotated[
         list[CheckName] | None, typer.Option(help="A check to leave out; can be repeated.")
     ] = None,
@@ -247,30 +243,23 @@ def doctor(
 ) -> None:
     """Check this machine or all nodes of a cluster before a run.
 
-    Checks versions, devices, the address of the host's name, storage, dataset, tracking and
-    exposure, and on a cluster whether its nodes are equal. Exit code 1 if a problem was found.
-    Nothing is changed.
+    Checks versions, devices, the address of the host's name, storage, tracking and exposure, and on
+    a cluster whether its nodes are equal. Exit code 1 if a problem was found. Nothing is changed.
 
-    Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
+    Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first
     """
-    from txl_dist.doctor import checks, finding
+    from txl_dist.doctor import checks
     from txl_dist.launch.launcher import find_launcher
 
     run = run or ("runs" if on in (None, "processes") else None)
     # Ray's workers have another working directory.
-    run, data = (
-        path and (path if is_url(path) else str(Path(path).expanduser().absolute()))
-        for path in (run, data)
-    )
-    request = checks.DoctorRequest(run=run, data=data, skip=frozenset(map(str, skip or ())))
+    run = run and str(Path(run).expanduser().absolute())
+    request = checks.DoctorRequest(run=run, skip=frozenset(map(str, skip or ())))
     launcher = find_launcher(on or "processes")
-    if not isinstance(launcher, checks.NodeChecker):
-        raise ConfigError(
-            f"--on {on}: this launcher cannot check its nodes. Run txl doctor on each of them, "
-            "without --on"
-        )
     with running(f"checking {on or 'this machine'}"):
         findings = launcher.check_nodes(request)
-    print_result(finding.to_json(findings), finding.report(findings), as_json=as_json)
-    if finding.num_problems(findings):
+    count = checks.num_problems(findings)
+    content = {"ok": not count, "num_problems": count, "findings": [*map(asdict, findings)]}
+    print_result(content, checks.report(findings), as_json=as_json)
+    if count:
         raise typer.Exit(1)

@@ -95,6 +95,9 @@ COMMANDS: dict[str, str] = {
     "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",
     "report --results": "score the checkpoint in its run directory, whose results are shown; the "
     "tables and figures of txl recl and txl attention are in their --out",
+    "job submit --env": "set the variable in the environment of the nodes, where `ray start` runs",
+    "doctor --data": "txl data verify DATA --on ADDRESS reads the dataset on the nodes; ranks with "
+    "other data are refused at their start",
     "doctor --min-free-gib": "leave it out: the free space is shown, less than 10 GiB is noted",
     "report --to-mlflow": "mlflow artifacts log-artifact --local-file RUN/report.html --run-id ID "
     "with MLFLOW_TRACKING_URI; txl status RUN says both",

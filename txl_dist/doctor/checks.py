@@ -1,6 +1,10 @@
-"""The checks of one node: versions, devices, network, exposure, tracking, dataset, storage.
+"""The checks of one node: versions, devices, network, exposure, tracking, storage.
 
-Each check yields findings, or raises an error, which becomes a problem (`run_checks`).
+    DoctorRequest -> check_this_machine -> run_checks (threads, time limit) -> Findings -> report
+
+Each check yields findings, or raises an error, which becomes a problem (`run_checks`). A file
+system or a server that does not respond can block a thread without limit, so each check has a
+daemon thread, which is abandoned after the limit and does not keep the process alive.
 """
 
 import contextlib
@@ -12,28 +16,107 @@ import re
 import shutil
 import socket
 import stat
-import subprocess
+import threading
+import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal
 
 import psutil
 
 import txl_dist
-from data_pipeline.errors import counted
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.shard_files import check_sizes
+from data_pipeline.errors import counted, printable
 from data_pipeline.system.files import try_lock, write_file
-from data_pipeline.system.remote_path import dataset_path
 from data_pipeline.system.sources import shown
-from txl_dist.doctor.finding import Check, Finding, run_checks
-from txl_dist.runtime.process import source_digest
+from txl_dist.config.redaction import redact
+from txl_dist.runtime.process import DRIVER_FILES, source_digest
 
 DASHBOARD_PORT = 8265
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of a check. `run_checks` sets `check` and `node`."""
+
+    status: Literal["ok", "note", "problem"]
+    """A problem makes `txl doctor` fail; a note does not."""
+    found: str
+    expected: str = ""
+    advice: str = ""
+    """The next step; "" if nothing needs to be done."""
+    check: str = ""
+    node: str = ""
+
+
+Check = Callable[[], Iterable[Finding]]
+LIMIT_SECONDS = 30.0
+"""Time limit of every check."""
+
+
+def run_checks(
+    checks: Mapping[str, Check], *, node: str, limit_seconds: float = LIMIT_SECONDS
+) -> list[Finding]:
+    """Return the findings of all checks, in their order, after at most about `limit_seconds`."""
+    too_late = failed_check(TimeoutError(f"no result after {limit_seconds:g} s"))
+    results = {name: [too_late] for name in checks}
+
+    def run(name: str, check: Check) -> None:
+        try:
+            results[name] = list(check())
+        except Exception as error:  # one broken check must not hide the findings of the others
+            results[name] = [failed_check(error)]
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in checks.items()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [
+        # Texts of servers and of libraries: no control characters, no credentials.
+        replace(finding, check=name, node=node, found=printable(redact(finding.found)))
+        for name in checks
+        for finding in results[name]
+    ]
+
+
+def failed_check(error: Exception) -> Finding:
+    """Return the finding for a check that raised an error, or did not end in time."""
+    text = str(error).strip().partition("\n")[0]
+    return Finding(
+        "problem",
+        f"{type(error).__name__}: {text}"[:500],
+        expected="a check that ends without an error",
+        advice="correct what is named there; if nothing responds, check mounts (df, ls), servers "
+        "and the network; if the cause is in txl itself, report it",
+    )
+
+
+def num_problems(findings: Sequence[Finding]) -> int:
+    """Count the findings that make `txl doctor` fail."""
+    return sum(finding.status == "problem" for finding in findings)
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """Return one line per finding, those that several nodes share once, problems last."""
+    nodes: dict[Finding, list[str]] = {}
+    order = ("ok", "note", "problem")
+    for finding in sorted(findings, key=lambda finding: order.index(finding.status)):
+        nodes.setdefault(replace(finding, node=""), []).append(finding.node)
+    lines = []
+    for finding, names in nodes.items():
+        line = f"{finding.status:<8} {finding.check:<9} {', '.join(names)}: {finding.found}"
+        line += f" | expected: {finding.expected}" if finding.expected else ""
+        lines.append(line + (f" | do: {finding.advice}" if finding.advice else ""))
+    count = num_problems(findings)
+    return "\n".join([*lines, f"{counted(count, 'problem') if count else 'no problems'} found"])
+
+
+# --- what is checked ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +125,9 @@ class DoctorRequest:
 
     run: str | None = None
     """Absolute path of a run directory, which exists or will be created; None: not checked."""
-    data: str | None = None
-    """Absolute path or URL of a dataset; None: not checked."""
     skip: frozenset[str] = field(default_factory=frozenset)
     """Names of checks to leave out."""
     dashboard_port: int = DASHBOARD_PORT
-
-
-@runtime_checkable
-class NodeChecker(Protocol):
-    """A launcher that can check every machine on which it starts ranks."""
-
-    def check_nodes(self, request: DoctorRequest) -> list[Finding]:
-        """Return all findings about these machines."""
 
 
 def check_this_machine(request: DoctorRequest, node: str | None = None) -> list[Finding]:
@@ -68,8 +141,6 @@ def check_this_machine(request: DoctorRequest, node: str | None = None) -> list[
     }
     if request.run is not None:
         checks["storage"] = partial(check_run_directory, request.run)
-    if request.data is not None:
-        checks["dataset"] = partial(check_dataset, request.data)
     wanted = {name: check for name, check in checks.items() if name not in request.skip}
     return run_checks(wanted, node=node or socket.gethostname())
 
@@ -122,31 +193,28 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices() -> list[Finding]:
-    """Check the GPUs that NVIDIA's driver lists, or report the CPUs.
+    """Check the GPUs of this machine, or report the CPUs.
 
     With CUDA_VISIBLE_DEVICES= a run uses the CPUs: those that taskset or Slurm leave this process.
     """
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no driver
-        listed = subprocess.check_output(query, text=True, timeout=10, stderr=subprocess.DEVNULL)
-        if listed.strip() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-            return [*check_gpus(listed.strip().splitlines())]
+    has_driver = any(Path(name).exists() for name in DRIVER_FILES)
+    if has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        return [*check_gpus()]
     usable, ram = len(os.sched_getaffinity(0)), _gib(psutil.virtual_memory().total)
     return [Finding("ok", f"no GPU is visible; {usable} CPUs, {ram} host memory")]
 
 
-def check_gpus(listed: list[str]) -> Iterator[Finding]:
-    """Check that torch and triton can use the GPUs that the driver lists, and NCCL has memory."""
+def check_gpus() -> Iterator[Finding]:
+    """Check that torch and triton can use the GPUs of the driver, and that NCCL has memory."""
     import torch
 
     from txl_dist.model.devices import triton_unavailable_reason
 
-    names = "; ".join(sorted(set(listed)))
-    summary = f"{counted(len(listed), 'GPU')} ({names}), torch {torch.__version__}"
+    build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         yield Finding(
             "problem",
-            f"{summary} for CUDA {torch.version.cuda}, which finds no usable GPU",
+            f"{build} finds no usable GPU, although there is a driver",
             expected="a build of torch for CUDA, and torch.cuda.is_available()",
             advice="install torch from the index for CUDA (https://pytorch.org), or a newer driver "
             "(see nvidia-smi), or hide the GPUs: CUDA_VISIBLE_DEVICES=",
@@ -154,12 +222,13 @@ def check_gpus(listed: list[str]) -> Iterator[Finding]:
     elif reason := triton_unavailable_reason(torch.device("cuda")):
         yield Finding(
             "problem",
-            f"{summary}: GPUs need triton, and {reason}",
+            f"{build}: GPUs need triton, and {reason}",
             expected="the package triton, a C compiler, and compute capability 8.0 or newer",
             advice="mend that, or use the CPUs: CUDA_VISIBLE_DEVICES= before the command",
         )
     else:
-        yield Finding("ok", f"{summary}, {torch.cuda.device_count()} visible")
+        count = counted(torch.cuda.device_count(), "GPU")
+        yield Finding("ok", f"{count} ({torch.cuda.get_device_name()}), {build}")
     shared = shutil.disk_usage("/dev/shm").total
     if shared < MIN_SHM_BYTES:
         yield Finding(
@@ -268,7 +337,7 @@ def check_token_file() -> Iterator[Finding]:
         )
 
 
-# --- tracking, dataset, storage -------------------------------------------------------------------
+# --- tracking, storage ----------------------------------------------------------------------------
 
 
 def check_tracking(uri: str) -> Iterator[Finding]:
@@ -291,17 +360,6 @@ def check_tracking(uri: str) -> Iterator[Finding]:
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN), and its option "
             "--allowed-hosts. Training goes on without it and sends the metrics later",
         )
-
-
-def check_dataset(data: str) -> Iterator[Finding]:
-    """Load the manifest of a directory or URL, and compare the sizes of all files with it."""
-    directory = dataset_path(data)
-    manifest = load_manifest(directory)
-    for split in manifest.splits.values():
-        check_sizes(directory, split.shards)
-    yield Finding(
-        "ok", f"{directory}: {len(manifest.shards)} shards, digest {manifest.digest[:12]}"
-    )
 
 
 PROBE_PREFIX = ".txl-doctor-"

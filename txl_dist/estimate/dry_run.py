@@ -114,7 +114,10 @@ def dry_run(config: RunConfig, *, micro_batch_rows: int, device: Device) -> Mode
 
 
 def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
-    model_config = _as_on_device(config.model, device)
+    # With the implementation of attention that training takes on the device.
+    with_dropout = config.model.dropatt > 0
+    chosen = choose_implementation(config.model, torch.device(device), with_dropout=with_dropout)
+    model_config = replace(config.model, attention=chosen.name)
     shape_BT, dtype = (rows, config.data.tgt_len), TORCH_DTYPE[config.precision]
     segments = config.training.backprop_segments
     with _MicroBatchBytes(model_config, rows * config.segment_len, segments) as live:
@@ -216,13 +219,6 @@ class _Masks:
 
 
 # --- differences between devices ----------------------------------------------------------------
-
-
-def _as_on_device(config: ModelConfig, device: Device) -> ModelConfig:
-    """The config with the implementation of attention that training takes on `device`."""
-    with_dropout = config.dropatt > 0
-    chosen = choose_implementation(config, torch.device(device), with_dropout=with_dropout)
-    return replace(config, attention=chosen.name)
 
 
 @contextmanager

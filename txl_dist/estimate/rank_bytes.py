@@ -66,12 +66,12 @@ class ZeroSettings:
         """The settings of a config, with its defaults; `stage` replaces its stage."""
         stage = config.zero_stage if stage is None else stage
         zero = config.reduction(stage=stage, num_ranks=num_ranks, on_gpu=on_gpu)
-        settings: dict[str, Any] = {"overlap_comm": stage == 3}
-        for key, value in zero.items():
-            if value is not None:
-                settings[key.removeprefix("stage3_")] = int(value)
+        given = {
+            key.removeprefix("stage3_"): int(zero[key]) for key in zero if zero[key] is not None
+        }
+        settings: dict[str, Any] = {"overlap_comm": stage == 3, **given, "stage": stage}
         names = {each.name for each in fields(cls)}
-        return cls(stage=stage, **{name: settings[name] for name in settings if name in names})
+        return cls(**{name: settings[name] for name in names & settings.keys()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,6 @@ from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.estimate.dry_run import Device, dry_run, tail_rows
 from txl_dist.estimate.rank_bytes import FP32_BYTES, RankBytes, RankPeak, ZeroSettings
-from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import training_flops
 from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.device import TORCH_DTYPE
@@ -144,7 +143,10 @@ def estimate_run(
     rows = min(rank_rows, config.training.micro_batch_lanes or rank_rows)
     micro_batches = math.ceil(rank_rows / rows)
     model = dry_run(config, micro_batch_rows=rows, device=device)
-    lane_elements, lane_bytes = _memory_of_a_lane(config.model, config.training.memory_dtype)
+    dtype = TORCH_DTYPE[config.training.memory_dtype]
+    lane = memory_kind(config.model).empty(1, dtype=dtype, device="meta").row(0).values()
+    lane_elements = sum(tensor.numel() for tensor in lane)
+    lane_bytes = sum(tensor.nbytes for tensor in lane)
     on_gpu = device == "cuda"
     stages = {
         stage: RankPeak(
@@ -184,13 +186,6 @@ def estimate_run(
     )
 
 
-def _memory_of_a_lane(model: ModelConfig, dtype: Precision) -> tuple[int, int]:
-    """Elements and bytes."""
-    state = memory_kind(model).empty(1, dtype=TORCH_DTYPE[dtype], device="meta")
-    tensors = state.row(0).values()
-    return sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
-
-
 # --- the text -------------------------------------------------------------------------------------
 
 
@@ -227,15 +222,13 @@ def lines_of(estimate: RunEstimate) -> Iterator[str]:
     sizes = asdict(estimate.stages[run_stage])
     yield from _rows({f"  {part}": _size(num_bytes) for part, num_bytes in sizes.items()})
     yield ""
-    peak, share = (
-        f"{estimate.peak_tflops:.3g} TFLOP/s",
-        f"at a utilisation of {estimate.utilisation:.0%}",
+    on_cpu = estimate.device == "cpu"
+    yield (
+        f"assumed: {estimate.peak_tflops:.3g} TFLOP/s per {'rank' if on_cpu else 'GPU'}, at a "
+        f"utilisation of {estimate.utilisation:.0%}"
     )
-    if estimate.device == "cpu":
-        yield f"{peak} per rank, {share}; the ranks of one machine share its cores"
-        return
-    yield f"assumed: {peak} per GPU, {share}"
-    yield "allow 1 to 2 GiB more per GPU for the CUDA context, NCCL and fragmentation"
+    if not on_cpu:
+        yield "allow 1 to 2 GiB more per GPU for the CUDA context, NCCL and fragmentation"
 
 
 def _rows(cells: dict[str, str]) -> Iterator[str]:

@@ -6,7 +6,6 @@ this process, even if it is killed. A child writes the error that ended it to st
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -16,18 +15,13 @@ from typing import TYPE_CHECKING
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, error_from_json
-from txl_dist.launch.group import Event, Line, RankEnded, RankRange, RanksUp
-from txl_dist.launch.launcher import Launcher
-from txl_dist.runtime.process import num_gpus, without_torchrun
+from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp
+from txl_dist.runtime.process import free_port, num_gpus
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import Finding
-
-MAX_REASON = 300
-"""Characters of an error that is no TxlError; the log of the rank has the rest."""
+    from txl_dist.doctor.checks import DoctorRequest, Finding
 
 
 class ProcessLauncher(Launcher):
@@ -89,10 +83,10 @@ class ProcessGroup:
         self.close()
         directory = RunDirectory(spec.run_path)
         environment = {
-            **without_torchrun(os.environ),
+            **os.environ,
             "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port("127.0.0.1")),
         }
         # The ranks share the cores of this machine.
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
@@ -114,9 +108,7 @@ class ProcessGroup:
                 # Stays open: closing it ends the rank.
                 process.stdin.write(spec.to_json().encode() + b"\n")
         self._running = set(range(num_ranks))
-        ranks = counted(num_ranks, "rank")
-        line = Line(f"starting {ranks} on this machine; logs: {directory.logs}")
-        self._events += [line, RanksUp(dict.fromkeys(range(num_ranks), ""))]
+        self._events.append(RanksUp(dict.fromkeys(range(num_ranks), "")))
 
     def poll(self) -> list[Event]:
         for rank in sorted(self._running):
@@ -152,12 +144,4 @@ def _end_of(rank: int, code: int, process: subprocess.Popen[bytes]) -> RankEnded
     line = process.stdout.readline()
     if line.startswith(b"{"):
         return RankEnded(rank, code, error_from_json(line))
-    return RankEnded(rank, code, reason=line.decode(errors="replace").strip()[:MAX_REASON])
-
-
-def _free_port() -> int:
-    # Another program could take the port before rank 0 listens on it: the run then fails at its
-    # start, and the same command works again.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return RankEnded(rank, code, reason=line.decode(errors="replace").strip())

@@ -13,7 +13,7 @@ process also ends when standard input is closed, which means that the launcher h
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from data_pipeline.errors import printable
@@ -26,39 +26,32 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_LENGTH = 30_000
 """Longest error message sent to the launcher. It fits into a pipe's buffer, so no write blocks."""
+MAX_REASON_LENGTH = 300
+"""Of an error that is no TxlError; the log of the rank has the rest."""
 
 log = logging.getLogger("txl_dist.training")
 
 
 def main() -> int:
     """Read the spec, train, return the exit code."""
-    error_output = _take_standard_output()
+    # The error line goes to standard output; prints of libraries go to standard error.
+    error_output = os.dup(1)
+    os.dup2(2, 1)
     with StopSignals(on_request=exit_before_first_step):
-
-        def report(error: TxlError) -> None:
-            os.write(error_output, error_to_json(error, max_chars=MAX_MESSAGE_LENGTH))
-
         try:
-            _train(report)
+            _train()
         except TxlError as error:
-            report(error)
+            os.write(error_output, error_to_json(error, max_chars=MAX_MESSAGE_LENGTH))
             return error.exit_code
         except Exception as error:
             log.exception("this rank failed")  # on standard error: the log file may not be open yet
-            reason = printable(f"{type(error).__name__}: {error}")[:MAX_MESSAGE_LENGTH]
+            reason = printable(f"{type(error).__name__}: {error}")[:MAX_REASON_LENGTH]
             os.write(error_output, f"{reason}\n".encode())
             return 1
         return 0
 
 
-def _take_standard_output() -> int:
-    """A copy of standard output for the error line; prints of libraries go to standard error."""
-    error_output = os.dup(1)
-    os.dup2(2, 1)
-    return error_output
-
-
-def _train(report: Callable[[TxlError], None]) -> None:
+def _train() -> None:
     from data_pipeline.system.signals import end_with_parent
     from txl_dist.runtime.world import World
     from txl_dist.training.rank import train_rank
@@ -67,7 +60,7 @@ def _train(report: Callable[[TxlError], None]) -> None:
     spec = TrainSpec.from_json(sys.stdin.buffer.readline())
     world = World.from_environment()
     end_with_parent(0)  # the launcher holds the other end of this pipe
-    train_rank(spec, world, report_stop=report)
+    train_rank(spec, world)
     world.leave()
 
 
@@ -99,7 +92,7 @@ def train_under_torchrun(spec: "TrainSpec", options: Mapping[str, object]) -> No
         print(f"rank 0 of {world.num_ranks}, started by torchrun (run {run_id})", flush=True)
         logging.getLogger("txl_dist").addHandler(logging.StreamHandler(sys.stdout))
     try:
-        train_rank(spec, world, announce_stop=world.is_rank_zero)
+        train_rank(spec, world)
         world.leave()
         exit_code = 0
     except TxlError as error:

@@ -9,17 +9,14 @@ Decisions only; `supervise.py` acts on them, for every launcher.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from data_pipeline.errors import counted, printable
+from data_pipeline.errors import counted
 from data_pipeline.system.signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
-from txl_dist.launch.group import RankEnded, RankRange
+from txl_dist.launch.launcher import RankEnded, RankRange
 from txl_dist.training.run_directory import RunDirectory
 
-MAX_BYTES = 400
-"""Of the last line of the log of a rank that ended without saying why."""
 MAX_DELAY_SECONDS = 60.0
 """Longest wait between a failure and the restart."""
 MAX_NODE_LOSSES = 10
@@ -64,10 +61,15 @@ def failure_of(
     failed = [end for end in ends if end.code != 0]
     if not failed:
         return None
-    if stop := _stop_of(failed, stop_requested=stop_requested, directory=directory):
-        return RunFailure(stop, "stopped on request", can_restart=False)
     advice, logs = resume_advice(directory.path), f"Logs of all ranks: {directory.logs}"
-    if killed := [end for end in failed if end.is_killed]:
+    killed = [end for end in failed if end.is_killed]
+    stops = [end.error for end in failed if isinstance(end.error, PreemptedError)]
+    has_stopped = stop_requested and (killed or any(end.hung for end in failed))
+    if stops or has_stopped or any(is_stop_code(end.code) for end in failed):
+        before = ", before all ranks had saved" if has_stopped else ""
+        stop = stops[0] if stops else PreemptedError(f"stopped on request{before}. {advice}")
+        return RunFailure(stop, "stopped on request", can_restart=False)
+    if killed:
         event = killed[0].death
         error = TxlError(f"{event}; the run stopped. {logs}. {advice}")
         return RunFailure(error, event, can_restart=True)
@@ -76,55 +78,16 @@ def failure_of(
         # Not an outage, if there is another error: it would be repeated.
         error = min(own, key=lambda error: isinstance(error, OUTAGES))
         return RunFailure(error, str(error), can_restart=has_saved and isinstance(error, OUTAGES))
-    hung = [end.rank for end in failed if end.hung]
+    hung = [f"rank {end.rank}" for end in failed if end.hung]
     unexplained = [end for end in failed if end.error is None and not end.hung]
-    if unexplained:
-        end = unexplained[0]
-        reason = f" ({end.reason})" if end.reason else _last_line(directory.log(end.rank))
-        event = f"rank {end.rank}{end.place} ended with code {end.code}{reason}"
-    elif hung:
-        event = _killed(hung, "hung and ")
+    if hung and not unexplained:
+        event = f"{' and '.join(hung)} hung and {'was' if len(hung) == 1 else 'were'} killed"
     else:
-        event = f"rank {failed[0].rank} ended with code {failed[0].code}"
+        end = (unexplained or failed)[0]
+        reason = f" ({end.reason})" if end.reason else ""
+        event = f"rank {end.rank}{end.place} ended with code {end.code}{reason}"
     consequence = next((str(end.error) for end in failed if end.error is not None), advice)
     return RunFailure(TxlError(f"{event}. {consequence}. {logs}"), event, can_restart=True)
-
-
-def _stop_of(
-    failed: Sequence[RankEnded], *, stop_requested: bool, directory: RunDirectory
-) -> PreemptedError | None:
-    """The PreemptedError of a run that a stop request ended; None if something else did."""
-    for end in failed:
-        if isinstance(end.error, PreemptedError):
-            return end.error
-    advice = resume_advice(directory.path)
-    if any(is_stop_code(end.code) for end in failed):
-        return PreemptedError(f"stopped on request. {advice}")
-    if not stop_requested:
-        return None
-    if hung := [end.rank for end in failed if end.hung]:
-        how = f"; {_killed(hung)} after not ending within training.grace_seconds"
-    elif killed := [end for end in failed if end.is_killed]:
-        how = f", but {killed[0].death} before the ranks had saved"
-    else:
-        return None
-    return PreemptedError(f"stopped on request{how}. {advice}")
-
-
-def _last_line(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - MAX_BYTES))
-            lines = file.read().decode(errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    return f" (the end of its log: {printable(lines[-1])})" if lines else ""
-
-
-def _killed(ranks: Sequence[int], how: str = "") -> str:
-    """`rank 1 was killed`, `rank 1 and rank 2 hung and were killed`."""
-    names = " and ".join(f"rank {rank}" for rank in ranks)
-    return f"{names} {how}{'was' if len(ranks) == 1 else 'were'} killed"
 
 
 def is_stop_code(code: int | None) -> bool:

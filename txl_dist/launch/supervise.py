@@ -16,8 +16,8 @@ How a stop request travels: docs/how_to/stop_a_run.md.
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
 from data_pipeline.errors import counted
@@ -26,11 +26,10 @@ from txl_dist.checkpoint.attempts import FOLDER, newest_number, newest_record
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.events import EventLog
-from txl_dist.launch.group import (
+from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput
+from txl_dist.launch.launcher import (
     Event,
-    Line,
     NodeLost,
-    NotStarted,
     OnLine,
     Preempted,
     RankEnded,
@@ -39,7 +38,6 @@ from txl_dist.launch.group import (
     RanksUp,
     Room,
 )
-from txl_dist.launch.launch_files import FileFollower, LaunchFiles, LaunchOutput
 from txl_dist.launch.restarts import (
     ElasticPlan,
     RestartBudget,
@@ -47,9 +45,8 @@ from txl_dist.launch.restarts import (
     failure_of,
     is_stop_code,
 )
-from txl_dist.runtime.heartbeat import HangWatch
+from txl_dist.runtime.activity import HangWatch
 from txl_dist.runtime.stop import STOPPING
-from txl_dist.tracking.journal import last_trained_step
 from txl_dist.tracking.process import wait_for_delivery
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
 from txl_dist.training.spec import TrainSpec
@@ -93,19 +90,23 @@ def supervise(
     spec = spec.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
     with ExitStack() as stack:
         stack.enter_context(files.held())
-        output = LaunchOutput(on_line)
-        log = stack.enter_context(FileFollower(directory.log(0), output.print))
+        output = LaunchOutput(on_line, directory)
+        stack.callback(output.follow)
         events = EventLog(directory.event_log.path, _attempt_of(spec, directory))
-        stack.enter_context(FileFollower(events.path, output.take_event))
         signals = stack.enter_context(StopSignals())
         stack.callback(wait_for_delivery, directory.path, spec.config, signals, output.print)
         group = stack.enter_context(open_group(spec, ranks))
         budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
         plan = ElasticPlan(ranks, growth_interval_seconds=group.growth_interval_seconds)
-        with _recorded_end(events):
-            _Supervisor(
-                spec, directory, files, group, plan, budget, signals, output, log, events
-            ).run()
+        supervisor = _Supervisor(
+            spec, directory, files, group, plan, budget, signals, output, events
+        )
+        try:
+            supervisor.run()
+        except TxlError as error:  # that a run is finished is an event of rank 0
+            is_stop = isinstance(error, PreemptedError)
+            events.write("stopped" if is_stop else "failed", f"{type(error).__name__}: {error}")
+            raise
 
 
 def _attempt_of(spec: TrainSpec, directory: RunDirectory) -> Callable[[], int]:
@@ -124,17 +125,6 @@ def _attempt_of(spec: TrainSpec, directory: RunDirectory) -> Callable[[], int]:
     return number
 
 
-@contextmanager
-def _recorded_end(events: EventLog) -> Iterator[None]:
-    """Write how the launch ends. (That the run is finished is an event of rank 0.)"""
-    try:
-        yield
-    except TxlError as error:
-        is_stop = isinstance(error, PreemptedError)
-        events.write("stopped" if is_stop else "failed", f"{type(error).__name__}: {error}")
-        raise
-
-
 @dataclass
 class _StartState:
     """What is known about the running ranks; every start of ranks begins with a new one."""
@@ -148,8 +138,6 @@ class _StartState:
     """Ranks that were killed here, because they had not ended in time."""
     preempted: str = ""
     """A node of ranks that will be preempted, in words."""
-    not_started: str = ""
-    """Why the launcher gave up this start."""
     is_stopping: bool = False
     change: str = ""
     """Why the running ranks were asked to end before others start."""
@@ -167,7 +155,6 @@ class _Supervisor:
     budget: RestartBudget
     signals: StopSignals
     output: LaunchOutput
-    log: FileFollower
     events: EventLog
 
     def __post_init__(self) -> None:
@@ -176,7 +163,6 @@ class _Supervisor:
         self._suspect_nodes: frozenset[str] = frozenset()
         """Nodes of the ranks of the last counted failure, which may turn out to be lost."""
         self._room: int | None = None
-        self._have_trained = False
 
     def run(self) -> None:
         """Start ranks until they have reached the end of the run. Raises what ends it earlier."""
@@ -186,20 +172,20 @@ class _Supervisor:
             num_ranks = self._wait_to_start(delay_seconds)
             self._announce(num_ranks, is_change=is_change)
             failure = self._run_ranks(num_ranks)
-            if failure is None and not self._start.not_started:
+            if failure is None:
                 return
             is_change, delay_seconds = False, 0.0
-            self.log.flush()  # what rank 0 says about the failure comes first
+            self.output.follow()  # what rank 0 says about the failure comes first
             if self.files.saved.exists():  # these checkpoints replace the command's --resume
                 self.spec = self.spec.model_copy(update={"resume": "auto"})
-            if failure is None:
-                self.output.print(self._start.not_started)
-            elif self._start.change and not self.signals and _is_planned(failure):
+            # Ranks that were asked to end for a change have saved, or died before they could.
+            is_planned = isinstance(failure.error, PreemptedError) or failure.can_restart
+            if self._start.change and not self.signals and is_planned:
                 is_change = True
             else:
                 self._count(failure)
                 delay_seconds = self.budget.delay_seconds
-            self.files.reset()
+            self.files.stop.unlink(missing_ok=True)
             self.plan.end()
 
     # --- starting ---------------------------------------------------------------------------------
@@ -218,22 +204,19 @@ class _Supervisor:
             self._stop_without_ranks()
 
     def _announce(self, num_ranks: int, *, is_change: bool) -> None:
-        previous = self.plan.num_ranks
+        previous, ranks = self.plan.num_ranks, counted(num_ranks, "rank")
         if previous and (is_change or num_ranks != previous):
             before = "" if num_ranks == previous else f" instead of {previous}"
-            self.output.print(
-                f"continuing with {counted(num_ranks, 'rank')}{before} from "
-                f"{self._describe_resume()}"
-            )
+            self.output.print(f"continuing with {ranks}{before} from {self._describe_resume()}")
+        else:
+            self.output.print(f"starting {ranks}; logs: {self.directory.logs}")
         self.plan.begin(num_ranks)
 
     def _describe_resume(self) -> str:
-        """`step 120; no step is lost`."""
-        newest_step = self.directory.checkpoints.newest_step()
-        loss = _describe_loss(last_trained_step(self.directory.metrics) - (newest_step or 0))
         if self.spec.resume not in ("auto", "never"):
-            return f"{self.spec.resume}, or the newest checkpoint since; {loss}"
-        return f"{'the beginning' if newest_step is None else f'step {newest_step}'}; {loss}"
+            return f"{self.spec.resume}, or the newest checkpoint since"
+        newest_step = self.directory.checkpoints.newest_step()
+        return "the beginning" if newest_step is None else f"step {newest_step}"
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -246,8 +229,6 @@ class _Supervisor:
             while self._start.places is None and len(self._start.ends) < num_ranks:
                 self._poll()
                 self._stop_without_ranks()
-                if self._start.not_started:
-                    return None
             watch = stack.enter_context(HangWatch(self.directory.path))
             while running := [rank for rank in range(num_ranks) if rank not in self._start.ends]:
                 self._check_stop()
@@ -274,18 +255,15 @@ class _Supervisor:
             if self._start.is_stopping:
                 raise PreemptedError(f"stopped on request, but {error}") from error
             raise
-        if self.output.status_is_due:
-            are_up = self._start.places is not None
-            self.output.print_wait("the first step line" if are_up else self.group.waits_for)
+        self.output.follow()
+        are_up = self._start.places is not None
+        self.output.print_wait("the first step line" if are_up else self.group.waits_for)
         time.sleep(POLL_SECONDS)
 
     def _take(self, event: Event) -> None:
         match event:
-            case Line(text):
-                self.output.print(text)
             case RanksUp(places, nodes):
                 self._start.places, self._start.nodes = dict(places), frozenset(nodes)
-                self._have_trained = True
             case RankEnded(rank):
                 place, hung = (self._start.places or {}).get(rank, ""), rank in self._start.killed
                 event = replace(event, hung=hung, place=place)
@@ -297,8 +275,6 @@ class _Supervisor:
                 self._lost_nodes.add(node)
                 if self._find_lost_nodes():
                     self.output.print(f"node {node} was lost: the last failure does not count")
-            case NotStarted(reason):
-                self._start.not_started = reason
             case Room(num_ranks):
                 self._room = num_ranks
             case Preempted(reason):
@@ -308,8 +284,7 @@ class _Supervisor:
 
     def _stop_without_ranks(self) -> None:
         if self.signals:
-            state = "no rank is training" if self._have_trained else "nothing has been trained yet"
-            self.output.print(f"stopping: {state}")
+            self.output.print("stopping: no rank is training")
             raise PreemptedError(
                 "stopped on request while no rank was training. "
                 f"{resume_advice(self.directory.path)}"
@@ -408,15 +383,3 @@ class _Supervisor:
     def _print_restart(self, reason: str) -> None:
         self.output.print(reason)
         self.events.write("restart", reason)
-
-
-def _describe_loss(num_steps: int) -> str:
-    """How many steps a resume has to repeat, in words. Steps between two lines are not known."""
-    if num_steps <= 0:
-        return "no step is lost"
-    return f"at least {counted(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} lost"
-
-
-def _is_planned(failure: RunFailure) -> bool:
-    """Whether ranks that were asked to end for a change ended because of that."""
-    return isinstance(failure.error, PreemptedError) or failure.can_restart

@@ -18,9 +18,7 @@ import re
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass
-from functools import cache
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 from txl_dist.errors import ConfigError, TxlError
 
@@ -39,15 +37,16 @@ FaultPoint = Literal[
 ]
 POINTS: tuple[FaultPoint, ...] = get_args(FaultPoint)
 
+FAULT_VARIABLE = "TXL_FAULT"
+TRACE_VARIABLE = "TXL_FAULT_TRACE"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 _FAULT = re.compile(
-    r"(?P<point>[^:]+):(?P<action>kill|stop|terminate|raise|sleep=\d+(\.\d+)?)"
+    rf"(?P<point>{'|'.join(POINTS)}):(?P<action>kill|stop|terminate|raise|sleep=\d+(\.\d+)?)"
     r"(:(?P<nth>[1-9]\d*)(:(?P<rank>\d+))?)?",
     re.ASCII,
 )
-
-FAULT_VARIABLE = "TXL_FAULT"
-TRACE_VARIABLE = "TXL_FAULT_TRACE"
+_num_reached: Counter[FaultPoint] = Counter()
+"""How often this process has reached each point."""
 
 
 class InjectedError(TxlError):
@@ -56,65 +55,33 @@ class InjectedError(TxlError):
 
 def fault_point(point: FaultPoint) -> None:
     """Fail here if TXL_FAULT says so. Raises ConfigError if TXL_FAULT is invalid."""
-    injector = _injector(os.environ.get(FAULT_VARIABLE, ""), os.environ.get(TRACE_VARIABLE, ""))
-    if injector is not None:
-        injector.reach(point, rank=int(os.environ.get("RANK", "0")))
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One entry of TXL_FAULT."""
-
-    point: FaultPoint
-    action: str
-    nth: int
-    rank: int | None
-
-    def act(self) -> None:
-        """Fail."""
-        if self.action in _SIGNALS:
-            os.kill(os.getpid(), _SIGNALS[self.action])
-        elif self.action == "raise":
-            raise InjectedError(f"an error injected by {FAULT_VARIABLE}")
-        else:
-            time.sleep(float(self.action.removeprefix("sleep=")))
-
-
-class Injector:
-    """Counts how often this process reaches each point, and acts at the chosen ones."""
-
-    def __init__(self, faults: list[Fault], *, trace: str) -> None:
-        self._faults, self._trace = faults, trace
-        self._count: Counter[FaultPoint] = Counter()
-
-    def reach(self, point: FaultPoint, *, rank: int) -> None:
-        self._count[point] += 1
-        if self._trace:
-            # One write in append mode: lines of several processes do not mix.
-            line = f"{time.monotonic():.6f} {os.getpid()} {rank} {point}\n"
-            with open(self._trace, "ab", buffering=0) as file:  # noqa: PTH123  # once per step
-                file.write(line.encode())
-        for fault in self._faults:
-            is_here = fault.point == point and fault.nth == self._count[point]
-            if is_here and fault.rank in (None, rank):
-                fault.act()
-
-
-@cache
-def _injector(faults: str, trace: str) -> Injector | None:
+    faults, trace = os.environ.get(FAULT_VARIABLE, ""), os.environ.get(TRACE_VARIABLE)
     if not faults and not trace:
-        return None
-    return Injector([parse_fault(text) for text in faults.split(",") if text], trace=trace)
+        return
+    rank = os.environ.get("RANK", "0")
+    _num_reached[point] += 1
+    if trace:
+        # One write in append mode: lines of several processes do not mix.
+        line = f"{time.monotonic():.6f} {os.getpid()} {rank} {point}\n"
+        with open(trace, "ab", buffering=0) as file:  # noqa: PTH123  # once per step
+            file.write(line.encode())
+    for text in filter(None, faults.split(",")):
+        fault = _FAULT.fullmatch(text)
+        if fault is None:
+            raise ConfigError(
+                f"{FAULT_VARIABLE}: {text!r} is not POINT:ACTION[:NTH[:RANK]] with a point of "
+                f"{', '.join(POINTS)} and an action of kill, stop, terminate, raise, "
+                f"sleep=SECONDS. For a run without injected faults: unset {FAULT_VARIABLE}"
+            )
+        is_now = fault["point"] == point and int(fault["nth"] or 1) == _num_reached[point]
+        if is_now and fault["rank"] in (None, rank):
+            _act(fault["action"])
 
 
-def parse_fault(text: str) -> Fault:
-    """Read `POINT:ACTION[:NTH[:RANK]]`. Raises ConfigError."""
-    match = _FAULT.fullmatch(text)
-    if match is None or match["point"] not in POINTS:
-        raise ConfigError(
-            f"{FAULT_VARIABLE}: {text!r} is not POINT:ACTION[:NTH[:RANK]] with a point of "
-            f"{', '.join(POINTS)} and an action of kill, stop, terminate, raise, sleep=SECONDS. "
-            f"For a run without injected faults: unset {FAULT_VARIABLE}"
-        )
-    rank = None if match["rank"] is None else int(match["rank"])
-    return Fault(cast(FaultPoint, match["point"]), match["action"], int(match["nth"] or 1), rank)
+def _act(action: str) -> None:
+    if action in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[action])
+    elif action == "raise":
+        raise InjectedError(f"an error injected by {FAULT_VARIABLE}")
+    else:
+        time.sleep(float(action.removeprefix("sleep=")))

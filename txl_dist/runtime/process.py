@@ -6,7 +6,7 @@ Imports no torch, so that commands that need no tensor start quickly.
 import ctypes
 import hashlib
 import os
-import sys
+import socket
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -29,15 +29,6 @@ def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     return all(environment.get(name) for name in TORCHRUN_VARIABLES)
 
 
-def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for processes whose rank another launcher sets."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
-
-
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of NVIDIA, of NVIDIA under WSL, and of AMD."""
 
@@ -51,6 +42,17 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def free_port(address: str) -> int:
+    """A free TCP port of an address of this machine, IPv4 or IPv6.
+
+    Another program could take it before rank 0 listens on it: the run then fails at its start, and
+    the same command works again.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
 _NEVER = -1
 
@@ -62,8 +64,6 @@ def keep_freed_memory() -> bool:
     glibc returns large blocks to the system and gets them again page by page, and the kernel zeroes
     each page: a tenth of a step or more (docs/experiments.md). GPU memory has torch's allocator.
     """
-    if not sys.platform.startswith("linux"):
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -21,11 +21,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from data_pipeline.system.signals import StopSignals, end_now, print_unbuffered
-from txl_dist.errors import PreemptedError
-from txl_dist.runtime.activity import Activity
+
+if TYPE_CHECKING:  # `txl` imports this module first
+    from txl_dist.runtime.activity import Activity
 
 STOPPING = "stopping after this step, then saving; press Ctrl-C again to end now"
 NOTHING_TRAINED = "stopped on request before the first step; nothing is lost"
@@ -55,11 +56,6 @@ class StopRequest:
     def __bool__(self) -> bool:
         return bool(self._signals) or (self._stop_file is not None and self._stop_file.exists())
 
-    @property
-    def has_file(self) -> bool:
-        """Whether the request can reach other ranks, and theirs this one."""
-        return self._stop_file is not None
-
     def share_by(self, stop_file: Path) -> None:
         """Use a file that the other ranks use too."""
         self._stop_file = stop_file
@@ -74,25 +70,26 @@ class StopRequest:
 
 
 class StopDeadline:
-    """Watches for a stop request while the context is open.
-
-    `report` is called with the error that describes what was lost, right before this process ends.
+    """Watches for a stop request while the context is open. Logs what was lost if it ends this
+    process.
     """
 
     def __init__(
         self,
         stop: StopRequest,
-        activity: Activity,
+        activity: "Activity",
         *,
         grace_seconds: float,
+        describe_loss: Callable[[], str],
         advice: Callable[[], str],
         announce: bool = False,
-        report: Callable[[PreemptedError], None] = lambda error: None,
     ) -> None:
-        """`advice` says how to resume. `announce`: confirm a request on standard error."""
-        self._stop, self._activity, self._advice = stop, activity, advice
-        self._grace_seconds, self._announce, self._report = grace_seconds, announce, report
-        self._describe_loss: Callable[[], str] = lambda: NOTHING_TRAINED
+        """`describe_loss` says, once a step is completed, which steps are lost if the process ends
+        now; `advice` says how to resume. `announce`: confirm a request on standard error.
+        """
+        self._stop, self._activity = stop, activity
+        self._describe_loss, self._advice = describe_loss, advice
+        self._grace_seconds, self._announce = grace_seconds, announce
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stop-deadline", daemon=True)
 
@@ -103,10 +100,6 @@ class StopDeadline:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
-
-    def begin_steps(self, describe_loss: Callable[[], str]) -> None:
-        """Start-up is over. `describe_loss` says which steps are lost if the process ends now."""
-        self._describe_loss = describe_loss
 
     def _watch(self) -> None:
         while not self._stop:
@@ -130,12 +123,7 @@ class StopDeadline:
             )
 
     def _end(self, describe: Callable[[], str]) -> None:
-        def report() -> None:
-            error = PreemptedError(describe())
-            self._report(error)
-            log.warning("%s", error)
-
-        reporter = threading.Thread(target=report, name="stop-report", daemon=True)
+        reporter = threading.Thread(target=lambda: log.warning("%s", describe()), daemon=True)
         reporter.start()
         reporter.join(REPORT_SECONDS)
         end_now()

@@ -4,7 +4,7 @@ If a link is cut or a rank hangs, the other ranks wait inside a collective until
 log nothing. So a thread samples the Python stack of the rank's main thread once per second. The
 step itself is not wrapped and not slowed down. The thread
 
-1. writes this rank's heartbeat every few seconds (`heartbeat.py`), also while the main thread
+1. writes this rank's heartbeat every few seconds (`activity.py`), also while the main thread
    computes or saves for a long time: such a rank is slow, but it does not hang;
 2. logs a warning every `notice_seconds` if the main thread stays in one collective, with its name
    and the ranks that are not in a collective according to their heartbeats, and their stacks. With
@@ -28,12 +28,21 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from txl_dist.errors import LostRankError
-from txl_dist.runtime.activity import Activity, Span
-from txl_dist.runtime.heartbeat import BEAT_SECONDS, Heartbeat, HeartbeatFile, Peers
+from txl_dist.runtime.activity import (
+    BEAT_SECONDS,
+    Heartbeat,
+    Peers,
+    Span,
+    remove_heartbeat,
+    write_heartbeat,
+)
 from txl_dist.runtime.process import PACKAGES
+
+if TYPE_CHECKING:
+    from txl_dist.runtime.world import World
 
 NOTICE_SECONDS = 10.0
 EVALUATION_SECONDS = 8.0
@@ -96,22 +105,18 @@ def collective_name(frames: Iterable[tuple[str, int, str]], *, on_gpu: bool = Fa
     That is the outermost function of torch.distributed, or else the DeepSpeed function that waits
     for an asynchronous collective, or else, with `on_gpu`, GPU_WAIT. None for any other stack.
     """
-    in_deepspeed: list[tuple[str, int, str]] = []
-    innermost = "", 0
-    for file, line, function in frames:
+    stack = list(frames)
+    for file, _, function in stack:
         if file.endswith(_COLLECTIVES):
             return function
-        if _DEEPSPEED not in file:
-            in_deepspeed = []
-        elif function != _WRAPPER:
-            in_deepspeed.append((file, line, function))
-        innermost = file, line
-    innermost_line = linecache.getline(*innermost)
-    if in_deepspeed:
-        _, _, function = in_deepspeed[-1]
-        if function == "wait" or ".wait(" in innermost_line:
-            return next((name for _, _, name in reversed(in_deepspeed) if name != "wait"), "wait")
-    return GPU_WAIT if on_gpu and _WAITS_FOR_GPU.search(innermost_line) else None
+    if not stack:
+        return None
+    file, line, function = stack[-1]
+    source = linecache.getline(file, line)
+    if _DEEPSPEED in file and (function == "wait" or ".wait(" in source):
+        names = [name for file, _, name in reversed(stack) if _DEEPSPEED in file]
+        return next((name for name in names if name not in ("wait", _WRAPPER)), "wait")
+    return GPU_WAIT if on_gpu and _WAITS_FOR_GPU.search(source) else None
 
 
 # --- the watch of a rank --------------------------------------------------------------------------
@@ -125,24 +130,24 @@ class CollectiveWatch:
 
     def __init__(
         self,
-        activity: Activity,
+        world: "World",
         *,
-        rank: int,
-        limit_seconds: float,
-        num_ranks: int,
         run: Path,
-        on_gpu: bool = False,
+        limit_seconds: float,
         notice_seconds: float = NOTICE_SECONDS,
     ) -> None:
-        self._activity, self._rank = activity, rank
-        self._on_gpu = on_gpu and num_ranks > 1
+        self._activity, self._rank = world.activity, world.rank
+        self._on_gpu = world.device.type == "cuda" and world.num_ranks > 1
         self._limit_seconds = limit_seconds
         self._notice_seconds = min(notice_seconds, NOTICE_SHARE * limit_seconds)
         # Several intervals have to pass before a rank counts as silent.
         self._beat_seconds = min(BEAT_SECONDS, self._notice_seconds / 2, limit_seconds / 8)
-        self._file = HeartbeatFile(run, rank=rank)
-        self._file.remove()  # of a killed process; before other ranks can wait for this one
-        self._peers = Peers(run, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds)
+        self._run = run
+        # Of a killed process, before other ranks can wait for this one.
+        remove_heartbeat(run, world.rank)
+        self._peers = Peers(
+            run, rank=world.rank, num_ranks=world.num_ranks, beat_seconds=self._beat_seconds
+        )
         self._num_beats = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="collective-watch", daemon=True)
@@ -155,11 +160,33 @@ class CollectiveWatch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._file.remove()
+        remove_heartbeat(self._run, self._rank)
 
-    def describe_others(self) -> str:
-        """What the other ranks do, if this rank waits for them; empty if that is not known."""
-        return self._peers.describe(self._activity.name)
+    def lost_rank_error(self, error: Exception) -> LostRankError | None:
+        """The LostRankError for an `error` in a collective to which other ranks did not respond;
+        None for any other error.
+        """
+        name = collective_name(
+            (frame.filename, frame.lineno or 0, frame.name)
+            for frame in traceback.extract_tb(error.__traceback__)
+        )
+        if name is None:
+            return None
+        location = f"in {name} ({self._activity.name})"
+        others = self._peers.describe(self._activity.name)
+        if _TIMED_OUT.search(str(error)):
+            cause = others or "one of them hangs or is very slow, or the network is cut"
+            return LostRankError(
+                f"rank {self._rank} waited training.rank_timeout_seconds={self._limit_seconds:g} "
+                f"for the other ranks {location}: {cause}. The logs of the ranks show what each "
+                "was doing"
+            )
+        if _DISCONNECTED.search(str(error)):
+            cause = f": {others}" if others else ""
+            return LostRankError(
+                f"rank {self._rank} lost the connection to another rank {location}{cause}"
+            )
+        return None
 
     def _watch(self) -> None:
         previous: tuple[object, ...] | None = None
@@ -193,7 +220,7 @@ class CollectiveWatch:
                 log.info("%s", self._activity.name)
 
     def _warn(self, name: str, *, seconds: float) -> None:
-        others = self.describe_others()
+        others = self._peers.describe(self._activity.name)
         log.warning(
             "%s | rank %d has waited %.0f s for the other ranks in %s; the limit is "
             "training.rank_timeout_seconds=%g%s",
@@ -219,30 +246,4 @@ class CollectiveWatch:
             seconds=seconds,
             stack=innermost_calls(frames),
         )
-        self._file.write(beat)
-
-
-def lost_rank_error(
-    error: Exception, activity: Activity, *, rank: int, limit_seconds: float, others: str = ""
-) -> LostRankError | None:
-    """The LostRankError for an `error` in a collective to which other ranks did not respond.
-
-    None for any other error. `others`: what is known about them (`describe_others`).
-    """
-    name = collective_name(
-        (frame.filename, frame.lineno or 0, frame.name)
-        for frame in traceback.extract_tb(error.__traceback__)
-    )
-    if name is None:
-        return None
-    location = f"in {name} ({activity.name})"
-    if _TIMED_OUT.search(str(error)):
-        cause = others or "one of them hangs or is very slow, or the network is cut"
-        return LostRankError(
-            f"rank {rank} waited training.rank_timeout_seconds={limit_seconds:g} for the other "
-            f"ranks {location}: {cause}. The logs of the ranks show what each was doing"
-        )
-    if _DISCONNECTED.search(str(error)):
-        cause = f": {others}" if others else ""
-        return LostRankError(f"rank {rank} lost the connection to another rank {location}{cause}")
-    return None
+        write_heartbeat(self._run, beat)

@@ -8,7 +8,6 @@ immediately.
 import logging
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -65,17 +64,12 @@ class World:
         """Create the process group, unless it exists. Returns when all ranks have joined.
 
         Raises LostRankError if the rendezvous fails: the port is in use, or a rank has not started.
-        Raises ConfigError if two ranks would use the same GPU.
+        (NCCL refuses two ranks on one GPU, by name, at their first collective.)
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
-            self._create_group(timeout_seconds)
-        if self.device.type == "cuda" and self.num_ranks > 1:
-            gpu = torch.cuda.get_device_properties(self.device).uuid
-            _require_own_gpu(self, f"GPU {gpu} of host {socket.gethostname()}")
-
-    def _create_group(self, timeout_seconds: float) -> None:
+        if dist.is_initialized():
+            return
         try:
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
@@ -182,24 +176,6 @@ class World:
         box = [value]  # pickled: for settings and results, not for large tensors
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
-
-
-def _require_own_gpu(world: World, gpu: str) -> None:
-    """Raise ConfigError, on every rank, if two ranks have the same GPU.
-
-    Through the TCP store of their rendezvous: NCCL's collectives need one GPU per rank.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"txl_dist/gpu/{world.rank}", gpu)
-    gpus = [store.get(f"txl_dist/gpu/{rank}").decode() for rank in range(world.num_ranks)]
-    for rank, name in enumerate(gpus):
-        first = gpus.index(name)
-        if first != rank:
-            raise ConfigError(
-                f"ranks {first} and {rank} would both use {name}, but each needs a GPU for itself. "
-                "Start at most as many ranks per host as it has GPUs (torchrun: "
-                "--nproc-per-node), or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
-            )
 
 
 POLL_SECONDS = 1.0

@@ -1,7 +1,7 @@
 """One rank of a run, from start to exit: called by every launcher in the process of the rank."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from txl_dist.runtime.device import deterministic
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.stop import StopDeadline, StopRequest
-from txl_dist.runtime.waiting import CollectiveWatch, lost_rank_error
+from txl_dist.runtime.waiting import CollectiveWatch
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.run_directory import RunDirectory
@@ -25,19 +25,12 @@ from txl_dist.training.state import TrainState
 log = logging.getLogger("txl_dist.training")
 
 
-def train_rank(
-    spec: TrainSpec,
-    world: World,
-    *,
-    announce_stop: bool = False,
-    report_stop: Callable[[PreemptedError], None] = lambda error: None,
-) -> TrainState:
+def train_rank(spec: TrainSpec, world: World) -> TrainState:
     """Take part in a run until it ends. Errors are logged and raised.
 
     A stop request before the first step ends the process immediately, with exit code 75. A later
-    one asks to stop after the step; `announce_stop` confirms it on standard error. If that takes
-    longer than `training.grace_seconds`, the process ends too. Whenever a request ends the process,
-    `report_stop` is called with the reason first.
+    one asks to stop after the step. If that takes longer than `training.grace_seconds`, the process
+    ends too, and its log says why.
     """
     fault_point("start")
     keep_freed_memory()  # before the first large allocation
@@ -50,18 +43,17 @@ def train_rank(
         StopDeadline(
             stop := StopRequest(signals, Path(spec.stop_file) if spec.stop_file else None),
             world.activity,
+            describe_loss=lambda: describe_loss(trainer.state.step, directory.checkpoints),
             advice=partial(resume_advice, spec.run_path),
             grace_seconds=spec.config.training.grace_seconds,
-            announce=announce_stop,
-            report=report_stop,
-        ) as deadline,
+            announce=world.is_rank_zero and not spec.stop_file,  # no launcher of ours does
+        ),
         _explained_errors(spec, world, directory),
     ):
         log.info("rank %d is up", world.rank)
         with ExitStack() as stack:
             world.activity.reset()
             trainer = build_trainer(Start.open(spec, world, directory, stack, stop=stop))
-            deadline.begin_steps(lambda: describe_loss(trainer.state.step, directory.checkpoints))
             state = trainer.run()
         log.info("finished at step %d", state.step)
         return state
@@ -71,15 +63,7 @@ def train_rank(
 def _explained_errors(spec: TrainSpec, world: World, directory: RunDirectory) -> Iterator[None]:
     """Log the error that ends a rank; LostRankError instead of it if another rank is the cause."""
     limit_seconds = spec.config.training.rank_timeout_seconds
-    watch = CollectiveWatch(
-        world.activity,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        limit_seconds=limit_seconds,
-        run=spec.run_path,
-        on_gpu=world.device.type == "cuda",
-    )
-    with watch:
+    with CollectiveWatch(world, run=spec.run_path, limit_seconds=limit_seconds) as watch:
         try:
             yield
         except PreemptedError as request:
@@ -91,13 +75,7 @@ def _explained_errors(spec: TrainSpec, world: World, directory: RunDirectory) ->
             raise
         except Exception as error:
             # If a collective has failed, the cause is on another rank: report that instead.
-            lost = lost_rank_error(
-                error,
-                world.activity,
-                rank=world.rank,
-                limit_seconds=limit_seconds,
-                others=watch.describe_others(),
-            )
+            lost = watch.lost_rank_error(error)
             if lost is None:
                 log.exception("rank %d failed", world.rank)
                 _record_error(directory, world, error)

@@ -117,7 +117,7 @@ class Start:
             origin = None
 
         stop = StopRequest() if stop is None else stop
-        if not stop.has_file:  # torchrun has started the ranks; a launcher would give them one
+        if not spec.stop_file:  # torchrun has started the ranks; a launcher would give them one
             world.run_on_rank_zero(directory.remove_stop_files)
             stop.share_by(directory.stop_file)
             if world.is_rank_zero:

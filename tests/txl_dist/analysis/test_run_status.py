@@ -19,7 +19,7 @@ from txl_dist.analysis import run_status
 from txl_dist.analysis.run_status import find_runs, read_status, status_lines
 from txl_dist.errors import ConfigError
 from txl_dist.events import EVENTS
-from txl_dist.runtime.heartbeat import Heartbeat, HeartbeatFile
+from txl_dist.runtime.activity import Heartbeat, write_heartbeat
 from txl_dist.tracking.tracker import STATE, TrackingState
 
 UP = (event("ranks_started"), start(0, num_steps=40), event("first_batch", "first batch"))
@@ -131,7 +131,7 @@ def test_a_locked_run_is_running_once_it_has_stepped(run: Path) -> None:
     (status,) = read_status([run])
     assert (status.state, status.doing, status.restarts) == ("starting", "first batch", 1)
     write_events(run, STEP)
-    HeartbeatFile(run, rank=0).write(beat(1, host="elsewhere"))
+    write_heartbeat(run, beat(1, host="elsewhere"))
     (status,) = read_status([run])
     assert (status.state, status.doing, status.host) == ("running", "forward", "elsewhere")
     assert next(status_lines(status)).endswith(
@@ -145,9 +145,8 @@ def test_a_run_of_another_host_lives_if_a_heartbeat_changes(
     """No lock of another host is seen, and no clock is compared."""
     monkeypatch.setattr(run_status, "POLL_SECONDS", 0.01)
     write_events(run, *UP, STEP)
-    files = HeartbeatFile(run, rank=0)
-    files.write(beat(1, host="elsewhere"))
-    timer = threading.Timer(0.1, files.write, [beat(2, host="elsewhere")])
+    write_heartbeat(run, beat(1, host="elsewhere"))
+    timer = threading.Timer(0.1, write_heartbeat, [run, beat(2, host="elsewhere")])
     timer.start()
     (status,) = read_status([run])
     timer.join()
@@ -164,7 +163,7 @@ def test_a_dead_process_of_this_host_is_not_waited_for(
     ended.wait()
     monkeypatch.setattr(run_status.socket, "gethostname", lambda: "here")
     dead = beat(1, host="here").model_copy(update={"pid": ended.pid})
-    HeartbeatFile(run, rank=0).write(dead)
+    write_heartbeat(run, dead)
     monkeypatch.setattr(run_status, "SILENT_SECONDS", 600)
     assert read_status([run])[0].state == "lost"
 

@@ -24,7 +24,7 @@ from txl_dist.cli import progress
 from txl_dist.cli.progress import MIB, TOKENS, WorkUnit, _Work
 
 LINES = [
-    "starting 2 ranks on this machine; logs: runs/x/logs",
+    "starting 2 ranks; logs: runs/x/logs",
     "12:00:01 [the model] is built, and this line is longer than the terminal is wide: " + "x" * 90,
     "12:00:00 step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40 | bpb 2.030",
     "12:00:10 checkpoint at step 100 | /runs/x",

@@ -1,4 +1,5 @@
-"""Checks of one node: versions, devices, network, the run directory on real file systems.
+"""Checks of one node: versions, devices, network, the run directory on real file systems, tracking
+servers and dashboards that answer, refuse or stay silent.
 
 A check that blocks or fails is reported, and does not hide the others.
 """
@@ -15,17 +16,21 @@ import psutil
 import pytest
 import torch
 
+from tests.support.web_server import web_server
 from txl_dist.doctor import checks
 from txl_dist.doctor.checks import (
-    check_dataset,
+    Finding,
+    check_exposure,
     check_gpus,
     check_network,
     check_run_directory,
+    check_token_file,
+    check_tracking,
     check_versions,
     installed_versions,
     pinned_versions,
+    run_checks,
 )
-from txl_dist.doctor.finding import Finding, run_checks
 
 Mount = Callable[[str], Path]
 
@@ -58,8 +63,9 @@ def test_gpus_that_torch_or_triton_cannot_use_are_a_problem(
     has_cuda: bool, reason: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     monkeypatch.setattr("txl_dist.model.devices.triton_unavailable_reason", lambda _: reason)
-    finding, *_ = check_gpus(["H100, 570.1, 81559 MiB"])
+    finding, *_ = check_gpus()
     assert (finding.status, expected in finding.found) == ("problem" if expected else "ok", True)
     assert reason in finding.found
 
@@ -129,19 +135,18 @@ def test_a_full_or_a_read_only_file_system_is_a_problem_and_a_small_one_a_note(
 
 
 def test_a_check_that_blocks_is_abandoned_after_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    os.mkfifo(tmp_path / "data" / "manifest.json")  # a read blocks, as on a dead mount
+    os.mkfifo(tmp_path / "file")  # a read blocks, as on a dead mount
     begin = time.monotonic()
     blocked, fine = run_checks(
         {
-            "dataset": lambda: check_dataset(str(tmp_path / "data")),
+            "storage": lambda: [Finding("ok", (tmp_path / "file").read_text())],
             "devices": lambda: [Finding("ok", "2")],
         },
         node="a",
         limit_seconds=0.3,
     )
     assert time.monotonic() - begin < 5
-    assert (blocked.status, blocked.check, blocked.node) == ("problem", "dataset", "a")
+    assert (blocked.status, blocked.check, blocked.node) == ("problem", "storage", "a")
     assert "no result after 0.3 s" in blocked.found
     assert (fine.status, fine.found) == ("ok", "2")
 
@@ -155,3 +160,92 @@ def test_an_unexpected_error_is_a_problem_without_its_secrets() -> None:
     assert "RuntimeError" in finding.found
     assert "canary" not in finding.found
     assert "\x1b" not in finding.found
+
+
+# --- tracking and exposure ------------------------------------------------------------------------
+
+
+def test_refused_credentials_are_a_problem_that_does_not_show_them() -> None:
+    with web_server(lambda _: (401, "who are you")) as url:
+        (finding,) = check_tracking(url.replace("//", "//user:wrong@"))
+    assert finding.status == "problem"
+    assert "401" in finding.found
+    assert "MLFLOW_TRACKING_PASSWORD" in finding.advice
+    assert "wrong" not in finding.found
+
+
+def test_a_server_that_never_answers_is_a_problem_after_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        begin = time.monotonic()
+        (finding,) = check_tracking(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert time.monotonic() - begin < 10
+    assert finding.status == "problem"
+    assert "Read timed" in finding.found
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+@pytest.mark.fault_row(43)
+@pytest.mark.parametrize(("status", "expected"), [(200, "problem"), (401, "ok"), (403, "ok")])
+def test_a_dashboard_that_answers_without_a_token_is_a_problem(status: int, expected: str) -> None:
+    with web_server(lambda _: (status, '{"ray_version": "2.60.0"}')) as url:
+        (finding,) = check_exposure(port_of(url))
+    assert finding.status == expected
+    if expected == "problem":
+        assert "RAY_AUTH_MODE=token" in finding.advice
+
+
+@pytest.mark.fault_row(43)
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.0.0.5"])
+def test_a_dashboard_that_listens_on_other_interfaces_is_a_problem(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen_on(*addresses: str) -> None:
+        listening = [
+            SimpleNamespace(status="LISTEN", laddr=SimpleNamespace(ip=each, port=8265))
+            for each in addresses
+        ]
+        monkeypatch.setattr(psutil, "net_connections", lambda kind: listening)
+
+    monkeypatch.setattr(checks, "_is_open", lambda address, port: False)
+    listen_on(address)
+    (finding,) = check_exposure()
+    assert finding.status == "problem"
+    assert f"on {address}: the Ray dashboard and the Jobs API listen" in finding.found
+    assert "--dashboard-host=127.0.0.1" in finding.advice
+    listen_on("127.0.0.1", "::1")
+    assert [finding.status for finding in check_exposure()] == ["ok"]
+
+
+def test_another_program_on_the_port_is_a_note_and_no_program_is_fine() -> None:
+    with web_server(lambda _: (200, "hello")) as url:
+        assert [finding.status for finding in check_exposure(port_of(url))] == ["note"]
+    (finding,) = check_exposure(port_of(url))
+    assert finding.status == "ok"
+    assert "nothing listens" in finding.found
+
+
+def test_a_token_that_others_can_read_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    for mode in (0o600, 0o644, 0o660, 0o601):
+        token.touch()
+        token.chmod(mode)
+        findings = list(check_token_file())
+        assert len(findings) == (mode != 0o600)
+        assert all(f"chmod 600 {token}" in finding.advice for finding in findings)
+
+
+@pytest.fixture(autouse=True)
+def _without_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The user who runs the tests may have one."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "no-token"))

@@ -4,8 +4,7 @@ import pytest
 
 from cluster.launcher import RayLauncher
 from txl_dist.errors import ConfigError
-from txl_dist.launch.group import RankRange
-from txl_dist.launch.launcher import find_launcher
+from txl_dist.launch.launcher import RankRange, find_launcher
 from txl_dist.launch.processes import ProcessLauncher
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,21 @@ import pytest
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import tiny_spec, train
 from txl_dist.errors import ConfigError
+from txl_dist.runtime import fault_injection
 from txl_dist.runtime.fault_injection import (
     FAULT_VARIABLE,
     POINTS,
     TRACE_VARIABLE,
     InjectedError,
-    Injector,
     fault_point,
-    parse_fault,
 )
 from txl_dist.runtime.world import World
 from txl_dist.training.spec import TrainSpec
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_injection, "_num_reached", Counter())
 
 
 def test_nothing_happens_without_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,17 +34,19 @@ def test_nothing_happens_without_the_variables(monkeypatch: pytest.MonkeyPatch) 
         fault_point(point)
 
 
-def test_a_fault_happens_at_its_point_once_on_its_rank() -> None:
-    injector = Injector([parse_fault("step:raise:2:1"), parse_fault("evaluation:raise")], trace="")
-    injector.reach("step", rank=1)
-    with pytest.raises(InjectedError):
-        injector.reach("step", rank=1)
-    injector.reach("step", rank=1)
-    with pytest.raises(InjectedError):
-        injector.reach("evaluation", rank=0)
-    other_rank = Injector([parse_fault("step:raise:2:1")], trace="")
-    for _ in range(3):
-        other_rank.reach("step", rank=0)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_fault_happens_at_its_point_once_on_its_rank(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv(FAULT_VARIABLE, "step:raise:2:1,evaluation:raise")
+    failed = []
+    for number, point in enumerate(("step", "step", "step", "evaluation", "evaluation")):
+        try:
+            fault_point(point)
+        except InjectedError:
+            failed.append(number)
+    assert failed == ([1, 3] if rank == "1" else [3])
 
 
 @pytest.mark.parametrize(

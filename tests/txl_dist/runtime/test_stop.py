@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.commands import wait_until
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
-from txl_dist.errors import PreemptedError
 from txl_dist.runtime import stop as module
 from txl_dist.runtime.activity import Activity
 from txl_dist.runtime.stop import StopDeadline, StopRequest
@@ -17,54 +16,44 @@ from txl_dist.training.rank import describe_loss
 LONG_SECONDS = 1000.0
 
 
-class Ends:
-    """Replaces the end of the process by an event."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.errors: list[PreemptedError] = []
-        self.ended = threading.Event()
-        monkeypatch.setattr(module, "end_now", self.ended.set)
-        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-
-
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
-    return Ends(monkeypatch)
+def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Replaces the end of the process."""
+    ended = threading.Event()
+    monkeypatch.setattr(module, "end_now", ended.set)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    return ended
 
 
-def deadline(run: Path, ends: Ends, *, grace_seconds: float, num_steps: int = 0) -> StopDeadline:
+def deadline(run: Path, *, grace_seconds: float, num_steps: int = 0) -> StopDeadline:
     """Of a process that has done `num_steps` steps."""
     return StopDeadline(
         StopRequest(stop_file=run / "stop"),
         Activity("checkpoint of step 9", num_steps=num_steps),
+        describe_loss=partial(describe_loss, 9, CheckpointDirectory(run)),
         advice=partial(resume_advice, run),
         grace_seconds=grace_seconds,
-        report=ends.errors.append,
     )
 
 
-@pytest.mark.parametrize("is_in_start_up", [True, False])
 def test_before_a_step_is_completed_a_request_ends_the_process_at_once(
-    is_in_start_up: bool, tmp_path: Path, ends: Ends
+    tmp_path: Path, ended: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with deadline(tmp_path, ends, grace_seconds=LONG_SECONDS) as watched:
-        if not is_in_start_up:
-            watched.begin_steps(lambda: "lost")  # resumed at step 9, and in step 10
+    with deadline(tmp_path, grace_seconds=LONG_SECONDS):
         (tmp_path / "stop").touch()
-        assert ends.ended.wait(5)
-    assert "before the first step; nothing is lost" in str(ends.errors[0])
+        assert ended.wait(5)
+    assert "before the first step; nothing is lost" in caplog.messages[0]
 
 
 def test_later_it_ends_the_process_after_the_grace_period_and_says_what_is_lost(
-    tmp_path: Path, ends: Ends
+    tmp_path: Path, ended: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     CheckpointDirectory(tmp_path).at(4).mkdir(parents=True)
     # Resumed at step 9, went back to an earlier one, and is at step 9 again.
-    with deadline(tmp_path, ends, grace_seconds=0.05, num_steps=12) as watched:
-        watched.begin_steps(partial(describe_loss, 9, CheckpointDirectory(tmp_path)))
+    with deadline(tmp_path, grace_seconds=0.05, num_steps=12):
         (tmp_path / "stop").touch()
-        assert ends.ended.wait(5)
-    message = str(ends.errors[0])
+        assert ended.wait(5)
+    (message,) = caplog.messages
     assert "training.grace_seconds=0.05" in message
     assert (
         "busy with: checkpoint of step 9; the 5 steps since the checkpoint of step 4 are" in message
@@ -72,37 +61,29 @@ def test_later_it_ends_the_process_after_the_grace_period_and_says_what_is_lost(
     assert "resumes from the newest checkpoint, that of step 4" in message
 
 
-def test_a_run_that_stops_in_time_is_left_alone(tmp_path: Path, ends: Ends) -> None:
-    with deadline(tmp_path, ends, grace_seconds=LONG_SECONDS, num_steps=1) as watched:
-        watched.begin_steps(lambda: "lost")
+def test_a_run_that_stops_in_time_is_left_alone(tmp_path: Path, ended: threading.Event) -> None:
+    with deadline(tmp_path, grace_seconds=LONG_SECONDS, num_steps=1) as watched:
         (tmp_path / "stop").touch()
         wait_until(lambda: bool(watched._stop))
-    assert not ends.ended.is_set()
+    assert not ended.is_set()
 
 
 def test_a_report_that_blocks_does_not_keep_the_process(
-    tmp_path: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that does not respond."""
     monkeypatch.setattr(module, "REPORT_SECONDS", 0.05)
     never = threading.Event()
-    watched = deadline(tmp_path, ends, grace_seconds=LONG_SECONDS)
-    watched._report = lambda error: never.wait(60) and None
-    with watched:
+    monkeypatch.setattr(module.log, "warning", lambda *_: never.wait(60))
+    with deadline(tmp_path, grace_seconds=LONG_SECONDS):
         (tmp_path / "stop").touch()
-        assert ends.ended.wait(5)
+        assert ended.wait(5)
     never.set()
-
-
-def test_a_stop_file_is_a_request_too(tmp_path: Path) -> None:
-    stop = StopRequest(stop_file=tmp_path / "stop")
-    assert not stop
-    (tmp_path / "stop").touch()
-    assert stop
 
 
 def test_a_shared_request_reaches_the_ranks_with_the_same_file(tmp_path: Path) -> None:
     other = StopRequest(stop_file=tmp_path / "stop")
+    assert not other
     StopRequest(stop_file=tmp_path / "stop").share()
     assert other
     StopRequest().share()  # nothing to share it through

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from tests.support.commands import wait_until
 from tests.support.gloo_ranks import RankGroups
 from txl_dist.runtime import waiting
-from txl_dist.runtime.activity import Activity, Span
-from txl_dist.runtime.heartbeat import Heartbeat, read_heartbeats
+from txl_dist.runtime.activity import Activity, Heartbeat, Span, read_heartbeats
 from txl_dist.runtime.waiting import (
     GPU_WAIT,
     CollectiveWatch,
     collective_name,
     frames_of,
-    lost_rank_error,
+    innermost_calls,
 )
 from txl_dist.runtime.world import World
 
@@ -54,14 +53,7 @@ def wait_for_a_late_rank(world: World, run: Path) -> list[str]:
     logger = logging.getLogger("txl_dist.training")
     logger.addHandler(handler)
     world.activity.name = "step 7"
-    with CollectiveWatch(
-        world.activity,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        run=run,
-        limit_seconds=60,
-        notice_seconds=NOTICE_SECONDS,
-    ):
+    with CollectiveWatch(world, run=run, limit_seconds=60, notice_seconds=NOTICE_SECONDS):
         if world.rank == 1:
             wait_until(lambda: has_waited(read_heartbeats(run).get(0)))
         world.all_gather(world.rank)
@@ -82,7 +74,12 @@ def test_a_long_wait_is_logged_with_its_collective_and_the_late_rank(
     assert list((tmp_path / ".heartbeats").glob("*rank*")) == [], "they have ended"
 
 
-def stop_answering(world: World, limit_seconds: float) -> str | None:
+def watch(run: Path, activity: str, limit_seconds: float) -> CollectiveWatch:
+    world = World(0, 2, activity=Activity(activity))
+    return CollectiveWatch(world, run=run, limit_seconds=limit_seconds)
+
+
+def stop_answering(world: World, run: Path, limit_seconds: float) -> str | None:
     """Rank 1 does not enter a collective of a second group; returns rank 0's error message."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=600))
     with world.timeouts(timeout_seconds=limit_seconds):
@@ -92,10 +89,7 @@ def stop_answering(world: World, limit_seconds: float) -> str | None:
         try:
             dist.all_reduce(torch.ones(1), group=group)
         except RuntimeError as error:
-            lost = lost_rank_error(
-                error, Activity("step 3"), rank=world.rank, limit_seconds=limit_seconds
-            )
-            message = str(lost)
+            message = str(watch(run, "step 3", limit_seconds).lost_rank_error(error))
     else:
         time.sleep(3 * limit_seconds)
     with world.timeouts(timeout_seconds=60):
@@ -104,10 +98,10 @@ def stop_answering(world: World, limit_seconds: float) -> str | None:
 
 
 def test_the_limit_reaches_every_group_and_the_error_names_rank_and_collective(
-    ranks: RankGroups,
+    ranks: RankGroups, tmp_path: Path
 ) -> None:
     group = ranks(2)
-    message, _ = group.run(stop_answering, 1.0)
+    message, _ = group.run(stop_answering, tmp_path, 1.0)
     group.is_broken = True  # its second process group is
     assert message is not None
     assert message.startswith(
@@ -115,9 +109,22 @@ def test_the_limit_reaches_every_group_and_the_error_names_rank_and_collective(
     )
 
 
-def test_an_error_outside_a_collective_is_not_a_lost_rank() -> None:
+def test_an_error_outside_a_collective_is_not_a_lost_rank(tmp_path: Path) -> None:
     error = RuntimeError("Connection closed by peer, timed out")
-    assert lost_rank_error(error, Activity(), rank=0, limit_seconds=1) is None
+    assert watch(tmp_path, "step 3", 1).lost_rank_error(error) is None
+
+
+def test_the_innermost_calls_are_those_of_this_project() -> None:
+    root = str(Path(__file__).parents[3])
+    frames = [
+        (f"{root}/txl_dist/training/loop.py", 5, "_train"),
+        (f"{root}/data_pipeline/streams/x.py", 7, "read"),
+        ("/usr/lib/python3/cluster/queue.py", 9, "get"),
+    ]
+    assert innermost_calls(frames) == (
+        "data_pipeline/streams/x.py:7 in read",
+        "txl_dist/training/loop.py:5 in _train",
+    )
 
 
 def test_on_a_gpu_a_call_that_waits_for_a_result_counts_as_a_collective(tmp_path: Path) -> None:
@@ -160,7 +167,7 @@ def test_a_stack_names_its_outermost_collective(
 
 def test_the_watch_ends_with_its_context(tmp_path: Path) -> None:
     before: list[Any] = threading.enumerate()
-    with CollectiveWatch(Activity(), rank=0, num_ranks=1, run=tmp_path, limit_seconds=1):
+    with CollectiveWatch(World(0, 1), run=tmp_path, limit_seconds=1):
         assert len(threading.enumerate()) == len(before) + 1
     assert threading.enumerate() == before
 
@@ -175,10 +182,8 @@ def test_a_long_evaluation_is_not_silent(
     activities[1].name = "evaluation of rank 1"
     with ExitStack() as stack:
         for rank, activity in enumerate(activities):
-            watch = CollectiveWatch(
-                activity, rank=rank, num_ranks=2, run=tmp_path, limit_seconds=1.0
-            )
-            stack.enter_context(watch)
+            world = World(rank, 2, activity=activity)
+            stack.enter_context(CollectiveWatch(world, run=tmp_path, limit_seconds=1.0))
         wait_until(lambda: len(caplog.messages) >= 2)
         activities[0].name = "evaluation, 35% scored"
         wait_until(lambda: activities[0].name in caplog.messages)

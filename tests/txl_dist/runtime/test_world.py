@@ -4,11 +4,10 @@ import socket
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.support.gloo_ranks import RankGroups
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.runtime.world import World, _require_own_gpu
+from txl_dist.runtime.world import World
 
 
 def use_collectives(world: World) -> tuple[list[float], list[int], list[int], int]:
@@ -65,21 +64,3 @@ def test_a_port_in_use_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(TxlError, match=rf"127\.0\.0\.1:{port}.*in use.*same command again"):
             World(0, 2, 0).join(timeout_seconds=5.0)
-
-
-def refusal_of_gpu(world: World, gpus: list[str]) -> str:
-    try:
-        _require_own_gpu(world, gpus[world.rank])
-    except ConfigError as error:
-        return str(error)
-    finally:  # the next call on this group must not read these keys
-        world.barrier()
-        _get_default_store().delete_key(f"txl_dist/gpu/{world.rank}")
-        world.barrier()
-    return ""
-
-
-def test_two_ranks_on_one_gpu_are_refused_by_name_on_both(ranks: RankGroups) -> None:
-    assert ranks(2).run(refusal_of_gpu, ["GPU a of host x", "GPU a of host y"]) == ["", ""]
-    messages = ranks(2).run(refusal_of_gpu, ["GPU a of host x"] * 2)
-    assert all("ranks 0 and 1 would both use GPU a of host x, but" in each for each in messages)

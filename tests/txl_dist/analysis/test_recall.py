@@ -11,15 +11,13 @@ from torch import Tensor
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import VOCAB_SIZE, small_model
-from tests.support.token_sources import random_corpus
-from txl_dist.analysis.windows import WindowScorer
-from txl_dist.bench.recall import (
+from txl_dist.analysis.recall import (
     RecallProbe,
     measure_recall,
     place_spans,
     random_text,
-    sampled_text,
 )
+from txl_dist.analysis.windows import WindowScorer
 
 PROBE = RecallProbe(distances=(5, 9, 14), span=5, cue=2, num_sequences=12, seed=1)
 
@@ -75,13 +73,6 @@ def test_a_model_gains_nothing_from_tokens_that_it_cannot_see() -> None:
     assert [row.gain for row in result.rows[2:]] == [0]
 
 
-def test_text_of_a_split_has_spans_of_other_places() -> None:
-    source = random_corpus([[200], [90, 30]], vocab_size=VOCAB_SIZE, seed=3)
-    text_BN, span_BX = sampled_text(PROBE, source, "document")
-    assert text_BN.shape == (12, PROBE.num_tokens)
-    assert (span_BX[0] == text_BN[6, :5]).all()
-
-
 @pytest.mark.parametrize(
     "sizes", [{"distances": (4,)}, {"distances": (9, 5)}, {"distances": (5,), "cue": 5}]
 )
@@ -103,7 +94,7 @@ def test_another_kind_of_memory_is_probed_too(dataset: Path, tmp_path: Path, kin
 def test_the_command_prints_a_table_or_one_object(dataset: Path, tmp_path: Path) -> None:
     model = export_small_model(tmp_path / "model", dataset)
     small = "--distances", "16,30"
-    code, output = run_txl("bench", "recall", model, "--data", dataset, *small)
+    code, output = run_txl("bench", "recall", model, *small)
     assert code == 0, output
     assert "at most 36 tokens of context" in output
     code, output = run_txl("bench", "recall", model, *small, "--json", "--mem-len", 3)

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
+from txl_dist.analysis import eval_speed
+from txl_dist.analysis.eval_speed import bench_eval_speed
 from txl_dist.analysis.windows import WindowScorer
-from txl_dist.bench import eval_speed
-from txl_dist.bench.eval_speed import bench_eval_speed
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import inference_flops, window_flops
 

@@ -11,9 +11,8 @@ control has text. A model that uses the first occurrence predicts the second one
 loss of the other `span - cue` tokens is averaged over all sequences, at each distance and in the
 control; the gain is the difference, and its interval is a bootstrap over sequences.
 
-Text and spans are uniformly random token ids or, with a dataset, text of one split, where the span
-is text of another sampled place. With random tokens nothing else helps the prediction, but they are
-unlike the training data; real text measures recall under realistic conditions.
+Text and spans are uniformly random token ids, so nothing but the first occurrence helps the
+prediction. How much context helps on real text is measured by `txl recl`.
 
 The model reads a sequence from an empty memory, in segments of `tgt_len` tokens with its memory, as
 in `txl eval`; the last segment ends with the last scored token (analysis/windows.py). It therefore
@@ -31,18 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.shard_reader import TokenSource, open_split
-from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.order import hash_ids
-from data_pipeline.streams.segments import Reset
-from data_pipeline.system.remote_path import dataset_path
-from txl_dist.analysis.windows import WindowScorer, sample_positions
-from txl_dist.convert.stored_model import StoredModel
-from txl_dist.errors import DataError
+from txl_dist.analysis.windows import WindowScorer
 from txl_dist.evaluation.bootstrap import interval, plan_resampling, resamples
-from txl_dist.model.config import ModelConfig
-from txl_dist.runtime.device import default_device
 
 # Shapes: B sequences, N tokens of a sequence, X tokens of a span, D distances
 
@@ -156,59 +146,3 @@ def random_text(
     tokens = allowed[(hashes % np.uint64(len(allowed))).astype(np.int64)]
     tokens = tokens.reshape(probe.num_sequences, width)
     return tokens[:, : probe.num_tokens], tokens[:, probe.num_tokens :]
-
-
-def open_recall(
-    probe: RecallProbe,
-    stored: StoredModel,
-    config: ModelConfig,
-    *,
-    tgt_len: int,
-    data: str | None,
-    split: str,
-) -> tuple[WindowScorer, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """The model on the GPU if there is one, and texts and spans as `random_text` has them.
-
-    Raises DataError if `data` does not fit the model.
-    """
-    if data is not None:
-        directory = dataset_path(data)
-        manifest = load_manifest(directory)
-        stored.check_data(manifest, directory)
-        source = open_split(directory, split, manifest=manifest)
-        texts = sampled_text(probe, source, stored.reset)
-    model, tokenizer = stored.load(config)
-    if data is None:
-        excluded = [tokenizer.end_of_document] if tokenizer else []
-        texts = random_text(probe, config.num_ids, excluded=excluded)
-    return WindowScorer(model=model.to(default_device()), tgt_len=tgt_len), texts
-
-
-def sampled_text(
-    probe: RecallProbe, source: TokenSource, reset: Reset
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Texts [B, N] of a split, and spans [B, X] from the start of another sampled text.
-
-    Raises DataError if fewer than two texts are long enough.
-    """
-    positions = sample_positions(
-        source,
-        context=probe.num_tokens - 1,
-        num_positions=probe.num_sequences,
-        seed=probe.seed,
-        reset=reset,
-    )
-    if len(positions) < 2:
-        raise DataError(
-            f"{source.block_tokens.sum():,} tokens hold one text of {probe.num_tokens:,} tokens "
-            "for the probe; spans come from another text. Take shorter --distances or a larger "
-            "split"
-        )
-    text_BN = np.stack(
-        [
-            read_range(source, target + 1 - probe.num_tokens, target + 1)[0]
-            for target in positions.target_N.tolist()
-        ]
-    )
-    # Half a sample away, because neighbours in the sample may be the same text.
-    return text_BN, np.roll(text_BN, len(text_BN) // 2, axis=0)[:, : probe.span]

@@ -34,7 +34,7 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.batches import PlannedEvaluation
-    from txl_dist.evaluation.result import Result
+    from txl_dist.evaluation.result import EvaluationResult
 
 
 def evaluate(
@@ -247,7 +247,7 @@ def _score(
     workers: int,
     per_document: Path | None,
     out: Path | None,
-) -> "tuple[list[Result], Any]":
+) -> "tuple[list[EvaluationResult], Any]":
     """Score, record and write. Returns one result per score, and what --json prints.
 
     `sweeps`: by checkpoint, setting and split. `swept`: names of the settings of --sweep.
@@ -282,13 +282,13 @@ def _score(
                 contents = [sweep_content(model, swept) for model in models]
             else:
                 scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
-                results = with_differences(record_results(planned, scored, workers), scored)
+                results = with_differences(record_results(planned, scored, workers), planned)
                 contents = [each.to_json() for each in results]
                 if per_document:
                     with explain_disk_errors(
                         "writing the scores of documents", per_document.parent
                     ):
-                        write_file(per_document, document_lines(planned, scored))
+                        write_file(per_document, document_lines(planned))
                     _note(f"wrote {per_document}")
         with running("recording the scores in MLflow"):
             log_evaluations(each.spec.checkpoint for each in planned)

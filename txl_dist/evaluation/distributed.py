@@ -179,7 +179,7 @@ def evaluate_sweep(
     """Score all combinations on the first split, and the best one on the others."""
     first_specs = [specs[0] for specs in sweep]
     candidates = evaluate_on_workers(first_specs, workers, progress=progress, note=note)
-    losses = [candidate.sums.nats for candidate in candidates]
+    losses = [candidate.nats for candidate in candidates]
     best = losses.index(min(losses))
     other_specs, reported = sweep[best][1:], []
     if other_specs:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.run_directories import write_results, write_run
-from txl_dist.analysis.run_record import read_run
-from txl_dist.analysis.run_report import run_page
+from txl_dist.analysis.run_report import read_run, run_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PROBE = """<script>

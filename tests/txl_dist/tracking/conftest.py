@@ -12,10 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from txl_dist.config.data_config import DataConfig
+from txl_dist.config.run_config import RunConfig
+from txl_dist.config.training_config import TrackingConfig, TrainingConfig
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.mlflow_tracker import MlflowTracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.sender import Sender
 from txl_dist.tracking.tracker import TrackingRequest, TrackingState
 
@@ -167,3 +172,29 @@ def run_ids(database: Path, experiment: str = "tests") -> list[str]:
             (experiment,),
         )
         return [run_id for (run_id,) in rows]
+
+
+# --- real sender processes ------------------------------------------------------------------------
+
+
+def tracking_config(run_dir: Path, uri: str | None = None, *, enabled: bool = True) -> RunConfig:
+    return RunConfig(
+        directory=str(run_dir),
+        data=DataConfig(path="data/none"),
+        training=TrainingConfig(num_steps=10),
+        tracking=TrackingConfig(uri=uri, experiment="tests", enabled=enabled),
+    )
+
+
+def senders_of(run_dir: Path) -> list[int]:
+    """The living sender processes of this run directory."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "status"])
+        if {"txl_dist.tracking.sender", str(run_dir)} <= set(process.info["cmdline"] or ())
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def delivered_steps(run_dir: Path, tracker: TrackingProcess) -> list[int]:
+    return recorded_steps(run_dir.parent / "mlflow.db", tracker.run_id or "")

@@ -136,7 +136,7 @@ def test_an_evaluation_arrives_once_although_calls_fail(
     assert sorted(recorded) == [[], [], [5], [5]]
 
 
-def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
+def test_an_unreachable_server_is_a_warning_and_the_next_command_delivers(
     run_dir: Path,
     server: MlflowServer,
     caplog: pytest.LogCaptureFixture,
@@ -157,7 +157,8 @@ def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
     (child,) = _children(server.database, run_dir)
     assert recorded_steps(server.database, child, "valid/mem_len_0/nats") == []
     server.open()
-    sender_for(run_dir, server.uri).finish("finished")
+    monkeypatch.setattr(process, "EVALUATION_SECONDS", 300)
+    log_evaluations([checkpoint])
     children = _children(server.database, run_dir)
     recorded = [
         recorded_steps(server.database, run, f"valid/mem_len_{mem_len}/nats")
@@ -166,28 +167,6 @@ def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
     ]
     assert sorted(recorded) == [[], [], [5], [5]]
     assert status_of(server.database, run_id_of(run_dir)) == "FINISHED"
-
-
-@pytest.mark.slow
-def test_several_evaluations_are_children_of_their_training_runs(
-    run_dir: Path,
-    server: MlflowServer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """With the process that txl eval starts."""
-    monkeypatch.setattr(process, "EVALUATION_SECONDS", 300)
-    server.open()
-    sender_for(run_dir, server.uri).pump()
-    other = run_dir.with_name("other")  # a second training run of the same experiment
-    shutil.copytree(run_dir, other)
-    sender_for(other, server.uri).pump()
-    log_evaluations([_keep(run, split=split) for run in (run_dir, other) for split in "ab"])
-    assert not caplog.text
-    for run in (run_dir, other):
-        children = _children(server.database, run)
-        assert len(children) == 2
-        assert {status_of(server.database, child) for child in children} == {"FINISHED"}
 
 
 def test_the_sender_of_a_run_that_trains_sends_the_evaluations(

@@ -132,28 +132,24 @@ def test_a_renamed_run_directory_keeps_its_mlflow_run(run_dir: Path) -> None:
     assert run_ids(run_dir.parent / "mlflow.db") == [first]
 
 
-def test_points_that_no_later_step_replaces_are_not_in_the_curve(run_dir: Path) -> None:
-    """A run that resumes and ends early; a metric that is no longer written."""
+@pytest.mark.parametrize("is_running", [True, False])
+def test_points_that_no_later_step_replaces_are_not_in_the_curve(
+    run_dir: Path, is_running: bool
+) -> None:
+    """A run that resumes and ends early, also while its sender lives; a metric of one step."""
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 41))
     write_steps(run_dir, range(41, 42), scored_once=5.0)
-    sender_for(run_dir).pump()
+    sender = sender_for(run_dir)
+    sender.pump()
+    write_steps(run_dir, range(42, 46))  # never sent
     _roll_back(run_dir, 30)
-    sender_for(run_dir).finish("finished")
+    if is_running:
+        write_steps(run_dir, range(31, 36), since=START + 1000)
+    (sender if is_running else sender_for(run_dir)).finish("finished")
     assert _curves(database, run_id_of(run_dir)) == _journalled(run_dir)
     (superseded,) = set(run_ids(database)) - {run_id_of(run_dir)}
     assert tags_of(database, superseded)["txl.status"] == "superseded"
-
-
-def test_a_running_delivery_notices_a_rollback(run_dir: Path) -> None:
-    write_steps(run_dir, range(1, 41))
-    sender = sender_for(run_dir)
-    sender.pump()
-    write_steps(run_dir, range(41, 46))  # never sent
-    _roll_back(run_dir, 30)
-    write_steps(run_dir, range(31, 36), since=START + 1000)
-    sender.pump()
-    assert _curves(run_dir.parent / "mlflow.db", run_id_of(run_dir)) == _journalled(run_dir)
 
 
 @pytest.mark.fault_row(32)
@@ -214,20 +210,14 @@ def test_metric_names_become_legal_and_contain_no_relative_paths() -> None:
 DIGEST = "0123456789abcdef" * 4
 DATASETS = (
     TrackedDataset(
-        name="books/train",
-        digest=DIGEST,
-        source="/data/books",
-        context="training",
+        name="books/train", digest=DIGEST, source="/data/books", context="training",
         profile={"tokens": 900, "documents": 9, "dtype": "uint16"},
     ),
     TrackedDataset(
-        name="books/valid",
-        digest=DIGEST,
-        source="/data/books",
-        context="evaluation",
+        name="books/valid", digest=DIGEST, source="/data/books", context="evaluation",
         profile={"tokens": 100},
     ),
-)
+)  # fmt: skip
 HOW_TO = Path(__file__).parents[3] / "docs" / "how_to" / "track_with_mlflow.md"
 
 

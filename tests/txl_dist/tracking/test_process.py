@@ -19,9 +19,10 @@ from tests.txl_dist.tracking.conftest import (
     MlflowServer,
     recorded_steps,
     run_id_of,
+    senders_of,
     status_of,
+    tracking_config,
 )
-from tests.txl_dist.tracking.real_senders import senders_of, tracking_config
 from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.build import start_tracker

@@ -97,23 +97,19 @@ def test_a_finished_run_and_a_deleted_experiment_are_reopened(
     assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 11))
 
 
-def test_the_tokens_of_an_evaluated_step_are_one_point(run_dir: Path) -> None:
-    write_steps(run_dir, range(1, 4), tokens=7.0)
+def test_the_tokens_of_an_evaluated_step_are_one_point_and_infinity_is_a_tag(
+    run_dir: Path,
+) -> None:
+    write_steps(run_dir, range(1, 4), tokens=7.0, grad=1.0)
     write_steps(run_dir, range(2, 3), tokens=7.0, **{"valid/tokens_scored": 5.0, "valid/loss": 1.5})
+    write_steps(run_dir, range(4, 5), grad=float("inf"))
+    write_steps(run_dir, range(5, 6), grad=float("nan"))
     sender_for(run_dir).pump()
-    database = run_dir.parent / "mlflow.db"
-    assert recorded_steps(database, run_id_of(run_dir), "tokens") == [1, 2, 3]
-    assert recorded_steps(database, run_id_of(run_dir), "valid/loss") == [2]
-
-
-def test_infinity_and_nan_become_tags_instead_of_points(run_dir: Path) -> None:
-    write_steps(run_dir, range(1, 3), grad=1.0)
-    write_steps(run_dir, range(3, 4), grad=float("inf"))
-    write_steps(run_dir, range(4, 5), grad=float("nan"))
-    sender_for(run_dir).pump()
-    database = run_dir.parent / "mlflow.db"
-    assert recorded_steps(database, run_id_of(run_dir), "grad") == [1, 2]
-    assert tags_of(database, run_id_of(run_dir))["txl.not_finite.grad"] == "at step 4"
+    database, run_id = run_dir.parent / "mlflow.db", run_id_of(run_dir)
+    assert recorded_steps(database, run_id, "tokens") == [1, 2, 3, 4, 5]
+    assert recorded_steps(database, run_id, "valid/loss") == [2]
+    assert recorded_steps(database, run_id, "grad") == [1, 2, 3]
+    assert tags_of(database, run_id)["txl.not_finite.grad"] == "at step 5"
 
 
 @pytest.mark.fault_row(32)
@@ -217,6 +213,8 @@ def test_sync_delivers_what_an_ended_run_did_not(
     assert b"CANARY" not in warning + stderr
     assert all(b"CANARY" not in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
 
+    code, output = run_txl("track", "sync", tmp_path)
+    assert (code, "tracking.enabled" in output) == (2, True), "not a run directory"
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow sets it in its server
     code, output = run_txl("track", "sync", run_dir)
     assert code == 2
@@ -252,13 +250,6 @@ def test_the_end_is_stored_if_a_call_returns_only_after_the_deadline(
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
     assert state.status == "finished"
-
-
-def test_sync_of_a_directory_without_tracking_is_refused_by_name(tmp_path: Path) -> None:
-    code, message = run_txl("track", "sync", tmp_path)
-    assert code == 2
-    assert str(tmp_path) in message
-    assert "tracking.enabled" in message
 
 
 SLOW_IMPORT = """

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.txl_dist.tracking.conftest import write_steps
-from tests.txl_dist.tracking.real_senders import tracking_config
+from tests.txl_dist.tracking.conftest import tracking_config, write_steps
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackingRequest, TrackingState
 

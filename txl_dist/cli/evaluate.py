@@ -256,7 +256,6 @@ def _score(
         RESULT_NAME,
         document_lines,
         record_results,
-        record_sweep,
         sweep_content,
         with_differences,
         write_evaluation,
@@ -271,18 +270,17 @@ def _score(
             open_workers(on, workers, use_gpus=True) as pool,
             work_progress(TOKENS, pool) as progress,
         ):
+
+            def score(specs: "Sequence[PlannedEvaluation]") -> "list[EvaluationResult]":
+                scored = evaluate_on_workers(specs, pool, progress=progress, note=_note)
+                return record_results(specs, scored, workers)
+
             if swept:
-                models = [
-                    record_sweep(
-                        sweep, evaluate_sweep(sweep, pool, progress=progress, note=_note), workers
-                    )
-                    for sweep in sweeps
-                ]
+                models = [evaluate_sweep(sweep, score) for sweep in sweeps]
                 results = [each for model in models for each in model]
                 contents = [sweep_content(model, swept) for model in models]
             else:
-                scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
-                results = with_differences(record_results(planned, scored, workers), planned)
+                results = with_differences(score(planned), planned)
                 contents = [each.to_json() for each in results]
                 if per_document:
                     with explain_disk_errors(

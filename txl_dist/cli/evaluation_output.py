@@ -30,7 +30,6 @@ from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.batches import PlannedEvaluation
-    from txl_dist.evaluation.distributed import Sweep, SweepResult
 
 RESULT_NAME = "result.json"
 
@@ -48,8 +47,7 @@ def document_lines(
 ) -> Iterator[bytes]:
     """The lines of all scored specs, in the order of the splits. They have no `num_ranks`."""
     for each in planned:
-        assert each.breakdown is not None, "planned with per_document"
-        sums = {start: row for start, *row in each.breakdown[DOCUMENT].rows()}
+        sums = {start: row for start, *row in _documents(each).rows()}
         names = {"checkpoint": str(each.given.checkpoint), "split": each.spec.settings.split}
         split = open_split(each.spec.data, each.spec.settings.split)
         has_bytes = open_tokenizer(each.spec.data, split.manifest).token_bytes().any()
@@ -64,6 +62,13 @@ def document_lines(
             score = {"tokens": tokens, "bytes": known_bytes, "nats": nats}
             yield json.dumps({**names, "id": document.id, **score}).encode() + b"\n"
             position += document.num_tokens
+
+
+def _documents(planned: "PlannedEvaluation") -> LossTable:
+    """The sums of each document, in a spec that was planned with them."""
+    breakdown = planned.breakdown
+    assert breakdown is not None
+    return breakdown[DOCUMENT]
 
 
 # --- the results, from which everything is printed and written ------------------------------------
@@ -91,8 +96,7 @@ def with_differences(
     for result, each in zip(results, planned, strict=True):
         compared.append(result)
         if result.details:
-            assert each.breakdown is not None
-            documents = each.breakdown[DOCUMENT]
+            documents = _documents(each)
             name, base = first.setdefault(result.split, (result.checkpoint, documents))
             if base is not documents:
                 nats_per_token, ends = paired_difference(documents, base)
@@ -100,20 +104,6 @@ def with_differences(
                 details = {**result.details, "difference": difference}
                 compared[-1] = result.model_copy(update={"details": details})
     return compared
-
-
-def record_sweep(sweep: "Sweep", result: "SweepResult", num_workers: int) -> list[EvaluationResult]:
-    """Of one model: all settings on the first split, then the best one on the other splits."""
-    best = result.best
-    candidates = record_results([specs[0] for specs in sweep], result.candidates, num_workers)
-    reported = record_results(sweep[best][1:], result.reported, num_workers)
-    return [
-        *(
-            each.model_copy(update={"selected": number == best})
-            for number, each in enumerate(candidates)
-        ),
-        *(each.model_copy(update={"selected": True}) for each in reported),
-    ]
 
 
 def sweep_content(results: Sequence[EvaluationResult], swept: Sequence[str]) -> dict[str, Any]:

@@ -218,8 +218,8 @@ class ScoredText:
             return None
         return self.counts.words + self.counts.line_ends + self.document_ends
 
-    def named_sums(self, sums: LossSums) -> dict[str, float]:
-        """The sums and the units of the text that was scored; those that are not known are missing.
+    def content(self, sums: LossSums) -> dict[str, Any]:
+        """The fields of an `EvaluationResult` that say how much was scored, and the scores.
 
         `sums`: with the bytes of the text (`counted`).
         """
@@ -232,15 +232,10 @@ class ScoredText:
         # 15 digits and more, says nothing.
         elif self.counts is not None and named["tokens"] < self.counts.characters:
             named["words"] = self.num_words or 0
-        return {name: size for name, size in named.items() if size > 0 or name == "nats"}
-
-    def content(self, sums: LossSums) -> dict[str, Any]:
-        """The fields of an `EvaluationResult` that say how much was scored, and the scores."""
-        named = self.named_sums(sums)
         content: dict[str, Any] = {
-            "nats": named["nats"],
-            "tokens_scored": named["tokens"],
-            "bytes_scored": named.get("bytes"),
+            "nats": sums.nats,
+            "tokens_scored": sums.num_tokens,
+            "bytes_scored": sums.num_bytes if sums.num_bytes > 0 else None,
             "scores": {name: in_range(value) for name, value in finish(named).items()},
         }
         if self.counts is None:

@@ -314,26 +314,30 @@ def plan(model: Path, data: Path, *, split: str, **options: int) -> PlannedEvalu
     return plan_spec(evaluation_spec(model, data, split=split, max_tokens=401, **options))
 
 
+def sweep_on(workers: InProcess, sweep: Sweep) -> list[EvaluationResult]:
+    return evaluate_sweep(sweep, lambda planned: evaluate_on_workers(planned, workers))
+
+
 def test_the_lowest_loss_on_the_first_split_is_reported_on_the_others(
     planned: list[Sweep],
 ) -> None:
     for model in planned:
         workers = Recorder()
-        result = evaluate_sweep(model, workers)
-        num_train = sum("split train" in unit for unit in workers.scored)
-        assert num_train == len([*model[result.best][1].batches()]), "only the best one"
-        losses = [candidate.nats for candidate in result.candidates]
-        assert losses[result.best] == min(losses)
+        *candidates, reported = sweep_on(workers, model)
+        losses = [candidate.nats for candidate in candidates]
         assert len(set(losses)) == 4
+        best = losses.index(min(losses))
+        assert [each.selected for each in candidates] == [n == best for n in range(4)]
         settings = [specs[0].spec.settings for specs in model]
-        lengths = [(each.tgt_len, each.mem_len) for each in result.candidates]
+        lengths = [(each.tgt_len, each.mem_len) for each in candidates]
         assert lengths == [(each.tgt_len, each.mem_len) for each in settings]
-        assert result.reported == evaluate_on_workers(model[result.best][1:], InProcess())
-        assert [each.split for each in result.reported] == ["train"]
+        (expected,) = evaluate_on_workers(model[best][1:], InProcess())
+        assert reported == expected.model_copy(update={"selected": True})
+        num_train = sum("split train" in unit for unit in workers.scored)
+        assert num_train == len([*model[best][1].batches()]), "only the best one"
 
 
 def test_equal_losses_select_the_first_setting(planned: list[Sweep]) -> None:
     specs = planned[0][0]
-    result = evaluate_sweep([specs[:1], specs[:1]], InProcess())
-    assert result.best == 0
-    assert result.reported == []
+    results = sweep_on(InProcess(), [specs[:1], specs[:1]])
+    assert [each.selected for each in results] == [True, False]

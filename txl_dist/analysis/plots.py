@@ -41,12 +41,12 @@ def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
     return figure
 
 
-def draw_lines(axes: Axes, lines: Mapping[str, tuple[Any, Any]]) -> None:
-    """Draw x and y of each line, by its label."""
+def draw_lines(axes: Axes, lines: Sequence[tuple[str, Any, Any]]) -> None:
+    """Draw lines: label, x and y of each."""
     # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
     spread = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(lines)))
     colours = PALETTE if len(lines) <= len(PALETTE) else spread
-    for number, (label, (x, y)) in enumerate(lines.items()):
+    for number, (label, x, y) in enumerate(lines):
         # In a legend, `$` would start a formula, and a leading `_` hides the line.
         plain = " " * label.startswith("_") + label.replace("$", r"\$")
         dashes = DASHES[number % len(DASHES)]
@@ -134,7 +134,7 @@ def _draw_layer(axes: Axes, attention: "AttentionByDistance", layer: int) -> Non
     axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
     nearest_first = sorted(range(len(mean_H)), key=mean_H.__getitem__)
     draw_lines(
-        axes, {f"head {h}: mean {mean_H[h]:,.0f}": (bin_X, mass_HX[h]) for h in nearest_first}
+        axes, [(f"head {h}: mean {mean_H[h]:,.0f}", bin_X, mass_HX[h]) for h in nearest_first]
     )
     if edges[-1] > attention.tgt_len:
         # From distance tgt_len on, all keys are in memory. Bin k starts at 2**(k - 1), drawn at k.
@@ -161,7 +161,7 @@ def plot_group(report: Mapping[str, Any]) -> Figure:
     losses, gains = figure.subplots(1, 2)
     models, contexts = report["models"], report["contexts"]
     draw_lines(
-        losses, {m["name"]: (contexts, [point["nats"] for point in m["curve"]]) for m in models}
+        losses, [(m["name"], contexts, [point["nats"] for point in m["curve"]]) for m in models]
     )
     for model, line in zip(models, losses.get_lines(), strict=True):
         low, high = ([point[end] for point in model["curve"]] for end in ("low", "high"))
@@ -169,11 +169,11 @@ def plot_group(report: Mapping[str, Any]) -> Figure:
     finish(losses, "context c in tokens", "nats per token after exactly c tokens")
 
     r = min(result["r"] for result in models[0]["recl"])  # which has the hardest targets
-    lines = {}
+    lines = []
     for model in models:
         (result,) = (result for result in model["recl"] if result["r"] == r)
         label = f"{model['name']}: RECL {'≥ ' * result['is_lower_bound']}{result['recl']:,}"
-        lines[label] = contexts[:-1], np.maximum(result["gains"], MIN_DRAWN)
+        lines.append((label, contexts[:-1], np.maximum(result["gains"], MIN_DRAWN)))
     draw_lines(gains, lines)
     gains.axhline(report["threshold"], color="0.35", linestyle="--", label="threshold")
     gains.set_yscale("log")

@@ -282,7 +282,7 @@ def _chart(runs: Sequence[RunRecord], lines: Sequence[Series], *, is_logarithmic
     if len(runs) > 1:
         lines = [_by_tokens(run, line) for run, line in zip(runs, lines, strict=True)]
     # Of a long path its end, which names the run.
-    draw_lines(axes, {r.name[-28:]: thin_out(line) for r, line in zip(runs, lines, strict=True)})
+    draw_lines(axes, [(r.name[-28:], *thin_out(line)) for r, line in zip(runs, lines, strict=True)])
     if is_logarithmic:
         axes.set_yscale("log", nonpositive="mask")
     if len(runs) == 1:

@@ -101,6 +101,8 @@ def test_one_run_is_drawn_by_step_with_its_events_and_several_by_tokens(
     for text in texts_of_charts(run, write_run(tmp_path / "other")):
         assert "tokens" in text
         assert "restart (" not in text
+    for text in texts_of_charts(run, run):
+        assert text.count(str(run)[-28:]) == 2, "also runs whose names end alike"
     (run / "events.jsonl").unlink()
     assert not any("restart (" in text or "diverged step" in text for text in texts_of_charts(run))
 

@@ -43,8 +43,6 @@ from txl_dist.evaluation.distributed import PlannedEvaluation, evaluate_on_worke
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.spec import EvaluationSpec, evaluation_spec
 
-from .test_distributed import Recorder
-
 FREQUENCY_BUCKET_V = np.arange(VOCAB_SIZE, dtype=np.uint8) % 3
 
 
@@ -130,11 +128,9 @@ def spec(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationS
     return evaluation_spec(model, dataset, split="train", tgt_len=12, batch=1, max_tokens=240)
 
 
-def evaluate(
-    spec: EvaluationSpec, workers: Workers, scores: Path | None = None, *, resume: bool = False
-) -> PlannedEvaluation:
+def evaluate(spec: EvaluationSpec, workers: Workers) -> PlannedEvaluation:
     """The scored spec, with its details."""
-    planned = plan_spec(spec, scores, resume=resume, details=True)
+    planned = plan_spec(spec, details=True)
     evaluate_on_workers([planned], workers)
     return planned
 
@@ -159,21 +155,6 @@ def test_details_do_not_change_the_score(spec: EvaluationSpec, expected: Planned
     assert plain == expected.result().model_copy(update={"details": None})
     paths = {plan_spec(spec, Path("scores"), details=d).finished.path for d in (False, True)}
     assert len(paths) == 2
-
-
-def test_a_stopped_evaluation_goes_on_from_its_finished_batches(
-    spec: EvaluationSpec, expected: PlannedEvaluation, tmp_path: Path
-) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(spec, Recorder(stop_after=3), tmp_path)
-    workers = Recorder()
-    result = evaluate(spec, workers, tmp_path, resume=True)
-    assert details(result) == details(expected)
-    assert len(workers.scored) == len(expected.chunks) - 3
-    again = Recorder()
-    result = evaluate(spec, again, tmp_path, resume=True)
-    assert again.scored == []
-    assert details(result) == details(expected)
 
 
 @pytest.mark.slow

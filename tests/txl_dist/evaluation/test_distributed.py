@@ -149,15 +149,6 @@ def test_the_threads_of_the_caller_do_not_change_a_bit(dataset: Path, tmp_path: 
     assert nats[0] == nats[1]
 
 
-def test_the_order_of_the_batches_does_not_change_a_bit(
-    spec: EvaluationSpec, expected: EvaluationResult
-) -> None:
-    workers = Recorder()
-    assert evaluate([spec], workers) == [expected]
-    assert len(workers.scored) == NUM_BATCHES
-    assert workers.scored[-1] == "chunks 0 to 0 of split valid, small"
-
-
 def test_the_sums_are_added_in_the_order_of_the_chunks(spec: EvaluationSpec) -> None:
     planned = plan_spec(spec)
     for number, nats in ((2, 1.0), (0, 1e16), (1, -1e16)):  # finished in this order

@@ -1,14 +1,14 @@
 """`txl bench recall`: up to which distance does a trained model copy a repeated span?
 
-Protocol. One sequence has `2 * span + max_distance` tokens, and ends with a span of `span` tokens:
+Protocol. One sequence has `2 * SPAN + max_distance` tokens, and ends with a span of SPAN tokens:
 
     control        text ........................................ text SPAN
-    distance d     text ........ SPAN ...... d - span tokens .... text SPAN
+    distance d     text ........ SPAN ...... d - SPAN tokens .... text SPAN
 
 Both are the same tokens, except that at distance d the span also occurs d tokens earlier, where the
 control has text. A model that uses the first occurrence predicts the second one better. The first
-`cue` tokens of the second span are not scored: before them, nothing indicates a repetition. The
-loss of the other `span - cue` tokens is averaged over all sequences, at each distance and in the
+CUE tokens of the second span are not scored: before them, nothing indicates a repetition. The
+loss of the other `SPAN - CUE` tokens is averaged over all sequences, at each distance and in the
 control; the gain is the difference, and its interval is a bootstrap over sequences.
 
 Text and spans are uniformly random token ids, so nothing but the first occurrence helps the
@@ -32,40 +32,15 @@ from numpy.typing import NDArray
 
 from data_pipeline.streams.order import hash_ids
 from txl_dist.analysis.windows import WindowScorer
+from txl_dist.errors import ConfigError
 from txl_dist.evaluation.bootstrap import interval, plan_resampling, resamples
 
 # Shapes: B sequences, N tokens of a sequence, X tokens of a span, D distances
 
+SPAN, CUE = 16, 4
+NUM_SEQUENCES = 32
 MIN_SHARE = 0.1
 NUM_RESAMPLES = 500
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecallProbe:
-    """The sizes of the probe, in tokens."""
-
-    distances: tuple[int, ...]
-    """From the first token of the first occurrence to that of the second; rising."""
-    span: int = 16
-    cue: int = 4
-    num_sequences: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.cue < self.span:
-            raise ValueError(f"cue={self.cue} must be from 0 to below span={self.span}")
-        if not self.distances or sorted(set(self.distances)) != list(self.distances):
-            raise ValueError(f"distances={list(self.distances)} must rise")
-        if self.distances[0] < self.span:
-            raise ValueError(
-                f"distance {self.distances[0]} is shorter than span={self.span}: the occurrences "
-                "would overlap"
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of one sequence."""
-        return 2 * self.span + self.distances[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +68,41 @@ class RecallResult:
 
 def measure_recall(
     scorer: WindowScorer,
-    probe: RecallProbe,
-    text_BN: NDArray[np.int64],
-    span_BX: NDArray[np.int64],
+    distances: Sequence[int],
     *,
+    seed: int,
+    excluded: Sequence[int] = (),
     batch_windows: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RecallResult:
-    """Losses of the second span at every distance and without a first one."""
-    conditions: list[int | None] = [None, *probe.distances]
+    """Losses of the second span at every distance and without a first one.
+
+    `distances` rise, and are from the first token of the first occurrence to that of the second.
+    `excluded` ids do not occur. Raises ConfigError for other distances.
+    """
+    if sorted({*distances}) != [*distances] or distances[0] < SPAN:
+        raise ConfigError(
+            f"--distances {','.join(map(str, distances))}: expected rising numbers of at least "
+            f"{SPAN} tokens, the length of the span, or its occurrences would overlap"
+        )
+    vocab_size = scorer.model.config.num_ids
+    text_BN, span_BX = random_text(distances[-1], vocab_size, seed=seed, excluded=excluded)
+    conditions: list[int | None] = [None, *distances]
     means = np.empty((len(conditions), len(text_BN)))
     for row, distance in enumerate(conditions):
         sequence_BN = torch.from_numpy(place_spans(text_BN, span_BX, distance))
         losses = [
-            scorer.last_nats(batch_BN, num_scored=probe.span - probe.cue)
+            scorer.last_nats(batch_BN, num_scored=SPAN - CUE)
             for batch_BN in sequence_BN.split(batch_windows)
         ]
         means[row] = torch.cat(losses).double().mean(dim=1).numpy()
         on_progress(row + 1, len(conditions))
     gains_DB, control = means[0] - means[1:], float(means[0].mean())
     each = np.arange(len(text_BN))
-    plan = plan_resampling(each, num_resamples=NUM_RESAMPLES, seed=probe.seed)
+    plan = plan_resampling(each, num_resamples=NUM_RESAMPLES, seed=seed)
     resampled = np.stack([gains_DB[:, indices].mean(axis=1) for indices in resamples(each, plan)])
     rows = []
-    for number, distance in enumerate(probe.distances):
+    for number, distance in enumerate(distances):
         nats, gain = float(means[1 + number].mean()), float(gains_DB[number].mean())
         low, high = interval(resampled[:, number])
         rows.append(RecallRow(distance, nats, gain, low, high, gain / control))
@@ -137,12 +123,12 @@ def place_spans(
 
 
 def random_text(
-    probe: RecallProbe, vocab_size: int, *, excluded: Sequence[int] = ()
+    max_distance: int, vocab_size: int, *, seed: int, excluded: Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Uniformly random texts [B, N] and spans [B, X] without the `excluded` ids."""
     allowed = np.setdiff1d(np.arange(vocab_size), np.array(excluded, np.int64))
-    width = probe.num_tokens + probe.span
-    hashes = hash_ids(probe.seed, num_ids=probe.num_sequences * width)
+    num_tokens = 2 * SPAN + max_distance
+    hashes = hash_ids(seed, num_ids=NUM_SEQUENCES * (num_tokens + SPAN))
     tokens = allowed[(hashes % np.uint64(len(allowed))).astype(np.int64)]
-    tokens = tokens.reshape(probe.num_sequences, width)
-    return tokens[:, : probe.num_tokens], tokens[:, probe.num_tokens :]
+    tokens = tokens.reshape(NUM_SEQUENCES, -1)
+    return tokens[:, :num_tokens], tokens[:, num_tokens:]

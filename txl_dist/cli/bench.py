@@ -23,7 +23,7 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.analysis.eval_speed import SpeedRow
-    from txl_dist.analysis.recall import RecallProbe, RecallResult
+    from txl_dist.analysis.recall import RecallResult
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
 
@@ -138,27 +138,24 @@ def recall(
 
     Example: txl bench recall runs/quickstart --distances 16,64,256
     """
-    from txl_dist.analysis.recall import RecallProbe, measure_recall, random_text
+    from txl_dist.analysis.recall import CUE, NUM_SEQUENCES, SPAN, measure_recall
     from txl_dist.analysis.windows import UNLIMITED, WindowScorer
     from txl_dist.convert.stored_model import find_model
     from txl_dist.runtime.device import default_device
 
-    stored = find_model(checkpoint)
-    lengths = whole_numbers("--distances", distances)
+    stored, lengths = find_model(checkpoint), whole_numbers("--distances", distances)
     try:
-        probe = RecallProbe(distances=tuple(lengths), seed=seed)
         config = stored.config.with_mem_len(mem_len)
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None
     model, tokenizer = stored.load(config)
-    excluded = [tokenizer.end_of_document] if tokenizer else []
-    texts = random_text(probe, config.num_ids, excluded=excluded)
     scorer = WindowScorer(model=model.to(default_device()), tgt_len=tgt_len or stored.tgt_len)
     with work_progress(WorkUnit("distances")) as show:
         result = measure_recall(
             scorer,
-            probe,
-            *texts,
+            lengths,
+            seed=seed,
+            excluded=[tokenizer.end_of_document] if tokenizer else [],
             batch_windows=batch,
             on_progress=lambda done, total: show("reading", done, total),
         )
@@ -168,22 +165,23 @@ def recall(
         "tgt_len": scorer.tgt_len,
         "mem_len": config.tokens_kept,
         "max_context": None if scorer.max_context == UNLIMITED else scorer.max_context,
-        **asdict(probe),
+        "distances": lengths,
+        "span": SPAN,
+        "cue": CUE,
+        "num_sequences": NUM_SEQUENCES,
+        "seed": seed,
     }
     if as_json:
         print(json.dumps({**settings, **asdict(result)}, allow_nan=False))
     else:
-        _print_recall(probe, result, settings)
+        _print_recall(result, settings)
 
 
-def _print_recall(
-    probe: "RecallProbe", result: "RecallResult", settings: dict[str, object]
-) -> None:
+def _print_recall(result: "RecallResult", settings: dict[str, object]) -> None:
     print(
-        f"{settings['checkpoint']} on {settings['text']}: span {probe.span}, cue {probe.cue}, "
-        f"{probe.num_sequences} sequences, seed {probe.seed}; tgt_len {settings['tgt_len']}, "
-        f"mem_len {settings['mem_len']}, at most {settings['max_context'] or 'any number of'} "
-        "tokens of context"
+        "{checkpoint} on {text}: span {span}, cue {cue}, {num_sequences} sequences, seed {seed}; "
+        "tgt_len {tgt_len}, mem_len {mem_len}, at most ".format(**settings)
+        + f"{settings['max_context'] or 'any number of'} tokens of context"
     )
     table = [["distance", "nats/token", "gain", "95 % interval", "share"]]
     table += [

@@ -23,8 +23,8 @@ from txl_dist.config.redaction import redact_field
 from txl_dist.convert.hub import FILE_NAME, require_supported
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.result import EvaluationResult, read_result
-from txl_dist.evaluation.scores import SCORES, kept_results
+from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result
+from txl_dist.evaluation.scores import SCORES
 from txl_dist.events import newest_attempt, read_events
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.goodput import WallTime

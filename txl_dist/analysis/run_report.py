@@ -33,8 +33,8 @@ from txl_dist.analysis.plots import Axes, draw_lines, finish, new_figure, svg_by
 from txl_dist.config.config_file import flatten_settings
 from txl_dist.config.yaml_file import YamlTextError, read_yaml
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.evaluation.result import EvaluationResult, read_result, table_columns
-from txl_dist.evaluation.scores import SCORES, kept_results
+from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result, table_columns
+from txl_dist.evaluation.scores import SCORES
 from txl_dist.events import ENDS, EVENTS, Event, last_start, newest_attempt, of_kind, read_events
 from txl_dist.tracking.journal import JOURNAL, read_metrics
 from txl_dist.tracking.tracker import as_text

@@ -41,7 +41,7 @@ from data_pipeline.tokenizers.ids import IdTokenizer
 from txl_dist.checkpoint.directory import model_name
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.breakdown import in_range
-from txl_dist.evaluation.scores import SCORES, LossSums, finish
+from txl_dist.evaluation.scores import FOLDER, SCORES, LossSums, finish
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.spec import EvaluationSettings
@@ -156,6 +156,12 @@ def table_columns(results: Iterable[EvaluationResult]) -> list[str]:
     """Names of the scores that a table of these results shows."""
     known = {name for each in results for name in each.known_scores}
     return [name for name, score in SCORES.items() if score.in_tables and name in known]
+
+
+def kept_results(run: Path) -> list[Path]:
+    """The results that `txl eval` has kept in a run, RUN/evaluations/SPLIT-KEY.json, by name."""
+    paths = (run / FOLDER).glob("*.json")
+    return sorted(path for path in paths if not path.name.startswith("step-"))
 
 
 def read_result(path: Path, *, model_digest: str | None = None) -> EvaluationResult:

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from txl_dist.config.redaction import redact
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.result import EvaluationResult, read_result
-from txl_dist.evaluation.scores import kept_results
+from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result
 from txl_dist.tracking.tracker import (
     STATE,
     Point,

@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # it imports torch, which the report of a run does not need
 MAX_LINES_IN_LEGEND = 20
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#332288", "#882255")
 DASHES = ("-", "--", "-.", ":")
+MAX_MARKERS = 30
+"""A line of more points has no markers."""
 MIN_DRAWN = 1e-4
 """Logarithmic axes of shares and gains start here; smaller values are drawn at this one."""
 
@@ -50,7 +52,10 @@ def draw_lines(axes: Axes, lines: Sequence[tuple[str, Any, Any]]) -> None:
         # In a legend, `$` would start a formula, and a leading `_` hides the line.
         plain = " " * label.startswith("_") + label.replace("$", r"\$")
         dashes = DASHES[number % len(DASHES)]
-        axes.plot(x, y, dashes, color=colours[number], linewidth=1.2, label=plain)
+        # A line of one point is not seen, and few points should be.
+        marker = "." if len(x) <= MAX_MARKERS else ""
+        style = {"color": colours[number], "marker": marker, "linewidth": 1.2}
+        axes.plot(x, y, dashes, label=plain, **style)
 
 
 class _PlainNumbers(LogFormatter):

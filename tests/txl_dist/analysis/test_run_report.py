@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.support.run_directories import NUM_STEPS, write_results, write_run
 from txl_dist.analysis import run_report
+from txl_dist.analysis.plots import draw_lines, new_figure
 from txl_dist.analysis.run_report import charts_of_runs, read_run, run_page, thin_out
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
@@ -138,6 +139,9 @@ def test_long_series_are_drawn_as_means_that_keep_their_sum() -> None:
     assert np.mean(values) == pytest.approx(np.mean([value for _, value in series]))
     short, _ = thin_out([(1, 2.0), (2, float("nan")), (3, 1.0)])
     assert short.tolist() == [1, 3]
+    axes = new_figure((1, 1)).subplots()
+    draw_lines(axes, [("one point is seen", [1], [2.0])])
+    assert axes.get_lines()[0].get_marker() == "."
 
 
 @without_charts

@@ -73,7 +73,7 @@ def compare_times(run: Path, data: Path, num_rounds: int) -> bool:
 def score(spec: EvaluationSpec, workers: ProcessWorkers) -> float:
     """Context tokens as a fraction of the scored tokens."""
     (result,) = evaluate_on_workers([plan_spec(spec)], workers)
-    return result.overhead
+    return result.context_overhead
 
 
 def txl(*words: object) -> None:

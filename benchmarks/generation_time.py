@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from txl_dist.bench import one_thread, time_rounds
+from txl_dist.analysis.eval_speed import time_rounds
 from txl_dist.generation.decoder import BatchDecoder
 from txl_dist.generation.text import Sampling
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.device import torch_threads
 from txl_dist.runtime.process import keep_freed_memory
 
 TGT_LEN = 128
@@ -56,7 +57,7 @@ def bench_generate(
     """
     keep_freed_memory()
     yield from _by_length(rounds, lengths, config)
-    with one_thread():
+    with torch_threads(1):
         for num_prompts, limit in SHARES.items():
             yield from _by_products(rounds, long_memory, num_prompts, limit)
 

@@ -18,9 +18,10 @@ from model_speed import Work
 from training_step import OLD, zipf_segment
 
 from txl_dist import ModelConfig, TransformerXL
-from txl_dist.bench import one_thread, time_rounds
+from txl_dist.analysis.eval_speed import time_rounds
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.token_step import TokenStep
+from txl_dist.runtime.device import torch_threads
 from txl_dist.runtime.process import keep_freed_memory
 
 NUM_LANES, TGT_LEN, MEM_LEN, NUM_SEGMENTS, MEMORY_TOKENS = 4, 128, 128, 2, 8
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     keep_freed_memory()
-    with one_thread():
+    with torch_threads(1):
         for title, work_of in (
             (f"training step, {NUM_SEGMENTS} segments of {TGT_LEN // NUM_SEGMENTS}", training),
             (f"generation of {NUM_GENERATED} tokens, one at a time", generation),

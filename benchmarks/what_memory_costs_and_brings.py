@@ -30,7 +30,7 @@ import torch
 from figures import peak_mib
 from matplotlib.figure import Figure
 
-from txl_dist.bench import time_rounds
+from txl_dist.analysis.eval_speed import time_rounds
 from txl_dist.evaluation.spec import evaluation_spec, plan_evaluation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import forward_flops, inference_flops

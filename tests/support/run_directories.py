@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.evaluation.breakdown import TABLES
-from txl_dist.evaluation.result import Result
+from txl_dist.evaluation.result import EvaluationResult
 from txl_dist.events import EVENTS, AttemptStart, EventLog, Kind
 
 NUM_STEPS = 7
@@ -75,7 +75,7 @@ def evaluation(run: str, mem_len: int, nats: float, *, details: bool = False) ->
         "data_sha256": "d", "model_sha256": run, "protocol": "the protocol line",
         **({"details": {**about, **tables}} if details else {}),
     }  # fmt: skip
-    return Result.model_validate(content).to_json()
+    return EvaluationResult.model_validate(content).to_json()
 
 
 def bucket(low: int, nats: float) -> dict[str, Any]:

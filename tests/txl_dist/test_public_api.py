@@ -163,7 +163,7 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
         content["data"] |= {"path": data}
         again = txl_dist.RunConfig.model_validate(content)
         assert txl_dist.TrainSpec(config=again, resume=checkpoint).resume == str(checkpoint)
-    assert (result.settings.tgt_len, result.settings.mem_len) == (
+    assert (result.tgt_len, result.mem_len) == (
         trained.tgt_len,
         trained.config.mem_len,
     ), "as in training"

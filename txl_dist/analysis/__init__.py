@@ -3,9 +3,10 @@
     recl.py         the relative effective context length of a group of models (`txl recl`)
     windows.py      a model's losses of sampled targets after exactly c tokens
     attention.py    attention of every head by distance (`txl attention`)
-    run_record.py   what a run directory says about a run
-    run_report.py   the HTML page of a run, or of several compared (`txl report`)
+    run_report.py   the HTML page of a run directory, or of several compared (`txl report`)
     run_status.py   what runs are doing now (`txl status`)
+    recall.py       up to which distance a model copies (`txl bench recall`)
+    eval_speed.py   the time that reusing states saves (`txl bench eval-speed`)
     model_card.py   what a checkpoint, its run and its data tell (`txl export --format hf`)
     plots.py        all figures; no other module imports matplotlib
 

@@ -159,9 +159,6 @@ def _even_weights(config: ModelConfig, age_BT: Tensor) -> Tensor:
     return (visible_BTS.double() / visible_BTS.sum(-1, keepdim=True))[:, None]
 
 
-ATTENTION_NAME = "attention.json"
-
-
 def attention_json(attention: AttentionByDistance, spec: EvaluationSpec, model: ModelConfig) -> str:
     """The text of attention.json."""
     content = {

@@ -11,6 +11,7 @@ written: no run knows them.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +22,8 @@ from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.redaction import redact_field
 from txl_dist.convert.hub import FILE_NAME, require_supported
 from txl_dist.convert.stored_model import find_model
-from txl_dist.evaluation.result import Result, read_result, results_of_model
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result
 from txl_dist.evaluation.scores import SCORES
 from txl_dist.events import newest_attempt, read_events
 from txl_dist.model.transformer_xl import TransformerXL
@@ -91,9 +93,10 @@ def card(
         require_supported(manifest.architecture)
     stored, run = find_model(checkpoint), run_of(checkpoint)
     state = load_state(checkpoint, manifest)
-    results = [read_result(path, stored.digest) for path in scores]
-    if run is not None and not results:
-        results = results_of_model(run, stored.digest)
+    results = [read_result(path, model_digest=stored.digest) for path in scores]
+    for path in kept_results(run) if run is not None and not scores else ():
+        with suppress(OSError, CheckpointError):  # of other weights, or damaged
+            results.append(read_result(path, model_digest=stored.digest))
     # A split may have been scored twice, alone and with others.
     results = list({result.key: result for result in results}.values())
     name = (run or checkpoint).resolve().name
@@ -135,7 +138,9 @@ def card(
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(name: str, results: Sequence[Result], *, library: str, is_text: bool) -> str:
+def _front_matter(
+    name: str, results: Sequence[EvaluationResult], *, library: str, is_text: bool
+) -> str:
     # JSON is YAML: strings from names of runs and datasets need no other escaping.
     content: dict[str, Any] = {"library_name": library}
     if is_text:
@@ -216,7 +221,7 @@ def _training(
             yield f"`{name}`", json.dumps(value)
 
 
-def _score_of_result(result: Result) -> str:
+def _score_of_result(result: EvaluationResult) -> str:
     known = result.known_scores.items()
     rows = ((SCORES[name].label, SCORES[name].text(value)) for name, value in known)
     return f"{_table(('score', 'value'), rows)}\n\nProtocol: {result.protocol}"

@@ -3,9 +3,9 @@
 No other module imports matplotlib; `run_report.py` has the curves of `txl report`. The same figure
 always gives the same bytes. Text from elsewhere is plain: `$` and `_` have no special meaning.
 
-Lines are told apart with any colour vision and in greyscale: they also differ in dashes and
-markers. A few lines have the colours of PALETTE, of Okabe and Ito and of Tol, as far as they have a
-contrast of 3 to white; more lines have those of viridis, whose lightness is monotonic.
+Lines are told apart with any colour vision and in greyscale: they also differ in dashes. A few
+lines have the colours of PALETTE, of Okabe and Ito and of Tol, as far as they have a contrast of 3
+to white; more lines have those of viridis, whose lightness is monotonic.
 """
 
 import io
@@ -27,9 +27,11 @@ if TYPE_CHECKING:  # it imports torch, which the report of a run does not need
 
 MAX_LINES_IN_LEGEND = 20
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#332288", "#882255")
-MARKERS, DASHES = "osD^vP", ("-", "--", "-.", ":")
-MAX_MARKERS, SPARSE_MARKERS = 30, 8
-"""A line of more points has about SPARSE_MARKERS markers."""
+DASHES = ("-", "--", "-.", ":")
+MAX_MARKERS = 30
+"""A line of more points has no markers."""
+MIN_DRAWN = 1e-4
+"""Logarithmic axes of shares and gains start here; smaller values are drawn at this one."""
 
 
 def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
@@ -41,19 +43,19 @@ def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
     return figure
 
 
-def draw_line(axes: Axes, x: Any, y: Any, *, label: str, number: int, num_lines: int) -> None:
-    """Draw line `number` of `num_lines`, with its own colour, dashes and marker."""
-    # In a legend, `$` would start a formula, and a leading `_` hides the line.
-    label = " " * label.startswith("_") + label.replace("$", r"\$")
+def draw_lines(axes: Axes, lines: Sequence[tuple[str, Any, Any]]) -> None:
+    """Draw lines: label, x and y of each."""
     # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
-    map_colour = matplotlib.colormaps["viridis"](0.9 * number / max(1, num_lines - 1))
-    colour = PALETTE[number] if num_lines <= len(PALETTE) else map_colour
-    marker, dashes = MARKERS[number % len(MARKERS)], DASHES[number % len(DASHES)]
-    every = None if len(x) <= MAX_MARKERS else (number, len(x) // SPARSE_MARKERS)
-    axes.plot(
-        x, y, dashes, color=colour, marker=marker, markersize=3, markevery=every, linewidth=1.2,
-        label=label,
-    )  # fmt: skip
+    spread = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(lines)))
+    colours = PALETTE if len(lines) <= len(PALETTE) else spread
+    for number, (label, x, y) in enumerate(lines):
+        # In a legend, `$` would start a formula, and a leading `_` hides the line.
+        plain = " " * label.startswith("_") + label.replace("$", r"\$")
+        dashes = DASHES[number % len(DASHES)]
+        # A line of one point is not seen, and few points should be.
+        marker = "." if len(x) <= MAX_MARKERS else ""
+        style: dict[str, Any] = {"color": colours[number], "marker": marker, "linewidth": 1.2}
+        axes.plot(x, y, dashes, label=plain, **style)
 
 
 class _PlainNumbers(LogFormatter):
@@ -65,11 +67,9 @@ class _PlainNumbers(LogFormatter):
 
 def finish(axes: Axes, x_label: str, y_label: str) -> None:
     """Add labels, a grid, and a legend unless there is one line, or many."""
-    for axis in (axes.xaxis, axes.yaxis):
-        if isinstance(axis.get_major_formatter(), LogFormatter):
-            base = axis.get_transform().base  # type: ignore[attr-defined]
-            axis.set_major_formatter(_PlainNumbers(base))
-            axis.set_minor_formatter(_PlainNumbers(base))
+    if axes.get_yscale() == "log":
+        axes.yaxis.set_major_formatter(_PlainNumbers())
+        axes.yaxis.set_minor_formatter(_PlainNumbers())
     axes.set_xlabel(x_label, fontsize=9, parse_math=False)
     axes.set_ylabel(y_label, fontsize=9, parse_math=False)
     axes.tick_params(labelsize=8)
@@ -105,11 +105,6 @@ def _reproducible() -> Iterator[None]:
 
 # --- attention by distance ------------------------------------------------------------------------
 
-MOST_COLUMNS = 3
-PANEL_INCHES = (4.2, 3.2)
-MIN_SHARE = 1e-4
-"""The y axis is logarithmic and starts here; smaller shares are drawn at this value."""
-
 
 def power_bins(num_distances: int) -> list[int]:
     """Edges of the bins: their starts 0, 1, 2, 4, ..., then the end of the last one."""
@@ -125,9 +120,9 @@ def sum_over_bins(mass: ArrayLike, edges: Sequence[int]) -> NDArray[Any]:
 def plot_attention(attention: "AttentionByDistance", *, title: str) -> Figure:
     """Draw all layers, one panel each, with equal axes."""
     num_layers = len(attention.heads.by_distance_LHD)
-    columns = min(num_layers, MOST_COLUMNS)
+    columns = min(num_layers, 3)
     rows = -(-num_layers // columns)
-    figure = new_figure((PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.7), title=title)
+    figure = new_figure((4.2 * columns, 3.2 * rows + 0.7), title=title)
     for layer in range(num_layers):
         _draw_layer(figure.add_subplot(rows, columns, layer + 1), attention, layer)
     return figure
@@ -137,20 +132,21 @@ def _draw_layer(axes: Axes, attention: "AttentionByDistance", layer: int) -> Non
     heads, even = attention.heads, attention.even
     edges = power_bins(heads.by_distance_LHD.shape[-1])
     # X: bins
-    mass_HX = np.maximum(sum_over_bins(heads.by_distance_LHD[layer], edges), MIN_SHARE)
-    even_X = np.maximum(sum_over_bins(even.by_distance_LHD[0, 0], edges), MIN_SHARE)
+    mass_HX = np.maximum(sum_over_bins(heads.by_distance_LHD[layer], edges), MIN_DRAWN)
+    even_X = np.maximum(sum_over_bins(even.by_distance_LHD[0, 0], edges), MIN_DRAWN)
     mean_H = heads.mean_distance[layer].tolist()
     bin_X = np.arange(len(edges) - 1)
     axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
-    for number, head in enumerate(sorted(range(len(mean_H)), key=mean_H.__getitem__)):
-        label = f"head {head}: mean {mean_H[head]:,.0f}"
-        draw_line(axes, bin_X, mass_HX[head], label=label, number=number, num_lines=len(mean_H))
+    nearest_first = sorted(range(len(mean_H)), key=mean_H.__getitem__)
+    draw_lines(
+        axes, [(f"head {h}: mean {mean_H[h]:,.0f}", bin_X, mass_HX[h]) for h in nearest_first]
+    )
     if edges[-1] > attention.tgt_len:
         # From distance tgt_len on, all keys are in memory. Bin k starts at 2**(k - 1), drawn at k.
         border = np.log2(attention.tgt_len) + 0.5
         axes.axvline(border, color="0.35", linestyle="--", linewidth=0.9, label="memory only")
     axes.set_yscale("log")
-    axes.set_ylim(MIN_SHARE, 1.3)
+    axes.set_ylim(MIN_DRAWN, 1.3)
     axes.set_xticks(bin_X, [f"{start:,}" for start in edges[:-1]], rotation=45)
     axes.set_title(
         f"layer {layer}: {heads.memory_LH[layer].mean():.0%} on memory "
@@ -162,44 +158,31 @@ def _draw_layer(axes: Axes, attention: "AttentionByDistance", layer: int) -> Non
 
 # --- context curves -------------------------------------------------------------------------------
 
-MIN_GAIN = 1e-4
-"""The axis of gains is logarithmic and starts here; smaller gains are drawn at this value."""
-
 
 def plot_group(report: Mapping[str, Any]) -> Figure:
     """Draw recl.json: mean losses by context with intervals, and gains by context."""
     title = f"{report['group']} on {report['split']}: {report['positions']:,} targets"
     figure = new_figure((12, 4.6), title=title)
     losses, gains = figure.subplots(1, 2)
-    _draw_curves(losses, report)
-    _draw_gains(gains, report)
+    models, contexts = report["models"], report["contexts"]
+    draw_lines(
+        losses, [(m["name"], contexts, [point["nats"] for point in m["curve"]]) for m in models]
+    )
+    for model, line in zip(models, losses.get_lines(), strict=True):
+        low, high = ([point[end] for point in model["curve"]] for end in ("low", "high"))
+        losses.fill_between(contexts, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    finish(losses, "context c in tokens", "nats per token after exactly c tokens")
+
+    r = min(result["r"] for result in models[0]["recl"])  # which has the hardest targets
+    lines = []
+    for model in models:
+        (result,) = (result for result in model["recl"] if result["r"] == r)
+        label = f"{model['name']}: RECL {'≥ ' * result['is_lower_bound']}{result['recl']:,}"
+        lines.append((label, contexts[:-1], np.maximum(result["gains"], MIN_DRAWN)))
+    draw_lines(gains, lines)
+    gains.axhline(report["threshold"], color="0.35", linestyle="--", label="threshold")
+    gains.set_yscale("log")
+    finish(
+        gains, "context c in tokens", f"relative gain of {report['delta']} more tokens, r = {r:g}"
+    )
     return figure
-
-
-def _draw_curves(axes: Axes, report: Mapping[str, Any]) -> None:
-    models = report["models"]
-    for number, model in enumerate(models):
-        nats, low, high = (
-            [point[name] for point in model["curve"]] for name in ("nats", "low", "high")
-        )
-        style = {"label": model["name"], "number": number, "num_lines": len(models)}
-        draw_line(axes, report["contexts"], nats, **style)
-        colour = axes.get_lines()[-1].get_color()
-        axes.fill_between(report["contexts"], low, high, color=colour, alpha=0.15, linewidth=0)
-    finish(axes, "context c in tokens", "nats per token after exactly c tokens")
-
-
-def _draw_gains(axes: Axes, report: Mapping[str, Any]) -> None:
-    """For the smallest r, which has the hardest targets."""
-    models = report["models"]
-    results = [min(model["recl"], key=lambda result: result["r"]) for model in models]
-    for number, (model, result) in enumerate(zip(models, results, strict=True)):
-        gains = np.maximum(result["gains"], MIN_GAIN)
-        sign = "≥ " if result["is_lower_bound"] else ""
-        label = f"{model['name']}: RECL {sign}{result['recl']:,}"
-        contexts = report["contexts"][:-1]
-        draw_line(axes, contexts, gains, label=label, number=number, num_lines=len(models))
-    axes.axhline(report["threshold"], color="0.35", linestyle="--", label="threshold")
-    axes.set_yscale("log")
-    y_label = f"relative gain of {report['delta']} more tokens, r = {results[0]['r']:g}"
-    finish(axes, "context c in tokens", y_label)

@@ -42,9 +42,8 @@ object of recl.json, with bootstrap intervals of losses and RECL. Its keys:
                                  recl: r, recl, low, high, is_lower_bound, last_gain_ends, gains
 """
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -55,7 +54,6 @@ from numpy.typing import NDArray
 from data_pipeline.errors import counted
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from data_pipeline.tokenizers.loading import differences
 from txl_dist.analysis.windows import WindowScorer, measure_losses, sample_positions
 from txl_dist.convert.stored_model import find_model
@@ -185,48 +183,42 @@ def analyse_group(
 
 # --- a group of stored models ---------------------------------------------------------------------
 
-JSON_NAME = "recl.json"
 NUM_RESAMPLES = 500
 
 ReclReport: TypeAlias = dict[str, Any]
 """The object of recl.json."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReclRequest:
-    """What `txl recl` measures. All specs have the same data and split."""
-
-    names: tuple[str, ...]
-    """Published with the result, because RECL depends on the group."""
-    specs: tuple[EvaluationSpec, ...]
-    """One per model; the batch size counts windows."""
-    contexts: tuple[int, ...]
-    """Ascending, all steps equal."""
-    r_values: tuple[float, ...]
-    threshold: float
-    num_positions: int
-    seed: int
-
-
 def measure_group(
-    request: ReclRequest, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    specs: Mapping[str, EvaluationSpec],
+    contexts: Sequence[int],
+    *,
+    r_values: Sequence[float],
+    threshold: float,
+    num_positions: int,
+    seed: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ReclReport:
     """Losses of every model at every context, their curves and RECL: the object of recl.json.
 
-    Calls `on_progress(targets scored, targets)`, of all models. Holds one model at a time. Raises
+    `specs`: by the name that is published, because RECL depends on the group; all have the same
+    data and split, and the batch size counts windows. `contexts` rise by equal steps. Calls
+    `on_progress(targets scored, targets)`, of all models. Holds one model at a time. Raises
     ConfigError for invalid options, DataError if tokenizers differ or no target has enough context,
     and CheckpointError for damaged weights.
     """
-    _check_group(request)
-    specs, contexts = request.specs, request.contexts
-    data, split = specs[0].data, specs[0].settings.split
+    if bad := [r for r in r_values if not 0 < r <= 1]:
+        raise ConfigError(f"--r {bad[0]:g} must be above 0 and at most 1")
+    _require_one_tokenizer([*specs.values()])
+    first = next(iter(specs.values()))
+    data, split = first.data, first.settings.split
     source = open_split(data, split, manifest=load_manifest(data))
-    within_documents = any(spec.settings.reset == "document" for spec in specs)
+    within_documents = any(spec.settings.reset == "document" for spec in specs.values())
     positions = sample_positions(
         source,
         context=contexts[-1],
-        num_positions=request.num_positions,
-        seed=request.seed,
+        num_positions=num_positions,
+        seed=seed,
         reset="document" if within_documents else "stream",
     )
     num_scored = 0
@@ -237,7 +229,7 @@ def measure_group(
         on_progress(num_scored, len(specs) * len(positions))
 
     losses, models = [], []
-    for name, spec in zip(request.names, specs, strict=True):
+    for name, spec in specs.items():
         scorer, model = _open(name, spec)
         batch = spec.batch_chunks
         losses.append(
@@ -246,33 +238,31 @@ def measure_group(
             )
         )
         models.append(model)
-    resampling = plan_resampling(
-        positions.document_N, num_resamples=NUM_RESAMPLES, seed=request.seed
-    )
+    resampling = plan_resampling(positions.document_N, num_resamples=NUM_RESAMPLES, seed=seed)
     analyses = analyse_group(
         np.stack(losses),
         contexts,
         positions.document_N,
         resampling,
-        r_values=request.r_values,
-        threshold=request.threshold,
+        r_values=r_values,
+        threshold=threshold,
         max_contexts=[model["max_context"] for model in models],
     )
     report = {
         "format": "txl-recl",
         "version": 1,
-        "group": ", ".join(request.names),
+        "group": ", ".join(specs),
         "data": str(data),
         "data_sha256": source.manifest.digest,
         "split": split,
         "protocol": "",
         "contexts": list(contexts),
         "delta": contexts[1] - contexts[0],
-        "threshold": request.threshold,
+        "threshold": threshold,
         "positions": len(positions),
         "documents": positions.num_documents,
         "within_documents": within_documents,
-        "seed": request.seed,
+        "seed": seed,
         "bootstrap": {
             "unit": resampling.unit,
             "num_units": resampling.num_units,
@@ -304,27 +294,22 @@ def _protocol(report: ReclReport) -> str:
     )
 
 
-def _check_group(request: ReclRequest) -> None:
-    """Check what can be checked before weights are loaded. Raises ConfigError or DataError."""
-    if len(set(request.names)) < len(request.names):
-        raise ConfigError(f"the models need different names, got {', '.join(request.names)}")
-    if bad := [r for r in request.r_values if not 0 < r <= 1]:
-        raise ConfigError(f"--r {bad[0]:g} must be above 0 and at most 1")
-    models = [find_model(spec.checkpoint, weights=spec.weights) for spec in request.specs]
-    first = models[0]
+def _require_one_tokenizer(specs: Sequence[EvaluationSpec]) -> None:
+    """Before weights are loaded. Raises DataError."""
+    models = [find_model(spec.checkpoint, weights=spec.weights) for spec in specs]
+    first, data = models[0], specs[0].data
     for model in models:
-        if not (model.tokenizer and first.tokenizer):
-            continue
-        if changes := differences(model.tokenizer, first.tokenizer):
+        if (
+            model.tokenizer
+            and first.tokenizer
+            and (changes := differences(model.tokenizer, first.tokenizer))
+        ):
             raise DataError(
                 f"the tokenizers of {model.path} and {first.path} differ: {changes}; a group needs "
                 "one tokenizer, because its losses per token are compared. Compare models that "
                 "were trained on the same prepared dataset"
             )
-    data = request.specs[0].data
-    manifest = load_manifest(data)
-    for model in models:
-        model.check_data(manifest, data)
+        model.check_data(load_manifest(data), data)
 
 
 def _open(name: str, spec: EvaluationSpec) -> tuple[WindowScorer, dict[str, Any]]:
@@ -342,14 +327,3 @@ def _open(name: str, spec: EvaluationSpec) -> tuple[WindowScorer, dict[str, Any]
         **{option: getattr(settings, option) for option in options},
         "max_context": scorer.max_context,
     }
-
-
-def write_report(staged: StagedDirectory, report: ReclReport) -> None:
-    """Write recl.json and the plots."""
-    from txl_dist.analysis.plots import plot_group, write_figure
-
-    with explain_disk_errors("writing recl.json and its plots", staged.directory):
-        staging = staged.stage()
-        plots = write_figure(plot_group(report), staging, "recl")
-        write_synced(staging / JSON_NAME, json.dumps(report, allow_nan=False).encode())
-        staged.publish([*plots, JSON_NAME])

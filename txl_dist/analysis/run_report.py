@@ -1,6 +1,11 @@
 """`txl report`: one HTML page about a run, or about several compared.
 
-    RunRecord (run_record.py) -> facts, curves, tables -> page
+    metrics.jsonl   metrics, by name: (step, value) of every line that has it
+    events.jsonl    starts, divergences, how it ended, seconds by cause (txl_dist/events.py)
+    config.yaml     settings
+    evaluations/    results of `txl eval` (evaluation/result.py)
+
+Reads only, and imports no torch. What is damaged or missing is named on the page.
 
 The curves of one run are drawn by step, with its restarts and the steps that have diverged. Those
 of several runs are drawn over each other by tokens, because their steps may differ in size.
@@ -13,19 +18,100 @@ without scrolling sideways.
 import base64
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from txl_dist.analysis.plots import Axes, draw_line, finish, new_figure, svg_bytes
-from txl_dist.analysis.run_record import RunRecord, Series, differing_settings
-from txl_dist.evaluation.result import Result, table_columns
+from txl_dist.analysis.plots import Axes, draw_lines, finish, new_figure, svg_bytes
+from txl_dist.config.config_file import flatten_settings
+from txl_dist.config.yaml_file import YamlTextError, read_yaml
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result, table_columns
 from txl_dist.evaluation.scores import SCORES
-from txl_dist.events import ENDS, last_start, newest_attempt, of_kind
+from txl_dist.events import ENDS, EVENTS, Event, last_start, newest_attempt, of_kind, read_events
+from txl_dist.tracking.journal import JOURNAL, read_metrics
+from txl_dist.tracking.tracker import as_text
 from txl_dist.training.goodput import LOSSES, STEPS, WallTime
+
+Series: TypeAlias = Sequence[tuple[int, float]]
+"""(step, value), in the order of the steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What a run directory says about a run."""
+
+    name: str
+    """The path of the run directory, as it was given."""
+    metrics: Mapping[str, Series]
+    """By name; also `tokens`, the targets trained on, and `time`, seconds since the epoch."""
+    events: Sequence[Event]
+    settings: Mapping[str, Any]
+    """By dotted name, not validated: another version may have others."""
+    config: str
+    """The text of config.yaml, which has no secrets."""
+    results: Sequence[EvaluationResult]
+    """Of `txl eval`."""
+    notes: Sequence[str]
+    """What could not be read, and why."""
+
+    @property
+    def last_step(self) -> int:
+        """The newest step of any metric."""
+        return max(points[-1][0] for points in self.metrics.values())
+
+    @property
+    def evaluations(self) -> Series:
+        """The loss of the split that is evaluated during training."""
+        return next((self.metrics[name] for name in self.metrics if name.endswith("/loss")), ())
+
+
+def read_run(run: Path) -> RunRecord:
+    """Read a run directory. Raises ConfigError if it has no metrics."""
+    metrics: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in read_metrics(run / JOURNAL):
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                metrics[name].append((line["step"], value))
+    if not metrics:
+        raise ConfigError(
+            f"{run} has no {JOURNAL} with a metric: it is not a run directory, or no step was "
+            "trained yet. Give the `directory` of a config that `txl train` has run"
+        )
+    notes = []
+    if not (events := read_events(run)):
+        notes.append(f"{EVENTS} has no events: starts and goodput are not known; see {run}/logs")
+    text, settings = "", None
+    try:
+        text = (run / "config.yaml").read_text(encoding="utf-8")
+        settings = read_yaml(text).value
+    except (OSError, UnicodeDecodeError, YamlTextError) as error:
+        notes.append(f"config.yaml cannot be read, so settings are not known: {error}")
+    results = []
+    for path in kept_results(run):
+        try:
+            results.append(read_result(path))
+        except (OSError, CheckpointError) as error:
+            notes.append(str(error))
+    return RunRecord(
+        name=str(run),
+        metrics=dict(metrics),
+        events=events,
+        settings=flatten_settings(settings) if isinstance(settings, dict) else {},
+        config=text,
+        results=sorted(results, key=lambda each: (each.name, each.split, each.mem_len)),
+        notes=notes,
+    )
+
+
+# --- the page -------------------------------------------------------------------------------------
 
 _STYLE = """
 * { box-sizing: border-box }
@@ -61,15 +147,14 @@ def _sections(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
     """Heading and HTML of each section; without HTML it is left out."""
     names = [run.name for run in runs]
     yield "Not shown", _text("\n".join(f"{run.name}: {n}" for run in runs for n in run.notes))
-    facts = [_facts(run) for run in runs]
-    yield (
-        "Runs",
-        _table(("", *names), ((name, *(each[name] or "-" for each in facts)) for name in facts[0])),
-    )
+    yield "Runs", _table(("", *names), _side_by_side([_facts(run) for run in runs]))
     if len(runs) > 1:
-        yield "Settings that differ", _table(("setting", *names), differing_settings(runs))
+        rows = _side_by_side([run.settings for run in runs])
+        different = [row for row in rows if len(set(row[1:])) > 1 and row[0] != "directory"]
+        yield "Settings that differ", _table(("setting", *names), different)
     yield "Curves", _charts(charts_of_runs(runs))
-    yield "Wall time by cause", _table(("cause", *names), _wall_time(runs))
+    wall_time = _side_by_side([_wall_time(run) for run in runs])
+    yield "Wall time by cause", _table(("cause", *names), wall_time)
     results = {each.key: each for run in runs for each in run.results}
     yield "Scores by txl eval", _scores([*results.values()])
     for run in runs if len(runs) == 1 else ():
@@ -77,66 +162,64 @@ def _sections(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
         yield "Config", _text(run.config)
 
 
-# --- facts and tables -----------------------------------------------------------------------------
+def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A row for each name: its value in every column, `-` where it is not known."""
+    for name in dict.fromkeys(name for column in columns for name in column):
+        yield name, *(as_text(column.get(name, "-")) for column in columns)
+
+
+_NUMBERS = (
+    ("tokens", "tokens", max, ",.0f"),
+    ("training loss, last step line", "loss", itemgetter(-1), ".4f"),
+    ("tokens per second, median", "tokens_per_second", median, ",.0f"),
+    ("model FLOPs utilisation, median", "mfu", median, ".1%"),
+)
+"""Facts that are one number of a metric: title, metric, which number, format."""
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """The same names for every run; empty what is not known."""
-    attempt, best, times = newest_attempt(run.events), run.best, run.series("time")
-    wall_time = WallTime.of(run.events)
-    return {
-        "parameters": f"{attempt.num_parameters:,}" if attempt else "",
-        "weights at the start": attempt.origin or "random" if attempt else "",
-        "ranks": f"{attempt.num_ranks} on {attempt.device}" if attempt else "",
-        "computation": attempt.computation if attempt else "",
-        "machine of rank 0": f"{attempt.host}: {attempt.machine}" if attempt else "",
-        "steps": f"{run.last_step:,}" + (f" of {attempt.num_steps:,}" if attempt else ""),
-        "tokens": _last(run, "tokens", ",.0f"),
-        "time": f"{_date(times[0][1])} to {_date(times[-1][1])}" if times else "",
-        "ended": _end(run),
-        "training loss, last step line": _last(run, "loss", ".4f"),
-        "best validation loss": f"{best[1]:.4f} at step {best[0]:,}" if best else "",
-        "tokens per second, median": _median(run, "tokens_per_second", ",.0f"),
-        "model FLOPs utilisation, median": _median(run, "mfu", ".1%"),
-        "restarts after failures": f"{wall_time.restarts:,}" if run.events else "",
-        "steps trained again": f"{wall_time.lost_steps:,}" if run.events else "",
-        "diverged steps": f"{len(run.steps_of('divergence')):,}" if run.events else "",
-    }
+    """What is known about a run."""
+    facts = {"steps": f"{run.last_step:,}"}
+    if attempt := newest_attempt(run.events):
+        facts |= {
+            "steps": f"{run.last_step:,} of {attempt.num_steps:,}",
+            "parameters": f"{attempt.num_parameters:,}",
+            "weights at the start": attempt.origin or "random",
+            "ranks": f"{attempt.num_ranks} on {attempt.device}",
+            "computation": attempt.computation,
+            "machine of rank 0": f"{attempt.host}: {attempt.machine}",
+        }
+    if times := run.metrics.get("time"):
+        facts["time"] = f"{_date(times[0][1])} to {_date(times[-1][1])}"
+    for title, metric, choose, form in _NUMBERS:
+        if points := run.metrics.get(metric):
+            facts[title] = format(choose([value for _, value in points]), form)
+    if losses := {loss: step for step, loss in run.evaluations if math.isfinite(loss)}:
+        facts["best validation loss"] = f"{min(losses):.4f} at step {losses[min(losses)]:,}"
+    if run.events:
+        wall_time, ends = WallTime.of(run.events), of_kind(last_start(run.events), *ENDS, "error")
+        facts |= {
+            "ended": ends[-1].text if ends else "not yet, or without a last word",
+            "restarts after failures": f"{wall_time.restarts:,}",
+            "steps trained again": f"{wall_time.lost_steps:,}",
+            "diverged steps": f"{len(of_kind(run.events, 'divergence')):,}",
+        }
+    return facts
 
 
-def _end(run: RunRecord) -> str:
-    """How the newest attempt has ended."""
-    ends = of_kind(last_start(run.events), *ENDS, "error")
-    return ends[-1].text if ends else "not yet, or without a last word"
-
-
-def _last(run: RunRecord, metric: str, form: str) -> str:
-    points = run.series(metric)
-    return format(points[-1][1], form) if points else ""
-
-
-def _median(run: RunRecord, metric: str, form: str) -> str:
-    points = run.series(metric)
-    return format(median(value for _, value in points), form) if points else ""
+def _wall_time(run: RunRecord) -> dict[str, str]:
+    """The share of each cause; that of the productive steps is the goodput."""
+    seconds = WallTime.of(run.events).seconds
+    total = sum(seconds.values())
+    names = {STEPS: "steps: the goodput"}
+    return {names.get(c, c): f"{seconds[c] / total:.1%}" for c in (STEPS, *LOSSES) if total}
 
 
 def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def _wall_time(runs: Sequence[RunRecord]) -> Iterator[tuple[str, ...]]:
-    """The share of each cause; that of the productive steps is the goodput."""
-    seconds = [WallTime.of(run.events).seconds for run in runs]
-    totals = [sum(each.values()) for each in seconds]
-    for cause in (STEPS, *LOSSES):
-        shares = (
-            f"{each[cause] / total:.1%}" if total else "-"
-            for each, total in zip(seconds, totals, strict=True)
-        )
-        yield ("steps: the goodput" if cause == STEPS else cause, *shares)
-
-
-def _scores(results: Sequence[Result]) -> str:
+def _scores(results: Sequence[EvaluationResult]) -> str:
     """A table of results, and their protocols."""
     columns = table_columns(results)
     header = ("model", "split", "mem_len", "tgt_len", "mode", "targets")
@@ -174,39 +257,33 @@ CHART_INCHES = (3.7, 2.6)
 show several in a row."""
 MAX_POINTS = 400
 """Longer series are drawn as means of this many parts."""
-MAX_LABEL = 28
-"""Characters of a run's name in a legend: its last ones."""
-EVALUATED = ""
-"""In CURVES: the loss of the split that a run evaluates."""
 CURVES = {
     "Training loss in nats per token": "loss",
-    "Validation loss in nats per token": EVALUATED,
+    "Validation loss in nats per token": "",
     "Tokens per second": "tokens_per_second",
     "Learning rate": "lr",
     "Gradient norm before clipping": "gradient_norm",
     "Share of the memory that is filled": "memory_valid",
 }
-"""Metrics by title."""
-LOGARITHMIC = ("gradient_norm",)
+"""Metrics by title; "": `RunRecord.evaluations`."""
 
 
 def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[tuple[str, bytes]]:
     """Title and SVG of the charts that the runs have values for."""
     for title, metric in CURVES.items():
-        lines = {run.name: run.series(metric or run.evaluated) for run in runs}
-        if any(lines.values()):
-            yield title, _chart(runs, lines, is_logarithmic=metric in LOGARITHMIC)
+        lines = [run.metrics.get(metric, ()) if metric else run.evaluations for run in runs]
+        if any(lines):
+            yield title, _chart(runs, lines, is_logarithmic=metric == "gradient_norm")
 
 
-def _chart(
-    runs: Sequence[RunRecord], lines: Mapping[str, Series], *, is_logarithmic: bool
-) -> bytes:
-    """`lines`: by run."""
+def _chart(runs: Sequence[RunRecord], lines: Sequence[Series], *, is_logarithmic: bool) -> bytes:
+    """`lines`: of each run."""
     figure = new_figure(CHART_INCHES)
     axes = figure.subplots()
-    for number, run in enumerate(runs):
-        x, y = thin_out(lines[run.name] if len(runs) == 1 else _by_tokens(run, lines[run.name]))
-        draw_line(axes, x, y, label=run.name[-MAX_LABEL:], number=number, num_lines=len(runs))
+    if len(runs) > 1:
+        lines = [_by_tokens(run, line) for run, line in zip(runs, lines, strict=True)]
+    # Of a long path its end, which names the run.
+    draw_lines(axes, [(r.name[-28:], *thin_out(line)) for r, line in zip(runs, lines, strict=True)])
     if is_logarithmic:
         axes.set_yscale("log", nonpositive="mask")
     if len(runs) == 1:
@@ -217,7 +294,7 @@ def _chart(
 
 def _by_tokens(run: RunRecord, series: Series) -> Series:
     """The values with the tokens of their steps."""
-    tokens = dict(run.series("tokens"))
+    tokens = dict(run.metrics.get("tokens", ()))
     return [(int(tokens[step]), value) for step, value in series if step in tokens]
 
 
@@ -234,15 +311,15 @@ def thin_out(
 
 def _mark_events(axes: Axes, run: RunRecord) -> None:
     """Restarts as triangles at the bottom, diverged steps as crosses at the top."""
-    across = axes.get_xaxis_transform()  # y from 0 at the bottom to 1 at the top
-    for steps, marker, height, name in (
-        (run.steps_of("start")[1:], "^", 0.04, "restart"),
-        (run.steps_of("divergence"), "X", 0.96, "diverged step"),
+    for events, marker, height, name in (
+        (of_kind(run.events, "start")[1:], "^", 0.04, "restart"),
+        (of_kind(run.events, "divergence"), "X", 0.96, "diverged step"),
     ):
-        if steps:
+        if events:
             axes.plot(
-                steps, [height] * len(steps), marker, color="black", markersize=5,
-                transform=across, label=f"{name} ({len(steps)})", clip_on=False,
+                [event.step or 0 for event in events], [height] * len(events), marker,
+                color="black", markersize=5, label=f"{name} ({len(events)})", clip_on=False,
+                transform=axes.get_xaxis_transform(),  # y from 0 at the bottom to 1 at the top
             )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
 from txl_dist.events import ENDS, EVENTS, Event, last_start, newest_attempt, of_kind, read_events
 from txl_dist.runtime.activity import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
-from txl_dist.tracking.journal import JOURNAL, READ_BYTES, parse_line
+from txl_dist.tracking.journal import JOURNAL, read_metrics
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.tracker import STATE, TrackingState
 from txl_dist.training.goodput import WallTime
@@ -159,7 +158,7 @@ def _status(run: Path, *, is_alive: bool) -> RunStatus:
         attempt=all_events[-1].attempt if all_events else None,
         log=str(log) if state in ("failed", "lost") else None,
         mlflow_run_id=tracking.run_id if tracking else None,
-        mlflow_page=_mlflow_page(run, tracking) if tracking else None,
+        mlflow_page=page_command(run, tracking.server) if tracking else None,
     )
 
 
@@ -192,18 +191,12 @@ def _doing(state: State, events: Sequence[Event], rank_zero: Heartbeat | None) -
 
 def last_values(journal: Path) -> dict[str, float]:
     """The newest value of every metric, from the end of metrics.jsonl."""
-    last: dict[str, float] = {}
-    with suppress(OSError), journal.open("rb") as file:
-        file.seek(max(0, journal.stat().st_size - READ_BYTES))
-        for line in map(parse_line, file):
-            values = (line or {}).items()
-            last |= {name: value for name, value in values if isinstance(value, int | float)}
-    return last
-
-
-def _mlflow_page(run: Path, tracking: TrackingState) -> str:
-    is_file = tracking.server is None or tracking.server.startswith("sqlite")
-    return page_command(run, tracking.server) if is_file else str(tracking.server)
+    return {
+        name: value
+        for line in read_metrics(journal, newest=True)
+        for name, value in line.items()
+        if isinstance(value, int | float)
+    }
 
 
 # --- for people -----------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from txl_dist.cli.progress import WorkUnit, work_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.bench.eval_speed import SpeedRow
-    from txl_dist.bench.recall import RecallProbe, RecallResult
+    from txl_dist.analysis.eval_speed import SpeedRow
+    from txl_dist.analysis.recall import RecallResult
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
 
@@ -55,7 +55,7 @@ def eval_speed(
 
     Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """
-    from txl_dist.bench.eval_speed import bench_eval_speed
+    from txl_dist.analysis.eval_speed import bench_eval_speed
     from txl_dist.runtime.device import default_device
 
     lengths = whole_numbers("--attention-length", attention_length)
@@ -81,7 +81,7 @@ def eval_speed(
 
 def _model_to_time(checkpoint: Path | None) -> "TransformerXL":
     """The model of a checkpoint or a random one; the benchmark chooses the memory."""
-    from txl_dist.bench.eval_speed import MODEL
+    from txl_dist.analysis.eval_speed import MODEL
     from txl_dist.convert.stored_model import find_model
     from txl_dist.model.transformer_xl import TransformerXL
 
@@ -106,7 +106,7 @@ def _print_header(config: "ModelConfig", name: str, device: str) -> None:
 
 
 def _print_row(row: "SpeedRow") -> None:
-    from txl_dist.bench.eval_speed import MAX_SHARE
+    from txl_dist.analysis.eval_speed import MAX_SHARE
 
     paper = f"{row.paper_ratio:,.0f}" if row.paper_ratio else "-"
     print(
@@ -121,13 +121,6 @@ def _print_row(row: "SpeedRow") -> None:
 @app.command()
 def recall(
     checkpoint: Checkpoint,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATA", help="Take text from this dataset. Default: random token ids."
-        ),
-    ] = None,
-    split: Annotated[str, typer.Option(help="Split of --data.")] = "valid",
     distances: Annotated[
         str, typer.Option(metavar="N,N,...", help="Distances between the occurrences, in tokens.")
     ] = "16,32,64,128,256,512",
@@ -139,56 +132,56 @@ def recall(
 ) -> None:
     """Measure from how far back a model copies.
 
-    For each distance: the loss of a repeated span of tokens, the gain over the same text without
-    the first occurrence, its 95 % interval over sequences, and its share of the loss.
+    The text is of random token ids. For each distance: the loss of a repeated span of tokens, the
+    gain over the same text without the first occurrence, its 95 % interval over sequences, and its
+    share of the loss.
 
-    Example: txl bench recall runs/quickstart --data data/stdlib --distances 16,64,256
+    Example: txl bench recall runs/quickstart --distances 16,64,256
     """
-    from txl_dist.analysis.windows import UNLIMITED
-    from txl_dist.bench.recall import RecallProbe, measure_recall, open_recall
+    from txl_dist.analysis.recall import CUE, NUM_SEQUENCES, SPAN, measure_recall
+    from txl_dist.analysis.windows import UNLIMITED, WindowScorer
     from txl_dist.convert.stored_model import find_model
+    from txl_dist.runtime.device import default_device
 
-    stored = find_model(checkpoint)
-    lengths = whole_numbers("--distances", distances)
+    stored, lengths = find_model(checkpoint), whole_numbers("--distances", distances)
     try:
-        probe = RecallProbe(distances=tuple(lengths), seed=seed)
         config = stored.config.with_mem_len(mem_len)
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None
-    scorer, texts = open_recall(
-        probe, stored, config, tgt_len=tgt_len or stored.tgt_len, data=data, split=split
-    )
+    model, tokenizer = stored.load(config)
+    scorer = WindowScorer(model=model.to(default_device()), tgt_len=tgt_len or stored.tgt_len)
     with work_progress(WorkUnit("distances")) as show:
         result = measure_recall(
             scorer,
-            probe,
-            *texts,
+            lengths,
+            seed=seed,
+            excluded=[tokenizer.end_of_document] if tokenizer else [],
             batch_windows=batch,
             on_progress=lambda done, total: show("reading", done, total),
         )
     settings = {
         "checkpoint": str(stored.path),
-        "text": data or "random tokens",
-        "split": split if data else None,
+        "text": "random tokens",
         "tgt_len": scorer.tgt_len,
         "mem_len": config.tokens_kept,
         "max_context": None if scorer.max_context == UNLIMITED else scorer.max_context,
-        **asdict(probe),
+        "distances": lengths,
+        "span": SPAN,
+        "cue": CUE,
+        "num_sequences": NUM_SEQUENCES,
+        "seed": seed,
     }
     if as_json:
         print(json.dumps({**settings, **asdict(result)}, allow_nan=False))
     else:
-        _print_recall(probe, result, settings)
+        _print_recall(result, settings)
 
 
-def _print_recall(
-    probe: "RecallProbe", result: "RecallResult", settings: dict[str, object]
-) -> None:
+def _print_recall(result: "RecallResult", settings: dict[str, object]) -> None:
     print(
-        f"{settings['checkpoint']} on {settings['text']}: span {probe.span}, cue {probe.cue}, "
-        f"{probe.num_sequences} sequences, seed {probe.seed}; tgt_len {settings['tgt_len']}, "
-        f"mem_len {settings['mem_len']}, at most {settings['max_context'] or 'any number of'} "
-        "tokens of context"
+        "{checkpoint} on {text}: span {span}, cue {cue}, {num_sequences} sequences, seed {seed}; "
+        "tgt_len {tgt_len}, mem_len {mem_len}, at most ".format(**settings)
+        + f"{settings['max_context'] or 'any number of'} tokens of context"
     )
     table = [["distance", "nats/token", "gain", "95 % interval", "share"]]
     table += [

@@ -34,7 +34,7 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.batches import PlannedEvaluation
-    from txl_dist.evaluation.result import Result
+    from txl_dist.evaluation.result import EvaluationResult
 
 
 def evaluate(
@@ -247,7 +247,7 @@ def _score(
     workers: int,
     per_document: Path | None,
     out: Path | None,
-) -> "tuple[list[Result], Any]":
+) -> "tuple[list[EvaluationResult], Any]":
     """Score, record and write. Returns one result per score, and what --json prints.
 
     `sweeps`: by checkpoint, setting and split. `swept`: names of the settings of --sweep.
@@ -256,7 +256,6 @@ def _score(
         RESULT_NAME,
         document_lines,
         record_results,
-        record_sweep,
         sweep_content,
         with_differences,
         write_evaluation,
@@ -271,24 +270,23 @@ def _score(
             open_workers(on, workers, use_gpus=True) as pool,
             work_progress(TOKENS, pool) as progress,
         ):
+
+            def score(specs: "Sequence[PlannedEvaluation]") -> "list[EvaluationResult]":
+                scored = evaluate_on_workers(specs, pool, progress=progress, note=_note)
+                return record_results(specs, scored, workers)
+
             if swept:
-                models = [
-                    record_sweep(
-                        sweep, evaluate_sweep(sweep, pool, progress=progress, note=_note), workers
-                    )
-                    for sweep in sweeps
-                ]
+                models = [evaluate_sweep(sweep, score) for sweep in sweeps]
                 results = [each for model in models for each in model]
                 contents = [sweep_content(model, swept) for model in models]
             else:
-                scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
-                results = with_differences(record_results(planned, scored, workers), scored)
+                results = with_differences(score(planned), planned)
                 contents = [each.to_json() for each in results]
                 if per_document:
                     with explain_disk_errors(
                         "writing the scores of documents", per_document.parent
                     ):
-                        write_file(per_document, document_lines(planned, scored))
+                        write_file(per_document, document_lines(planned))
                     _note(f"wrote {per_document}")
         with running("recording the scores in MLflow"):
             log_evaluations(each.spec.checkpoint for each in planned)

@@ -1,6 +1,6 @@
 """What `txl eval` prints and writes: one score, a table of scores, or a sweep.
 
-Everything is printed and written from `Result`s (evaluation/result.py). --out DIR gets result.json,
+Everything is printed and written from results (evaluation/result.py). --out DIR gets result.json,
 which is what --json prints: an object, or a list of them.
 
 --per-document FILE has one line of JSON for each document of the scored splits:
@@ -25,13 +25,11 @@ from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.cli.options import print_table
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.breakdown import DOCUMENT, LossTable, paired_difference
-from txl_dist.evaluation.result import Result, table_columns
+from txl_dist.evaluation.result import EvaluationResult, table_columns
 from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.batches import PlannedEvaluation
-    from txl_dist.evaluation.distributed import Sweep, SweepResult
-    from txl_dist.evaluation.result import EvaluationResult
 
 RESULT_NAME = "result.json"
 
@@ -45,14 +43,13 @@ def write_evaluation(staged: StagedDirectory, content: Any) -> None:
 
 
 def document_lines(
-    planned: "Sequence[PlannedEvaluation]", results: "Sequence[EvaluationResult]"
+    planned: "Sequence[PlannedEvaluation]",
 ) -> Iterator[bytes]:
-    """The lines of all specs, in the order of the splits. The specs have no `num_ranks`."""
-    for each, result in zip(planned, results, strict=True):
-        assert result.breakdown is not None, "planned with per_document"
-        sums = {start: row for start, *row in result.breakdown[DOCUMENT].rows()}
-        names = {"checkpoint": str(each.given.checkpoint), "split": result.settings.split}
-        split = open_split(each.spec.data, result.settings.split)
+    """The lines of all scored specs, in the order of the splits. They have no `num_ranks`."""
+    for each in planned:
+        sums = {start: row for start, *row in _documents(each).rows()}
+        names = {"checkpoint": str(each.given.checkpoint), "split": each.spec.settings.split}
+        split = open_split(each.spec.data, each.spec.settings.split)
         has_bytes = open_tokenizer(each.spec.data, split.manifest).token_bytes().any()
         position, stop = 0, each.chunks[-1].stop + 1
         for document in split.documents():
@@ -67,19 +64,21 @@ def document_lines(
             position += document.num_tokens
 
 
+def _documents(planned: "PlannedEvaluation") -> LossTable:
+    """The sums of each document, in a spec that was planned with them."""
+    breakdown = planned.breakdown
+    assert breakdown is not None
+    return breakdown[DOCUMENT]
+
+
 # --- the results, from which everything is printed and written ------------------------------------
 
 
 def record_results(
-    planned: "Sequence[PlannedEvaluation]", scored: "Sequence[EvaluationResult]", num_workers: int
-) -> list[Result]:
-    """The result of each score, which is also kept next to its sums (RUN/evaluations)."""
-    results = [
-        score.record(
-            checkpoint=each.given.checkpoint, data=each.given.data, num_workers=num_workers
-        )
-        for each, score in zip(planned, scored, strict=True)
-    ]
+    planned: "Sequence[PlannedEvaluation]", scored: Sequence[EvaluationResult], num_workers: int
+) -> list[EvaluationResult]:
+    """The results, which are also kept next to their sums (RUN/evaluations)."""
+    results = [each.model_copy(update={"workers": num_workers}) for each in scored]
     for each, result in zip(planned, results, strict=True):
         save_id = None
         with suppress(CheckpointError):  # an exported model, or its run has removed it since
@@ -89,16 +88,15 @@ def record_results(
 
 
 def with_differences(
-    results: Sequence[Result], scored: "Sequence[EvaluationResult]"
-) -> list[Result]:
+    results: Sequence[EvaluationResult], planned: "Sequence[PlannedEvaluation]"
+) -> list[EvaluationResult]:
     """The results, and with details the difference of each to the first model on its split."""
     first: dict[str, tuple[str, LossTable]] = {}
     compared = []
-    for result, score in zip(results, scored, strict=True):
+    for result, each in zip(results, planned, strict=True):
         compared.append(result)
         if result.details:
-            assert score.breakdown is not None
-            documents = score.breakdown[DOCUMENT]
+            documents = _documents(each)
             name, base = first.setdefault(result.split, (result.checkpoint, documents))
             if base is not documents:
                 nats_per_token, ends = paired_difference(documents, base)
@@ -108,21 +106,7 @@ def with_differences(
     return compared
 
 
-def record_sweep(sweep: "Sweep", result: "SweepResult", num_workers: int) -> list[Result]:
-    """Of one model: all settings on the first split, then the best one on the other splits."""
-    best = result.best
-    candidates = record_results([specs[0] for specs in sweep], result.candidates, num_workers)
-    reported = record_results(sweep[best][1:], result.reported, num_workers)
-    return [
-        *(
-            each.model_copy(update={"selected": number == best})
-            for number, each in enumerate(candidates)
-        ),
-        *(each.model_copy(update={"selected": True}) for each in reported),
-    ]
-
-
-def sweep_content(results: Sequence[Result], swept: Sequence[str]) -> dict[str, Any]:
+def sweep_content(results: Sequence[EvaluationResult], swept: Sequence[str]) -> dict[str, Any]:
     """The JSON object of one model in a sweep."""
     split = results[0].split
     candidates = [each for each in results if each.split == split]
@@ -137,7 +121,7 @@ def sweep_content(results: Sequence[Result], swept: Sequence[str]) -> dict[str, 
     }
 
 
-def print_results(results: Sequence[Result], swept: Sequence[str] = ()) -> None:
+def print_results(results: Sequence[EvaluationResult], swept: Sequence[str] = ()) -> None:
     """For people: one result in full, several as a table with a line of protocol each."""
     if len(results) == 1:
         _print_result(results[0])
@@ -145,7 +129,7 @@ def print_results(results: Sequence[Result], swept: Sequence[str] = ()) -> None:
         _print_table(results, swept)
 
 
-def _print_table(results: Sequence[Result], swept: Sequence[str]) -> None:
+def _print_table(results: Sequence[EvaluationResult], swept: Sequence[str]) -> None:
     names = table_columns(results)
     labels = [SCORES[name].label for name in names]
     rows = [["checkpoint", "split", *swept, "targets", *labels, "context"]]
@@ -181,7 +165,7 @@ def _print_table(results: Sequence[Result], swept: Sequence[str]) -> None:
             print(f"protocol: {each.checkpoint}: {each.protocol}")
 
 
-def _print_result(result: Result) -> None:
+def _print_result(result: EvaluationResult) -> None:
     print(f"{result.checkpoint} on {result.data}, split {result.split} ({result.mode})")
     print(f"  targets scored   {result.tokens_scored:,}")
     print(f"  nats             {result.nats:.4f}  ({result.nats_per_token:.4f} per token)")

@@ -33,6 +33,7 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.analysis.attention import AttentionByDistance
+    from txl_dist.analysis.plots import Figure
     from txl_dist.analysis.recl import ReclReport
     from txl_dist.evaluation.spec import EvaluationSpec
 
@@ -84,7 +85,7 @@ def recl(
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
-    from txl_dist.analysis.recl import JSON_NAME, ReclRequest, measure_group, write_report
+    from txl_dist.analysis.recl import measure_group
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.spec import evaluation_spec
 
@@ -109,31 +110,42 @@ def recl(
         for path, config in zip(checkpoints, configs, strict=True)
     ]
     model_names = listed_names("--names", names) if names else [*map(str, checkpoints)]
-    if len(model_names) != len(checkpoints):
+    if not len({*model_names}) == len(model_names) == len(checkpoints):
         raise ConfigError(
-            f"--names has {len(model_names)} names for {len(checkpoints)} checkpoints"
+            f"{len(checkpoints)} models need as many different names, got {', '.join(model_names)}"
         )
-    request = ReclRequest(
-        names=tuple(model_names),
-        specs=tuple(specs),
-        contexts=contexts,
-        r_values=tuple(listed("--r", r, float, expected="numbers")),
-        threshold=threshold,
-        num_positions=positions,
-        seed=seed,
-    )
-    with staged_output(out, JSON_NAME) as staged, work_progress(WorkUnit("targets")) as show:
+    with staged_output(out, "recl.json") as staged, work_progress(WorkUnit("targets")) as show:
         report = measure_group(
-            request, on_progress=lambda done, total: show("scoring", done, total)
+            dict(zip(model_names, specs, strict=True)),
+            contexts,
+            r_values=listed("--r", r, float, expected="numbers"),
+            threshold=threshold,
+            num_positions=positions,
+            seed=seed,
+            on_progress=lambda done, total: show("scoring", done, total),
         )
+        content = json.dumps(report, allow_nan=False)
         if staged:
-            write_report(staged, report)
+            from txl_dist.analysis.plots import plot_group
+
+            _write(staged, "recl", content, plot_group(report))
     if as_json:
-        print(json.dumps(report, allow_nan=False))
+        print(content)
     else:
         _print_recl(report)
         if out:
             print(f"recl.json, recl.png and recl.svg are in {out}")
+
+
+def _write(staged: StagedDirectory, name: str, content: str, figure: "Figure") -> None:
+    """Write NAME.json, NAME.png and NAME.svg."""
+    from txl_dist.analysis.plots import write_figure
+
+    with explain_disk_errors(f"writing {name}.json and its plots", staged.directory):
+        staging = staged.stage()
+        plots = write_figure(figure, staging, name)
+        write_synced(staging / f"{name}.json", content.encode())
+        staged.publish([*plots, f"{name}.json"])
 
 
 def _print_recl(report: "ReclReport") -> None:
@@ -187,7 +199,7 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from txl_dist.analysis.attention import ATTENTION_NAME, attention_by_distance, attention_json
+    from txl_dist.analysis.attention import attention_by_distance, attention_json
     from txl_dist.evaluation.spec import evaluation_spec, plan_evaluation
 
     spec = evaluation_spec(
@@ -199,7 +211,7 @@ def attention(
         batch=1,
         max_tokens=max_tokens,
     )
-    with staged_output(out, ATTENTION_NAME) as staged:
+    with staged_output(out, "attention.json") as staged:
         scorer = spec.open()
         chunks = plan_evaluation(scorer.source, spec.settings, scorer.model.config)
         with work_progress(WorkUnit("chunks")) as show:
@@ -208,32 +220,20 @@ def attention(
             )
         content = attention_json(result, spec, scorer.model.config)
         if staged:
-            _write_attention(staged, spec, result, content)
+            from txl_dist.analysis.plots import plot_attention
+
+            title = (
+                f"{spec.checkpoint.name} on split {split}: {result.num_queries:,} "
+                f"queries, {result.heads.memory_LH.mean():.0%} of attention on memory\n"
+                f"segment {result.tgt_len}, memory {spec.settings.mem_len} tokens"
+            )
+            _write(staged, "attention", content, plot_attention(result, title=title))
     if as_json:
         print(content)
     else:
         _print_attention(spec, result)
         if out:
             print(f"  attention.json, attention.png and attention.svg are in {out}")
-
-
-def _write_attention(
-    staged: "StagedDirectory", spec: "EvaluationSpec", result: "AttentionByDistance", content: str
-) -> None:
-    from txl_dist.analysis.attention import ATTENTION_NAME
-    from txl_dist.analysis.plots import plot_attention, write_figure
-
-    settings = spec.settings
-    title = (
-        f"{spec.checkpoint.name} on split {settings.split}: {result.num_queries:,} "
-        f"queries, {result.heads.memory_LH.mean():.0%} of attention on memory\n"
-        f"segment {settings.tgt_len}, memory {settings.mem_len} tokens"
-    )
-    with explain_disk_errors("writing attention.json and its plots", staged.directory):
-        staging = staged.stage()
-        plots = write_figure(plot_attention(result, title=title), staging, "attention")
-        write_synced(staging / ATTENTION_NAME, content.encode())
-        staged.publish([*plots, ATTENTION_NAME])
 
 
 def _print_attention(spec: "EvaluationSpec", result: "AttentionByDistance") -> None:

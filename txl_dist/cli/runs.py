@@ -45,11 +45,9 @@ def report(
 
     Example: txl report runs/quickstart
     """
-    from txl_dist.analysis.run_record import read_run
+    from txl_dist.analysis.run_report import read_run, run_page
 
     records = [read_run(run) for run in runs]
-    from txl_dist.analysis.run_report import run_page  # imports matplotlib
-
     path = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / COMPARISON)
     write_file(path, run_page(records).encode())
     newest = [{"run": each.name, "step": each.last_step} for each in records]

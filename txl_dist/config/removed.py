@@ -90,6 +90,8 @@ COMMANDS: dict[str, str] = {
     "bench data": "run benchmarks/data_speed.py of a checkout",
     "bench gpu": "run benchmarks/gpu.py of a checkout",
     "bench model": "run benchmarks/model_speed.py of a checkout",
+    "bench recall --data": "leave it out: recall reads random token ids; txl recl measures on text",
+    "bench recall --split": "leave it out, as bench recall --data",
     "data export": "write the documents as JSON lines with examples/export_documents.py",
     "generate --out": "redirect the output: txl generate RUN --prompts FILE > results.jsonl",
     "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,11 @@ from txl_dist.evaluation.breakdown import (
     breakdown_from_json,
     breakdown_to_json,
     count_tokens,
+    details_to_json,
     log_bucket,
     total_breakdown,
 )
-from txl_dist.evaluation.result import EvaluationResult, Result, ScoredText, Subject
+from txl_dist.evaluation.result import EvaluationResult, ScoredText, Subject, protocol_line
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead
 from txl_dist.evaluation.spec import EvaluationSpec, context_tokens
@@ -96,7 +97,7 @@ class FinishedScores:
         )
         self._is_begun = True
 
-    def write_result(self, result: Result) -> None:
+    def write_result(self, result: EvaluationResult) -> None:
         """Keep the result of all batches next to their sums."""
         if self.path is not None:
             content = json.dumps(result.to_json(), indent=1, allow_nan=False).encode() + b"\n"
@@ -258,32 +259,55 @@ class PlannedEvaluation:
             for first in range(0, len(numbers), self.spec.batch_chunks):
                 yield numbers[first : first + self.spec.batch_chunks]
 
-    def result(self) -> EvaluationResult:
+    @property
+    def sums(self) -> LossSums:
         """The sums of all batches, added in the order of the chunks."""
         numbers_of = list(self.batches())
-        batches = [(numbers_of[number], scores) for number, scores in self.finished.batches.items()]
-        batches.sort(key=lambda batch: batch[0][0])
         sums_of = {
             chunk_number: sums
-            for numbers, scores in batches
-            for chunk_number, sums in zip(numbers, scores.sums, strict=True)
+            for number, scores in self.finished.batches.items()
+            for chunk_number, sums in zip(numbers_of[number], scores.sums, strict=True)
         }
-        breakdowns = [scores.breakdown for _, scores in batches if scores.breakdown is not None]
-        return EvaluationResult(
-            sums=sum((sums_of[number] for number in sorted(sums_of)), LossSums()),
-            settings=self.spec.settings,
-            num_chunks=len(self.chunks),
-            overhead=overhead(self.chunks),
-            text=self.text,
+        return self.text.counted(sum((sums_of[chunk] for chunk in sorted(sums_of)), LossSums()))
+
+    @property
+    def breakdown(self) -> Breakdown | None:
+        """That of all batches; None if neither details nor documents are wanted."""
+        batches = [scores for _, scores in sorted(self.finished.batches.items())]
+        parts = [scores.breakdown for scores in batches if scores.breakdown is not None]
+        return total_breakdown(parts) if parts else None
+
+    def result(self) -> EvaluationResult:
+        """The score of all batches."""
+        settings, sums = self.spec.settings, self.sums
+        model = Subject(model_name(self.spec.checkpoint), self.spec.digest)
+        protocol = protocol_line(
+            settings,
+            num_tokens=sums.num_tokens,
             data=self.data,
-            model=Subject(model_name(self.spec.checkpoint), self.spec.digest),
-            weights=self.spec.weights,
-            kernels=tuple(sorted({scores.kernel for _, scores in batches})),
-            breakdown=total_breakdown(breakdowns) if breakdowns else None,
-            counted_split=self.counted_split,
+            model=model,
             memory=self.trained.memory,
-            context_tokens=context_tokens(self.spec.settings, self.trained),
+            weights=self.spec.weights,
+            kernels={scores.kernel for scores in self.finished.batches.values()},
+            definition_of_a_word=self.text.definition_of_a_word,
         )
+        content = {
+            **self.text.content(sums),
+            **asdict(settings),
+            "checkpoint": str(self.given.checkpoint),
+            "data": str(self.given.data),
+            "memory": self.trained.memory,
+            "context_tokens": context_tokens(settings, self.trained),
+            "num_chunks": len(self.chunks),
+            "context_overhead": overhead(self.chunks),
+            "data_sha256": self.data.digest,
+            "model_sha256": model.digest,
+            "protocol": protocol,
+            "weights": self.spec.weights,
+        }
+        if self.counted_split and (breakdown := self.breakdown):
+            content["details"] = details_to_json(breakdown, self.counted_split)
+        return EvaluationResult.model_validate(content)
 
 
 def scoring_tasks(

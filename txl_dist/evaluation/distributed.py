@@ -12,7 +12,7 @@ best one on the others, as the paper chose mem_len and clamp_len.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -157,31 +157,21 @@ Sweep: TypeAlias = Sequence[Sequence[PlannedEvaluation]]
 """The specs of one model: sweep[combination][split]. The first split selects."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SweepResult:
-    """The scores of one model."""
-
-    candidates: list[EvaluationResult]
-    """Result of each combination on the first split."""
-    best: int
-    """The combination with the lowest loss; the first of equal ones."""
-    reported: list[EvaluationResult]
-    """Results of the best combination on the other splits."""
-
-
 def evaluate_sweep(
-    sweep: Sweep,
-    workers: Workers,
-    *,
-    progress: Progress = lambda label, done, total: None,
-    note: Callable[[str], None] = lambda line: None,
-) -> SweepResult:
-    """Score all combinations on the first split, and the best one on the others."""
-    first_specs = [specs[0] for specs in sweep]
-    candidates = evaluate_on_workers(first_specs, workers, progress=progress, note=note)
-    losses = [candidate.sums.nats for candidate in candidates]
-    best = losses.index(min(losses))
-    other_specs, reported = sweep[best][1:], []
-    if other_specs:
-        reported = evaluate_on_workers(other_specs, workers, progress=progress, note=note)
-    return SweepResult(candidates, best, reported)
+    sweep: Sweep, score: Callable[[Sequence[PlannedEvaluation]], list[EvaluationResult]]
+) -> list[EvaluationResult]:
+    """Score all combinations on the first split, and the best one on the others, in this order.
+
+    Of equal losses the first is the best. `selected` says of which setting a result is.
+    """
+    candidates = score([specs[0] for specs in sweep])
+    best = min(range(len(candidates)), key=lambda number: candidates[number].nats)
+    others = sweep[best][1:]
+    reported = score(others) if others else []
+    return [
+        *(
+            each.model_copy(update={"selected": number == best})
+            for number, each in enumerate(candidates)
+        ),
+        *(each.model_copy(update={"selected": True}) for each in reported),
+    ]

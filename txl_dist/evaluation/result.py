@@ -1,9 +1,10 @@
 """The result of an evaluation: its schema, and the protocol line.
 
-    sums of all chunks -> EvaluationResult -> Result -> JSON -> tables, MLflow, report, model card
+    sums of all chunks -> EvaluationResult -> JSON -> tables, MLflow, report, model card
 
-`Result` is what `txl eval --json` prints and keeps in RUN/evaluations. Everything that shows or
-reads a result uses it, with the labels and formats of `SCORES` (scores.py).
+`EvaluationResult` is what `evaluate` returns and what `txl eval --json` prints and keeps in
+RUN/evaluations. Everything that shows or reads a result uses it, with the labels and formats of
+`SCORES` (scores.py).
 
 The protocol line has everything that a reader must know to compare a score:
 
@@ -18,8 +19,7 @@ is an end-of-document token, which has no text.
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 
@@ -40,8 +40,8 @@ from data_pipeline.tokenizers.byte_char_word import WordTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
 from txl_dist.checkpoint.directory import model_name
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.breakdown import Breakdown, details_to_json, in_range
-from txl_dist.evaluation.scores import SCORES, LossSums, finish, kept_results
+from txl_dist.evaluation.breakdown import in_range
+from txl_dist.evaluation.scores import FOLDER, SCORES, LossSums, finish
 
 if TYPE_CHECKING:
     from txl_dist.evaluation.spec import EvaluationSettings
@@ -51,9 +51,11 @@ Number: TypeAlias = Annotated[float, Field(strict=True)]
 """Not a bool and not text."""
 
 
-class Result(BaseModel):
-    """One score of `txl eval`. In JSON the scores are keys like all others, and what has no value
-    here is left out. Unknown keys, of other versions, are ignored.
+class EvaluationResult(BaseModel):
+    """One score, and the settings that reproduce it.
+
+    In JSON the scores are keys like all others, and what has no value here is left out. Unknown
+    keys, of other versions, are ignored.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -126,6 +128,11 @@ class Result(BaseModel):
         return model_name(Path(self.checkpoint))
 
     @property
+    def sums(self) -> LossSums:
+        """What was scored; 0 bytes if they are not known."""
+        return LossSums(self.nats, self.tokens_scored, self.bytes_scored or 0)
+
+    @property
     def nats_per_token(self) -> float:
         value = self.scores["nats_per_token"]
         assert value is not None, "checked by _require_loss"
@@ -145,44 +152,39 @@ class Result(BaseModel):
         )  # fmt: skip
 
 
-def table_columns(results: Iterable[Result]) -> list[str]:
+def table_columns(results: Iterable[EvaluationResult]) -> list[str]:
     """Names of the scores that a table of these results shows."""
     known = {name for each in results for name in each.known_scores}
     return [name for name, score in SCORES.items() if score.in_tables and name in known]
 
 
-def read_result(path: Path, model_digest: str) -> Result:
-    """The result of `txl eval --json` in a file.
+def kept_results(run: Path) -> list[Path]:
+    """The results that `txl eval` has kept in a run, RUN/evaluations/SPLIT-KEY.json, by name."""
+    paths = (run / FOLDER).glob("*.json")
+    return sorted(path for path in paths if not path.name.startswith("step-"))
 
-    Raises CheckpointError for another file, and for the result of another model.
+
+def read_result(path: Path, *, model_digest: str | None = None) -> EvaluationResult:
+    """The result of `txl eval` in a file. Raises OSError.
+
+    Raises CheckpointError for another file, and for the result of another model than that with
+    this digest.
     """
     try:
-        result = Result.model_validate(json.loads(path.read_bytes()))
-    except (OSError, ValueError, RecursionError) as error:
+        result = EvaluationResult.model_validate(json.loads(path.read_bytes()))
+    except (ValueError, RecursionError) as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else error
         raise CheckpointError(
             f"{path} is not a result of txl eval ({problem}). Write one: txl eval "
             "CHECKPOINT DATA --json > FILE"
         ) from None
-    if result.model_sha256 != model_digest:
+    if model_digest not in (None, result.model_sha256):
         raise CheckpointError(
             f"{path} is the score of another model (sha256 {result.model_sha256[:12]}) than the "
-            f"one that is exported (sha256 {model_digest[:12]}). Score this one: txl eval "
+            f"one that is exported (sha256 {model_digest:.12}). Score this one: txl eval "
             "CHECKPOINT DATA --json > FILE"
         )
     return result
-
-
-def results_of_model(run: Path, model_digest: str) -> list[Result]:
-    """What `txl eval` has kept in a run about these weights, sorted by name.
-
-    A broken file, or one of another model, is not of interest here.
-    """
-    results = []
-    for path in kept_results(run):
-        with suppress(CheckpointError):
-            results.append(read_result(path, model_digest))
-    return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,30 @@ class ScoredText:
         if self.counts is None:
             return None
         return self.counts.words + self.counts.line_ends + self.document_ends
+
+    def content(self, sums: LossSums) -> dict[str, Any]:
+        """The fields of an `EvaluationResult` that say how much was scored, and the scores.
+
+        `sums`: with the bytes of the text (`counted`).
+        """
+        named = sums.named
+        if self.counts is not None:
+            named["characters"] = self.counts.characters
+        if self.is_word_model:
+            named["words"] = named["tokens"]
+        # The words of a model of bytes or characters are so improbable that their perplexity, of
+        # 15 digits and more, says nothing.
+        elif self.counts is not None and named["tokens"] < self.counts.characters:
+            named["words"] = self.num_words or 0
+        content: dict[str, Any] = {
+            "nats": sums.nats,
+            "tokens_scored": sums.num_tokens,
+            "bytes_scored": sums.num_bytes if sums.num_bytes > 0 else None,
+            "scores": {name: in_range(value) for name, value in finish(named).items()},
+        }
+        if self.counts is None:
+            return content | {"not_counted": self.reason}
+        return content | {f"{name}_scored": count for name, count in self.counts}
 
     @property
     def definition_of_a_word(self) -> str:
@@ -265,108 +291,35 @@ def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> Scored
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationResult:
-    """A score and the settings that reproduce it."""
-
-    sums: LossSums
-    settings: "EvaluationSettings"
-    num_chunks: int
-    overhead: float
-    """Context tokens as a fraction of the scored tokens."""
-    text: ScoredText
-    weights: str
-    data: Subject = field(compare=False)
-    model: Subject = field(compare=False)
-    kernels: tuple[str, ...] = field(compare=False)
-    """Attention functions and devices that computed the scores. They change the last digits only,
-    and are not part of the score."""
-    breakdown: Breakdown | None = field(default=None, compare=False)
-    """None without details and without scores of documents."""
-    counted_split: str | None = field(default=None, compare=False)
-    """The split whose token frequencies are used for the details."""
-    memory: str = "recurrent"
-    """`model.memory`."""
-    context_tokens: int | None = 0
-    """Tokens before a segment that determine its memory; None: there is no limit, so only whole
-    documents, or else the whole split, can be scored independently."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sums", self.text.counted(self.sums))
-
-    @property
-    def protocol(self) -> str:
-        """One line to quote next to the score."""
-        settings = self.settings
-        parts = [
-            f"{self._part}split {settings.split} of {self.data}",
-            f"model {self.model}",
-            f"{self.sums.num_tokens:,} tokens scored",
-            f"mode {settings.mode}",
-            f"tgt_len {settings.tgt_len}",
-            *([f"memory {self.memory}"] if self.memory != "recurrent" else ()),
-            f"mem_len {settings.mem_len}",
-            f"clamp_len {'none' if settings.clamp_len is None else settings.clamp_len}",
-            f"same_length {str(settings.same_length).lower()}",
-            f"reset {settings.reset}",
-            f"weights {self.weights}",
-            settings.precision,
-            " and ".join(self.kernels),
-            self.text.definition_of_a_word,
-        ]
-        return ", ".join(parts)
-
-    @property
-    def _part(self) -> str:
-        max_tokens = self.settings.max_tokens
-        is_part = max_tokens is not None and self.sums.num_tokens == max_tokens - 1
-        return f"first {max_tokens:,} tokens of " if is_part else ""
-
-    @property
-    def named_sums(self) -> dict[str, float]:
-        """The sums of the whole text; those that are not known are missing."""
-        text, sums = self.text, self.sums.named
-        if text.counts is not None:
-            sums["characters"] = text.counts.characters
-        if text.is_word_model:
-            sums["words"] = sums["tokens"]
-        # The words of a model of bytes or characters are so improbable that their perplexity, of
-        # 15 digits and more, says nothing.
-        elif text.counts is not None and sums["tokens"] < text.counts.characters:
-            sums["words"] = text.num_words or 0
-        return {name: size for name, size in sums.items() if size > 0 or name == "nats"}
-
-    @property
-    def scores(self) -> dict[str, float | None]:
-        """All registered scores (scores.py); None for those whose sums are not known."""
-        return finish(self.named_sums)
-
-    def record(self, *, checkpoint: object, data: object, num_workers: int) -> Result:
-        """What is printed and kept of it. `checkpoint` and `data`: as they were given."""
-        named, counts = self.named_sums, self.text.counts
-        content: dict[str, Any] = {
-            "nats": named["nats"],
-            "tokens_scored": named["tokens"],
-            "bytes_scored": named.get("bytes"),
-            "scores": {name: in_range(value) for name, value in finish(named).items()},
-            **(
-                {"not_counted": self.text.reason}
-                if counts is None
-                else {f"{name}_scored": count for name, count in counts}
-            ),
-            **asdict(self.settings),
-            "memory": self.memory,
-            "context_tokens": self.context_tokens,
-            "num_chunks": self.num_chunks,
-            "context_overhead": self.overhead,
-            "data_sha256": self.data.digest,
-            "model_sha256": self.model.digest,
-            "protocol": self.protocol,
-            "checkpoint": str(checkpoint),
-            "data": str(data),
-            "weights": self.weights,
-            "workers": num_workers,
-        }
-        if self.breakdown is not None and self.counted_split is not None:
-            content["details"] = details_to_json(self.breakdown, self.counted_split)
-        return Result.model_validate(content)
+def protocol_line(
+    settings: "EvaluationSettings",
+    *,
+    num_tokens: float,
+    data: Subject,
+    model: Subject,
+    memory: str,
+    weights: str,
+    kernels: Iterable[str],
+    definition_of_a_word: str,
+) -> str:
+    """One line to quote next to the score. `kernels` change the last digits only."""
+    part, max_tokens = "", settings.max_tokens
+    if max_tokens is not None and num_tokens == max_tokens - 1:
+        part = f"first {max_tokens:,} tokens of "
+    parts = [
+        f"{part}split {settings.split} of {data}",
+        f"model {model}",
+        f"{num_tokens:,} tokens scored",
+        f"mode {settings.mode}",
+        f"tgt_len {settings.tgt_len}",
+        *([f"memory {memory}"] if memory != "recurrent" else ()),
+        f"mem_len {settings.mem_len}",
+        f"clamp_len {'none' if settings.clamp_len is None else settings.clamp_len}",
+        f"same_length {str(settings.same_length).lower()}",
+        f"reset {settings.reset}",
+        f"weights {weights}",
+        settings.precision,
+        " and ".join(sorted(kernels)),
+        definition_of_a_word,
+    ]
+    return ", ".join(parts)

@@ -17,7 +17,6 @@ training, `txl report` and model cards. So a new score is one function.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from txl_dist.errors import DataError
@@ -58,12 +57,6 @@ class ScoreDefinition:
 
 SCORES: dict[str, ScoreDefinition] = {}
 """By name, in the order in which they are shown."""
-
-
-def kept_results(run: Path) -> list[Path]:
-    """The results that `txl eval` has kept in a run, RUN/evaluations/SPLIT-KEY.json, by name."""
-    paths = (run / FOLDER).glob("*.json")
-    return sorted(path for path in paths if not path.name.startswith("step-"))
 
 
 def score(

@@ -49,10 +49,9 @@ def generate_tokens(
     tgt_len: int,
     sampling: Sampling,
     seed: int,
-    end: int | None = None,
     precision: Precision = "fp32",
 ) -> Iterator[int]:
-    """Token ids that follow `prompt`, without limit or until `end` is drawn.
+    """Token ids that follow `prompt`, without end.
 
     The prompt can have any length above 0: the model reads it in segments of `tgt_len` tokens, as
     in training. A model without memory sees the last `tgt_len` tokens and reads them again for
@@ -62,10 +61,7 @@ def generate_tokens(
         model, [prompt], seeds=[seed], tgt_len=tgt_len, sampling=sampling, precision=precision
     )
     while True:
-        (token,) = decoder.draw()
-        if token == end:
-            return
-        yield token
+        yield from decoder.draw()
 
 
 def generate_texts(

@@ -12,15 +12,14 @@ Scores become metrics such as `valid/mem_len_64/perplexity`, at the step of the 
 settings parameters, and the protocol the description. The tables of `details` are left out.
 """
 
-import json
 import logging
 import math
 import re
 from pathlib import Path
 
 from txl_dist.config.redaction import redact
-from txl_dist.evaluation.result import Result
-from txl_dist.evaluation.scores import kept_results
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result
 from txl_dist.tracking.tracker import (
     STATE,
     Point,
@@ -61,16 +60,15 @@ def send_evaluations(tracker: Tracker, run_dir: Path, state: TrackingState) -> T
         raise UnavailableError("its training run is not there yet")
     for path in unsent_evaluations(run_dir, state):
         try:
-            result = Result.model_validate(json.loads(path.read_bytes()))
-            _record(tracker, path, result, state, state.run_id)
-        except (RefusedError, ValueError, RecursionError) as error:  # a file that somebody edited
+            _record(tracker, path, read_result(path), state, state.run_id)
+        except (RefusedError, CheckpointError) as error:  # a file that somebody edited
             log.warning("%s was refused: %s", path, redact(str(error)))
         state = state.changed(run_dir, evaluations=(*state.evaluations, path.name))
     return state
 
 
 def _record(
-    tracker: Tracker, path: Path, result: Result, state: TrackingState, training_run: str
+    tracker: Tracker, path: Path, result: EvaluationResult, state: TrackingState, training_run: str
 ) -> None:
     """Record one result as a run below the training run. May be repeated."""
     checkpoint, name = Path(result.checkpoint).name, f"{result.split}, mem_len {result.mem_len}"

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Self
@@ -41,7 +41,6 @@ class MetricsJournal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._superseded = path.parent / SUPERSEDED
         path.parent.mkdir(parents=True, exist_ok=True)
         self._held: deque[bytes] = deque(maxlen=MAX_HELD_LINES)
         self._has_warned = False
@@ -102,22 +101,24 @@ class MetricsJournal:
         first appended to RUN/logs/metrics-superseded.jsonl; the journal is replaced atomically.
         Lines that are not JSON objects, which a disk failure can leave, are dropped.
         """
-        self._superseded.parent.mkdir(parents=True, exist_ok=True)
-        with self._superseded.open("ab") as superseded:
-            superseded.writelines(raw for raw, stays in self._lines(step, redone) if not stays)
-            superseded.flush()
-            os.fsync(superseded.fileno())
-        write_file(self.path, (raw for raw, stays in self._lines(step, redone) if stays))
+        path = self.path.parent / SUPERSEDED
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("rb") as journal, path.open("ab") as superseded:
+
+            def kept() -> Iterator[bytes]:
+                for raw in journal:
+                    if (line := parse_line(raw)) is None:
+                        continue
+                    if line["step"] > step or redone.get(line["step"]) in line:
+                        superseded.write(raw)
+                    else:
+                        yield raw
+                superseded.flush()
+                os.fsync(superseded.fileno())  # before the new journal replaces this one
+
+            write_file(self.path, kept())
         self.close()
         self._file = self._open()
-
-    def _lines(self, step: int, redone: Mapping[int, str]) -> Iterator[tuple[bytes, bool]]:
-        """Every line, and whether it stays in `truncate_after`."""
-        with self.path.open("rb") as journal:
-            for raw in journal:
-                if (line := parse_line(raw)) is not None:
-                    is_redone = redone.get(line["step"]) in line
-                    yield raw, line["step"] <= step and not is_redone
 
     def close(self) -> None:
         """Close the file. May be called more than once."""
@@ -154,7 +155,7 @@ class JournalTail:
         data = os.pread(self._file.fileno(), READ_BYTES, self._offset)
         complete = data[: data.rfind(b"\n") + 1]  # training may be in the middle of a line
         self._offset += len(complete)
-        yield from _parse_lines(complete.split(b"\n"))
+        yield from filter(None, map(parse_line, complete.split(b"\n")))
 
     def rewind(self) -> None:
         """Start again from the beginning of the file that has the path now."""
@@ -168,22 +169,23 @@ class JournalTail:
         return is_other or opened.st_size < self._offset
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line of a journal, in order; NaN and infinities as floats."""
-    with path.open("rb") as journal:
-        yield from _parse_lines(journal)
+def read_metrics(path: Path, *, newest: bool = False) -> Iterator[dict[str, Any]]:
+    """Every complete line of a journal, in order; NaN and infinities as floats.
+
+    `newest`: only those in its last READ_BYTES. A journal that does not exist has no lines.
+    """
+    try:
+        with path.open("rb") as journal:
+            if newest:
+                journal.seek(max(0, path.stat().st_size - READ_BYTES))
+            yield from filter(None, map(parse_line, journal))
+    except FileNotFoundError:
+        return
 
 
 def last_trained_step(path: Path) -> int:
-    """The step that training had reached by the end of a journal; 0 if it has no line of one."""
-    try:
-        with path.open("rb") as journal:
-            journal.seek(max(0, path.stat().st_size - READ_BYTES))
-            # A line of a new phase has the number of a step that is not trained yet, and no tokens.
-            trained = (line["step"] for line in _parse_lines(journal) if "tokens" in line)
-            return max(trained, default=0)
-    except FileNotFoundError:
-        return 0
+    """The step that training had reached by the end of a journal; 0 if it has no line."""
+    return max((line["step"] for line in read_metrics(path, newest=True)), default=0)
 
 
 # --- what a server should have --------------------------------------------------------------------
@@ -191,7 +193,7 @@ def last_trained_step(path: Path) -> int:
 
 def journal_metrics(run_dir: Path) -> set[str]:
     """Names of every metric in the journal and in the lines that resumes have superseded."""
-    lines = itertools.chain(_lines_of(run_dir / JOURNAL), _lines_of(run_dir / SUPERSEDED))
+    lines = itertools.chain(read_metrics(run_dir / JOURNAL), read_metrics(run_dir / SUPERSEDED))
     return {name for line in lines for name in line} - {"step", "time"}
 
 
@@ -201,21 +203,13 @@ def first_step_not_in_journal(run_dir: Path, recorded: Mapping[str, Recorded]) -
     Points are compared by metric, step and time: a step that was trained again has another time.
     """
     missing = {metric: set(points) for metric, points in recorded.items()}
-    for line in _lines_of(run_dir / JOURNAL):
+    for line in read_metrics(run_dir / JOURNAL):
         for point in points_of(line):
             missing.get(point.metric, set()).discard((point.step, point.milliseconds))
     return min((step for points in missing.values() for step, _ in points), default=None)
 
 
-def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    return read_metrics(path) if path.exists() else iter(())
-
-
 # --- lines ----------------------------------------------------------------------------------------
-
-
-def _parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    return (line for line in map(parse_line, lines) if line is not None)
 
 
 def parse_line(raw: bytes) -> dict[str, Any] | None:

@@ -59,12 +59,7 @@ _STATUSES = {
     "failed": "FAILED",
 }
 """Our status of a run (tag `txl.status`) -> MLflow's, which has no word for a preemption."""
-_REFUSED = {
-    "INVALID_PARAMETER_VALUE",
-    "BAD_REQUEST",
-    "MALFORMED_REQUEST",
-}
-_GONE = {"RESOURCE_DOES_NOT_EXIST"}
+_REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +79,7 @@ def _translated() -> Iterator[None]:
         text = redact(str(error).partition("\n")[0])[:300]
         if code in _REFUSED:
             raise RefusedError(text) from None
-        if code in _GONE:
+        if code == "RESOURCE_DOES_NOT_EXIST":
             raise RunGoneError(text) from None
         raise UnavailableError(text if code else f"{type(error).__name__}: {text}") from None
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Self
 
 from data_pipeline.system.files import is_locked, try_lock
@@ -39,8 +39,8 @@ from txl_dist.tracking.tracker import (
     TrackingRequest,
     TrackingState,
     as_text,
+    default_server,
     open_lock,
-    server_of,
 )
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class TrackingProcess:
         run_dir: Path,
         config: "RunConfig",
         *,
-        tags: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] = MappingProxyType({}),
         datasets: Sequence[TrackedDataset] = (),
     ) -> None:
         """Start to send RUN/metrics.jsonl in the background. Returns immediately; never raises.
@@ -122,7 +122,19 @@ class TrackingProcess:
         self._sender: subprocess.Popen[bytes] | None = None
         self._status: str | None = None
         try:
-            self._request = _request(run_dir, config, tags or {}, datasets)
+            from txl_dist.config.config_file import flatten_config
+
+            self._request = TrackingRequest(
+                server=config.tracking.uri,
+                experiment=config.tracking.experiment,
+                params={name: as_text(value) for name, value in flatten_config(config).items()},
+                tags={
+                    "txl.version": metadata.version("txl-dist"),
+                    "txl.run_directory": str(run_dir),
+                    **{f"txl.{name}": value for name, value in tags.items()},
+                },
+                datasets=tuple(datasets),
+            )
             self._sender = self._start_sender()
         except Exception as error:
             log.warning("tracking is off: %s: %s", type(error).__name__, error)
@@ -246,34 +258,13 @@ def log_evaluations(checkpoints: Iterable[Path]) -> None:
 
 def page_command(run_dir: Path, uri: str | None) -> str:
     """What opens the page of a tracking server: a command for an SQLite file, or an address."""
-    server = server_of(uri, run_dir)
+    server = redact(uri or default_server(run_dir))
     if server.startswith("http"):
-        return redact(server)
-    return f"mlflow ui --backend-store-uri {shlex.quote(redact(server))}"
+        return server
+    return f"mlflow ui --backend-store-uri {shlex.quote(server)}"
 
 
 def _is_sending(run_dir: Path) -> bool:
     state = TrackingState.load(run_dir / STATE)
     # A file system without locks: only the state tells.
     return is_locked(run_dir / LOCK, if_unsupported=state is None or not state.delivered)
-
-
-def _request(
-    run_dir: Path,
-    config: "RunConfig",
-    tags: Mapping[str, str],
-    datasets: Sequence[TrackedDataset],
-) -> TrackingRequest:
-    from txl_dist.config.config_file import flatten_config
-
-    return TrackingRequest(
-        server=config.tracking.uri,
-        experiment=config.tracking.experiment,
-        params={name: as_text(value) for name, value in flatten_config(config).items()},
-        tags={
-            "txl.version": metadata.version("txl-dist"),
-            "txl.run_directory": str(run_dir),
-            **{f"txl.{name}": value for name, value in tags.items()},
-        },
-        datasets=tuple(datasets),
-    )

@@ -41,7 +41,12 @@ def server_of(uri: str | None, run_dir: Path) -> str:
         if "MLFLOW_TRACKING_URI" not in os.environ:
             raise UnavailableError("its credentials are not stored; set MLFLOW_TRACKING_URI")
         return os.environ["MLFLOW_TRACKING_URI"]
-    return uri or sqlite_uri(run_dir.resolve().parent / "mlflow.db")
+    return uri or default_server(run_dir)
+
+
+def default_server(run_dir: Path) -> str:
+    """The SQLite file mlflow.db in the parent of the run directory."""
+    return sqlite_uri(run_dir.resolve().parent / "mlflow.db")
 
 
 def sqlite_uri(path: Path) -> str:

@@ -122,10 +122,10 @@ class _CheckpointScorer:
             facts = {"tokens": manifest.state["tokens"], "save_id": manifest.save_id}
             spec, folder = self._spec(path, manifest), self.checkpoints.run / FOLDER
             planned = plan_spec(spec, folder, resume=True, allow_short_split=True)
-            (result,) = evaluate_on_workers([planned], self.workers)
+            evaluate_on_workers([planned], self.workers)
             if load_checkpoint_manifest(path).save_id != manifest.save_id:
                 return None
-            return score.model_copy(update=facts).with_sums(result.sums)
+            return score.model_copy(update=facts).with_sums(planned.sums)
         except TxlError as error:
             if not path.exists():
                 return None

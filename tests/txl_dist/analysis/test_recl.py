@@ -116,10 +116,11 @@ def test_contexts_without_one_step_are_refused(contexts: list[int]) -> None:
         relative_effective_context_length(np.ones((1, len(contexts), 3)), contexts, r=1.0)
 
 
-def test_losses_that_are_not_finite_are_refused() -> None:
+@pytest.mark.parametrize(("loss", "r", "reason"), [(np.nan, 1.0, "finite"), (1.0, 0, "r=0")])
+def test_losses_and_fractions_that_mean_nothing_are_refused(
+    loss: float, r: float, reason: str
+) -> None:
     losses = np.ones((2, 2, 3))
-    losses[1, 0, 2] = np.nan
-    with pytest.raises(ValueError, match="finite"):
-        relative_effective_context_length(losses, [5, 10], r=1.0)
-    with pytest.raises(ValueError, match="r=0"):
-        relative_effective_context_length(np.ones((1, 2, 3)), [5, 10], r=0)
+    losses[1, 0, 2] = loss
+    with pytest.raises(ValueError, match=reason):
+        relative_effective_context_length(losses, [5, 10], r=r)

@@ -1,8 +1,6 @@
 """The loss after exactly c tokens: equal to a plain loop, and older tokens have no influence.
 
 Sampled targets have their whole context, in their document, and differ from each other.
-
-RECL of a model trained to copy at a fixed distance is that distance, within one step.
 """
 
 from typing import Any
@@ -17,11 +15,9 @@ from torch.testing import assert_close
 
 from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, read_stream, small_model
 from tests.support.token_sources import TextSource, random_corpus
-from txl_dist.analysis.recl import relative_effective_context_length
 from txl_dist.analysis.windows import Positions, WindowScorer, measure_losses, sample_positions
 from txl_dist.errors import CheckpointError, DataError
-from txl_dist.evaluation.bootstrap import interval, plan_resampling, resamples
-from txl_dist.model.config import ModelConfig
+from txl_dist.evaluation.bootstrap import plan_resampling, resamples
 from txl_dist.model.transformer_xl import TransformerXL
 
 MEMORY_MODELS: list[dict[str, Any]] = [
@@ -117,21 +113,19 @@ def test_absolute_positions_are_those_of_training(context: int) -> None:
     assert_close(scorer.last_nats(longer_BN), scorer.last_nats(text_BN))
 
 
-def test_several_last_targets_are_those_of_one_reading() -> None:
-    model = small_model(seed=3, mem_len=20)
-    text_BN = random_text(2, 12, seed=9)
-    expected, _ = read_stream(model, text_BN, tgt_len=11)
-    nats_BX = WindowScorer(model=model, tgt_len=3).last_nats(text_BN, num_scored=7)
-    assert_close(nats_BX, expected[:, -7:])
-
-
-@pytest.mark.parametrize("mem_len", [0, 2])
-def test_more_scored_tokens_than_a_segment_have_their_whole_context(mem_len: int) -> None:
-    model = small_model(seed=3, mem_len=mem_len)
-    text_BN = random_text(2, 31, seed=9)  # whole segments, and longer than the useful context
-    expected, _ = read_stream(model, text_BN, tgt_len=2)
-    nats_BX = WindowScorer(model=model, tgt_len=2).last_nats(text_BN, num_scored=5)
-    assert_close(nats_BX, expected[:, -5:])
+@pytest.mark.parametrize(
+    ("mem_len", "tgt_len", "num_tokens", "num_scored"),
+    [(20, 3, 12, 7), (0, 2, 31, 5), (2, 2, 31, 5)],  # the last two: longer than useful
+)
+def test_several_last_targets_are_those_of_one_reading(
+    mem_len: int, tgt_len: int, num_tokens: int, num_scored: int
+) -> None:
+    """Also more of them than a segment has: each has its whole context."""
+    model, text_BN = small_model(seed=3, mem_len=mem_len), random_text(2, num_tokens, seed=9)
+    read_len = num_tokens - 1 if mem_len == 20 else tgt_len  # a memory of all tokens, or segments
+    expected, _ = read_stream(model, text_BN, tgt_len=read_len)
+    nats_BX = WindowScorer(model=model, tgt_len=tgt_len).last_nats(text_BN, num_scored=num_scored)
+    assert_close(nats_BX, expected[:, -num_scored:])
 
 
 def test_losses_do_not_depend_on_the_batch_and_stop_at_the_useful_context() -> None:
@@ -175,15 +169,12 @@ def test_targets_have_their_context_in_their_document(
         for number, (start, length) in enumerate(zip(starts, flat, strict=True))
         for offset in range(context, length)
     }
+    how: dict[str, Any] = {"context": context, "num_positions": num_positions, "seed": 3}
     if not eligible:
         with pytest.raises(DataError, match="--max-context"):
-            sample_positions(
-                source, context=context, num_positions=num_positions, seed=3, reset="document"
-            )
+            sample_positions(source, **how, reset="document")
         return
-    positions = sample_positions(
-        source, context=context, num_positions=num_positions, seed=3, reset="document"
-    )
+    positions = sample_positions(source, **how, reset="document")
     sampled = list(zip(positions.target_N.tolist(), positions.document_N.tolist(), strict=True))
     assert set(sampled) <= eligible
     assert sorted(set(sampled)) == sampled
@@ -213,88 +204,6 @@ def test_resamples_draw_whole_documents() -> None:
         assert (counts // sizes).sum() == 12
     by_position = plan_resampling(document_N[:9], num_resamples=50, seed=0)
     assert (by_position.unit, by_position.num_units) == ("position", 9)
-
-
-def test_the_interval_of_a_mean_is_about_two_standard_errors_wide() -> None:
-    random = np.random.default_rng(0)
-    values = random.normal(size=400)
-    resampling = plan_resampling(np.arange(400), num_resamples=300, seed=1)
-    means = [values[indices].mean() for indices in resamples(np.arange(400), resampling)]
-    low, high = interval(means)
-    assert low < values.mean() < high
-    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.2)
-
-
-DISTANCE, COPIED_IDS, TGT_LEN = 12, 7, 5
-
-
-def copied_text(num_lanes: int, num_tokens: int, *, seed: int) -> np.ndarray:
-    """Texts [B, N] of random tokens, where token t + DISTANCE equals token t."""
-    period = np.random.default_rng(seed).integers(0, COPIED_IDS, (num_lanes, DISTANCE))
-    return np.tile(period, (1, -(-num_tokens // DISTANCE)))[:, :num_tokens]
-
-
-def trained_copier() -> TransformerXL:
-    """Trained on single segments; the encoded distances are the same with a memory."""
-    model = copier(mem_len=0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(60):
-        text_BN = torch.from_numpy(copied_text(32, 3 * DISTANCE + 1, seed=step))
-        age_BT = torch.arange(3 * DISTANCE).expand(32, -1)
-        nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(32))
-        nats_BT[:, DISTANCE:].mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def copier(*, mem_len: int) -> TransformerXL:
-    config = ModelConfig(
-        vocab_size=COPIED_IDS,
-        n_layer=1,
-        d_model=32,
-        n_head=2,
-        d_head=16,
-        d_inner=32,
-        mem_len=mem_len,
-        tie_weight=False,
-        init_std=0.1,
-    )
-    return TransformerXL(config, seed=1)
-
-
-@pytest.mark.slow
-def test_the_copying_distance_is_found() -> None:
-    documents = [text.tolist() for text in copied_text(40, 60, seed=10**6)]
-    source = TextSource([documents])
-    contexts = list(range(2, 31, 2))
-    positions = sample_positions(source, context=30, num_positions=120, seed=0, reset="document")
-    with_memory, without_memory = copier(mem_len=15), trained_copier()
-    with_memory.load_state_dict(without_memory.state_dict())
-    losses = np.stack(
-        [
-            measure_losses(
-                WindowScorer(model=model, tgt_len=TGT_LEN),
-                source,
-                positions,
-                contexts,
-                batch_windows=50,
-            )
-            for model in (with_memory, without_memory)
-        ]
-    )
-    copies = losses[0].mean(axis=-1)
-    assert copies[contexts.index(DISTANCE) :].max() < 0.1
-    assert copies[: contexts.index(DISTANCE)].min() > 1.5
-    reaching, short = relative_effective_context_length(
-        losses, contexts, r=0.5, max_contexts=[30, TGT_LEN]
-    )
-    assert abs(reaching.last_gain_ends - DISTANCE) <= 2
-    assert not reaching.is_lower_bound
-    # Without memory, the same weights see only tgt_len tokens.
-    assert short.last_gain_ends <= TGT_LEN
-    # The procedure of the appendix stops at the first step without gain, so there the first step
-    # must cross the distance.
-    coarse = [contexts.index(context) for context in (8, 16, 24)]
-    length, _ = relative_effective_context_length(losses[:, coarse], [8, 16, 24], r=0.5)
-    assert length.recl == 16
+    drawn = [*resamples(document_N[:9], by_position)]
+    assert {len(indices) for indices in drawn} == {9}
+    assert set(np.concatenate(drawn).tolist()) == set(range(9))

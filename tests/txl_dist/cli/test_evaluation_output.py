@@ -26,7 +26,7 @@ from txl_dist.cli.evaluation_output import (
 )
 from txl_dist.convert.stored_model import find_model
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec
-from txl_dist.evaluation.result import EvaluationResult, Result
+from txl_dist.evaluation.result import EvaluationResult
 from txl_dist.evaluation.scores import SCORES, NamedSums, score
 from txl_dist.evaluation.spec import EvaluationSpec, evaluation_spec
 
@@ -35,7 +35,7 @@ def test_an_interval_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str
     content = evaluation("m", mem_len=4, nats=2.5, details=True)
     for interval in (None, {"nats_per_token": None}):
         content["details"]["interval"] = interval
-        print_results([Result.model_validate(content)])
+        print_results([EvaluationResult.model_validate(content)])
         assert "95 % interval    none, too few documents" in capsys.readouterr().out
 
 
@@ -65,7 +65,7 @@ def evaluate(
 ) -> tuple[EvaluationResult, list[bytes]]:
     planned = [plan_spec(spec, scores, per_document=True, **options)]
     results = evaluate_on_workers(planned, workers)
-    return results[0], list(document_lines(planned, results))
+    return results[0], list(document_lines(planned))
 
 
 def expected_scores(spec: EvaluationSpec) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_every_document_has_the_sums_of_its_targets(spec: EvaluationSpec) -> Non
     documents = [json.loads(line) for line in lines]
     expected = expected_scores(spec)
     assert len(expected) == len(TEXTS)
-    is_word_model = result.text.is_word_model
+    is_word_model = not result.protocol.endswith("not detokenized")
     assert documents == [
         {
             **document,
@@ -185,8 +185,8 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
     sizes = [len(text.encode()) for text in texts]
     bits = result.sums.nats / (sum(sizes) * math.log(2))
     assert result.scores["bits_per_byte"] == pytest.approx(bits)
-    assert result.record(checkpoint="", data="", num_workers=1).bytes_scored == sum(sizes)
-    documents = [json.loads(line)["bytes"] for line in document_lines(planned, [result])]
+    assert result.bytes_scored == sum(sizes)
+    documents = [json.loads(line)["bytes"] for line in document_lines(planned)]
     tokens_tell_bytes = family in ("gpt2", "llama3", "char")
     assert documents == (sizes if tokens_tell_bytes else [None] * len(texts))
 
@@ -206,7 +206,7 @@ def test_bytes_of_any_tokenizer_are_those_of_the_text_or_null(
         assert "only the first 6 tokens" in (content.not_counted or "")
         assert "bytes            not known: only the first 6 tokens" in printed
         assert "bits per byte" not in printed
-        assert {json.loads(line)["bytes"] for line in document_lines(planned, [result])} == {None}
+        assert {json.loads(line)["bytes"] for line in document_lines(planned)} == {None}
 
 
 def test_a_text_with_an_unknown_character_has_no_bytes_of_its_own(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_details_of_several_models_have_the_difference_to_the_first_one(
     other = replace(spec, settings=replace(spec.settings, mem_len=0))
     planned = [plan_spec(each, details=True) for each in (spec, other)]
     results = evaluate_on_workers(planned, InProcess())
-    first, second = with_differences(record_results(planned, results, 1), results)
+    first, second = with_differences(record_results(planned, results, 1), planned)
     assert "difference" not in first.to_json()["details"]
     difference = second.to_json()["details"]["difference"]
     assert difference["to"] == first.checkpoint

@@ -98,7 +98,7 @@ def test_json_is_one_object_and_other_batches_give_the_same_numbers(
     [
         (("--max-context", 10, "--delta", 8), 2, "smaller --delta"),
         (("--r", "0"), 2, "--r 0 must be above 0"),
-        (("--names", "a,b"), 2, "2 names for 1 checkpoints"),
+        (("--names", "a,b"), 2, "1 models need as many different names, got a, b"),
         (("--max-context", 10**6, "--delta", 10**5), 3, "the longest document holds"),
         (("--split", "test"), 3, "test"),
     ],

@@ -23,7 +23,7 @@ from tests.txl_dist.checkpoint import saving
 from txl_dist.convert.hub import write_for_hub
 from txl_dist.convert.stored_model import Reading, find_model
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.result import Result, read_result
+from txl_dist.evaluation.result import EvaluationResult, read_result
 from txl_dist.training.scores import ScoreTable
 
 ROOT = Path(__file__).parents[3]
@@ -167,13 +167,13 @@ def test_an_edited_score_is_refused(tmp_path: Path, changes: dict[str, Any]) -> 
     result = {**evaluation("m", mem_len=4, nats=2.5), "bits_per_byte": None}
     path = tmp_path / "score.json"
     path.write_text(json.dumps(result))
-    assert read_result(path, "m") == Result.model_validate(result)
+    assert read_result(path, model_digest="m") == EvaluationResult.model_validate(result)
     path.write_text(json.dumps({**result, **changes}))
     with pytest.raises(CheckpointError, match="not a result of txl eval"):
-        read_result(path, "m")
+        read_result(path, model_digest="m")
     path.write_text(json.dumps({key: result[key] for key in result if key != "data_sha256"}))
     with pytest.raises(CheckpointError, match="not a result of txl eval"):
-        read_result(path, "m")
+        read_result(path, model_digest="m")
 
 
 def test_the_score_of_another_model_is_refused(run: Path, dataset: Path, tmp_path: Path) -> None:

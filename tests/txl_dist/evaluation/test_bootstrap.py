@@ -67,7 +67,7 @@ def test_the_interval_is_the_same_every_time_and_that_of_a_function_is_its_funct
     )
 
 
-def test_documents_of_equal_loss_have_an_interval_without_width() -> None:
+def test_documents_of_equal_loss_have_an_interval_without_width_and_few_have_none() -> None:
     equal = LossTable(
         np.arange(12), np.arange(1.0, 13.0), np.arange(1, 13), np.zeros(12, dtype=np.int64)
     )
@@ -75,11 +75,10 @@ def test_documents_of_equal_loss_have_an_interval_without_width() -> None:
     assert intervals is not None
     assert intervals["nats_per_token"] == (1.0, 1.0)
     assert intervals["bits_per_byte"] is None
-
-
-def test_too_few_documents_have_no_interval() -> None:
-    assert score_intervals(documents(MIN_DOCUMENTS - 1)) is None
+    few = documents(MIN_DOCUMENTS - 1)
+    assert score_intervals(few) is None
     assert score_intervals(documents(MIN_DOCUMENTS)) is not None
+    assert paired_difference(few, few) == (0.0, None)
 
 
 def test_a_paired_difference_leaves_out_how_hard_the_documents_are() -> None:
@@ -94,8 +93,3 @@ def test_a_paired_difference_leaves_out_how_hard_the_documents_are() -> None:
     assert max(low, other_low) < min(high, other_high), "the intervals of the scores overlap"
     back, turned = paired_difference(base, better)
     assert (back, turned) == (-difference, (pytest.approx(-ends[1]), pytest.approx(-ends[0])))
-
-
-def test_a_difference_of_too_few_documents_has_no_interval() -> None:
-    few = documents(MIN_DOCUMENTS - 1)
-    assert paired_difference(few, few) == (0.0, None)

@@ -46,15 +46,9 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import torch_threads
 
 SETTINGS = EvaluationSettings(
-    split="valid",
-    mode="exact",
-    tgt_len=12,
-    mem_len=8,
-    clamp_len=None,
-    same_length=False,
-    reset="document",
-    max_tokens=240,
-)
+    split="valid", mode="exact", tgt_len=12, mem_len=8, clamp_len=None, same_length=False,
+    reset="document", max_tokens=240,
+)  # fmt: skip
 
 NUM_BATCHES = 5
 
@@ -75,7 +69,8 @@ def evaluate_alone(spec: EvaluationSpec) -> EvaluationResult:
     scorer = spec.open()
     chunks = plan_evaluation(scorer.source, spec.settings, scorer.model.config)
     (result,) = evaluate_on_workers([plan_spec(spec)], InProcess())
-    return replace(result, sums=sum(scorer.scores(chunks), LossSums()))
+    assert result.nats == sum(scorer.scores(chunks), LossSums()).nats
+    return result
 
 
 class Recorder(InProcess):
@@ -154,20 +149,11 @@ def test_the_threads_of_the_caller_do_not_change_a_bit(dataset: Path, tmp_path: 
     assert nats[0] == nats[1]
 
 
-def test_the_order_of_the_batches_does_not_change_a_bit(
-    spec: EvaluationSpec, expected: EvaluationResult
-) -> None:
-    workers = Recorder()
-    assert evaluate([spec], workers) == [expected]
-    assert len(workers.scored) == NUM_BATCHES
-    assert workers.scored[-1] == "chunks 0 to 0 of split valid, small"
-
-
 def test_the_sums_are_added_in_the_order_of_the_chunks(spec: EvaluationSpec) -> None:
     planned = plan_spec(spec)
     for number, nats in ((2, 1.0), (0, 1e16), (1, -1e16)):  # finished in this order
         planned.finished.add(number, BatchScores([LossSums(nats, 1, 1)]))
-    assert planned.result().sums.nats == 1.0  # in the order of completion: 0.0
+    assert planned.sums.nats == 1.0  # in the order of completion: 0.0
 
 
 def test_a_stopped_evaluation_goes_on_from_its_finished_batches(
@@ -193,7 +179,7 @@ def test_several_specs_resume_in_the_spec_that_was_stopped(
     assert len(list(tmp_path.glob("*.jsonl"))) == 2
 
 
-@pytest.mark.parametrize("change", ["settings", "batch", "weights", "data", "code"])
+@pytest.mark.parametrize("change", ["settings", "batch", "weights", "data", "code", "nothing"])
 def test_sums_of_another_evaluation_are_not_used(
     spec: EvaluationSpec,
     dataset: Path,
@@ -211,18 +197,12 @@ def test_sums_of_another_evaluation_are_not_used(
         spec = replace(spec, checkpoint=export_small_model(tmp_path / "other", dataset, seed=1))
     elif change == "data":
         monkeypatch.setattr(ShardManifest, "digest", "0" * 64)
-    else:
+    elif change == "code":
         monkeypatch.setattr(distributed, "code_description", lambda: "another version")
-    assert plan_spec(spec, tmp_path).finished.path != before
-
-
-def test_a_model_that_was_moved_is_the_same_evaluation(
-    spec: EvaluationSpec, tmp_path: Path
-) -> None:
-    shutil.copytree(spec.checkpoint, tmp_path / "copy")
-    copy = replace(spec, checkpoint=tmp_path / "copy")
-    paths = {plan_spec(each, tmp_path).finished.path for each in (spec, copy)}
-    assert len(paths) == 1
+    else:  # a model that was moved is the same one
+        shutil.copytree(spec.checkpoint, tmp_path / "copy")
+        spec = replace(spec, checkpoint=tmp_path / "copy")
+    assert (plan_spec(spec, tmp_path).finished.path == before) == (change == "nothing")
 
 
 @pytest.mark.fault_row(49)
@@ -276,7 +256,7 @@ def test_progress_counts_every_token_that_is_read_once(
 ) -> None:
     calls: list[tuple[str, int, int]] = []
     (result,) = evaluate([spec], InProcess(), progress=lambda *call: calls.append(call))
-    num_read = round(result.sums.num_tokens * (1 + result.overhead))
+    num_read = round(result.sums.num_tokens * (1 + result.context_overhead))
     assert calls[0] == ("scoring", 0, num_read)
     assert calls[-1] == ("scoring", num_read, num_read)
     assert len(calls) == 1 + NUM_BATCHES
@@ -295,18 +275,9 @@ def test_the_combinations_are_the_cross_product() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "mem_len",
-        "mem_len=",
-        "mem_len=1,,2",
-        "mem_len=-1",
-        "mem_len=1.5",
-        "mem_len=1,1",
-        "tgt_len=0",
-        "batch=1",
-        "mem_len=1 mem_len=2",
-    ],
-)
+    ["mem_len", "mem_len=", "mem_len=1,,2", "mem_len=-1", "mem_len=1.5", "mem_len=1,1",
+     "tgt_len=0", "batch=1", "mem_len=1 mem_len=2"],
+)  # fmt: skip
 def test_a_wrong_assignment_is_named(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_sweep([text])
@@ -334,36 +305,30 @@ def plan(model: Path, data: Path, *, split: str, **options: int) -> PlannedEvalu
     return plan_spec(evaluation_spec(model, data, split=split, max_tokens=401, **options))
 
 
+def sweep_on(workers: InProcess, sweep: Sweep) -> list[EvaluationResult]:
+    return evaluate_sweep(sweep, lambda planned: evaluate_on_workers(planned, workers))
+
+
 def test_the_lowest_loss_on_the_first_split_is_reported_on_the_others(
     planned: list[Sweep],
 ) -> None:
     for model in planned:
-        result = evaluate_sweep(model, InProcess())
-        losses = [candidate.sums.nats for candidate in result.candidates]
-        assert losses[result.best] == min(losses)
+        workers = Recorder()
+        *candidates, reported = sweep_on(workers, model)
+        losses = [candidate.nats for candidate in candidates]
         assert len(set(losses)) == 4
+        best = losses.index(min(losses))
+        assert [each.selected for each in candidates] == [n == best for n in range(4)]
         settings = [specs[0].spec.settings for specs in model]
-        assert [candidate.settings for candidate in result.candidates] == settings
-        assert result.reported == evaluate_on_workers(model[result.best][1:], InProcess())
-        assert [each.settings.split for each in result.reported] == ["train"]
-
-
-def test_only_the_best_setting_is_scored_on_the_other_splits(
-    planned: list[Sweep], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scored: list[str] = []
-
-    def recorded(specs, *args, **options):  # type: ignore[no-untyped-def]
-        scored.extend(spec.spec.settings.split for spec in specs)
-        return evaluate_on_workers(specs, *args, **options)
-
-    monkeypatch.setattr(distributed, "evaluate_on_workers", recorded)
-    evaluate_sweep(planned[0], InProcess())
-    assert scored == ["valid"] * 4 + ["train"]
+        lengths = [(each.tgt_len, each.mem_len) for each in candidates]
+        assert lengths == [(each.tgt_len, each.mem_len) for each in settings]
+        (expected,) = evaluate_on_workers(model[best][1:], InProcess())
+        assert reported == expected.model_copy(update={"selected": True})
+        num_train = sum("split train" in unit for unit in workers.scored)
+        assert num_train == len([*model[best][1].batches()]), "only the best one"
 
 
 def test_equal_losses_select_the_first_setting(planned: list[Sweep]) -> None:
     specs = planned[0][0]
-    result = evaluate_sweep([specs[:1], specs[:1]], InProcess())
-    assert result.best == 0
-    assert result.reported == []
+    results = sweep_on(InProcess(), [specs[:1], specs[:1]])
+    assert [each.selected for each in results] == [True, False]

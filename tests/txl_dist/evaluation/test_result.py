@@ -1,6 +1,5 @@
-"""Scores per word and per character, against a corpus that is counted by hand."""
+"""Scores per word, character and byte, against a corpus that is counted by hand; the protocol."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,29 +12,12 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import TextCounts
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
-from txl_dist.evaluation.result import (
-    EvaluationResult,
-    Result,
-    ScoredText,
-    Subject,
-    scored_text,
-)
+from txl_dist.evaluation.result import ScoredText, Subject, protocol_line, scored_text
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.spec import EvaluationSettings
 
 TEXTS = ("the cat sat\non the mat\n", "größe @-@ maß\n")
 WORDS, LINE_ENDS, CHARACTERS = 9, 3, 37
-
-SETTINGS = EvaluationSettings(
-    split="train",
-    mode="exact",
-    tgt_len=64,
-    mem_len=640,
-    clamp_len=400,
-    same_length=True,
-    reset="stream",
-    precision="bf16",
-)
 
 
 def prepare(directory: Path, texts: Sequence[str], **settings: object) -> Path:
@@ -47,37 +29,20 @@ def prepare(directory: Path, texts: Sequence[str], **settings: object) -> Path:
     return directory / "data"
 
 
-def result(text: ScoredText, *, nats: float, num_tokens: int) -> EvaluationResult:
-    sums = LossSums(nats=nats, num_tokens=num_tokens, num_bytes=40)
-    return EvaluationResult(
-        sums=sums,
-        settings=SETTINGS,
-        num_chunks=1,
-        overhead=0.0,
-        text=text,
-        data=Subject("books", "0123456789ab" + "c" * 52),
-        model=Subject("run/step-00000009", "ba9876543210" + "f" * 52),
-        weights="averaged",
-        kernels=("sdpa on cpu",),
-    )
-
-
-def record(score: EvaluationResult) -> dict[str, Any]:
-    written = score.record(checkpoint="runs/a", data="data/a", num_workers=1)
-    content = written.to_json()
-    assert Result.model_validate(json.loads(json.dumps(content))) == written
-    return content
+def content_of(text: ScoredText, *, nats: float, num_tokens: int) -> dict[str, Any]:
+    content = text.content(text.counted(LossSums(nats, num_tokens, num_bytes=40)))
+    return content | content["scores"]
 
 
 def test_word_perplexity_is_the_loss_per_word_line_end_and_document_end(tmp_path: Path) -> None:
-    data = prepare(tmp_path, TEXTS)
-    text = scored_text(open_split(data, "train"))
+    text = scored_text(open_split(prepare(tmp_path, TEXTS), "train"))
     assert text.document_ends == len(TEXTS) - 1  # the first one has no loss
     assert text.counts == TextCounts(words=WORDS, line_ends=LINE_ENDS, characters=CHARACTERS)
-    score = result(text, nats=60.0, num_tokens=31)
+    scores = content_of(text, nats=60.0, num_tokens=31)
     num_words = WORDS + LINE_ENDS + 1
-    assert score.scores["word_perplexity"] == pytest.approx(math.exp(60.0 / num_words))
-    assert score.scores["bits_per_character"] == pytest.approx(60.0 / CHARACTERS / math.log(2))
+    assert scores["word_perplexity"] == pytest.approx(math.exp(60.0 / num_words))
+    assert scores["bits_per_character"] == pytest.approx(60.0 / CHARACTERS / math.log(2))
+    assert (scores["words_scored"], scores["characters_scored"]) == (WORDS, CHARACTERS)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +59,10 @@ def test_the_word_perplexity_of_a_word_model_is_its_perplexity(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:
     texts = TEXTS[:1] if settings.get("recipe") == "wt103" else TEXTS
-    data = prepare(tmp_path, texts, tokenizer="word", **settings)
-    source = open_split(data, "train")
+    source = open_split(prepare(tmp_path, texts, tokenizer="word", **settings), "train")
     text = scored_text(source)
-    score = result(text, nats=20.0, num_tokens=source.num_tokens - 1)
-    assert score.scores["word_perplexity"] == score.sums.perplexity
+    scores = content_of(text, nats=20.0, num_tokens=source.num_tokens - 1)
+    assert scores["word_perplexity"] == scores["perplexity"]
     if settings.get("recipe") != "lm1b":  # which marks both ends of a line
         assert text.num_words == source.num_tokens - 1  # so other models are comparable
 
@@ -106,37 +70,46 @@ def test_the_word_perplexity_of_a_word_model_is_its_perplexity(
 def test_bytes_of_a_word_model_are_those_of_the_text(tmp_path: Path) -> None:
     """ASCII text, most of whose words are not in the vocabulary."""
     data = prepare(tmp_path, ["a bb  ccc a\n" * 3 + "dddddd\n"], tokenizer="word", vocab_size=5)
-    text = scored_text(open_split(data, "train"))
-    score = result(text, nats=20.0, num_tokens=14)
-    assert score.scores["bits_per_byte"] == pytest.approx(score.scores["bits_per_character"])
+    scores = content_of(scored_text(open_split(data, "train")), nats=20.0, num_tokens=14)
+    assert scores["bits_per_byte"] == pytest.approx(scores["bits_per_character"])
 
 
-def test_a_number_outside_the_range_of_a_float_is_null_in_json() -> None:
+def test_a_number_outside_the_range_of_a_float_has_no_value() -> None:
     text = ScoredText(TextCounts(words=1, line_ends=0, characters=37))
-    score = result(text, nats=800.0, num_tokens=2)
-    assert score.scores["word_perplexity"] == math.inf
-    content = record(score)
-    assert content["word_perplexity"] is None
-    json.dumps(content, allow_nan=False)
+    assert content_of(text, nats=800.0, num_tokens=2)["word_perplexity"] is None
 
 
 def test_without_counts_the_scores_are_absent_and_the_reason_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ids.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [2, 2, 1]}\n')
+    ids = PrepareSettings(format="ids", tokenizer="ids", vocab_size=4, end_of_document=3)
+    prepare_dataset([tmp_path / "ids.jsonl"], tmp_path / "ids", ids)
     data = prepare(tmp_path, TEXTS)
     for text, reason in (
-        (ScoredText(), "the text was not counted"),
         (scored_text(open_split(data, "train"), max_tokens=5), "only the first 5 tokens"),
+        (scored_text(open_split(tmp_path / "ids", "train")), "token ids, which have no text"),
     ):
-        score = result(text, nats=60.0, num_tokens=41)
-        assert (score.scores["word_perplexity"], score.scores["bits_per_character"]) == (None, None)
-        content = record(score)
+        content = content_of(text, nats=60.0, num_tokens=41)
+        assert (content["word_perplexity"], content["bits_per_character"]) == (None, None)
         assert reason in content["not_counted"]
-        assert reason in content["protocol"]
+        assert reason in text.definition_of_a_word
 
 
 def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
+    settings = EvaluationSettings(
+        split="train", mode="exact", tgt_len=64, mem_len=640, clamp_len=400, same_length=True,
+        reset="stream", precision="bf16",
+    )  # fmt: skip
     text = ScoredText(TextCounts(words=9, line_ends=3, characters=37), document_ends=2)
-    score = result(text, nats=60.0, num_tokens=1234)
-    assert score.protocol == (
+    facts: dict[str, Any] = {
+        "num_tokens": 1234,
+        "data": Subject("books", "0123456789ab" + "c" * 52),
+        "model": Subject("run/step-00000009", "ba9876543210" + "f" * 52),
+        "memory": "recurrent",
+        "weights": "averaged",
+        "kernels": {"sdpa on cpu"},
+        "definition_of_a_word": text.definition_of_a_word,
+    }
+    assert protocol_line(settings, **facts) == (
         "split train of books (sha256 0123456789ab), "
         "model run/step-00000009 (sha256 ba9876543210), "
         "1,234 tokens scored, mode exact, tgt_len 64, mem_len 640, clamp_len 400, "
@@ -144,17 +117,7 @@ def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
         "word = whitespace-separated word (9), line end (3) or document end (2) of the text as "
         "prepared, not detokenized"
     )
-    assert record(score)["protocol"] == score.protocol
-    unlimited = replace(score, settings=replace(SETTINGS, clamp_len=None))
-    assert "clamp_len none" in unlimited.protocol
-
-
-def test_token_ids_have_no_words_and_no_characters(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [2, 2, 1]}\n')
-    settings = PrepareSettings(format="ids", tokenizer="ids", vocab_size=4, end_of_document=3)
-    prepare_dataset([tmp_path / "in.jsonl"], tmp_path / "data", settings)
-    text = scored_text(open_split(tmp_path / "data", "train"))
-    scores = record(result(text, nats=3.0, num_tokens=6))
-    assert scores["word_perplexity"] is None
-    assert scores["bits_per_character"] is None
-    assert "token ids" in scores["not_counted"]
+    part = replace(settings, clamp_len=None, max_tokens=1235)
+    line = protocol_line(part, **facts | {"memory": "tokens"})
+    assert line.startswith("first 1,235 tokens of split train of books")
+    assert "memory tokens, mem_len 640, clamp_len none" in line

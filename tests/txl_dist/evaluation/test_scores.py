@@ -42,29 +42,20 @@ def test_nats_are_added_in_float64_without_their_graph() -> None:
     assert sums.nats == pytest.approx(210_000 * float(torch.tensor(0.1)), rel=1e-12)
 
 
-def test_a_short_batch_counts_by_its_tokens() -> None:
+def test_every_score_divides_the_sums_once() -> None:
     sums = LossSums(nats=6.0, num_tokens=2, num_bytes=3) + LossSums(nats=1.0, num_tokens=1)
-    assert sums.nats_per_token == 7 / 3
-    assert sums.perplexity == math.exp(7 / 3)
-    assert finish(sums.named)["bits_per_token"] == pytest.approx(7 / 3 / math.log(2))
-    assert finish(sums.named)["bits_per_byte"] == pytest.approx(7 / 3 / math.log(2))
+    assert (sums.nats_per_token, sums.perplexity) == (7 / 3, math.exp(7 / 3))
+    scores = finish(sums.named)
+    assert scores["bits_per_token"] == pytest.approx(7 / 3 / math.log(2))
+    assert scores["bits_per_byte"] == pytest.approx(7 / 3 / math.log(2))
+    uniform = LossSums(nats=10 * math.log(256), num_tokens=10, num_bytes=10)
+    assert finish(uniform.named)["bits_per_byte"] == pytest.approx(8)
+    assert uniform.perplexity == pytest.approx(256)
 
 
-def test_a_uniform_guess_among_256_bytes_is_8_bits_per_byte_and_perplexity_256() -> None:
-    sums = LossSums(nats=10 * math.log(256), num_tokens=10, num_bytes=10)
-    assert finish(sums.named)["bits_per_byte"] == pytest.approx(8)
-    assert sums.perplexity == pytest.approx(256)
-
-
-def test_a_perplexity_beyond_the_range_of_a_float_is_infinity() -> None:
+def test_what_is_not_known_or_beyond_a_float_is_no_error() -> None:
     assert LossSums(nats=800.0, num_tokens=1).perplexity == math.inf
-
-
-@pytest.mark.parametrize("mean", ["nats_per_token", "perplexity"])
-def test_no_targets_have_no_mean(mean: str) -> None:
-    with pytest.raises(DataError, match="no target was scored"):
-        getattr(LossSums(), mean)
-
-
-def test_targets_without_text_have_no_bits_per_byte() -> None:
     assert finish(LossSums(nats=1.0, num_tokens=1).named)["bits_per_byte"] is None
+    for mean in ("nats_per_token", "perplexity"):
+        with pytest.raises(DataError, match="no target was scored"):
+            getattr(LossSums(), mean)

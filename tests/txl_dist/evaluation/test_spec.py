@@ -66,36 +66,30 @@ def test_memory_options_that_a_model_does_not_support_are_refused(
         evaluation_spec(model, dataset, **options)  # type: ignore[arg-type]
 
 
-def test_a_split_shorter_than_a_segment_is_refused(model: Path, dataset: Path) -> None:
+def test_a_missing_split_and_one_shorter_than_a_segment_are_refused(
+    model: Path, dataset: Path
+) -> None:
     num_targets = load_manifest(dataset).splits["valid"].tokens - 1
     plan_spec(evaluation_spec(model, dataset, tgt_len=num_targets))
     with pytest.raises(DataError, match=rf"split valid .*--tgt-len {num_targets} or less"):
         plan_spec(evaluation_spec(model, dataset, tgt_len=num_targets + 1))
-
-
-def test_a_split_that_does_not_exist_is_refused(model: Path, dataset: Path) -> None:
     with pytest.raises(DataError, match="it has train, valid"):
         plan_spec(evaluation_spec(model, dataset, split="test"))
 
 
 def test_a_score_that_is_not_finite_is_refused_with_its_chunk(
-    dataset: Path, tmp_path: Path
+    model: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finite weights whose products overflow."""
-    model = small_model(vocab_size=load_manifest(dataset).vocab_size)
+    overflowing = small_model(vocab_size=load_manifest(dataset).vocab_size)
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in overflowing.parameters():
             weight.mul_(1e30)
-    spec = evaluation_spec(export(model, tmp_path / "model", dataset), dataset, max_tokens=100)
+    path = export(overflowing, tmp_path / "model", dataset)
+    spec = evaluation_spec(path, dataset, max_tokens=100)
     with pytest.raises(CheckpointError, match=r"chunk 0 of split valid, .*model: the sum of its"):
         evaluate_on_workers([plan_spec(spec)], InProcess())
-
-
-def test_the_chunk_that_is_not_finite_is_named_by_its_number(
-    model: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = plan_spec(evaluation_spec(model, dataset, batch=2))
     sums = [LossSums(1.0, 1), LossSums(float("nan"), 1)]
     monkeypatch.setattr(Scorer, "scores", lambda self, chunks, counter: sums)
     with pytest.raises(CheckpointError, match="chunk 1 of"):
-        evaluate_on_workers([planned], InProcess())
+        evaluate_on_workers([plan_spec(evaluation_spec(model, dataset, batch=2))], InProcess())

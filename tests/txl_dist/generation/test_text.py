@@ -95,15 +95,9 @@ def test_the_cut_does_not_depend_on_how_the_text_arrives(parts: list[str], stop:
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     strings = StopStrings(["ab\n", "bc"])
     assert [strings.add(part) for part in ("xa", "b", "a", "y")] == ["x", "", "ab", "ay"]
-
-
-def test_streamed_text_ends_before_the_stop_string() -> None:
     text = b"one\ntwo\n\nthree"
     assert "".join(streamed(text, "\n\n", "four")) == "one\ntwo"
     assert "".join(streamed(text, "\n\n\n")) == text.decode()
-
-
-def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopStrings(["x", ""])
 

@@ -45,38 +45,25 @@ def rolling_task(data: Path) -> dict[str, Any]:
     """As the harness's task `wikitext`."""
     metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte")
     return local_task(
-        "local_documents",
-        data,
-        output_type="loglikelihood_rolling",
-        doc_to_text="",
-        doc_to_target="{{text}}",
-        metric_list=[{"metric": metric} for metric in metrics],
-    )
+        "local_documents", data, output_type="loglikelihood_rolling", doc_to_text="",
+        doc_to_target="{{text}}", metric_list=[{"metric": metric} for metric in metrics],
+    )  # fmt: skip
 
 
 def choice_task(data: Path) -> dict[str, Any]:
     return local_task(
-        "local_choice",
-        data,
-        output_type="multiple_choice",
-        doc_to_text="{{beginning}}",
-        doc_to_choice="{{choices}}",
-        doc_to_target="label",
-        target_delimiter="",
+        "local_choice", data, output_type="multiple_choice", doc_to_text="{{beginning}}",
+        doc_to_choice="{{choices}}", doc_to_target="label", target_delimiter="",
         metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
-    )
+    )  # fmt: skip
 
 
 def generation_task(data: Path) -> dict[str, Any]:
     return local_task(
-        "local_generation",
-        data,
-        output_type="generate_until",
-        doc_to_text="{{beginning}}",
-        doc_to_target="{{choices[0]}}",
+        "local_generation", data, output_type="generate_until", doc_to_text="{{beginning}}",
+        doc_to_target="{{choices[0]}}", metric_list=[{"metric": "exact_match"}],
         generation_kwargs={"until": ["\n"], "max_gen_toks": 12},
-        metric_list=[{"metric": "exact_match"}],
-    )
+    )  # fmt: skip
 
 
 def scores(model: str | Any, task: dict[str, Any], **options: Any) -> dict[str, Any]:

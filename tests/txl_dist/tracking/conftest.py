@@ -9,15 +9,22 @@ import socket
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from mlflow.tracking import MlflowClient
 
+from txl_dist.config.data_config import DataConfig
+from txl_dist.config.run_config import RunConfig
+from txl_dist.config.training_config import TrackingConfig, TrainingConfig
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.mlflow_tracker import MlflowTracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.sender import Sender
-from txl_dist.tracking.tracker import TrackingRequest, TrackingState
+from txl_dist.tracking.tracker import TrackingRequest, TrackingState, UnavailableError
 
 START = 1_700_000_000.0
 
@@ -151,12 +158,31 @@ def status_of(database: Path, run_id: str) -> str:
         return str(row[0])
 
 
-def run_id_of(run_dir: Path) -> str:
-    """The current MLflow run of a run directory."""
+def until_delivered(call: Callable[[], object]) -> None:
+    """Call again as long as the server fails."""
+    for _ in range(300):
+        with suppress(UnavailableError):
+            call()
+            return
+    pytest.fail("never delivered")
+
+
+def state_of(run_dir: Path) -> TrackingState:
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
-    assert state.run_id is not None
-    return state.run_id
+    return state
+
+
+def run_id_of(run_dir: Path) -> str:
+    """The current MLflow run of a run directory."""
+    run_id = state_of(run_dir).run_id
+    assert run_id is not None
+    return run_id
+
+
+def client_of(run_dir: Path) -> MlflowClient:
+    """Of the default database."""
+    return MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
 
 
 def run_ids(database: Path, experiment: str = "tests") -> list[str]:
@@ -167,3 +193,29 @@ def run_ids(database: Path, experiment: str = "tests") -> list[str]:
             (experiment,),
         )
         return [run_id for (run_id,) in rows]
+
+
+# --- real sender processes ------------------------------------------------------------------------
+
+
+def tracking_config(run_dir: Path, uri: str | None = None, *, enabled: bool = True) -> RunConfig:
+    return RunConfig(
+        directory=str(run_dir),
+        data=DataConfig(path="data/none"),
+        training=TrainingConfig(num_steps=10),
+        tracking=TrackingConfig(uri=uri, experiment="tests", enabled=enabled),
+    )
+
+
+def senders_of(run_dir: Path) -> list[int]:
+    """The living sender processes of this run directory."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "status"])
+        if {"txl_dist.tracking.sender", str(run_dir)} <= set(process.info["cmdline"] or ())
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def delivered_steps(run_dir: Path, tracker: TrackingProcess) -> list[int]:
+    return recorded_steps(run_dir.parent / "mlflow.db", tracker.run_id or "")

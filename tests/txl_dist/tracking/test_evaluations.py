@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from data_pipeline.system.files import open_descriptor, try_lock
 from txl_dist.tracking import process
@@ -18,12 +17,15 @@ from txl_dist.tracking.tracker import LOCK, TrackingState, UnavailableError
 
 from .conftest import (
     MlflowServer,
+    client_of,
     recorded_steps,
     run_id_of,
     run_ids,
     sender_for,
+    state_of,
     status_of,
     tags_of,
+    until_delivered,
     write_steps,
 )
 
@@ -60,6 +62,18 @@ def _children(database: Path, run_dir: Path) -> list[str]:
     return [run for run in tags if tags[run].get("mlflow.parentRunId") == parent]
 
 
+def _scores(database: Path, run_dir: Path) -> list[str]:
+    """What was scored at step 5, once for each point of its nats below the run."""
+    names = [f"{split}/mem_len_{n}" for split in ("a", "b", "valid") for n in (0, 64)]
+    runs = _children(database, run_dir)
+    assert {status_of(database, run) for run in runs} == {"FINISHED"}
+    steps = {
+        name: [recorded_steps(database, run, f"{name}/nats") for run in runs] for name in names
+    }
+    assert all(each in ([], [5]) for of_name in steps.values() for each in of_name)
+    return sorted(name for name in names for each in steps[name] if each)
+
+
 def _keep(run_dir: Path, **changes: Any) -> Path:
     """Write a result as `txl eval` does, under a name for its settings; returns the checkpoint."""
     result = _result(**changes)
@@ -89,8 +103,7 @@ def test_an_evaluation_is_a_child_run_with_its_data_and_its_settings(
     assert tags["mlflow.source.name"] == "txl eval"
     assert status_of(database, second) == "FINISHED"
     assert recorded_steps(database, second, "valid/mem_len_64/perplexity") == [5]
-    client = MlflowClient(f"sqlite:///{database}")
-    run = client.get_run(second)
+    run = client_of(run_dir).get_run(second)
     assert run.data.metrics["valid/mem_len_64/nats"] == 12.5
     assert (run.data.params["mem_len"], run.data.params["mode"]) == ("64", "exact")
     assert not {"details", "perplexity", "bits_per_byte", "save_id"} & run.data.params.keys()
@@ -119,24 +132,12 @@ def test_an_evaluation_arrives_once_although_calls_fail(
     server.fault = once
     _keep(run_dir, split="a")
     _keep(run_dir, split="b")
-    for _ in range(50):
-        try:
-            deliver_evaluations(run_dir)
-            break
-        except UnavailableError:
-            continue
+    until_delivered(lambda: deliver_evaluations(run_dir))
     server.fault = None
-    children = _children(server.database, run_dir)
-    assert len(children) == 2
-    recorded = [
-        recorded_steps(server.database, run, f"{split}/mem_len_64/nats")
-        for run in children
-        for split in "ab"
-    ]
-    assert sorted(recorded) == [[], [], [5], [5]]
+    assert _scores(server.database, run_dir) == ["a/mem_len_64", "b/mem_len_64"]
 
 
-def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
+def test_an_unreachable_server_is_a_warning_and_the_next_command_delivers(
     run_dir: Path,
     server: MlflowServer,
     caplog: pytest.LogCaptureFixture,
@@ -154,40 +155,12 @@ def test_an_unreachable_server_is_a_warning_and_the_next_sender_delivers(
     with caplog.at_level(logging.WARNING):
         log_evaluations([checkpoint, checkpoint])
     assert f"txl track sync {run_dir}" in caplog.text
-    (child,) = _children(server.database, run_dir)
-    assert recorded_steps(server.database, child, "valid/mem_len_0/nats") == []
+    assert _scores(server.database, run_dir) == ["valid/mem_len_64"]
     server.open()
-    sender_for(run_dir, server.uri).finish("finished")
-    children = _children(server.database, run_dir)
-    recorded = [
-        recorded_steps(server.database, run, f"valid/mem_len_{mem_len}/nats")
-        for run in children
-        for mem_len in (0, 64)
-    ]
-    assert sorted(recorded) == [[], [], [5], [5]]
-    assert status_of(server.database, run_id_of(run_dir)) == "FINISHED"
-
-
-@pytest.mark.slow
-def test_several_evaluations_are_children_of_their_training_runs(
-    run_dir: Path,
-    server: MlflowServer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """With the process that txl eval starts."""
     monkeypatch.setattr(process, "EVALUATION_SECONDS", 300)
-    server.open()
-    sender_for(run_dir, server.uri).pump()
-    other = run_dir.with_name("other")  # a second training run of the same experiment
-    shutil.copytree(run_dir, other)
-    sender_for(other, server.uri).pump()
-    log_evaluations([_keep(run, split=split) for run in (run_dir, other) for split in "ab"])
-    assert not caplog.text
-    for run in (run_dir, other):
-        children = _children(server.database, run)
-        assert len(children) == 2
-        assert {status_of(server.database, child) for child in children} == {"FINISHED"}
+    log_evaluations([checkpoint])
+    assert _scores(server.database, run_dir) == ["valid/mem_len_0", "valid/mem_len_64"]
+    assert status_of(server.database, run_id_of(run_dir)) == "FINISHED"
 
 
 def test_the_sender_of_a_run_that_trains_sends_the_evaluations(
@@ -216,9 +189,7 @@ def test_a_damaged_result_does_not_stop_the_delivery_of_others(run_dir: Path, da
     (run_dir / "evaluations" / "valid-1.jsonl").write_text("{}")
     sender.pump()
     assert len(_children(run_dir.parent / "mlflow.db", run_dir)) == 1
-    state = TrackingState.load(run_dir / "tracking.json")
-    assert state is not None
-    assert len(state.evaluations) == 2, "it is not tried again"
+    assert len(state_of(run_dir).evaluations) == 2, "it is not tried again"
 
 
 def test_a_repeated_evaluation_is_one_run(run_dir: Path) -> None:

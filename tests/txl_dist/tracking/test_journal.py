@@ -52,14 +52,24 @@ def test_truncated_steps_are_kept_elsewhere_and_each_step_is_there_once(tmp_path
     assert _steps(tmp_path / "logs/metrics-superseded.jsonl") == [6, 7]
 
 
-def test_the_last_trained_step_is_that_of_the_last_line_with_tokens(tmp_path: Path) -> None:
+def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1}\n\0\0\0\n[1]\n{"step": "x"}\n{"step": 2}\n' + b"[" * 9999 + b"\n"
+    )
+    assert _steps(path) == [1, 2]
+    with MetricsJournal(path) as journal:
+        journal.truncate_after(1)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_the_last_trained_step_is_the_highest_of_the_last_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert last_trained_step(path) == 0
     with MetricsJournal(path) as journal:
         for step in (1, 2, 5):
             journal.write({"step": step, "tokens": step, "time": 0.0})
         journal.write({"step": 3, "tokens": 3, "time": 0.0, "valid/loss": 1.0})  # scored later
-        journal.write({"step": 6, "time": 0.0, "mixture/a": 1.0})  # not trained yet
     path.write_bytes(path.read_bytes() + b'{"step": 9, "tok')
     assert last_trained_step(path) == 5
 
@@ -96,14 +106,3 @@ def test_a_full_disk_causes_one_warning_and_no_line_is_lost(
         journal.write({"step": 5, "tokens": 5, "time": 1700000000.0})
     assert _steps(path) == list(range(6))
     assert len(caplog.records) == 1
-
-
-def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(
-        b'{"step": 1}\n\0\0\0\n[1]\n{"step": "x"}\n{"step": 2}\n' + b"[" * 9999 + b"\n"
-    )
-    assert _steps(path) == [1, 2]
-    with MetricsJournal(path) as journal:
-        journal.truncate_after(1)
-    assert path.read_bytes() == b'{"step": 1}\n'

@@ -5,29 +5,31 @@ import random
 import re
 import sqlite3
 import subprocess
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import mlflow
 import pytest
-from mlflow.tracking import MlflowClient
 
 from tests.support.commands import txl
 from tests.support.training_runs import TINY
 from txl_dist.doctor.checks import check_tracking
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 from txl_dist.tracking.mlflow_tracker import clean_key
-from txl_dist.tracking.tracker import TrackedDataset, UnavailableError
+from txl_dist.tracking.tracker import TrackedDataset
 
 from .conftest import (
     START,
     MlflowServer,
+    client_of,
     recorded_steps,
     run_id_of,
     run_ids,
     sender_for,
     status_of,
     tags_of,
+    until_delivered,
     write_steps,
 )
 
@@ -80,7 +82,7 @@ def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> N
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 31))
     sender_for(run_dir, params={"lr": "1"}).pump()
-    client = MlflowClient(f"sqlite:///{database}")
+    client = client_of(run_dir)
     client.log_metric(run_id_of(run_dir), "by a user", 1.0, step=99)
     client.set_tag(run_id_of(run_dir), "mlflow.note.content", "the one with a bug")
     _roll_back(run_dir, 30)
@@ -132,28 +134,24 @@ def test_a_renamed_run_directory_keeps_its_mlflow_run(run_dir: Path) -> None:
     assert run_ids(run_dir.parent / "mlflow.db") == [first]
 
 
-def test_points_that_no_later_step_replaces_are_not_in_the_curve(run_dir: Path) -> None:
-    """A run that resumes and ends early; a metric that is no longer written."""
+@pytest.mark.parametrize("is_running", [True, False])
+def test_points_that_no_later_step_replaces_are_not_in_the_curve(
+    run_dir: Path, is_running: bool
+) -> None:
+    """A run that resumes and ends early, also while its sender lives; a metric of one step."""
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 41))
     write_steps(run_dir, range(41, 42), scored_once=5.0)
-    sender_for(run_dir).pump()
+    sender = sender_for(run_dir)
+    sender.pump()
+    write_steps(run_dir, range(42, 46))  # never sent
     _roll_back(run_dir, 30)
-    sender_for(run_dir).finish("finished")
+    if is_running:
+        write_steps(run_dir, range(31, 36), since=START + 1000)
+    (sender if is_running else sender_for(run_dir)).finish("finished")
     assert _curves(database, run_id_of(run_dir)) == _journalled(run_dir)
     (superseded,) = set(run_ids(database)) - {run_id_of(run_dir)}
     assert tags_of(database, superseded)["txl.status"] == "superseded"
-
-
-def test_a_running_delivery_notices_a_rollback(run_dir: Path) -> None:
-    write_steps(run_dir, range(1, 41))
-    sender = sender_for(run_dir)
-    sender.pump()
-    write_steps(run_dir, range(41, 46))  # never sent
-    _roll_back(run_dir, 30)
-    write_steps(run_dir, range(31, 36), since=START + 1000)
-    sender.pump()
-    assert _curves(run_dir.parent / "mlflow.db", run_id_of(run_dir)) == _journalled(run_dir)
 
 
 @pytest.mark.fault_row(32)
@@ -174,14 +172,7 @@ def test_a_rollback_in_outages_records_every_point_once(
         since = START + 1000 * rollback
         write_steps(run_dir, range(5 * rollback + 1, 5 * rollback + 11), since=since, other=1.5)
         sender = sender_for(run_dir, server.uri, experiment=experiment)
-        for _ in range(300):
-            try:
-                sender.finish("finished")
-                break
-            except UnavailableError:
-                continue
-        else:
-            pytest.fail("never delivered")
+        until_delivered(partial(sender.finish, "finished"))
         newest = run_id_of(run_dir)
         assert _curves(server.database, newest) == _journalled(run_dir)
         for superseded, by in pairwise([*runs, newest]):
@@ -214,27 +205,21 @@ def test_metric_names_become_legal_and_contain_no_relative_paths() -> None:
 DIGEST = "0123456789abcdef" * 4
 DATASETS = (
     TrackedDataset(
-        name="books/train",
-        digest=DIGEST,
-        source="/data/books",
-        context="training",
+        name="books/train", digest=DIGEST, source="/data/books", context="training",
         profile={"tokens": 900, "documents": 9, "dtype": "uint16"},
     ),
     TrackedDataset(
-        name="books/valid",
-        digest=DIGEST,
-        source="/data/books",
-        context="evaluation",
+        name="books/valid", digest=DIGEST, source="/data/books", context="evaluation",
         profile={"tokens": 100},
     ),
-)
+)  # fmt: skip
 HOW_TO = Path(__file__).parents[3] / "docs" / "how_to" / "track_with_mlflow.md"
 
 
 def test_the_data_of_a_run_are_inputs_with_their_context_and_sizes(run_dir: Path) -> None:
     for _ in range(2):  # a resume records nothing twice
         sender_for(run_dir, datasets=DATASETS).pump()
-    client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    client = client_of(run_dir)
     inputs = client.get_run(run_id_of(run_dir)).inputs.dataset_inputs
     found = {
         (i.dataset.name, i.dataset.digest, i.tags[0].value): json.loads(i.dataset.profile or "")
@@ -284,7 +269,7 @@ def test_a_real_run_has_its_data_and_the_commit_of_the_code(dataset: Path, run_d
         timeout_seconds=400,
     )
     assert done.returncode == 0, done.stderr
-    client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    client = client_of(run_dir)
     recorded = client.get_run(run_id_of(run))
     contexts = recorded.inputs.dataset_inputs
     assert sorted(i.tags[0].value for i in contexts) == ["evaluation", "training"]

@@ -18,23 +18,22 @@ from mlflow.tracking import MlflowClient
 from tests.support.commands import run_txl
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.sender import Sender, TrainingEnd, deliver
-from txl_dist.tracking.tracker import TrackingState, UnavailableError
+from txl_dist.tracking.tracker import UnavailableError
 
 from .conftest import (
     MlflowServer,
+    client_of,
     recorded_steps,
     request_for,
     run_id_of,
     run_ids,
     sender_for,
+    state_of,
     status_of,
     tags_of,
+    until_delivered,
     write_steps,
 )
-
-
-def _client(run_dir: Path) -> MlflowClient:
-    return MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
 
 
 def test_a_run_is_recorded_with_its_settings_config_and_end(run_dir: Path) -> None:
@@ -42,7 +41,7 @@ def test_a_run_is_recorded_with_its_settings_config_and_end(run_dir: Path) -> No
     long = "x" * 7000
     sender_for(run_dir, params={"a.b": "1", "long": long}, tags={"t": "v"}).finish("finished")
 
-    run = _client(run_dir).get_run(run_id_of(run_dir))
+    run = client_of(run_dir).get_run(run_id_of(run_dir))
     assert run.info.status == "FINISHED"
     assert run.data.params["a.b"] == "1"
     assert run.data.params["long"] == long[:6000]
@@ -62,7 +61,7 @@ def test_a_deleted_run_is_replaced_by_a_complete_new_one(run_dir: Path, moment: 
     sender = sender_for(run_dir)
     sender.pump()
     deleted = run_id_of(run_dir)
-    _client(run_dir).delete_run(deleted)
+    client_of(run_dir).delete_run(deleted)
     write_steps(run_dir, range(6, 9))
     if moment == "before a resume":
         sender = sender_for(run_dir)
@@ -81,7 +80,7 @@ def test_a_finished_run_and_a_deleted_experiment_are_reopened(
 ) -> None:
     write_steps(run_dir, range(1, 6))
     sender_for(run_dir).pump()
-    client = _client(run_dir)
+    client = client_of(run_dir)
     client.set_terminated(run_id_of(run_dir))
     write_steps(run_dir, range(6, 9))
     sender_for(run_dir).pump()
@@ -97,23 +96,19 @@ def test_a_finished_run_and_a_deleted_experiment_are_reopened(
     assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 11))
 
 
-def test_the_tokens_of_an_evaluated_step_are_one_point(run_dir: Path) -> None:
-    write_steps(run_dir, range(1, 4), tokens=7.0)
+def test_the_tokens_of_an_evaluated_step_are_one_point_and_infinity_is_a_tag(
+    run_dir: Path,
+) -> None:
+    write_steps(run_dir, range(1, 4), tokens=7.0, grad=1.0)
     write_steps(run_dir, range(2, 3), tokens=7.0, **{"valid/tokens_scored": 5.0, "valid/loss": 1.5})
+    write_steps(run_dir, range(4, 5), grad=float("inf"))
+    write_steps(run_dir, range(5, 6), grad=float("nan"))
     sender_for(run_dir).pump()
-    database = run_dir.parent / "mlflow.db"
-    assert recorded_steps(database, run_id_of(run_dir), "tokens") == [1, 2, 3]
-    assert recorded_steps(database, run_id_of(run_dir), "valid/loss") == [2]
-
-
-def test_infinity_and_nan_become_tags_instead_of_points(run_dir: Path) -> None:
-    write_steps(run_dir, range(1, 3), grad=1.0)
-    write_steps(run_dir, range(3, 4), grad=float("inf"))
-    write_steps(run_dir, range(4, 5), grad=float("nan"))
-    sender_for(run_dir).pump()
-    database = run_dir.parent / "mlflow.db"
-    assert recorded_steps(database, run_id_of(run_dir), "grad") == [1, 2]
-    assert tags_of(database, run_id_of(run_dir))["txl.not_finite.grad"] == "at step 4"
+    database, run_id = run_dir.parent / "mlflow.db", run_id_of(run_dir)
+    assert recorded_steps(database, run_id, "tokens") == [1, 2, 3, 4, 5]
+    assert recorded_steps(database, run_id, "valid/loss") == [2]
+    assert recorded_steps(database, run_id, "grad") == [1, 2, 3]
+    assert tags_of(database, run_id)["txl.not_finite.grad"] == "at step 5"
 
 
 @pytest.mark.fault_row(32)
@@ -137,12 +132,7 @@ def test_points_arrive_once_although_calls_fail(
     sender = sender_for(run_dir, server.uri, experiment=experiment)
     for last in (5, 10, 15):
         write_steps(run_dir, range(last - 4, last + 1))
-        for _ in range(100):
-            try:
-                sender.pump()
-                break
-            except UnavailableError:
-                continue
+        until_delivered(sender.pump)
     assert "log-batch" in failed
     assert run_ids(server.database, experiment) == [run_id_of(run_dir)]
     assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 16))
@@ -217,6 +207,8 @@ def test_sync_delivers_what_an_ended_run_did_not(
     assert b"CANARY" not in warning + stderr
     assert all(b"CANARY" not in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
 
+    code, output = run_txl("track", "sync", tmp_path)
+    assert (code, "tracking.enabled" in output) == (2, True), "not a run directory"
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow sets it in its server
     code, output = run_txl("track", "sync", run_dir)
     assert code == 2
@@ -225,12 +217,11 @@ def test_sync_delivers_what_an_ended_run_did_not(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     code, output = run_txl("track", "sync", run_dir, "--json")
     assert code == 0, output
-    state = TrackingState.load(run_dir / "tracking.json")
-    assert state is not None
-    assert state.delivered
-    assert recorded_steps(server.database, state.run_id or "") == list(range(1, 11))
-    assert tags_of(server.database, state.run_id or "")["txl.status"] == "preempted"
-    expected = {"run": str(run_dir), "mlflow_run_id": state.run_id, "status": "preempted"}
+    assert state_of(run_dir).delivered
+    run_id = run_id_of(run_dir)
+    assert recorded_steps(server.database, run_id) == list(range(1, 11))
+    assert tags_of(server.database, run_id)["txl.status"] == "preempted"
+    expected = {"run": str(run_dir), "mlflow_run_id": run_id, "status": "preempted"}
     assert json.loads(output) == {**expected, "delivered": True}
 
 
@@ -249,16 +240,7 @@ def test_the_end_is_stored_if_a_call_returns_only_after_the_deadline(
     monkeypatch.setattr(Sender, "_pump", fail_after_the_deadline)
     monkeypatch.setattr(signal, "alarm", lambda seconds: None)  # the watchdog
     assert deliver(Sender(run_dir, request_for()), training) == "no response"
-    state = TrackingState.load(run_dir / "tracking.json")
-    assert state is not None
-    assert state.status == "finished"
-
-
-def test_sync_of_a_directory_without_tracking_is_refused_by_name(tmp_path: Path) -> None:
-    code, message = run_txl("track", "sync", tmp_path)
-    assert code == 2
-    assert str(tmp_path) in message
-    assert "tracking.enabled" in message
+    assert state_of(run_dir).status == "finished"
 
 
 SLOW_IMPORT = """

@@ -15,16 +15,14 @@ from data_pipeline.system.files import is_locked
 from tests.support import commands
 from tests.txl_dist.tracking.conftest import (
     MlflowServer,
+    delivered_steps,
     recorded_steps,
     run_ids,
+    senders_of,
     status_of,
     tags_of,
-    write_steps,
-)
-from tests.txl_dist.tracking.real_senders import (
-    delivered_steps,
-    senders_of,
     tracking_config,
+    write_steps,
 )
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.process import TrackingProcess

@@ -18,16 +18,18 @@ It is below 1 if the reuse path uses the machine less well than the window path.
 the matrix products that each path executes (model/flops.py).
 
 Windows are sampled: one batch of windows per round, alternating with segments of the reuse path in
-one process. On a CPU both run on one thread, and times are CPU times, which do not count while
-other processes run. Times are medians over the rounds. The paper's ratios (table 9) are of another
-model on one GPU.
+one process: clock frequency and other load change over minutes, so only ratios of candidates that
+alternate are comparable. On a CPU both run on one thread, and times are CPU times, which do not
+count while other processes run. Times are medians, which ignore a few disturbed rounds. The paper's
+ratios (table 9) are of another model on one GPU.
 
 Sources: Dai et al. 2019, arXiv:1901.02860, section 4.5; the window path of Al-Rfou et al. 2018,
 arXiv:1808.04444.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -35,13 +37,12 @@ import torch
 from torch import Tensor
 
 from txl_dist.analysis.windows import WindowScorer
-from txl_dist.bench import one_thread, time_rounds
 from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, window_flops
 from txl_dist.model.memory.recurrent import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import synchronize
+from txl_dist.runtime.device import synchronize, torch_threads
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.sequence import SequenceReader
 
@@ -64,6 +65,28 @@ LANES = {"cpu": 4, "cuda": 16}
 REUSE_TOKENS = 256
 """Tokens per lane in one round of the reuse path. Rounds continue one text. The memory is moved
 every L / 4 tokens (memory/recurrent.py), which takes less than 1 % of the time of these tokens."""
+
+
+WARM_UP_ROUNDS = 5
+"""Rounds that are not counted, because the process still allocates RAM in them."""
+
+
+def time_rounds(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up_rounds: int = WARM_UP_ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Median seconds of every candidate, each run once in `rounds` rounds after the warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(warm_up_rounds + rounds):
+        for name, run in candidates.items():
+            began = clock()
+            run()
+            if number >= warm_up_rounds:
+                seconds[name].append(clock() - began)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +136,7 @@ def bench_eval_speed(
         )
     keep_freed_memory()
     generator = torch.Generator().manual_seed(0)
-    with one_thread():
+    with torch_threads(1):
         for length in attention_lengths:
             yield _row(model, length, tgt_len, rounds, generator)
 

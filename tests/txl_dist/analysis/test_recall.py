@@ -11,17 +11,12 @@ from torch import Tensor
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import VOCAB_SIZE, small_model
-from tests.support.token_sources import random_corpus
+from txl_dist.analysis import recall
+from txl_dist.analysis.recall import NUM_SEQUENCES, SPAN, measure_recall, place_spans
 from txl_dist.analysis.windows import WindowScorer
-from txl_dist.bench.recall import (
-    RecallProbe,
-    measure_recall,
-    place_spans,
-    random_text,
-    sampled_text,
-)
+from txl_dist.errors import ConfigError
 
-PROBE = RecallProbe(distances=(5, 9, 14), span=5, cue=2, num_sequences=12, seed=1)
+DISTANCES = (16, 20, 30)
 
 
 class CopyScorer(WindowScorer):
@@ -38,14 +33,16 @@ class CopyScorer(WindowScorer):
         return nats
 
 
-@pytest.mark.parametrize(("reach", "expected"), [(4, 0), (5, 5), (13, 9), (14, 14)])
-def test_the_reach_of_a_copying_model_is_found(reach: int, expected: int) -> None:
+@pytest.mark.parametrize(("reach", "expected"), [(15, 0), (16, 16), (29, 20), (30, 30)])
+def test_the_reach_of_a_copying_model_is_found(
+    reach: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text_BN, _ = recall.random_text(30, 1000, seed=1, excluded=[])
     # Ids above those of the texts, so that only the first occurrence holds a token of the span.
-    text_BN, _ = random_text(PROBE, vocab_size=1000)
+    texts = text_BN, 1000 + np.arange(NUM_SEQUENCES * SPAN).reshape(NUM_SEQUENCES, SPAN)
+    monkeypatch.setattr(recall, "random_text", lambda *_, **__: texts)
     scorer = CopyScorer(model=small_model(), tgt_len=reach)
-    result = measure_recall(
-        scorer, PROBE, text_BN, 1000 + np.arange(60).reshape(12, 5), batch_windows=5
-    )
+    result = measure_recall(scorer, DISTANCES, seed=1, batch_windows=5)
     assert result.control_nats == 2
     assert result.reach == expected
     for row in result.rows:
@@ -54,40 +51,31 @@ def test_the_reach_of_a_copying_model_is_found(reach: int, expected: int) -> Non
 
 
 def test_control_and_distances_differ_in_the_first_occurrence_only() -> None:
-    text_BN, span_BX = random_text(PROBE, vocab_size=VOCAB_SIZE, excluded=[3, 4])
+    text_BN, span_BX = recall.random_text(30, VOCAB_SIZE, seed=1, excluded=[3, 4])
     assert not np.isin(text_BN, [3, 4]).any()
     control_BN = place_spans(text_BN, span_BX, None)
-    repeated_BN = place_spans(text_BN, span_BX, 9)
-    first = slice(24 - 5 - 9, 24 - 9)
-    assert text_BN.shape == (12, 24)
+    repeated_BN = place_spans(text_BN, span_BX, 20)
+    num_tokens = 2 * SPAN + 30
+    first = slice(num_tokens - SPAN - 20, num_tokens - 20)
+    assert text_BN.shape == (NUM_SEQUENCES, num_tokens)
     assert (repeated_BN[:, first] == span_BX).all()
-    assert (repeated_BN[:, -5:] == span_BX).all()
+    assert (repeated_BN[:, -SPAN:] == span_BX).all()
     repeated_BN[:, first] = text_BN[:, first]
     assert (repeated_BN == control_BN).all()
 
 
 def test_a_model_gains_nothing_from_tokens_that_it_cannot_see() -> None:
-    model = small_model(mem_len=0).float()
-    scorer = WindowScorer(model=model, tgt_len=8)
-    texts = random_text(PROBE, vocab_size=VOCAB_SIZE)
-    result = measure_recall(scorer, PROBE, *texts, batch_windows=7)
+    scorer = WindowScorer(model=small_model(mem_len=0).float(), tgt_len=20)
+    result = measure_recall(scorer, DISTANCES, seed=1, batch_windows=7)
     assert result.rows[0].gain != 0
     assert [row.gain for row in result.rows[2:]] == [0]
 
 
-def test_text_of_a_split_has_spans_of_other_places() -> None:
-    source = random_corpus([[200], [90, 30]], vocab_size=VOCAB_SIZE, seed=3)
-    text_BN, span_BX = sampled_text(PROBE, source, "document")
-    assert text_BN.shape == (12, PROBE.num_tokens)
-    assert (span_BX[0] == text_BN[6, :5]).all()
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"distances": (4,)}, {"distances": (9, 5)}, {"distances": (5,), "cue": 5}]
-)
-def test_impossible_sizes_are_refused(sizes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"shorter than span|must rise|cue=5"):
-        RecallProbe(**({"span": 5, "cue": 2} | sizes))  # type: ignore[arg-type]
+@pytest.mark.parametrize("distances", [[15], [20, 16], [16, 16]])
+def test_impossible_distances_are_refused(distances: list[int]) -> None:
+    scorer = WindowScorer(model=small_model(), tgt_len=8)
+    with pytest.raises(ConfigError, match="rising numbers of at least 16 tokens"):
+        measure_recall(scorer, distances, seed=0, batch_windows=1)
 
 
 @pytest.mark.parametrize("kind", ["compressive", "tokens"])
@@ -103,7 +91,7 @@ def test_another_kind_of_memory_is_probed_too(dataset: Path, tmp_path: Path, kin
 def test_the_command_prints_a_table_or_one_object(dataset: Path, tmp_path: Path) -> None:
     model = export_small_model(tmp_path / "model", dataset)
     small = "--distances", "16,30"
-    code, output = run_txl("bench", "recall", model, "--data", dataset, *small)
+    code, output = run_txl("bench", "recall", model, *small)
     assert code == 0, output
     assert "at most 36 tokens of context" in output
     code, output = run_txl("bench", "recall", model, *small, "--json", "--mem-len", 3)
@@ -111,4 +99,4 @@ def test_the_command_prints_a_table_or_one_object(dataset: Path, tmp_path: Path)
     assert (code, content["mem_len"], content["text"]) == (0, 3, "random tokens")
     assert [row["distance"] for row in content["rows"]] == [16, 30]
     code, output = run_txl("bench", "recall", model, "--distances", "5")
-    assert (code, "shorter than span" in output) == (2, True)
+    assert (code, "would overlap" in output) == (2, True)

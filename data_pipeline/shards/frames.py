@@ -143,11 +143,16 @@ def seek_table(frames: Sequence[Frame]) -> bytes:
 
 
 def decode_frame(data: bytes, frame: Frame, *, limit: int = MAX_FRAME_BYTES) -> bytes:
-    """The `frame.raw_size` raw bytes of a frame. Raises FrameError if `data` is not that frame."""
-    if len(data) != frame.compressed_size:
-        raise FrameError(f"only {len(data):,} of {frame.compressed_size:,} bytes could be read")
+    """The `frame.raw_size` raw bytes of a frame. Raises FrameError if `data` is not that frame.
+
+    A frame that is cut or longer fails by its checksum, which is its last four bytes.
+    """
     if frame.raw_size > limit:
         raise FrameError(f"it declares {frame.raw_size:,} bytes, the limit is {limit:,}")
+    # Compared before decoding: a valid frame of another shard has another checksum.
+    checksum = int.from_bytes(data[-4:], "little")
+    if checksum != frame.checksum:
+        raise FrameError(f"its checksum is {checksum:#010x}, the index has {frame.checksum:#010x}")
     try:
         header = zstandard.get_frame_parameters(data)
         # zstandard allocates this size, and checks that the frame decodes to exactly it.
@@ -156,22 +161,12 @@ def decode_frame(data: bytes, frame: Frame, *, limit: int = MAX_FRAME_BYTES) -> 
                 f"its header declares {header.content_size:,} raw bytes, the index "
                 f"{frame.raw_size:,}"
             )
-        if not header.has_checksum or header.dict_id:
-            raise FrameError("its header is not one that txl writes (no checksum, or a dictionary)")
         if header.window_size > MAX_FRAME_BYTES:
             raise FrameError(
                 f"it needs a window of {header.window_size:,} bytes, the limit is "
                 f"{MAX_FRAME_BYTES:,}"
             )
-        # Compared before decoding: a valid frame of another shard has another checksum.
-        checksum = int.from_bytes(data[-4:], "little")
-        if checksum != frame.checksum:
-            raise FrameError(
-                f"its checksum is {checksum:#010x}, the index has {frame.checksum:#010x}"
-            )
-        raw: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_FRAME_BYTES).decompress(
-            data, allow_extra_data=False
-        )
+        raw: bytes = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FrameError(f"zstd cannot decode it: {error}") from error
     return raw

@@ -5,7 +5,6 @@ flipped bit is detected before any shard is opened. Shard names must follow from
 so a manifest cannot name a file outside its directory.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +13,7 @@ from pydantic import Field, model_validator
 
 from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.shards import MANIFEST_NAME, missing_manifest_error
-from data_pipeline.shards.prepare_settings import SPLIT_PATTERN, PrepareSettings, SplitName
+from data_pipeline.shards.prepare_settings import PrepareSettings, SplitName
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
 from data_pipeline.system.strict import (
@@ -289,12 +288,6 @@ def open_tokenizer(
             "restore the right one or prepare the corpus again."
         )
     return tokenizer
-
-
-def is_dataset_file(name: str) -> bool:
-    """Whether `txl prepare` gives this name to files in a dataset directory."""
-    shard = rf"{SPLIT_PATTERN}-\d{{6}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
-    return name in (MANIFEST_NAME, TOKENIZER_NAME, REJECTS_NAME) or bool(re.fullmatch(shard, name))
 
 
 # --- counting a text ------------------------------------------------------------------------------

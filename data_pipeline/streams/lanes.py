@@ -1,7 +1,7 @@
 """Lanes: which tokens each data-parallel rank reads, and in what order.
 
 A lane is one contiguous stream of tokens and one row of the global batch. (If steps read the lanes
-in turns, "step" means a round of turns here; `batches.py` has the turns.) In every lane, the
+in turns, "step" means a round of turns here; `segments.py` has the turns.) In every lane, the
 segment of step s + 1 starts at the token after the segment of step s, so the model's memory holds
 the layer inputs of the tokens directly before the segment, except at the start of a slice. With N
 tokens per epoch and L lanes (elsewhere L counts layers), each lane reads one slice of Q = N // L

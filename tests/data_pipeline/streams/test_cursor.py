@@ -34,7 +34,6 @@ def test_a_seek_reads_at_most_two_blocks_per_lane(shuffle: Any) -> None:
         source,
         plan,
         lanes=range(3),
-        num_rows=3,
         reset="document",
         ordering=ORDERINGS[shuffle],
         seed=1,

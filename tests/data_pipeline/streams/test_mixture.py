@@ -69,8 +69,7 @@ class Case:
     def reader(self, source: Any, plan: LanePlan, lanes: range | None = None) -> SegmentReader:
         return SegmentReader(
             source, plan, lanes=range(self.num_lanes) if lanes is None else lanes,
-            num_rows=self.num_lanes, reset="document", ordering=ORDERINGS[self.shuffle],
-            seed=self.seed,
+            reset="document", ordering=ORDERINGS[self.shuffle], seed=self.seed,
         )  # fmt: skip
 
     def read_epoch(self, epoch: int) -> list[int]:

@@ -24,11 +24,10 @@ from moto.server import ThreadedMotoServer
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards import push
+from data_pipeline.shards.data_commands import push_dataset, verify_dataset
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.shards.data_commands import push_dataset
 from data_pipeline.shards.shard_reader import TokenSource, open_split
-from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.system import sources

@@ -1,9 +1,9 @@
 """Reading tokens, document starts and ids of one split, from a local directory or a URL.
 
-Everything is checked against the manifest before its first use: file sizes when a split is opened,
-the sha256 of a shard's index when the shard is first read, size and checksum of every frame when it
-is decoded. The sha256 of whole shards is not checked here: that would read all of the corpus before
-the first step (`verify.py` does it).
+Everything is checked against the manifest before its first use: the sizes of all files and the
+sha256 of all indexes when a split is opened, size and checksum of every frame when it is decoded.
+The sha256 of whole shards is not checked here: that would read all of the corpus before the first
+step (`txl data verify` does it).
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from data_pipeline.shards.frames import FrameError, decode_frame
-from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
+from data_pipeline.shards.manifest import ShardManifest, load_manifest
 from data_pipeline.shards.shard_files import NO_CACHE, FrameCache, check_sizes, damaged_file
-from data_pipeline.shards.shard_index import (
-    DocumentIds,
-    ShardIndex,
-    checked_index,
-    read_block_tokens,
-)
+from data_pipeline.shards.shard_index import DocumentIds, ShardIndex, checked_index
 from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 
 CACHED_INDEXES = 128
-"""Indexes of shards that are kept in RAM: 1 MB for 100,000 documents, 4 MB for sentences."""
+"""Indexes of shards that are kept in RAM: 1 MB for 100,000 documents, 4 MB for sentences. Others
+are read again when they are needed."""
 _PARALLEL_REQUESTS = 16
 
 
@@ -81,14 +77,14 @@ class SplitReader:
         self.dtype = np.dtype(manifest.dtype)
         # Two threads may both decode a frame, but no thread waits for another.
         self._frame = lru_cache(cache_frames)(self._read_frame)
-        self._index = lru_cache(CACHED_INDEXES)(self._load_index)
+        self._index = lru_cache(CACHED_INDEXES)(lambda shard: self._read_index(shard)[0])
         self._cache = FrameCache.of_user() if isinstance(self.directory, RemotePath) else NO_CACHE
-        check_sizes(self.directory, self.entry.shards)
+        shards = self.entry.shards
+        check_sizes(self.directory, shards)
         with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
-            read_tokens = partial(read_block_tokens, self.directory)
-            self.block_tokens = np.concatenate([*pool.map(read_tokens, self.entry.shards)])
-        blocks = [shard.blocks for shard in self.entry.shards]
-        self._first_block = np.concatenate([[0], np.cumsum(blocks)])
+            indexes = pool.map(self._index, range(len(shards)))
+            self.block_tokens = np.concatenate([index.block_tokens for index in indexes])
+        self._first_block = np.cumsum([0, *(shard.blocks for shard in shards)])
 
     @property
     def num_tokens(self) -> int:
@@ -103,9 +99,10 @@ class SplitReader:
 
     def documents(self) -> Iterator[StoredDocument]:
         """Every document in order, read from one index after another."""
-        for entry, first_block in zip(self.entry.shards, self._first_block.tolist(), strict=False):
-            index, ids = self._read_index(entry)
-            blocks = np.repeat(np.arange(entry.blocks) + first_block, index.block_documents)
+        for shard, first_block in enumerate(self._first_block[:-1].tolist()):
+            index, ids = self._read_index(shard)
+            num_blocks = len(index.block_tokens)
+            blocks = np.repeat(np.arange(num_blocks) + first_block, index.block_documents)
             stops = np.append(index.document_starts[1:], 0)
             stops[np.cumsum(index.block_documents) - 1] = index.block_tokens
             places = (column.tolist() for column in (blocks, index.document_starts, stops))
@@ -144,17 +141,8 @@ class SplitReader:
         shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
         return shard, block - int(self._first_block[shard])
 
-    def _load_index(self, shard: int) -> ShardIndex:
-        """A shard's index, without the document ids."""
+    def _read_index(self, shard: int) -> tuple[ShardIndex, DocumentIds]:
         entry = self.entry.shards[shard]
-        index, _ = self._read_index(entry)
-        first, last = self._first_block[shard : shard + 2]
-        if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
-            path = self.directory / entry.index_name
-            raise damaged_file(path, "had other block sizes when the split was opened")
-        return index
-
-    def _read_index(self, entry: ShardEntry) -> tuple[ShardIndex, DocumentIds]:
         path, itemsize = self.directory / entry.index_name, self.dtype.itemsize
         check = partial(checked_index, directory=self.directory, entry=entry, itemsize=itemsize)
         return self._cache.read(path, 0, entry.index_bytes, sha256=entry.index_sha256, check=check)
@@ -200,8 +188,8 @@ def open_split(
 ) -> SplitReader:
     """Open one split, from a directory or a URL. `manifest` is loaded if None.
 
-    Raises DataError for a missing split or shard, a wrong size, or block sizes that do not sum to
-    the manifest's. Indexes and frames are checked when they are read.
+    Raises DataError for a missing split or shard, a wrong size, or an index that is not the
+    manifest's. Frames are checked when they are read.
     """
     manifest = manifest or load_manifest(directory)
     return SplitReader(directory, split, manifest=manifest, cache_frames=cache_frames)

@@ -16,12 +16,7 @@ from data_pipeline.shards import MANIFEST_NAME, missing_manifest_error
 from data_pipeline.shards.prepare_settings import PrepareSettings, SplitName
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
-from data_pipeline.system.strict import (
-    StrictModel,
-    WrongFormatError,
-    load_manifest_file,
-    manifest_bytes,
-)
+from data_pipeline.system.strict import StrictModel, load_manifest_file, manifest_bytes
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 
@@ -259,15 +254,11 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
     except OSError as error:
         kind = UnreadableError if is_read_failure(error) else DataError
         raise kind(f"{path} cannot be read: {error.strerror}.") from error
-    except WrongFormatError as error:
-        raise DataError(
-            f"{path} {error}. It belongs to another program or to another version of txl. Give a "
-            "directory that txl prepare wrote, upgrade txl, or prepare the corpus again elsewhere."
-        ) from error
     except ValueError as error:
         raise DataError(
-            f"{path} {error}. It was edited or damaged; restore it, or remove "
-            f"{path.parent} and run txl prepare INPUT --out {path.parent}"
+            f"{path} {error}. It was edited or damaged, or belongs to another program or another "
+            f"version of txl. Restore it, upgrade txl, or remove {path.parent} and run txl prepare "
+            f"INPUT --out {path.parent}"
         ) from error
 
 

@@ -108,9 +108,6 @@ class RemotePath:
         data: bytes = self._request(lambda system: system.cat_file(self.url))
         return data
 
-    def read_text(self, encoding: str) -> str:
-        return self.read_bytes().decode(encoding)
-
     def read_range(self, first: int, size: int) -> bytes:
         """Bytes [first, first + size) in one request; fewer if the file ends before."""
 

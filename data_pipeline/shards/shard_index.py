@@ -95,22 +95,17 @@ def index_bytes(
     arrays: dict[str, np.ndarray], *, text_bytes: int, text_counts: TextCounts, header: str
 ) -> bytes:
     """The content of an index file. `header` is the JSON of a `manifest.IndexHeader`."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + array.tobytes())
     metadata = {
-        "arrays_sha256": _arrays_sha256(arrays),
+        "arrays_sha256": digest.hexdigest(),
         "header": json.loads(header),
         "text_bytes": text_bytes,
         "text_counts": text_counts.model_dump(),
     }
     # One key only: safetensors writes several in an order that changes from run to run.
     return save(arrays, metadata={"txl": json.dumps(metadata, sort_keys=True)})
-
-
-def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + array.tobytes())
-    return digest.hexdigest()
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -165,10 +165,6 @@ class LanePlan:
     def _remainder_of(self, epoch: int) -> Remainder:
         if self.remainder is not None and epoch == self.first_epoch:
             return self.remainder
-        return self._whole_epoch
-
-    @cached_property
-    def _whole_epoch(self) -> Remainder:
         return Remainder(((0, self.num_tokens),))
 
     def lanes_of_rank(self, rank: int, num_ranks: int) -> range:
@@ -261,11 +257,9 @@ class LanePlan:
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
         """(offset in the first epoch, lane), ascending, where a lane's text breaks off."""
-        remainder, lane_tokens = (
-            self._remainder_of(self.first_epoch),
-            self.lane_tokens_in(self.first_epoch),
-        )
-        last_tokens = (divmod(start - 1, lane_tokens) for start in remainder.starts[1:-1])
+        lane_tokens = self.lane_tokens_in(self.first_epoch)
+        starts = self._remainder_of(self.first_epoch).starts[1:-1]
+        last_tokens = (divmod(start - 1, lane_tokens) for start in starts)
         return sorted(
             (offset, lane)
             for lane, offset in last_tokens

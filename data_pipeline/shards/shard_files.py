@@ -207,8 +207,6 @@ class FrameCache:
                 if stat.S_ISREG(status.st_mode):
                     entries.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in entries)
-        if total <= self.limit_bytes * (1 - _SHARE_BETWEEN_LISTS):
-            return
         for _, size, path in sorted(entries):
             if total > self.limit_bytes * _SHARE_AFTER_EVICTION:
                 path.unlink(missing_ok=True)

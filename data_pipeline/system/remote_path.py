@@ -144,12 +144,7 @@ class RemotePath:
 
     def _request(self, request: Callable[[Any], _T]) -> _T:
         system = file_system(self.url)
-
-        def uncached_request() -> _T:
-            system.invalidate_cache()  # fsspec caches listings, also outdated ones
-            return request(system)
-
-        return retry_request(uncached_request)
+        return retry_request(lambda: request(system))
 
     def _split(self) -> tuple[str, str, str]:
         if scheme_of(self.url) in ("http", "https"):

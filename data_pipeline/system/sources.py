@@ -96,7 +96,8 @@ def file_system(url: str) -> Any:
 
     scheme = scheme_of(url)
     try:
-        system = fsspec.filesystem(scheme)
+        # Without a cache of listings, which may be outdated.
+        system = fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         raise ConfigError(
             f"{shown(url)}: reading {scheme}:// needs a package that is not installed ({error}). "

@@ -5,6 +5,8 @@ characters that became letters or digits in between (`OTHER_CLASS`) are split di
 with one of them is encoded by `tokenizers`. `tests/data_pipeline/tokenizers` compares both
 libraries for every code point. Other versions of either library may differ in other characters;
 `reason_without_gigatoken` therefore refuses versions that were not compared.
+
+Both write byte-level tokens in characters, one for each byte (`BYTE_OF`).
 """
 
 import functools

@@ -39,7 +39,7 @@ class Shard:
 
 @pytest.fixture
 def shard(tmp_path: Path) -> Shard:
-    return Shard(tmp_path, FrameCache(tmp_path / "cache", 10 * SIZE))
+    return Shard(tmp_path, FrameCache(tmp_path / "cache", 12 * SIZE))
 
 
 def test_a_second_read_needs_no_shard_unless_the_entry_is_damaged(shard: Shard) -> None:
@@ -50,6 +50,16 @@ def test_a_second_read_needs_no_shard_unless_the_entry_is_damaged(shard: Shard) 
     assert shard.read(1) == entry(1)
     with pytest.raises(DataError, match=r"shard .*cannot be read"):
         shard.read(2)
+
+
+def test_a_cache_of_no_bytes_does_not_read_entries_of_an_earlier_run(shard: Shard) -> None:
+    shard.read(1)
+    off = Shard(shard.path.parent, FrameCache(shard.cache.directory, 0))
+    assert off.read(2) == entry(2)
+    assert not off.entry_path(2).exists()
+    off.path.unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        off.read(1)
 
 
 def test_least_recently_used_entries_are_evicted_first_and_the_limit_holds(shard: Shard) -> None:

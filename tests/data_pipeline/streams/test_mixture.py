@@ -190,27 +190,6 @@ def test_lanes_read_every_position_of_every_epoch_once(case: Case, num_epochs: i
 
 
 @quickly
-@given(case=cases(), data=st.data())
-def test_any_number_of_ranks_reads_the_same_lanes(case: Case, data: st.DataObject) -> None:
-    plan = case.plan()
-    num_ranks = data.draw(st.integers(1, case.num_lanes))
-    position = data.draw(st.integers(0, 2 * plan.lane_tokens))
-    together = case.reader(case.mixed(), plan).read(position, 4)
-    row = 0
-    for rank in range(num_ranks):
-        lanes = plan.lanes_of_rank(rank, num_ranks)
-        rank_segments = case.reader(case.mixed(), plan, lanes).read(position, 4)
-        for expected, actual in zip(together, rank_segments, strict=True):
-            for name in ("input", "target", "age"):
-                assert_array_equal(
-                    getattr(actual, name)[: len(lanes)],
-                    getattr(expected, name)[row : row + len(lanes)],
-                )
-        row += len(lanes)
-    assert row == case.num_lanes
-
-
-@quickly
 @given(case=cases())
 def test_memory_covers_consecutive_tokens_of_one_document_only(case: Case) -> None:
     plan = case.plan()

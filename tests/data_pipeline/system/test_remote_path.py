@@ -7,12 +7,9 @@ import errno
 import itertools
 import json
 import pickle
-import re
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.system import sources
 from data_pipeline.system.remote_path import RemotePath, dataset_path
+from tests.data_pipeline.conftest import WebFiles
 from tests.data_pipeline.shards.written_split import read_index
 
 Dataset = tuple[Path, ShardManifest]
@@ -191,63 +189,8 @@ def test_a_missing_bucket_and_refused_credentials_are_named(
 # --- byte ranges, over HTTP ---------------------------------------------------------------------
 
 
-class _Files(SimpleHTTPRequestHandler):
-    """Static files with byte ranges; every answer is noted."""
-
-    sent: list[tuple[str, int, int]]
-    """Name, first byte, number of bytes."""
-    broken: int = 0
-    """Requests still to be cut short."""
-    ranges: bool = True
-    honest: bool = False
-    """Whether a broken answer says how short it is, as some proxies do."""
-    breaks: Callable[[str, bool], bool] = staticmethod(lambda name, is_range: True)
-    """(name, whether a range is asked for) -> whether the answer may be broken."""
-
-    def do_GET(self) -> None:
-        path = Path(self.translate_path(self.path.partition("?")[0]))
-        if not path.is_file():
-            self.send_error(404)
-            return
-        data, first = path.read_bytes(), 0
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if wanted and self.ranges:
-            first = int(wanted[1])
-            data = data[first : int(wanted[2]) + 1]
-        cut = self.command == "GET" and type(self).broken > 0
-        cut = cut and self.breaks(path.name, bool(wanted))
-        type(self).broken -= cut
-        sent = data[: len(data) // 2] if cut else data
-        self.send_response(206 if wanted and self.ranges else 200)
-        self.send_header("Content-Length", str(len(sent if self.honest else data)))
-        self.end_headers()
-        if self.command == "GET":
-            self.sent.append((path.name, first, len(data)))
-            self.wfile.write(sent)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[tuple[str, type[_Files]]]:
-    """The address of the test's directory, and the class of its handler."""
-    handler = type("_TestFiles", (_Files,), {"sent": [], "broken": 0})
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(tmp_path))
-    )
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", handler
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 def test_only_the_needed_frames_are_fetched_and_only_once(
-    tmp_path: Path, web: tuple[str, type[_Files]]
+    tmp_path: Path, web: tuple[str, type[WebFiles]]
 ) -> None:
     url, handler = web
     (tmp_path / "giant.txt").write_text("giant " * 4000)
@@ -279,7 +222,7 @@ def test_only_the_needed_frames_are_fetched_and_only_once(
 
 
 def test_a_request_on_a_broken_connection_is_retried(
-    dataset: Dataset, web: tuple[str, type[_Files]]
+    dataset: Dataset, web: tuple[str, type[WebFiles]]
 ) -> None:
     url, handler = web
     source = open_split(f"{url}/data", "train")
@@ -294,7 +237,7 @@ def test_a_request_on_a_broken_connection_is_retried(
 
 @pytest.mark.parametrize("broken", ["every answer", "the shards", "the tokenizer", "ranges"])
 def test_verify_does_not_report_data_as_damaged_when_answers_are_cut(
-    dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any], broken: str
+    dataset: Dataset, web: tuple[str, type[WebFiles]], txl: Callable[..., Any], broken: str
 ) -> None:
     url, handler = web
     handler.broken = 10**6
@@ -320,7 +263,7 @@ def test_verify_does_not_report_data_as_damaged_when_answers_are_cut(
 
 
 def test_verify_separates_damage_from_failed_reads(
-    dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any]
+    dataset: Dataset, web: tuple[str, type[WebFiles]], txl: Callable[..., Any]
 ) -> None:
     url, handler = web
     path = dataset[0] / "train-000001.tar.zst"
@@ -339,7 +282,7 @@ def test_verify_separates_damage_from_failed_reads(
 
 
 def test_a_server_without_ranges_is_refused_by_name(
-    dataset: Dataset, web: tuple[str, type[_Files]], monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, web: tuple[str, type[WebFiles]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, handler = web
     monkeypatch.setattr(handler, "ranges", False)
@@ -348,7 +291,7 @@ def test_a_server_without_ranges_is_refused_by_name(
 
 
 @pytest.mark.fault_row(22)
-def test_credentials_in_a_url_reach_no_message(web: tuple[str, type[_Files]]) -> None:
+def test_credentials_in_a_url_reach_no_message(web: tuple[str, type[WebFiles]]) -> None:
     host = web[0].partition("://")[2]
     path = dataset_path(f"http://me:secret@{host}/nothing?token=secret")
     assert "secret" not in f"{path} {path!r} {path / 'x'} {path.parent}"
@@ -389,21 +332,3 @@ def test_local_paths_and_file_urls_use_no_cache(dataset: Dataset, cache: Path) -
         segments_of(open_split(directory, "train")),
     )
     assert not cache.exists()
-
-
-def test_a_cache_of_no_bytes_does_not_read_files_of_an_earlier_run(
-    dataset: Dataset,
-    web: tuple[str, type[_Files]],
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    url, handler = web
-    expected = segments_of(open_split(f"{url}/data", "train"))
-    asked = len(handler.sent)
-    left = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
-    assert left
-    monkeypatch.setenv("TXL_CACHE_BYTES", "0")
-    handler.sent.clear()
-    np.testing.assert_array_equal(segments_of(open_split(f"{url}/data", "train")), expected)
-    assert len(handler.sent) >= asked
-    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == left

@@ -54,17 +54,18 @@ def file_read_by(thread: int | None) -> DatasetPath | None:
 
 def _read_local(path: Path, first: int, size: int) -> bytes:
     """Read again after an error that may pass, as `retry_request` does for URLs."""
-    for wait_seconds in (*_WAITS_SECONDS, None):
+    waits_seconds = iter(_WAITS_SECONDS)
+    while True:
         try:
             # Opened for every read: a corpus may have more shards than a process may have open
             # files.
             with open_descriptor(path) as descriptor:
                 return os.pread(descriptor, size, first)
         except OSError as error:
+            wait_seconds = next(waits_seconds, None)
             if error.errno not in _MAY_PASS or wait_seconds is None:
                 raise
             time.sleep(wait_seconds)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
@@ -178,9 +179,11 @@ class FrameCache:
         `sha256` is that of the file. `check` raises DataError for wrong bytes: a damaged entry is
         read again from the file. Raises as `read_bytes_at` does.
         """
+        if not self.limit_bytes:
+            return check(read_bytes_at(path, first, size, part))
         entry = self.directory / f"{_PREFIX}{sha256}-{first}-{size}"
         with contextlib.suppress(OSError, DataError):
-            if self.limit_bytes and entry.is_file():  # reading a named pipe would block
+            if entry.is_file():  # reading a named pipe would block
                 checked = check(entry.read_bytes())
                 with contextlib.suppress(OSError):  # another user's file: it may be evicted early
                     os.utime(entry)

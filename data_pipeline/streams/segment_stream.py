@@ -44,9 +44,9 @@ class SegmentStream:
     `prefetch_segments` limits the number of prefetched segments; it changes no value. An exception
     in the thread is raised by `next`, at the segment that could not be read or a few before it; so
     is an UnreadableError if the thread takes `timeout_seconds` (None: no limit), because a file
-    system may never answer. The thread
-    ends with `close`, which also happens at the end of a `with` block, on garbage collection and
-    at process exit. Iterating again continues at `position`, as a pipeline with repetitions needs.
+    system may never answer. The thread ends with `close`, which also happens at the end of a `with`
+    block, on garbage collection and at process exit. Iterating again continues at `position`, as a
+    pipeline with repetitions needs.
     For one consumer; several streams may share a `source` that is thread-safe.
     """
 

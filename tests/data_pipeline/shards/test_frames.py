@@ -1,10 +1,7 @@
 """zstd frames: where they end, the seek table, and frames that are refused."""
 
 import io
-import shutil
 import struct
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,15 +61,6 @@ def test_the_seek_table_has_zstds_seekable_format() -> None:
     assert struct.unpack("<II", table[:8]) == (0x184D2A5E, len(table) - 8)
     entries = list(struct.iter_unpack("<III", table[8:-9]))
     assert entries == [(f.compressed_size, f.raw_size, f.checksum) for f in writer.frames]
-
-
-@pytest.mark.skipif(not shutil.which("zstd"), reason="needs the zstd program")
-def test_the_zstd_program_reads_the_stream_whole(tmp_path: Path) -> None:
-    file, _ = write_units([b"a" * 5120, b"b" * 512], frame_bytes=1024, chunk=700)
-    path = tmp_path / "x.zst"
-    path.write_bytes(file)
-    done = subprocess.run(["zstd", "-dcq", path], capture_output=True, check=True)
-    assert done.stdout == b"a" * 5120 + b"b" * 512 + b"tail"
 
 
 def frame_of(data: bytes, *, raw_size: int) -> Frame:

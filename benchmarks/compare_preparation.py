@@ -30,8 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.shard_reader import SplitReader
+from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.tokenizers.loading import load_tokenizer
 
 VOCAB_SIZE = 32_768
@@ -138,7 +137,7 @@ def cpu_seconds() -> float:
 
 def num_differing(ours: Path, megatron: Path) -> int:
     """Documents of a dataset of ours whose ids are not those in the .bin file of Megatron-LM."""
-    split = SplitReader(ours, "train", manifest=load_manifest(ours))
+    split = open_split(ours, "train")
     blocks = [split.read(i, 0, int(n)) for i, n in enumerate(split.block_tokens)]
     end_of_document = load_tokenizer(ours / "tokenizer.json").end_of_document
     first = documents(np.concatenate(blocks), end_of_document)

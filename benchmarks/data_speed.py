@@ -189,7 +189,6 @@ def _reader(source: SplitReader, plan: LanePlan) -> SegmentReader:
         source,
         plan,
         lanes=lanes,
-        num_rows=len(lanes),
         reset="document",
         ordering=ORDERINGS["blocks"],
         seed=0,

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from training_step import OLD, TrainingStep, zipf_segment
 
-from data_pipeline.streams.batches import Batch
+from data_pipeline.streams.segments import Batch
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.named_configs import named_configs
 from txl_dist.config.run_config import Precision, RunConfig

@@ -22,7 +22,7 @@ import torch
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.streams.batches import Batch
+from data_pipeline.streams.segments import Batch
 from txl_dist.config.config_file import load_run_config
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.process import keep_freed_memory

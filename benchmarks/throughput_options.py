@@ -22,7 +22,7 @@ from pathlib import Path
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.streams.batches import Batch
+from data_pipeline.streams.segments import Batch
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 OPTIONS: dict[str, list[str]] = {

@@ -5,7 +5,7 @@
     shard_index.py       where frames, blocks and documents of a shard are
     manifest.py          manifest.json: sizes and hashes of all files
     shard_reader.py      tokens of any range, checked (shard_files.py: files, URLs, frame cache)
-    verify.py, push.py   `txl data`
+    data_commands.py     `txl data verify`, `inspect` and `push`
 
 This module refuses a directory that is not a dataset without importing numpy.
 """

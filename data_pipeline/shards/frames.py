@@ -121,14 +121,20 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(data: bytes, *, limit: int) -> bytes:
-    """The inverse of `compress`. Raises FrameError for other bytes or more than `limit` of them."""
+    """The inverse of `compress`.
+
+    Raises FrameError for other bytes, and before decoding if they declare more than `limit` bytes,
+    which zstandard would allocate.
+    """
     try:
-        size = zstandard.get_frame_parameters(data).content_size
+        header = zstandard.get_frame_parameters(data)
+        declared = max(header.content_size, header.window_size)
+        if declared > limit:
+            raise FrameError(f"it declares {declared:,} bytes, the limit is {limit:,}")
+        raw: bytes = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FrameError(f"zstd cannot decode it: {error}") from error
-    # No index has this frame's checksum. zstd compares the frame's own with the content.
-    frame = Frame(0, len(data), 0, size, int.from_bytes(data[-4:], "little"))
-    return decode_frame(data, frame, limit=limit)
+    return raw
 
 
 def seek_table(frames: Sequence[Frame]) -> bytes:
@@ -142,36 +148,14 @@ def seek_table(frames: Sequence[Frame]) -> bytes:
     return struct.pack("<II", _SKIPPABLE_MAGIC, len(body)) + body
 
 
-def decode_frame(data: bytes, frame: Frame, *, limit: int = MAX_FRAME_BYTES) -> bytes:
+def decode_frame(data: bytes, frame: Frame) -> bytes:
     """The `frame.raw_size` raw bytes of a frame. Raises FrameError if `data` is not that frame."""
-    if len(data) != frame.compressed_size:
-        raise FrameError(f"only {len(data):,} of {frame.compressed_size:,} bytes could be read")
-    if frame.raw_size > limit:
-        raise FrameError(f"it declares {frame.raw_size:,} bytes, the limit is {limit:,}")
-    try:
-        header = zstandard.get_frame_parameters(data)
-        # zstandard allocates this size, and checks that the frame decodes to exactly it.
-        if header.content_size != frame.raw_size:
-            raise FrameError(
-                f"its header declares {header.content_size:,} raw bytes, the index "
-                f"{frame.raw_size:,}"
-            )
-        if not header.has_checksum or header.dict_id:
-            raise FrameError("its header is not one that txl writes (no checksum, or a dictionary)")
-        if header.window_size > MAX_FRAME_BYTES:
-            raise FrameError(
-                f"it needs a window of {header.window_size:,} bytes, the limit is "
-                f"{MAX_FRAME_BYTES:,}"
-            )
-        # Compared before decoding: a valid frame of another shard has another checksum.
-        checksum = int.from_bytes(data[-4:], "little")
-        if checksum != frame.checksum:
-            raise FrameError(
-                f"its checksum is {checksum:#010x}, the index has {frame.checksum:#010x}"
-            )
-        raw: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_FRAME_BYTES).decompress(
-            data, allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise FrameError(f"zstd cannot decode it: {error}") from error
+    # Compared before decoding: a valid frame of another shard has another checksum, and so have the
+    # last four bytes of a frame that is cut.
+    checksum = int.from_bytes(data[-4:], "little")
+    if checksum != frame.checksum:
+        raise FrameError(f"its checksum is {checksum:#010x}, the index has {frame.checksum:#010x}")
+    raw = decompress(data, limit=MAX_FRAME_BYTES)
+    if len(raw) != frame.raw_size:
+        raise FrameError(f"it has {len(raw):,} raw bytes, the index {frame.raw_size:,}")
     return raw

@@ -5,7 +5,6 @@ flipped bit is detected before any shard is opened. Shard names must follow from
 so a manifest cannot name a file outside its directory.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -14,15 +13,10 @@ from pydantic import Field, model_validator
 
 from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.shards import MANIFEST_NAME, missing_manifest_error
-from data_pipeline.shards.prepare_settings import SPLIT_PATTERN, PrepareSettings, SplitName
+from data_pipeline.shards.prepare_settings import PrepareSettings, SplitName
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
-from data_pipeline.system.strict import (
-    StrictModel,
-    WrongFormatError,
-    load_manifest_file,
-    manifest_bytes,
-)
+from data_pipeline.system.strict import StrictModel, load_manifest_file, manifest_bytes
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 
@@ -260,15 +254,11 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
     except OSError as error:
         kind = UnreadableError if is_read_failure(error) else DataError
         raise kind(f"{path} cannot be read: {error.strerror}.") from error
-    except WrongFormatError as error:
-        raise DataError(
-            f"{path} {error}. It belongs to another program or to another version of txl. Give a "
-            "directory that txl prepare wrote, upgrade txl, or prepare the corpus again elsewhere."
-        ) from error
     except ValueError as error:
         raise DataError(
-            f"{path} {error}. It was edited or damaged; restore it, or remove "
-            f"{path.parent} and run txl prepare INPUT --out {path.parent}"
+            f"{path} {error}. It was edited or damaged, or belongs to another program or another "
+            f"version of txl. Restore it, upgrade txl, or remove {path.parent} and run txl prepare "
+            f"INPUT --out {path.parent}"
         ) from error
 
 
@@ -289,12 +279,6 @@ def open_tokenizer(
             "restore the right one or prepare the corpus again."
         )
     return tokenizer
-
-
-def is_dataset_file(name: str) -> bool:
-    """Whether `txl prepare` gives this name to files in a dataset directory."""
-    shard = rf"{SPLIT_PATTERN}-\d{{6}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
-    return name in (MANIFEST_NAME, TOKENIZER_NAME, REJECTS_NAME) or bool(re.fullmatch(shard, name))
 
 
 # --- counting a text ------------------------------------------------------------------------------

@@ -12,14 +12,13 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from data_pipeline.errors import ConfigError, DataError, UnreadableError
-from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
-from data_pipeline.system.files import open_descriptor
+from data_pipeline.system.files import open_descriptor, publish_file
 from data_pipeline.system.remote_path import DatasetPath, RemotePath
 from data_pipeline.system.sources import is_read_failure, is_url, shown
 
@@ -55,34 +54,18 @@ def file_read_by(thread: int | None) -> DatasetPath | None:
 
 def _read_local(path: Path, first: int, size: int) -> bytes:
     """Read again after an error that may pass, as `retry_request` does for URLs."""
-    for wait_seconds in _WAITS_SECONDS:
+    waits_seconds = iter(_WAITS_SECONDS)
+    while True:
         try:
-            return _read_once(path, first, size)
+            # Opened for every read: a corpus may have more shards than a process may have open
+            # files.
+            with open_descriptor(path) as descriptor:
+                return os.pread(descriptor, size, first)
         except OSError as error:
-            if error.errno not in _MAY_PASS:
+            wait_seconds = next(waits_seconds, None)
+            if error.errno not in _MAY_PASS or wait_seconds is None:
                 raise
             time.sleep(wait_seconds)
-    return _read_once(path, first, size)
-
-
-def _read_once(path: Path, first: int, size: int) -> bytes:
-    # Opened for every read: a corpus may have more shards than a process may have open files.
-    with open_descriptor(path) as descriptor:
-        return os.pread(descriptor, size, first)
-
-
-def checked_frame(data: bytes, path: DatasetPath, frame: Frame, number: int) -> bytes:
-    """Decode a frame of the shard at `path`. Raises DataError naming its place and the cause."""
-    try:
-        return decode_frame(data, frame)
-    except FrameError as error:
-        problem = f"{frame_place(frame, number)} is damaged: {error}"
-        raise damaged_file(path, problem) from error
-
-
-def frame_place(frame: Frame, number: int) -> str:
-    """Number and offset of a frame, for messages."""
-    return f"frame {number} at byte {frame.compressed_offset:,}"
 
 
 def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
@@ -141,11 +124,12 @@ def damaged_file(path: DatasetPath, problem: str) -> DataError:
 DEFAULT_CACHE_BYTES = 10 * 2**30
 DIRECTORY_VARIABLE, BYTES_VARIABLE = "TXL_CACHE_DIR", "TXL_CACHE_BYTES"
 
-_NAME = re.compile(r"txl-frame-[0-9a-f]{64}-\d{1,19}-\d{1,19}(\.\d{1,19}\.\d{1,19}\.tmp)?")
+_PREFIX = "txl-frame-"
 # Listing the directory for every new entry would be slow. A process lists it after writing 1/32 of
 # the limit, and then reduces it to 7/8. Several processes may exceed the limit by 1/32 each.
 _SHARE_BETWEEN_LISTS = 1 / 32
 _SHARE_AFTER_EVICTION = 7 / 8
+_Checked = TypeVar("_Checked")
 
 
 class FrameCache:
@@ -180,44 +164,38 @@ class FrameCache:
             )
         return cls(Path(directory).expanduser(), int(limit))
 
-    def get(self, sha256: str, first: int, size: int) -> bytes | None:
-        """The entry, marked as used now, or None. It may be damaged: check it, and `drop` it."""
-        path = self._path(sha256, first, size)
+    def read(
+        self,
+        path: DatasetPath,
+        first: int,
+        size: int,
+        *,
+        sha256: str,
+        check: Callable[[bytes], _Checked],
+        part: str = "",
+    ) -> _Checked:
+        """`check` of bytes [first, first + size) of the file `path`, from here or from the file.
+
+        `sha256` is that of the file. `check` raises DataError for wrong bytes: a damaged entry is
+        read again from the file. Raises as `read_bytes_at` does.
+        """
         if not self.limit_bytes:
-            return None
-        with contextlib.suppress(OSError):
-            if not path.is_file():  # reading a named pipe would block
-                return None
-            data = path.read_bytes()
-            with contextlib.suppress(OSError):  # another user's file: it may be evicted early
-                os.utime(path)
-            return data if len(data) == size else None
-        return None
-
-    def put(self, sha256: str, first: int, data: bytes) -> None:
-        """Store an entry. Readers see the complete file or none."""
-        if len(data) > self.limit_bytes:
-            return
-        path = self._path(sha256, first, len(data))
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-        with contextlib.suppress(OSError):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)  # left by a killed process with the same ids
-            try:
-                with temporary.open("xb") as file:  # "x": never writes through an existing link
-                    file.write(data)
-                temporary.replace(path)  # no fsync: a damaged entry is only fetched again
-            finally:
-                temporary.unlink(missing_ok=True)
-            self._limit_size(len(data))
-
-    def drop(self, sha256: str, first: int, size: int) -> None:
-        """Remove an entry."""
-        with contextlib.suppress(OSError):
-            self._path(sha256, first, size).unlink()
-
-    def _path(self, sha256: str, first: int, size: int) -> Path:
-        return self.directory / f"txl-frame-{sha256}-{first}-{size}"
+            return check(read_bytes_at(path, first, size, part))
+        entry = self.directory / f"{_PREFIX}{sha256}-{first}-{size}"
+        with contextlib.suppress(OSError, DataError):
+            if entry.is_file():  # reading a named pipe would block
+                checked = check(entry.read_bytes())
+                with contextlib.suppress(OSError):  # another user's file: it may be evicted early
+                    os.utime(entry)
+                return checked
+        data = read_bytes_at(path, first, size, part)
+        checked = check(data)
+        if len(data) <= self.limit_bytes:
+            with contextlib.suppress(OSError):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                publish_file(entry, data)
+                self._limit_size(len(data))
+        return checked
 
     def _limit_size(self, num_written: int) -> None:
         """From time to time, reduce the directory, least recently used entries first."""
@@ -225,16 +203,17 @@ class FrameCache:
         if self._unlisted_bytes <= self.limit_bytes * _SHARE_BETWEEN_LISTS:
             return
         self._unlisted_bytes = 0
-        cached = []
-        for path in self.directory.iterdir():
+        entries = []
+        for path in self.directory.glob(f"{_PREFIX}*"):
             with contextlib.suppress(FileNotFoundError):  # another process evicts as well
                 status = path.lstat()
-                if _NAME.fullmatch(path.name) and stat.S_ISREG(status.st_mode):
-                    cached.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in cached)
-        if total <= self.limit_bytes * (1 - _SHARE_BETWEEN_LISTS):
-            return
-        for _, size, path in sorted(cached):
+                if stat.S_ISREG(status.st_mode):
+                    entries.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
             if total > self.limit_bytes * _SHARE_AFTER_EVICTION:
                 path.unlink(missing_ok=True)
                 total -= size
+
+
+NO_CACHE = FrameCache(Path(), limit_bytes=0)

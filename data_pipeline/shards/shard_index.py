@@ -22,14 +22,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from data_pipeline.errors import printable
 from data_pipeline.shards.frames import MAX_FRAME_BYTES, Frame, FrameError, compress, decompress
 from data_pipeline.shards.manifest import ShardEntry, TextCounts
-from data_pipeline.shards.shard_files import damaged_file, read_bytes_at
+from data_pipeline.shards.shard_files import damaged_file
 from data_pipeline.system.remote_path import DatasetPath
-from data_pipeline.system.strict_json import parse_json
 
-_MAX_HEADER_BYTES = 2**16
 MAX_TABLE_BYTES = 2**31
 """Larger tables are refused before decoding, whatever size a file declares."""
 NO_LINE = -1
@@ -98,22 +95,17 @@ def index_bytes(
     arrays: dict[str, np.ndarray], *, text_bytes: int, text_counts: TextCounts, header: str
 ) -> bytes:
     """The content of an index file. `header` is the JSON of a `manifest.IndexHeader`."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + array.tobytes())
     metadata = {
-        "arrays_sha256": _arrays_sha256(arrays),
+        "arrays_sha256": digest.hexdigest(),
         "header": json.loads(header),
         "text_bytes": text_bytes,
         "text_counts": text_counts.model_dump(),
     }
     # One key only: safetensors writes several in an order that changes from run to run.
     return save(arrays, metadata={"txl": json.dumps(metadata, sort_keys=True)})
-
-
-def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + array.tobytes())
-    return digest.hexdigest()
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -183,29 +175,6 @@ def _check_starts(starts: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
     inside = starts < np.repeat(tokens, documents)
     if (starts[first_document] != 0).any() or not rising.all() or not inside.all():
         raise ValueError("document starts")
-
-
-def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
-    """int64 [blocks]: tokens of every block of a shard, by one small read of its index.
-
-    Opening a split needs no more than this of each shard, and most ranks read few of the shards.
-    No hash covers a part of a file, so only the number of blocks and their sum are checked here;
-    `SplitReader` compares the sizes with the hashed index when it first reads the shard.
-    """
-    path = directory / entry.index_name
-    # safetensors stores two arrays of this size before `block_tokens`.
-    size = min(entry.index_bytes, _MAX_HEADER_BYTES + 3 * 8 * entry.blocks)
-    start = read_bytes_at(path, 0, size)
-    header_end = 8 + int.from_bytes(start[:8], "little")
-    try:
-        first, last = parse_json(start[8:header_end])["block_tokens"]["data_offsets"]
-        tokens = np.frombuffer(start[header_end + first : header_end + last], "<i8")
-        if len(tokens) != entry.blocks or (tokens <= 0).any() or tokens.sum() != entry.tokens:
-            raise ValueError(f"its blocks do not sum to {entry.tokens:,} tokens")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        problem = f"contradicts the manifest or itself: {printable(str(error))[:200]}"
-        raise damaged_file(path, problem) from error
-    return tokens.astype(np.int64, copy=False)
 
 
 # --- the table of documents -----------------------------------------------------------------------

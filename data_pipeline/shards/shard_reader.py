@@ -1,41 +1,28 @@
 """Reading tokens, document starts and ids of one split, from a local directory or a URL.
 
-Everything is checked against the manifest before its first use: file sizes when a split is opened,
-the sha256 of a shard's index when the shard is first read, size and checksum of every frame when it
-is decoded. The sha256 of whole shards is not checked here: that would read all of the corpus before
-the first step (`verify.py` does it).
+Everything is checked against the manifest before its first use: the sizes of all files and the
+sha256 of all indexes when a split is opened, size and checksum of every frame when it is decoded.
+The sha256 of whole shards is not checked here: that would read all of the corpus before the first
+step (`txl data verify` does it).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from data_pipeline.errors import DataError
-from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
-from data_pipeline.shards.shard_files import (
-    FrameCache,
-    check_sizes,
-    checked_frame,
-    damaged_file,
-    frame_place,
-    read_bytes_at,
-)
-from data_pipeline.shards.shard_index import (
-    DocumentIds,
-    ShardIndex,
-    checked_index,
-    read_block_tokens,
-)
+from data_pipeline.shards.frames import FrameError, decode_frame
+from data_pipeline.shards.manifest import ShardManifest, load_manifest
+from data_pipeline.shards.shard_files import NO_CACHE, FrameCache, check_sizes, damaged_file
+from data_pipeline.shards.shard_index import DocumentIds, ShardIndex, checked_index
 from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 
-DEFAULT_CACHE_FRAMES = 64
 CACHED_INDEXES = 128
-"""Indexes of shards that are kept in RAM: 1 MB for 100,000 documents, 4 MB for sentences."""
+"""Indexes of shards that are kept in RAM: 1 MB for 100,000 documents, 4 MB for sentences. Others
+are read again when they are needed."""
 _PARALLEL_REQUESTS = 16
-T = TypeVar("T")
 
 
 class TokenSource(Protocol):
@@ -68,11 +55,13 @@ class StoredDocument(NamedTuple):
 
 
 class SplitReader:
-    """A TokenSource over one split. Thread-safe; cannot be pickled.
+    """A TokenSource over one split of a directory or URL. Thread-safe; cannot be pickled.
 
     Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in RAM: with one
-    per concurrently read lane, no frame is decoded twice. `frame_cache` keeps compressed frames on
-    disk; default: none for a directory, the user's cache for a URL (`FrameCache.of_user`).
+    per concurrently read lane, no frame is decoded twice. What is read from a URL is also kept on
+    disk (`FrameCache.of_user`).
+
+    Raises DataError as `open_split` does.
     """
 
     def __init__(
@@ -81,23 +70,21 @@ class SplitReader:
         split: str,
         *,
         manifest: ShardManifest,
-        cache_frames: int = DEFAULT_CACHE_FRAMES,
-        frame_cache: FrameCache | None = None,
+        cache_frames: int,
     ) -> None:
         self.directory, self.split, self.manifest = dataset_path(directory), split, manifest
         self.entry = manifest.split(split, self.directory)
         self.dtype = np.dtype(manifest.dtype)
         # Two threads may both decode a frame, but no thread waits for another.
         self._frame = lru_cache(cache_frames)(self._read_frame)
-        self._index = lru_cache(CACHED_INDEXES)(self._load_index)
-        is_remote = isinstance(self.directory, RemotePath)
-        self._frame_cache = frame_cache or (FrameCache.of_user() if is_remote else None)
-        check_sizes(self.directory, self.entry.shards)
+        self._index = lru_cache(CACHED_INDEXES)(lambda shard: self._read_index(shard)[0])
+        self._cache = FrameCache.of_user() if isinstance(self.directory, RemotePath) else NO_CACHE
+        shards = self.entry.shards
+        check_sizes(self.directory, shards)
         with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
-            read_tokens = partial(read_block_tokens, self.directory)
-            self.block_tokens = np.concatenate([*pool.map(read_tokens, self.entry.shards)])
-        blocks = [shard.blocks for shard in self.entry.shards]
-        self._first_block = np.concatenate([[0], np.cumsum(blocks)])
+            indexes = pool.map(self._index, range(len(shards)))
+            self.block_tokens = np.concatenate([index.block_tokens for index in indexes])
+        self._first_block = np.cumsum([0, *(shard.blocks for shard in shards)])
 
     @property
     def num_tokens(self) -> int:
@@ -112,9 +99,10 @@ class SplitReader:
 
     def documents(self) -> Iterator[StoredDocument]:
         """Every document in order, read from one index after another."""
-        for entry, first_block in zip(self.entry.shards, self._first_block.tolist(), strict=False):
-            index, ids = self._read_index(entry)
-            blocks = np.repeat(np.arange(entry.blocks) + first_block, index.block_documents)
+        for shard, first_block in enumerate(self._first_block[:-1].tolist()):
+            index, ids = self._read_index(shard)
+            num_blocks = len(index.block_tokens)
+            blocks = np.repeat(np.arange(num_blocks) + first_block, index.block_documents)
             stops = np.append(index.document_starts[1:], 0)
             stops[np.cumsum(index.block_documents) - 1] = index.block_tokens
             places = (column.tolist() for column in (blocks, index.document_starts, stops))
@@ -153,42 +141,11 @@ class SplitReader:
         shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
         return shard, block - int(self._first_block[shard])
 
-    def _load_index(self, shard: int) -> ShardIndex:
-        """A shard's index, without the document ids."""
+    def _read_index(self, shard: int) -> tuple[ShardIndex, DocumentIds]:
         entry = self.entry.shards[shard]
-        index, _ = self._read_index(entry)
-        first, last = self._first_block[shard : shard + 2]
-        if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
-            path = self.directory / entry.index_name
-            raise damaged_file(path, "had other block sizes when the split was opened")
-        return index
-
-    def _read_index(self, entry: ShardEntry) -> tuple[ShardIndex, DocumentIds]:
-        key = entry.index_sha256, 0, entry.index_bytes
         path, itemsize = self.directory / entry.index_name, self.dtype.itemsize
         check = partial(checked_index, directory=self.directory, entry=entry, itemsize=itemsize)
-        return self._read_checked(path, key, check)
-
-    def _read_checked(
-        self,
-        path: DatasetPath,
-        key: tuple[str, int, int],
-        check: Callable[[bytes], T],
-        part: str = "",
-    ) -> T:
-        """`check(bytes)` of a part of a file, which is cached; `key` is (sha256, offset, size)."""
-        cache = self._frame_cache
-        if cache is not None and (data := cache.get(*key)) is not None:
-            try:
-                return check(data)
-            except DataError:
-                cache.drop(*key)
-        sha256, first, size = key
-        data = read_bytes_at(path, first, size, part)
-        checked = check(data)
-        if cache is not None:
-            cache.put(sha256, first, data)
-        return checked
+        return self._cache.read(path, 0, entry.index_bytes, sha256=entry.index_sha256, check=check)
 
     def _raw(self, shard: int, first: int, last: int) -> memoryview | bytes:
         """Bytes [first, last) of the shard's tar stream."""
@@ -206,12 +163,20 @@ class SplitReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read_frame(self, shard: int, number: int) -> bytes:
-        """A decoded frame of a shard."""
+        """A decoded frame of a shard. Raises DataError naming its place if it is damaged."""
         entry, frame = self.entry.shards[shard], self._index(shard).frame(number)
-        path = self.directory / entry.name
-        key = entry.sha256, frame.compressed_offset, frame.compressed_size
-        check = partial(checked_frame, path=path, frame=frame, number=number)
-        return self._read_checked(path, key, check, frame_place(frame, number))
+        path, offset = self.directory / entry.name, frame.compressed_offset
+        place = f"frame {number} at byte {offset:,}"
+
+        def check(data: bytes) -> bytes:
+            try:
+                return decode_frame(data, frame)
+            except FrameError as error:
+                raise damaged_file(path, f"{place} is damaged: {error}") from error
+
+        return self._cache.read(
+            path, offset, frame.compressed_size, sha256=entry.sha256, check=check, part=place
+        )
 
 
 def open_split(
@@ -219,15 +184,12 @@ def open_split(
     split: str,
     *,
     manifest: ShardManifest | None = None,
-    cache_frames: int = DEFAULT_CACHE_FRAMES,
-    frame_cache: FrameCache | None = None,
+    cache_frames: int = 64,
 ) -> SplitReader:
     """Open one split, from a directory or a URL. `manifest` is loaded if None.
 
-    Raises DataError for a missing split or shard, a wrong size, or block sizes that do not sum to
-    the manifest's. Indexes and frames are checked when they are read.
+    Raises DataError for a missing split or shard, a wrong size, or an index that is not the
+    manifest's. Frames are checked when they are read.
     """
     manifest = manifest or load_manifest(directory)
-    return SplitReader(
-        directory, split, manifest=manifest, cache_frames=cache_frames, frame_cache=frame_cache
-    )
+    return SplitReader(directory, split, manifest=manifest, cache_frames=cache_frames)

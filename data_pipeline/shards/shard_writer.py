@@ -136,14 +136,19 @@ class ShardWriter:
             room = (self._block_bytes - self._block.num_bytes) // self._dtype.itemsize
             stop = int(np.searchsorted(ends, start + room, side="right"))
             if stop > first:
-                rows = slice(first, stop)
-                self._collect(ids[rows], tokens[start : ends[stop - 1]], lengths[rows])
+                rows, block = slice(first, stop), self._block
+                block.ids.append(ids[rows])
+                block.tokens.append(tokens[start : ends[stop - 1]])
+                block.lengths.append(lengths[rows])
+                block.num_bytes += int(sizes[rows].sum())
                 first = stop
-                continue
-            self._flush()
-            if sizes[first] > self._block_bytes:
-                self.add(ids.id_of(first), [tokens[start : ends[first]]], text_bytes=0)
-                first += 1
+                if block.num_bytes >= self._block_bytes:
+                    self._flush()
+            else:
+                self._flush()
+                if sizes[first] > self._block_bytes:
+                    self.add(ids.id_of(first), [tokens[start : ends[first]]], text_bytes=0)
+                    first += 1
         self._text_bytes += text_bytes
 
     def close(self, text_counts: TextCounts) -> ShardEntry:
@@ -154,8 +159,21 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        tokens, offsets, documents = zip(*self._blocks, strict=True)
+        table = pack_documents(np.concatenate(self._starts), self._ids)
+        index = index_bytes(
+            {
+                "frames": np.array(self._frames.frames, dtype=np.int64),
+                "block_tokens": np.array(tokens, dtype=np.int64),
+                "block_offset": np.array(offsets, dtype=np.int64),
+                "block_documents": np.array(documents, dtype=np.int64),
+                "documents": np.frombuffer(table, dtype=np.uint8),
+            },
+            text_bytes=self._text_bytes,
+            text_counts=text_counts,
+            header=self._header,
+        )
         # Synced, not renamed: the manifest, written last, makes the shard part of a dataset.
-        index = self._index(text_counts)
         write_synced(self.path.with_name(self._stem + INDEX_SUFFIX), index)
         return ShardEntry(
             name=self.path.name,
@@ -165,9 +183,9 @@ class ShardWriter:
             raw_sha256=self._frames.raw_sha256.hexdigest(),
             index_bytes=len(index),
             index_sha256=hashlib.sha256(index).hexdigest(),
-            documents=sum(map(len, self._ids)),
+            documents=sum(documents),
             blocks=len(self._blocks),
-            tokens=sum(tokens for tokens, _, _ in self._blocks),
+            tokens=sum(tokens),
             text_bytes=self._text_bytes,
             text_counts=text_counts,
         )
@@ -191,15 +209,6 @@ class ShardWriter:
                     f"vocabulary of {self._vocab_size}"
                 )
             yield tokens.astype(self._dtype, copy=False)
-
-    def _collect(self, ids: DocumentIds, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Add documents that fit to the next block."""
-        self._block.ids.append(ids)
-        self._block.tokens.append(tokens)
-        self._block.lengths.append(lengths)
-        self._block.num_bytes += tokens.nbytes
-        if self._block.num_bytes >= self._block_bytes:
-            self._flush()
 
     def _flush(self) -> None:
         """Write the collected block; document starts are a second member if there are several."""
@@ -231,20 +240,6 @@ class ShardWriter:
             self._tar.addfile(member, content)
         headers = _TAR_RECORD + sizes["npy"] - num_tokens * self._dtype.itemsize
         self._blocks.append((num_tokens, start + headers, 1))
-
-    def _index(self, text_counts: TextCounts) -> bytes:
-        tokens, offsets, documents = zip(*self._blocks, strict=True)
-        table = pack_documents(np.concatenate(self._starts), self._ids)
-        arrays: dict[str, np.ndarray] = {
-            "frames": np.array(self._frames.frames, dtype=np.int64),
-            "block_tokens": np.array(tokens, dtype=np.int64),
-            "block_offset": np.array(offsets, dtype=np.int64),
-            "block_documents": np.array(documents, dtype=np.int64),
-            "documents": np.frombuffer(table, dtype=np.uint8),
-        }
-        return index_bytes(
-            arrays, text_bytes=self._text_bytes, text_counts=text_counts, header=self._header
-        )
 
 
 def _npy_header(array: np.ndarray) -> bytes:

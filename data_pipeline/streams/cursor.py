@@ -96,32 +96,26 @@ class LaneCursor:
         `source` must be the source of the order's epoch. The arrays may be views of the cursor's
         chunk: do not write to them.
         """
-        chunk = self._chunk
-        if chunk.epoch == order.epoch and chunk.start <= start and stop <= chunk.stop:
-            part = slice(start - chunk.start, stop - chunk.start)
-            following = None if chunk.following is None else chunk.following[part]
-            return chunk.tokens[part], chunk.document_age[part], following
-
-        tokens = np.empty(stop - start, source.dtype)
-        age = np.empty(stop - start, np.int32)
-        following = None if order.ordering.piece_len is None else np.empty_like(tokens)
-        position = start
-        while position < stop:
-            chunk = self._chunk_at(source, order, position)
+        tokens, age = [np.empty(0, source.dtype)], [np.empty(0, np.int32)]
+        following = []
+        while start < stop:
+            chunk = self._chunk
+            if chunk.epoch != order.epoch or not chunk.start <= start < chunk.stop:
+                chunk = self._chunk = read_chunk(source, order, start)
             end = min(stop, chunk.stop)
-            part, place = (slice(position - first, end - first) for first in (chunk.start, start))
-            tokens[place] = chunk.tokens[part]
-            age[place] = chunk.document_age[part]
-            if following is not None and chunk.following is not None:
-                following[place] = chunk.following[part]
-            position = end
-        return tokens, age, following
+            part = slice(start - chunk.start, end - chunk.start)
+            tokens.append(chunk.tokens[part])
+            age.append(chunk.document_age[part])
+            if chunk.following is not None:
+                following.append(chunk.following[part])
+            start = end
+        return _joined(tokens), _joined(age), _joined(following) if following else None
 
-    def _chunk_at(self, source: TokenSource, order: EpochOrder, position: int) -> TokenChunk:
-        chunk = self._chunk
-        if chunk.epoch != order.epoch or not chunk.start <= position < chunk.stop:
-            chunk = self._chunk = read_chunk(source, order, position)
-        return chunk
+
+def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """The parts as one array; a single part is not copied."""
+    filled = [part for part in parts if len(part)]
+    return filled[0] if len(filled) == 1 else np.concatenate(parts)
 
 
 def read_range(

@@ -1,7 +1,7 @@
 """Lanes: which tokens each data-parallel rank reads, and in what order.
 
 A lane is one contiguous stream of tokens and one row of the global batch. (If steps read the lanes
-in turns, "step" means a round of turns here; `batches.py` has the turns.) In every lane, the
+in turns, "step" means a round of turns here; `segments.py` has the turns.) In every lane, the
 segment of step s + 1 starts at the token after the segment of step s, so the model's memory holds
 the layer inputs of the tokens directly before the segment, except at the start of a slice. With N
 tokens per epoch and L lanes (elsewhere L counts layers), each lane reads one slice of Q = N // L
@@ -165,10 +165,6 @@ class LanePlan:
     def _remainder_of(self, epoch: int) -> Remainder:
         if self.remainder is not None and epoch == self.first_epoch:
             return self.remainder
-        return self._whole_epoch
-
-    @cached_property
-    def _whole_epoch(self) -> Remainder:
         return Remainder(((0, self.num_tokens),))
 
     def lanes_of_rank(self, rank: int, num_ranks: int) -> range:
@@ -178,7 +174,13 @@ class LanePlan:
         with 5 lanes on 2 ranks, rank 0 reads lanes 0 and 1, rank 1 lanes 2, 3 and 4.
         Raises ConfigError for more ranks than lanes.
         """
-        self._require_lane_per_rank(num_ranks)
+        if num_ranks > self.num_lanes:
+            raise ConfigError(
+                f"{num_ranks} ranks for data.num_lanes={self.num_lanes}: every rank needs a lane. "
+                f"Start at most {counted(self.num_lanes, 'rank')}, or set data.num_lanes to "
+                f"{num_ranks} or more (lanes are the global batch: a run that has begun also needs "
+                "--allow-change data.num_lanes)."
+            )
         # Consecutive lanes: the ranks' rows, one after the other, are the lanes in order.
         return range(
             rank * self.num_lanes // num_ranks,
@@ -191,17 +193,8 @@ class LanePlan:
         A rank with one lane fewer masks its last row, so that all ranks compute the same number of
         micro-batches of the same shape. Raises ConfigError for more ranks than lanes.
         """
-        self._require_lane_per_rank(num_ranks)
-        return math.ceil(math.ceil(self.num_lanes / num_ranks) / self.num_turns)
-
-    def _require_lane_per_rank(self, num_ranks: int) -> None:
-        if num_ranks > self.num_lanes:
-            raise ConfigError(
-                f"{num_ranks} ranks for data.num_lanes={self.num_lanes}: every rank needs a lane. "
-                f"Start at most {counted(self.num_lanes, 'rank')}, or set data.num_lanes to "
-                f"{num_ranks} or more (lanes are the global batch: a run that has begun also needs "
-                "--allow-change data.num_lanes)."
-            )
+        most_lanes = len(self.lanes_of_rank(num_ranks - 1, num_ranks))  # the last rank's
+        return math.ceil(most_lanes / self.num_turns)
 
     # --- in which step --------------------------------------------------------------------------
 
@@ -239,13 +232,9 @@ class LanePlan:
 
     def targets_in_step(self, position: int, turn: int = 0) -> int:
         """Unmasked targets of the step at `position`, over its lanes of all ranks."""
-        return self.targets_between(position, position + self.tgt_len, self.lanes_of_turn(turn))
-
-    def targets_between(self, start: int, stop: int, lanes: range | None = None) -> int:
-        """Unmasked targets at lane positions [start, stop), over `lanes` (None: all)."""
-        lanes = range(self.num_lanes) if lanes is None else lanes
-        num_positions = stop - start - len(self.slice_ends(start, stop))
-        first_gap, end = (bisect_left(self._gaps, (p - self.start,)) for p in (start, stop))
+        stop, lanes = position + self.tgt_len, self.lanes_of_turn(turn)
+        num_positions = self.tgt_len - len(self.slice_ends(position, stop))
+        first_gap, end = (bisect_left(self._gaps, (p - self.start,)) for p in (position, stop))
         gaps = sum(lane in lanes for _, lane in self._gaps[first_gap:end])
         return len(lanes) * num_positions - gaps
 
@@ -261,11 +250,9 @@ class LanePlan:
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
         """(offset in the first epoch, lane), ascending, where a lane's text breaks off."""
-        remainder, lane_tokens = (
-            self._remainder_of(self.first_epoch),
-            self.lane_tokens_in(self.first_epoch),
-        )
-        last_tokens = (divmod(start - 1, lane_tokens) for start in remainder.starts[1:-1])
+        lane_tokens = self.lane_tokens_in(self.first_epoch)
+        starts = self._remainder_of(self.first_epoch).starts[1:-1]
+        last_tokens = (divmod(start - 1, lane_tokens) for start in starts)
         return sorted(
             (offset, lane)
             for lane, offset in last_tokens

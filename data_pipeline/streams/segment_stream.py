@@ -1,9 +1,10 @@
 """SegmentStream: the endless stream of segments of one rank, prefetched by one thread.
 
-The source of a WebDataset pipeline, whose last stage makes the batches of training (`batches.py`):
+The source of a WebDataset pipeline, whose last stage makes the batches of training:
 
-    stream = SegmentStream(source, plan, lanes=plan.lanes_of_rank(rank, num_ranks), ...)
-    for segment in wds.DataPipeline(stream, *stages): ...
+    lanes = plan.lanes_of_rank(rank, num_ranks)
+    stream = SegmentStream(source, plan, lanes=lanes, ...)
+    for batch in pipeline(stream, in_turns(plan, lanes, ...)): ...
 
 The complete reading state is `stream.position`, the lane position after the last segment that the
 consumer received. Prefetched segments that were not consumed do not count.
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from data_pipeline.errors import UnreadableError
 from data_pipeline.shards.shard_files import file_read_by, what_to_check
@@ -29,7 +30,6 @@ from data_pipeline.streams.segments import Reset, Segment, SegmentReader
 
 if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
-    from data_pipeline.system.remote_path import DatasetPath
 
 GROUP_TOKENS = 1 << 16
 """Tokens that the thread reads in one call: enough to amortize the call, small enough for the CPU's
@@ -41,12 +41,12 @@ CLOSE_TIMEOUT_SECONDS = 5.0
 class SegmentStream:
     """Segments of some lanes from `position` on, without end, prefetched by one thread.
 
-    `num_rows` (default: one per lane) adds rows of padding. `prefetch_segments` limits the number
-    of prefetched segments; it changes no value. An exception in the thread is raised by `next`, at
-    the segment that could not be read or a few before it; so is an UnreadableError if the thread
-    takes `timeout_seconds` (None: no limit), because a file system may never answer. The thread
-    ends with `close`, which also happens at the end of a `with` block, on garbage collection and
-    at process exit. Iterating again continues at `position`, as a pipeline with repetitions needs.
+    `prefetch_segments` limits the number of prefetched segments; it changes no value. An exception
+    in the thread is raised by `next`, at the segment that could not be read or a few before it; so
+    is an UnreadableError if the thread takes `timeout_seconds` (None: no limit), because a file
+    system may never answer. The thread ends with `close`, which also happens at the end of a `with`
+    block, on garbage collection and at process exit. Iterating again continues at `position`, as a
+    pipeline with repetitions needs.
     For one consumer; several streams may share a `source` that is thread-safe.
     """
 
@@ -56,7 +56,6 @@ class SegmentStream:
         plan: LanePlan,
         *,
         lanes: Sequence[int],
-        num_rows: int | None = None,
         reset: Reset = "document",
         ordering: Ordering = ORDERINGS["blocks"],
         seed: int = 0,
@@ -69,18 +68,12 @@ class SegmentStream:
                 f"{position=} must be at least {plan.start}, {prefetch_segments=} at least 1"
             )
         self._reader = SegmentReader(
-            source,
-            plan,
-            lanes=lanes,
-            num_rows=len(lanes) if num_rows is None else num_rows,
-            reset=reset,
-            ordering=ordering,
-            seed=seed,
+            source, plan, lanes=lanes, reset=reset, ordering=ordering, seed=seed
         )
         self._position, self._tgt_len = position, plan.tgt_len
         self._timeout_seconds = timeout_seconds
         # One segment per call for long segments, several for short ones: a call has a fixed cost.
-        segment_tokens = max(1, self._reader.num_rows) * plan.tgt_len
+        segment_tokens = max(1, len(lanes)) * plan.tgt_len
         self._group_segments = max(1, min(GROUP_TOKENS // segment_tokens, prefetch_segments))
         self._channel = _Channel(num_groups=prefetch_segments // self._group_segments)
         self._group: list[Segment] = []
@@ -134,14 +127,15 @@ class SegmentStream:
         try:
             group = channel.filled.get(timeout=self._timeout_seconds)
         except Empty:
-            group = self._stalled_error(file_read_by(channel.thread.ident))
+            group = self._stalled_error(channel.thread.ident)
         if isinstance(group, BaseException):
             channel.filled.put(group)  # for the next call
             raise group
         channel.free.put(None)
         return group[::-1]
 
-    def _stalled_error(self, file: DatasetPath | None) -> UnreadableError:
+    def _stalled_error(self, thread: int | None) -> UnreadableError:
+        file = file_read_by(thread)
         place = f"{file} could not be read" if file else "no tokens could be read"
         causes = what_to_check(file) if file else "the disk or the network"
         return UnreadableError(
@@ -198,3 +192,15 @@ def _prefetch(reader: SegmentReader, position: int, num_segments: int, channel: 
             channel.filled.put(group)
     except BaseException as error:  # `next` raises it in the consumer's thread
         channel.filled.put(error)
+
+
+def pipeline(stream: SegmentStream, *stages: Callable[..., Any]) -> Iterator[Any]:
+    """Iterate `wds.DataPipeline(stream, *stages)`; a stage maps an iterable of segments to another.
+
+    A stage may change the content of segments, but not their number or order, except to divide each
+    as `in_turns` does: the last segment that the pipeline returned is the run's reading state.
+    """
+    # Imported here: webdataset imports torch, which plain data commands do not need.
+    import webdataset as wds
+
+    return iter(wds.DataPipeline(stream, *stages))

@@ -1,7 +1,19 @@
-"""Segments: the tokens, targets and ages that each step reads, cut at any lane position.
+"""Segments, cut at any lane position, and the batches of steps, made of their rows.
 
-`SegmentReader` cuts segments for some lanes of a plan. `segment_stream.py` calls it in a
-thread, before the training loop needs the segments.
+`SegmentReader` cuts the segments of some lanes of a plan. `segment_stream.py` calls it in a thread,
+before the training loop needs the segments. `in_turns` divides them into batches:
+
+    SegmentStream -> segments of all lanes of the rank -> `in_turns` -> one batch per step
+
+A step reads all lanes, or every `num_turns`-th one (`LanePlan`): then several steps share a
+segment, and each reads the rows of the lanes whose turn it is.
+
+    lanes of the rank  0 1 2 3 4 5      num_turns = 3
+    segment at p       turn 0: 0 3      turn 1: 1 4      turn 2: 2 5
+    segment at p + T   turn 0: 0 3      ...
+
+So the reading state of a run is a lane position and a turn: the lanes of earlier turns are one
+segment ahead of the others.
 
 The code of the paper lets a lane's memory continue into the next document (`reset: stream`). With
 `reset: document`, `age` limits attention to the current document.
@@ -11,7 +23,7 @@ Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,13 +49,13 @@ IGNORED = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The input of one step on one rank: B rows (lanes, then padding) of T = tgt_len tokens."""
+    """T = tgt_len tokens of each of B lanes."""
 
     input: NDArray[np.int64]
-    """[B, T] token ids; 0 in rows of padding."""
+    """[B, T] token ids."""
     target: NDArray[np.int64]
     """[B, T] the next token of the text, which is the next one of the lane too except at the end of
-    a piece; IGNORED where the lane breaks off, as at a slice's end, and in rows of padding."""
+    a piece; IGNORED where the lane breaks off, as at a slice's end."""
     age: NDArray[np.int32]
     """[B, T] tokens since the text of the lane last broke off, as at the end of a piece, or, under
     reset `document`, since the start of the document if that is later. Key j is visible to query i
@@ -52,6 +64,63 @@ class Segment:
     """Lane position of the first token."""
     next_position: int
     """Lane position of the next segment: the complete reading state to save."""
+
+
+NO_LANE = -1
+"""The lane of rows of padding: all ranks compute as many rows as the rank with the most lanes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(Segment):
+    """The input of one step on one rank: the rows of a segment that it reads, then padding, whose
+    inputs and ages are 0 and whose targets are IGNORED."""
+
+    lanes: Sequence[int]
+    """[B] the lane of each row; NO_LANE in rows of padding."""
+    num_targets: int
+    """Targets of the step on all ranks, known before any of them is scored: every rank divides its
+    sum of losses by the same number."""
+    turn: int
+    next_turn: int
+    """That of the next batch; 0 if it begins at `next_position`, else it begins at `position`."""
+
+
+def in_turns(
+    plan: LanePlan, lanes: Sequence[int], *, num_rows: int, turn: int = 0
+) -> Callable[[Iterable[Segment]], Iterator[Batch]]:
+    """The stage of a pipeline that divides segments of `lanes` into batches of `num_rows` rows.
+
+    `turn` is that of the first batch: the first segment was read in the turns before it.
+    """
+    row_of_lane = {lane: row for row, lane in enumerate(lanes)}
+    lanes_of_turns = plan.lanes_in_turns(lanes)
+
+    def divide(segments: Iterable[Segment]) -> Iterator[Batch]:
+        first_turn = turn
+        for segment in segments:
+            for number in range(first_turn, plan.num_turns):
+                lanes_of_turn = lanes_of_turns[number]
+                rows = [row_of_lane[lane] for lane in lanes_of_turn]
+                yield Batch(
+                    _padded(segment.input[rows], num_rows, 0),
+                    _padded(segment.target[rows], num_rows, IGNORED),
+                    _padded(segment.age[rows], num_rows, 0),
+                    position=segment.position,
+                    next_position=segment.next_position,
+                    lanes=[*lanes_of_turn, *[NO_LANE] * (num_rows - len(rows))],
+                    num_targets=plan.targets_in_step(segment.position, number),
+                    turn=number,
+                    next_turn=(number + 1) % plan.num_turns,
+                )
+            first_turn = 0
+
+    return divide
+
+
+def _padded(array: NDArray[Any], num_rows: int, filler: int) -> NDArray[Any]:
+    """`array` [rows, T] with rows of `filler` after its own, [num_rows, T]."""
+    padding = np.full((num_rows - len(array), array.shape[1]), filler, array.dtype)
+    return np.concatenate([array, padding])
 
 
 class SegmentReader:
@@ -63,7 +132,6 @@ class SegmentReader:
         plan: LanePlan,
         *,
         lanes: Sequence[int],
-        num_rows: int,
         reset: Reset,
         ordering: Ordering,
         seed: int,
@@ -71,13 +139,11 @@ class SegmentReader:
         num_tokens = int(source_of_epoch(source, plan.first_epoch).block_tokens.sum())
         if plan.num_tokens != num_tokens:
             raise ValueError(f"plan for {plan.num_tokens:,} tokens, source of {num_tokens:,}")
-        if not all(0 <= lane < plan.num_lanes for lane in lanes) or num_rows < len(lanes):
-            raise ValueError(
-                f"lanes={lanes} must be in 0 .. {plan.num_lanes - 1} and fit num_rows={num_rows}"
-            )
+        if not all(0 <= lane < plan.num_lanes for lane in lanes):
+            raise ValueError(f"lanes={lanes} must be in 0 .. {plan.num_lanes - 1}")
         self._source, self._plan = source, plan
         self._reset, self._ordering, self._seed = reset, ordering, seed
-        self.num_rows, self._lanes = num_rows, lanes
+        self._lanes = lanes
         # Lanes are far apart: a shared cursor would read one chunk per lane and step.
         self._cursors = [LaneCursor() for _ in lanes]
         self._epoch = lru_cache(maxsize=2)(self._open_epoch)  # a read needs one, rarely two
@@ -87,10 +153,10 @@ class SegmentReader:
 
         Reads all of them lane by lane: for short segments, most of the time is call overhead.
         """
-        # Shapes: K segments, B rows, T tokens of a segment
-        num_rows, tgt_len = self.num_rows, self._plan.tgt_len
+        # Shapes: K segments, B lanes, T tokens of a segment
+        tgt_len = self._plan.tgt_len
         stop = position + num_segments * tgt_len
-        shape_KBT = (num_segments, num_rows, tgt_len)
+        shape_KBT = (num_segments, len(self._lanes), tgt_len)
         shape_KT = (num_segments, tgt_len)
         input_KBT, target_KBT = np.empty(shape_KBT, np.int64), np.empty(shape_KBT, np.int64)
         age_KBT = np.empty(shape_KBT, np.int32)
@@ -98,7 +164,7 @@ class SegmentReader:
         # One token more than the inputs: the last target.
         epoch_ranges = self._plan.epoch_ranges(position, stop + 1)
         ends = []
-        for row in range(len(self._cursors)):
+        for row in range(len(self._lanes)):
             tokens, age, following, lasts = self._read_lane(row, epoch_ranges)
             input_KBT[:, row] = tokens[:-1].reshape(shape_KT)
             age_KBT[:, row] = age[:-1].reshape(shape_KT)
@@ -115,8 +181,6 @@ class SegmentReader:
             target_KBT[:-1, :, -1] = input_KBT[1:, :, 0]
         if ends:
             target_KBT[tuple(np.transpose(ends))] = IGNORED
-        padding = slice(len(self._cursors), None)
-        input_KBT[:, padding], target_KBT[:, padding], age_KBT[:, padding] = 0, IGNORED, 0
         return [
             Segment(input_BT, target_BT, age_BT, first, first + tgt_len)
             for input_BT, target_BT, age_BT, first in zip(

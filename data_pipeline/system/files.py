@@ -44,26 +44,17 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _naming(path: Path, *, temporary: Path | None = None) -> Iterator[None]:
-    """Let an OSError name `path` if it names no file, as that of a full disk, or the temporary one.
-
-    An error of what is written may name another file.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.filename in (None, str(temporary)):
-            error.filename = str(path)
-        raise
-
-
 def write_synced(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write `data` to `path` and sync it. Not atomic: use it for files in a staging folder."""
-    with _naming(path), path.open("wb") as file:
-        file.writelines([data] if isinstance(data, bytes) else data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        # That of a full disk names no file; that of an iterable names the file that it reads.
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes]) -> None:
@@ -77,12 +68,11 @@ def publish_file(path: Path, data: bytes | Iterable[bytes]) -> None:
     # In the same directory, because a rename is atomic within one file system only. The process id
     # keeps two writers of one path from sharing a temporary file.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _naming(path, temporary=temporary_path):
-        try:
-            write_synced(temporary_path, data)
-            temporary_path.replace(path)
-        finally:
-            temporary_path.unlink(missing_ok=True)
+    try:
+        write_synced(temporary_path, data)
+        temporary_path.replace(path)
+    finally:
+        temporary_path.unlink(missing_ok=True)
 
 
 def overwrite_page(path: Path, text: str) -> None:

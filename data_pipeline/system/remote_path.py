@@ -108,9 +108,6 @@ class RemotePath:
         data: bytes = self._request(lambda system: system.cat_file(self.url))
         return data
 
-    def read_text(self, encoding: str) -> str:
-        return self.read_bytes().decode(encoding)
-
     def read_range(self, first: int, size: int) -> bytes:
         """Bytes [first, first + size) in one request; fewer if the file ends before."""
 
@@ -147,12 +144,7 @@ class RemotePath:
 
     def _request(self, request: Callable[[Any], _T]) -> _T:
         system = file_system(self.url)
-
-        def uncached_request() -> _T:
-            system.invalidate_cache()  # fsspec caches listings, also outdated ones
-            return request(system)
-
-        return retry_request(uncached_request)
+        return retry_request(lambda: request(system))
 
     def _split(self) -> tuple[str, str, str]:
         if scheme_of(self.url) in ("http", "https"):

@@ -35,6 +35,12 @@ _EXTRAS = {"s3": "s3", "gs": "gcs", "http": "http", "https": "http"}
 _MAX_ATTEMPTS = 3
 _S3_ATTEMPTS = 2
 _FIRST_WAIT_SECONDS = 0.5
+_CERTAIN = (
+    (FileNotFoundError, errno.ENOENT, "no such object"),
+    (PermissionError, errno.EACCES, "access denied; check the credentials"),
+    (IsADirectoryError, errno.EISDIR, "is a folder"),
+)
+"""Failures of requests to object stores that another attempt does not change."""
 _T = TypeVar("_T")
 Compression = Literal["", "gz", "zst", "bz2", "xz"]
 _URL_BLOCK_BYTES = 8 * 2**20
@@ -90,7 +96,8 @@ def file_system(url: str) -> Any:
 
     scheme = scheme_of(url)
     try:
-        system = fsspec.filesystem(scheme)
+        # Without a cache of listings, which may be outdated.
+        system = fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         raise ConfigError(
             f"{shown(url)}: reading {scheme}:// needs a package that is not installed ({error}). "
@@ -115,20 +122,15 @@ def retry_request(request: Callable[[], _T]) -> _T:
             time.sleep(_FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
         try:
             return request()
-        except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, "no such object") from error
-        except PermissionError as error:
-            raise PermissionError(errno.EACCES, "access denied; check the credentials") from error
-        except IsADirectoryError as error:
-            raise IsADirectoryError(errno.EISDIR, "is a folder") from error
         except Exception as error:  # every client library has its own error classes
+            for kind, number, reason in _CERTAIN:
+                if isinstance(error, kind):
+                    raise kind(number, reason) from error
             last_error = error
-    reason = printable(_without_urls(str(last_error)))[:200] or type(last_error).__name__
+    # Messages of clients have the complete URL.
+    text = re.sub(r"\w+://\S+", lambda url: shown(url[0]), str(last_error))
+    reason = printable(text)[:200] or type(last_error).__name__
     raise UnreachableError(f"{_MAX_ATTEMPTS} attempts failed: {reason}") from last_error
-
-
-def _without_urls(text: str) -> str:
-    return re.sub(r"\w+://\S+", lambda url: shown(url[0]), text)
 
 
 class SourceError(OSError):

@@ -29,10 +29,6 @@ def first_problem(error: ValidationError) -> str:
     return f"{key}: {problem['msg']}"
 
 
-class WrongFormatError(ValueError):
-    """JSON of a different program or format version."""
-
-
 def manifest_bytes(content: dict[str, Any], *, tools: dict[str, str] | None = None) -> bytes:
     """The bytes of a manifest file: `content` and its digest, with sorted keys.
 
@@ -48,20 +44,15 @@ def manifest_bytes(content: dict[str, Any], *, tools: dict[str, str] | None = No
 def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
     """The verified content of a manifest file.
 
-    Raises OSError if it cannot be read, WrongFormatError for a different format or version, and
-    ValueError for damaged or edited content. A caller prints `f"{path} {error}"`.
+    Raises OSError if it cannot be read, and ValueError for content of another format or version,
+    or that was damaged or edited. A caller prints `f"{path} {error}"`.
     """
     try:
         content = parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not valid JSON ({error})") from error
-    expected = {name: model.model_fields[name].default for name in ("format", "version")}
-    if not isinstance(content, dict) or content.get("format") != expected["format"]:
-        raise WrongFormatError(f'has no "format": "{expected["format"]}"')
-    if content.get("version") != expected["version"]:
-        raise WrongFormatError(
-            f"has format version {content.get('version')!r}, this txl reads {expected['version']}"
-        )
+    if not isinstance(content, dict):
+        raise ValueError("is not a JSON object")
     recorded = content.pop("digest", None)
     content.pop("tools", None)
     try:

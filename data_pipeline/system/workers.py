@@ -121,7 +121,9 @@ class ProcessWorkers:
         try:
             self._fill(function, pending)
             while self._busy:
-                for worker in self._ready():
+                by_connection = {worker.connection: worker for worker in self._busy}
+                for connection in wait(list(by_connection)):
+                    worker = by_connection[connection]  # type: ignore[index]
                     number, unit = self._busy.pop(worker)
                     try:
                         answer, peak = worker.connection.recv()
@@ -164,10 +166,6 @@ class ProcessWorkers:
             worker.kill()
         with contextlib.suppress(OSError):  # a dead worker; `map` reads the end of its pipe
             worker.connection.send((function, unit))
-
-    def _ready(self) -> list["_Worker"]:
-        by_connection = {worker.connection: worker for worker in self._busy}
-        return [by_connection[ready] for ready in wait(list(by_connection))]  # type: ignore[index]
 
 
 class _Worker:

@@ -5,6 +5,8 @@ characters that became letters or digits in between (`OTHER_CLASS`) are split di
 with one of them is encoded by `tokenizers`. `tests/data_pipeline/tokenizers` compares both
 libraries for every code point. Other versions of either library may differ in other characters;
 `reason_without_gigatoken` therefore refuses versions that were not compared.
+
+Both write byte-level tokens in characters, one for each byte (`BYTE_OF`).
 """
 
 import functools
@@ -14,8 +16,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-
-from data_pipeline.tokenizers.decoding import BYTE_OF
 
 COMPARED_VERSION = "0.10.0"
 _ASCII = bytes(range(128))
@@ -39,6 +39,24 @@ CHARACTERS_OF_EARLIER_VERSIONS = (
 MAX_GROWTH_BYTES = 96 * 2**20
 _CHECK_BYTES = 2 * 2**20
 """Bytes of text between two checks of the RAM of the process."""
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The character for each byte in such files: itself if printable, else chr(256), chr(257)..."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    moved = {chr(256 + number): byte for number, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | moved
+
+
+BYTE_OF = _byte_of_character()
+_TO_LATIN_1 = str.maketrans({character: chr(byte) for character, byte in BYTE_OF.items()})
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes that a byte-level token is written in. Tokens with other characters are text."""
+    is_text = not BYTE_OF.keys() >= {*token}
+    return token.encode() if is_text else token.translate(_TO_LATIN_1).encode("latin-1")
 
 
 class GigatokenEncoder:
@@ -136,7 +154,14 @@ def require_gpt2_bpe(content: dict[str, Any], *, leave_out: str | None) -> None:
 
     `leave_out` is the vocabulary's end-of-text token.
     """
-    _require_plain_bpe(content)
+    if content.get("normalizer") is not None or content.get("added_tokens"):
+        raise ValueError("it has a normalizer or added tokens")
+    split = content.get("pre_tokenizer") or {}
+    if {**split, **_GPT2_SPLIT} != split or split.keys() - _GPT2_SPLIT.keys() - {"trim_offsets"}:
+        raise ValueError("its text is not split by GPT-2's pattern")
+    model = {**_PLAIN_MODEL, **content["model"]}
+    if model.get("type") != "BPE" or {**model, **_PLAIN_MODEL} != model:
+        raise ValueError("its model is not plain BPE")
     vocab = {token: id_ for token, id_ in content["model"]["vocab"].items() if token != leave_out}
     if "" in vocab or not BYTE_OF.keys() >= {*"".join(vocab)}:
         raise ValueError("its tokens are not written in bytes")
@@ -153,14 +178,3 @@ def require_gpt2_bpe(content: dict[str, Any], *, leave_out: str | None) -> None:
         raise ValueError("the tokens are not the 256 bytes and one token per merge")
     if any(vocab[low] >= vocab[high] for low, high in pairwise(merged)):
         raise ValueError("the ids are not in the order of the merges")
-
-
-def _require_plain_bpe(content: dict[str, Any]) -> None:
-    if content.get("normalizer") is not None or content.get("added_tokens"):
-        raise ValueError("it has a normalizer or added tokens")
-    split = content.get("pre_tokenizer") or {}
-    if {**split, **_GPT2_SPLIT} != split or split.keys() - _GPT2_SPLIT.keys() - {"trim_offsets"}:
-        raise ValueError("its text is not split by GPT-2's pattern")
-    model = {**_PLAIN_MODEL, **content["model"]}
-    if model.get("type") != "BPE" or {**model, **_PLAIN_MODEL} != model:
-        raise ValueError("its model is not plain BPE")

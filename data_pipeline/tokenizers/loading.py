@@ -80,7 +80,7 @@ def directory_tokenizer(directory: Path) -> Tokenizer | None:
 def read_description(path: DatasetPath) -> Any:
     """Parse the JSON of a tokenizer file without validating it. Raises DataError."""
     try:
-        return parse_json(path.read_text("utf-8"))
+        return parse_json(path.read_bytes())
     except OSError as error:
         problem = f"{path}: the tokenizer cannot be read ({error.strerror})."
         if is_read_failure(error):

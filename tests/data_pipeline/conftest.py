@@ -1,9 +1,12 @@
 """Small corpora and datasets on disk, and the command line in this process."""
 
 import os
+import re
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +94,67 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadedMotoServer]:
 @pytest.fixture
 def bucket(s3_server: ThreadedMotoServer) -> Any:
     """A file system with one bucket, `bucket`."""
-    system = s3fs.S3FileSystem()
+    system = s3fs.S3FileSystem(use_listings_cache=False)
     system.mkdir("bucket")
     return system
+
+
+class WebFiles(SimpleHTTPRequestHandler):
+    """Static files with byte ranges; every answer is noted."""
+
+    sent: list[tuple[str, int, int]]
+    """Name, first byte, number of bytes."""
+    broken: int = 0
+    """Requests still to be cut short."""
+    ranges: bool = True
+    honest: bool = False
+    """Whether a broken answer says how short it is, as some proxies do."""
+    breaks: Callable[[str, bool], bool] = staticmethod(lambda name, is_range: True)
+    """(name, whether a range is asked for) -> whether the answer may be broken."""
+
+    is_down: bool = False
+    """Whether every request is answered with 503."""
+
+    def do_GET(self) -> None:
+        if self.is_down:
+            self.send_error(503)
+            return
+        path = Path(self.translate_path(self.path.partition("?")[0]))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data, first = path.read_bytes(), 0
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted and self.ranges:
+            first = int(wanted[1])
+            data = data[first : int(wanted[2]) + 1]
+        cut = self.command == "GET" and type(self).broken > 0
+        cut = cut and self.breaks(path.name, bool(wanted))
+        type(self).broken -= cut
+        sent = data[: len(data) // 2] if cut else data
+        self.send_response(206 if wanted and self.ranges else 200)
+        self.send_header("Content-Length", str(len(sent if self.honest else data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.sent.append((path.name, first, len(data)))
+            self.wfile.write(sent)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[tuple[str, type[WebFiles]]]:
+    """The address of the test's directory, and the class of its handler."""
+    handler = type("_TestFiles", (WebFiles,), {"sent": [], "broken": 0})
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(tmp_path))
+    )
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", handler
+    server.shutdown()
+    server.server_close()
+    thread.join()

@@ -11,8 +11,8 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
+from data_pipeline.shards.data_commands import push_dataset
 from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.shards.push import push_dataset
 from data_pipeline.system import sources
 from tests.data_pipeline.conftest import corpus, dataset, s3_server, txl  # noqa: F401 - fixtures
 

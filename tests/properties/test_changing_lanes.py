@@ -81,7 +81,7 @@ class Run:
         return SegmentReader(
             mixed_source(phase, self.sources, ordering=self.ordering, seed=SEED),
             phase.plan(tgt_len=leg.tgt_len),
-            lanes=lanes, num_rows=len(lanes), reset=self.reset, ordering=self.ordering, seed=SEED,
+            lanes=lanes, reset=self.reset, ordering=self.ordering, seed=SEED,
         )  # fmt: skip
 
     def order(self, phase: Phase, epoch: int) -> list[int]:
@@ -90,7 +90,7 @@ class Run:
         plan = LanePlan(num_tokens=num_tokens, num_lanes=1, tgt_len=num_tokens, first_epoch=epoch)
         reader = SegmentReader(
             mixed_source(phase, self.sources, ordering=self.ordering, seed=SEED), plan,
-            lanes=[0], num_rows=1, reset="stream", ordering=self.ordering, seed=SEED,
+            lanes=[0], reset="stream", ordering=self.ordering, seed=SEED,
         )  # fmt: skip
         return reader.read(0, 1)[0].input[0].tolist()
 

@@ -22,7 +22,7 @@ from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import Ordering
 from data_pipeline.streams.segment_stream import SegmentStream
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.segments import Segment, in_turns
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import NumberedSource
 
@@ -76,7 +76,6 @@ class Case:
                 self.source,
                 self.plan,
                 lanes=self.plan.lanes_of_rank(rank, num_ranks),
-                num_rows=self.plan.rows_per_rank(num_ranks),
                 reset=self.reset,
                 ordering=Ordering.named(self.shuffle, self.piece_len),
                 seed=self.seed,
@@ -202,9 +201,9 @@ def test_every_rank_reads_its_lanes_as_defined(case: Case, data: st.DataObject) 
 
     lanes = case.plan.lanes_of_rank(rank, num_ranks)
     prefetch = data.draw(prefetches)
-    segments = case.segments(num_segments, rank, num_ranks, position=position, prefetch=prefetch)
-
+    read = case.segments(num_segments, rank, num_ranks, position=position, prefetch=prefetch)
     num_rows = case.plan.rows_per_rank(num_ranks)
+    segments = [*in_turns(case.plan, lanes, num_rows=num_rows)(read)]
     assert {len(segment.input) for segment in segments} == {num_rows}, "the same on every rank"
     for row in range(num_rows):
         got = zip(

@@ -46,7 +46,6 @@ class Case:
             source,
             plan,
             lanes=range(self.num_lanes),
-            num_rows=self.num_lanes,
             reset=self.reset,
             ordering=Ordering.named("blocks", self.piece_len),
             seed=3,

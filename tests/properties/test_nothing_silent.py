@@ -13,10 +13,10 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as save_arrays
 
 from data_pipeline.errors import DataError
+from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.shard_index import DocumentIds, pack_documents, unpack_documents
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.shards.verify import verify_dataset
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory

@@ -67,7 +67,7 @@ class Run:
 
     def reader(self, phase: Phase, lanes: range) -> SegmentReader:
         return SegmentReader(
-            self.source(phase), self.plan(phase), lanes=lanes, num_rows=len(lanes),
+            self.source(phase), self.plan(phase), lanes=lanes,
             reset="document", ordering=ORDERINGS[self.shuffle], seed=5,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from data_pipeline.streams.batches import Batch
+from data_pipeline.streams.segments import Batch
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import LiveBytes
 from txl_dist.model.transformer_xl import TransformerXL

@@ -16,7 +16,6 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator, model
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import (
     StrictModel,
-    WrongFormatError,
     first_problem,
     load_manifest_file,
     manifest_bytes,
@@ -222,13 +221,10 @@ def load_checkpoint_manifest(checkpoint: DatasetPath) -> CheckpointManifest:
             f"{path} cannot be read ({error.strerror}): {checkpoint} is not a complete checkpoint"
             f"{advice}"
         ) from None
-    except WrongFormatError as error:
-        raise CheckpointError(
-            f"{path} {error}: it is not a checkpoint of this version of txl. Give a directory "
-            "RUN/checkpoints/step-NNNNNNNN, or upgrade txl"
-        ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} {error}; it is damaged or edited") from None
+        raise CheckpointError(
+            f"{path} {error}; it is damaged or edited, or no checkpoint of this version of txl"
+        ) from None
     match = _NAMED_AFTER_SAVE.fullmatch(name)
     if match and (int(match[1]) != manifest.step or match[2] not in (None, manifest.save_id)):
         raise CheckpointError(

@@ -20,8 +20,8 @@ from txl_dist.cli.options import (
 from txl_dist.cli.progress import MIB, work_progress
 
 if TYPE_CHECKING:
+    from data_pipeline.shards.data_commands import Verified
     from data_pipeline.shards.manifest import ShardManifest
-    from data_pipeline.shards.verify import Verified
     from data_pipeline.system.remote_path import DatasetPath
 
 app = typer.Typer(help="Verify, inspect and copy prepared datasets.", no_args_is_help=True)
@@ -55,7 +55,7 @@ def verify(
 
     Example: txl data verify data/books
     """
-    from data_pipeline.shards.verify import verify_dataset
+    from data_pipeline.shards.data_commands import verify_dataset
     from data_pipeline.system.remote_path import dataset_path
 
     directory = dataset_path(dataset)
@@ -120,8 +120,8 @@ def inspect(
     """
     from dataclasses import asdict
 
+    from data_pipeline.shards.data_commands import excerpts
     from data_pipeline.shards.manifest import load_manifest
-    from data_pipeline.shards.verify import excerpts
     from data_pipeline.system.remote_path import dataset_path
 
     directory = dataset_path(dataset)
@@ -153,7 +153,7 @@ def push(
 
     Example: txl data push data/books s3://bucket/books
     """
-    from data_pipeline.shards.push import push_dataset
+    from data_pipeline.shards.data_commands import push_dataset
     from data_pipeline.system.remote_path import dataset_path
 
     with work_progress(MIB) as progress:

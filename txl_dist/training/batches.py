@@ -8,9 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from data_pipeline.streams.batches import Batch, in_turns, pipeline, rows_of_segments
-from data_pipeline.streams.segment_stream import SegmentStream
-from data_pipeline.streams.segments import Segment
+from data_pipeline.streams.segment_stream import SegmentStream, pipeline
+from data_pipeline.streams.segments import Batch, Segment, in_turns
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.devices import to_device
 from txl_dist.runtime.world import World
@@ -76,7 +75,6 @@ class Batches:
             self._data.source_of(phase, config),
             plan,
             lanes=self._lanes,
-            num_rows=rows_of_segments(plan, self._lanes, num_rows=self._num_rows),
             reset=config.data.reset,
             ordering=config.data.ordering,
             seed=config.seed,

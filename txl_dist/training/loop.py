@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any, NoReturn
 
-from data_pipeline.streams.batches import Batch
+from data_pipeline.streams.segments import Batch
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.scores import LossSums

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.streams.batches import Batch
+from data_pipeline.streams.segments import Batch
 from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.config.training_config import EVENT_STEPS

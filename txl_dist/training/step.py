@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_pipeline.streams.batches import NO_LANE, Batch
+from data_pipeline.streams.segments import NO_LANE, Batch
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.devices import to_device

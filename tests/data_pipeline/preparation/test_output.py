@@ -24,9 +24,9 @@ from data_pipeline.preparation.output import (
     record_finished,
 )
 from data_pipeline.preparation.scan import RECORDS
+from data_pipeline.shards.data_commands import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.shards.verify import excerpts
 from data_pipeline.system.files import STAGING
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import (

@@ -1,10 +1,7 @@
 """zstd frames: where they end, the seek table, and frames that are refused."""
 
 import io
-import shutil
 import struct
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,15 +63,6 @@ def test_the_seek_table_has_zstds_seekable_format() -> None:
     assert entries == [(f.compressed_size, f.raw_size, f.checksum) for f in writer.frames]
 
 
-@pytest.mark.skipif(not shutil.which("zstd"), reason="needs the zstd program")
-def test_the_zstd_program_reads_the_stream_whole(tmp_path: Path) -> None:
-    file, _ = write_units([b"a" * 5120, b"b" * 512], frame_bytes=1024, chunk=700)
-    path = tmp_path / "x.zst"
-    path.write_bytes(file)
-    done = subprocess.run(["zstd", "-dcq", path], capture_output=True, check=True)
-    assert done.stdout == b"a" * 5120 + b"b" * 512 + b"tail"
-
-
 def frame_of(data: bytes, *, raw_size: int) -> Frame:
     return Frame(0, len(data), 0, raw_size, int.from_bytes(data[-4:], "little"))
 
@@ -84,10 +72,9 @@ def test_a_bomb_is_refused_before_it_is_decoded() -> None:
     size = 4 * MAX_FRAME_BYTES
     bomb = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(bytes(size))
     assert len(bomb) < size / 1000
-    with pytest.raises(FrameError, match="limit"):
-        decode_frame(bomb, frame_of(bomb, raw_size=size))
-    with pytest.raises(FrameError, match="header declares 67,108,864"):
-        decode_frame(bomb, frame_of(bomb, raw_size=4096))
+    for raw_size in (size, 4096):
+        with pytest.raises(FrameError, match="declares 67,108,864 bytes, the limit"):
+            decode_frame(bomb, frame_of(bomb, raw_size=raw_size))
 
 
 @pytest.mark.fault_row(20)
@@ -102,14 +89,8 @@ def test_a_window_over_the_limit_is_refused() -> None:
     data[6:6] = (5000 - 256).to_bytes(2, "little")
     declared = zstandard.get_frame_parameters(bytes(data))
     assert (declared.window_size, declared.content_size) == (2**27, 5000)
-    with pytest.raises(FrameError, match="needs a window of"):
+    with pytest.raises(FrameError, match="declares 134,217,728 bytes, the limit"):
         decode_frame(bytes(data), frame_of(bytes(data), raw_size=5000))
-
-
-def test_a_frame_without_a_checksum_is_refused() -> None:
-    data = zstandard.ZstdCompressor(level=3, write_checksum=False).compress(b"words " * 99)
-    with pytest.raises(FrameError, match="checksum"):
-        decode_frame(data, frame_of(data, raw_size=594))
 
 
 def test_a_valid_frame_of_other_content_is_refused() -> None:
@@ -121,7 +102,15 @@ def test_a_valid_frame_of_other_content_is_refused() -> None:
         decode_frame(other, frame_of(expected, raw_size=999))
 
 
-def test_two_frames_in_place_of_one_are_refused() -> None:
+@pytest.mark.parametrize("change", ["two frames", "cut", "empty"])
+def test_other_bytes_in_place_of_a_frame_are_refused(change: str) -> None:
     one = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"a" * 999)
+    data = {"two frames": one + one, "cut": one[:-1], "empty": b""}[change]
     with pytest.raises(FrameError):
-        decode_frame(one + one, frame_of(one + one, raw_size=999))
+        decode_frame(data, frame_of(one, raw_size=999))
+
+
+def test_a_frame_of_another_size_than_in_the_index_is_refused() -> None:
+    one = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"a" * 999)
+    with pytest.raises(FrameError, match="it has 999 raw bytes, the index 998"):
+        decode_frame(one, frame_of(one, raw_size=998))

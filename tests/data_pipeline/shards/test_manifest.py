@@ -49,8 +49,8 @@ def test_a_directory_without_a_manifest_is_refused_with_the_command_to_create_on
         ("[" * 100_000, "not valid JSON"),
         ('{"format": "txl-shards", "format": "txl-shards"}', "twice"),
         ("[]", "another program"),
-        ('{"shards": []}', "another program"),
-        ('{"format": "txl-shards", "version": 1}', "upgrade txl"),
+        ('{"shards": []}', "Field required"),
+        ('{"format": "txl-shards", "version": 1}', "version: Input should be 2"),
         ('{"format": "txl-shards", "version": 2}', "Field required"),
     ],
 )

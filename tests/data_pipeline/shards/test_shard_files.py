@@ -3,89 +3,102 @@
 import os
 import subprocess
 import sys
-import tempfile
-import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.shards.shard_files import FrameCache
 
-SHARD = "ab" * 32
+SHA256 = "ab" * 32
+SIZE = 100
 
 
-def test_an_entry_can_be_read_until_it_is_dropped(tmp_path: Path) -> None:
-    cache = FrameCache(tmp_path / "made", 10**6)
-    assert cache.get(SHARD, 0, 3) is None
-    cache.put(SHARD, 0, b"abc")
-    assert cache.get(SHARD, 0, 3) == b"abc"
-    assert cache.get("cd" * 32, 0, 3) is cache.get(SHARD, 1, 3) is cache.get(SHARD, 0, 4) is None
-    cache.drop(SHARD, 0, 3)
-    assert cache.get(SHARD, 0, 3) is None
+def entry(number: int) -> bytes:
+    return bytes([number]) * SIZE
 
 
-def test_least_recently_used_entries_are_evicted_first_and_the_limit_holds(tmp_path: Path) -> None:
-    cache = FrameCache(tmp_path, 1000)
+class Shard:
+    """A file of entries that are read through a cache."""
+
+    def __init__(self, folder: Path, cache: FrameCache) -> None:
+        self.path, self.cache = folder / "shard", cache
+        self.path.write_bytes(b"".join(map(entry, range(50))))
+
+    def read(self, number: int) -> bytes:
+        def check(data: bytes) -> bytes:
+            if data != entry(number):
+                raise DataError("damaged")
+            return data
+
+        return self.cache.read(self.path, number * SIZE, SIZE, sha256=SHA256, check=check)
+
+    def entry_path(self, number: int) -> Path:
+        return self.cache.directory / f"txl-frame-{SHA256}-{number * SIZE}-{SIZE}"
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Shard:
+    return Shard(tmp_path, FrameCache(tmp_path / "cache", 12 * SIZE))
+
+
+def test_a_second_read_needs_no_shard_unless_the_entry_is_damaged(shard: Shard) -> None:
+    assert shard.read(1) == entry(1)
+    shard.entry_path(1).write_bytes(bytes(SIZE))
+    assert shard.read(1) == shard.entry_path(1).read_bytes() == entry(1)
+    shard.path.unlink()
+    assert shard.read(1) == entry(1)
+    with pytest.raises(DataError, match=r"shard .*cannot be read"):
+        shard.read(2)
+
+
+def test_a_cache_of_no_bytes_does_not_read_entries_of_an_earlier_run(shard: Shard) -> None:
+    shard.read(1)
+    off = Shard(shard.path.parent, FrameCache(shard.cache.directory, 0))
+    assert off.read(2) == entry(2)
+    assert not off.entry_path(2).exists()
+    off.path.unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        off.read(1)
+
+
+def test_least_recently_used_entries_are_evicted_first_and_the_limit_holds(shard: Shard) -> None:
     for number in range(9):
-        cache.put(SHARD, number, bytes(100))
-        os.utime(tmp_path / f"txl-frame-{SHARD}-{number}-100", (number, number))
-    assert cache.get(SHARD, 0, 100)  # marks it as used most recently
+        shard.read(number)
+        os.utime(shard.entry_path(number), (number, number))
+    shard.read(0)  # marks it as used most recently
     for number in range(9, 12):
-        cache.put(SHARD, number, bytes(100))
-        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1000
-    assert cache.get(SHARD, 0, 100)
-    assert cache.get(SHARD, 1, 100) is None
-    assert cache.get(SHARD, 11, 100)
+        shard.read(number)
+        sizes = [path.stat().st_size for path in shard.cache.directory.iterdir()]
+        assert sum(sizes) <= shard.cache.limit_bytes
+    assert [shard.entry_path(number).exists() for number in (0, 1, 11)] == [True, False, True]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    data=st.data(),
-    sizes=st.lists(st.integers(1, 400), min_size=5, max_size=20),
-    linked=st.booleans(),
-)
-def test_no_file_of_another_name_is_removed_or_changed(
-    data: st.DataObject, sizes: list[int], linked: bool
-) -> None:
-    """Sources above the cache's directory, in it, below it, and behind links of every name."""
-    with tempfile.TemporaryDirectory() as folder:
-        top = Path(folder)
-        home = top / "home"
-        (home / "below").mkdir(parents=True)
-        if linked:
-            (top / "link").symlink_to(home)
-        cache = FrameCache(top / "link" if linked else home, 600)
-        names = ["train-000000.tar.zst", "manifest.json", f"txl-frame-{SHARD}-0-9.bak"]
-        names += [f"xtxl-frame-{SHARD}-0-9", f"txl-frame-{SHARD[:-1]}-0-9", "txl-frame-"]
-        sources = [place / name for place in (top, home, home / "below") for name in names]
-        sources += [place / f"txl-frame-{SHARD}-7-300" for place in (top, home / "below")]
-        for path in sources:
-            path.write_bytes(bytes(300))
-            os.utime(path, (1, 1))
-        for number, size in enumerate(sizes):
-            target = data.draw(st.sampled_from(sources))
-            name = f"txl-frame-{SHARD}-{number}-{size}"
-            aside = f"{name}.{os.getpid()}.{threading.get_ident()}.tmp"
-            for link in (name, aside):
-                if data.draw(st.booleans()):
-                    (home / link).symlink_to(target)
-            cache.put(SHARD, number, b"x" * size)
-            cache.drop(SHARD, data.draw(st.integers(0, number)), size)
-        assert all(path.read_bytes() == bytes(300) for path in sources)
+def test_no_other_file_is_removed_or_changed(shard: Shard) -> None:
+    folder = shard.cache.directory
+    (folder / "below").mkdir(parents=True)
+    names = ["manifest.json", f"xtxl-frame-{SHA256}-0-9", f"below/txl-frame-{SHA256}-0-9"]
+    others = [folder / name for name in names]
+    for path in others:
+        path.write_bytes(bytes(300))
+        os.utime(path, (1, 1))
+    shard.entry_path(3).symlink_to(others[0])
+    for number in range(40):
+        shard.read(number)
+    assert all(path.read_bytes() == bytes(300) for path in others)
 
 
-def test_a_directory_or_fifo_with_an_entrys_name_is_ignored(tmp_path: Path) -> None:
-    cache = FrameCache(tmp_path, 200)
-    os.mkfifo(tmp_path / f"txl-frame-{SHARD}-0-100")
-    (tmp_path / f"txl-frame-{SHARD}-1-100").mkdir()
-    assert cache.get(SHARD, 0, 100) is cache.get(SHARD, 1, 100) is None
-    cache.put(SHARD, 1, bytes(100))
-    cache.drop(SHARD, 1, 100)
-    cache.put(SHARD, 2, bytes(100))
-    assert cache.get(SHARD, 2, 100)
+def test_a_directory_or_fifo_with_an_entrys_name_is_ignored(shard: Shard) -> None:
+    shard.entry_path(0).mkdir(parents=True)
+    os.mkfifo(shard.entry_path(1))
+    for number in range(12):
+        assert shard.read(number) == entry(number)
+
+
+def test_a_disk_without_room_for_the_cache_stops_no_reader(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    shard = Shard(tmp_path, FrameCache(tmp_path / "file" / "cache", 10**8))
+    assert shard.read(7) == entry(7)
 
 
 def test_processes_share_one_directory(tmp_path: Path) -> None:
@@ -93,18 +106,19 @@ def test_processes_share_one_directory(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from data_pipeline.shards.shard_files import FrameCache
-cache = FrameCache(Path({str(tmp_path)!r}), 40_000)
+from tests.data_pipeline.shards.test_shard_files import Shard, entry
+folder = Path({str(tmp_path)!r})
+cache = FrameCache(folder / "cache", 1000)
+(folder / str(id(cache))).mkdir()
+shard = Shard(folder / str(id(cache)), cache)
 for turn in range(400):
-    first = turn * 7 % 50
-    data = cache.get({SHARD!r}, first, 1000 + first)
-    assert data in (None, bytes([first]) * (1000 + first))
-    if data is None:
-        cache.put({SHARD!r}, first, bytes([first]) * (1000 + first))
+    assert shard.read(turn * 7 % 50) == entry(turn * 7 % 50)
 """
     running = [subprocess.Popen([sys.executable, "-W", "error", "-c", code]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 40_000
+    left = [*(tmp_path / "cache").iterdir()]
+    assert not [path for path in left if path.suffix == ".tmp"]
+    assert sum(path.stat().st_size for path in left) <= 1000
 
 
 def test_size_and_directory_are_read_from_the_environment(

@@ -5,12 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from data_pipeline.streams import cursor
-from data_pipeline.streams.cursor import _permute, read_range
+from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.order import ORDERINGS
 from data_pipeline.streams.segments import SegmentReader
 from tests.data_pipeline.streams.numbered_stream import plan_of, stream_of
@@ -34,7 +32,6 @@ def test_a_seek_reads_at_most_two_blocks_per_lane(shuffle: Any) -> None:
         source,
         plan,
         lanes=range(3),
-        num_rows=3,
         reset="document",
         ordering=ORDERINGS[shuffle],
         seed=1,
@@ -62,15 +59,3 @@ def test_reading_forwards_reads_every_block_once() -> None:
         list(itertools.islice(stream, 5000 // 8 - 10))
     blocks = [block for block, _, _ in source.reads]
     assert len(blocks) == len(set(blocks))
-
-
-@given(lengths=st.lists(st.integers(1, 900), min_size=2, max_size=30), data=st.data())
-def test_short_and_long_documents_are_permuted_as_wholes(lengths: list[int], data: Any) -> None:
-    stored = np.arange(sum(lengths), dtype=np.uint16)
-    starts = np.cumsum([0, *lengths[:-1]])
-    documents = np.array(data.draw(st.permutations(range(len(lengths)))))
-    tokens, age = _permute(stored, starts, documents)
-    expected = [stored[starts[d] : starts[d] + lengths[d]] for d in documents]
-    assert_array_equal(tokens, np.concatenate(expected))
-    assert_array_equal(age, np.concatenate([np.arange(len(part)) for part in expected]))
-    assert (tokens.dtype, age.dtype) == (np.uint16, np.int32)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.streams.lanes import EpochRange, LanePlan
+from data_pipeline.streams.lanes import LanePlan
 
 
 @st.composite
@@ -13,24 +13,6 @@ def plans(draw: st.DrawFn) -> LanePlan:
     num_lanes = draw(st.integers(1, 40))
     num_tokens = draw(st.integers(2 * num_lanes, 3000))
     return LanePlan(num_tokens=num_tokens, num_lanes=num_lanes, tgt_len=draw(st.integers(1, 50)))
-
-
-def test_lanes_cut_the_epoch_into_equal_slices() -> None:
-    plan = LanePlan(num_tokens=35, num_lanes=3, tgt_len=4)
-    assert plan.lane_tokens == 11
-    ranges = [plan.token_ranges(lane, EpochRange(4, 2, 11)) for lane in range(3)]
-    assert ranges == [[(2, 11, 2)], [(13, 22, 2)], [(24, 33, 2)]]
-
-
-def test_spans_are_cut_where_epochs_end() -> None:
-    plan = LanePlan(num_tokens=10, num_lanes=1, tgt_len=4)
-    assert plan.epoch_ranges(8, 25) == [
-        EpochRange(0, 8, 10),
-        EpochRange(1, 0, 10),
-        EpochRange(2, 0, 5),
-    ]
-    assert plan.epoch_ranges(10, 14) == [EpochRange(1, 0, 4)]
-    assert plan.epoch_ranges(10, 10) == []
 
 
 @given(plan=plans(), start=st.integers(0, 5000), num_tokens=st.integers(0, 200))

@@ -69,18 +69,6 @@ def test_documents_of_two_blocks_or_epochs_are_permuted_differently() -> None:
     assert len(set(permutations)) == len(permutations)
 
 
-def test_no_shuffle_is_corpus_order_in_every_epoch() -> None:
-    plain = order(seed=5, epoch=9, shuffle="none")
-    assert plain.blocks.tolist() == list(range(6))
-    assert plain.document_order(2, 20) is None
-
-
-def test_whole_blocks_are_shuffled_as_blocks_and_their_documents_keep_their_order() -> None:
-    whole = order(seed=5, epoch=9, shuffle="whole_blocks")
-    assert whole.blocks.tolist() == order(seed=5, epoch=9).blocks.tolist()
-    assert whole.document_order(2, 20) is None
-
-
 @pytest.mark.parametrize("shuffle", ORDERINGS)
 def test_locate_finds_the_block_of_every_token(shuffle: str) -> None:
     epoch = order(shuffle=shuffle)

@@ -14,7 +14,7 @@ import pytest
 import webdataset as wds
 
 from data_pipeline.errors import DataError
-from data_pipeline.streams.batches import pipeline
+from data_pipeline.streams.segment_stream import pipeline
 from data_pipeline.streams.segments import Segment
 from tests.data_pipeline.streams.numbered_stream import stream_of
 from tests.support.token_sources import NumberedSource

@@ -1,4 +1,4 @@
-"""Segments: an example with every number written out, and invalid arguments.
+"""Segments: an example with every number written out, invalid arguments, and batches of turns.
 
 That the right tokens are read in every case is tests/properties/test_contiguity.py.
 """
@@ -16,25 +16,25 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.order import ORDERINGS
-from data_pipeline.streams.segment_stream import SegmentStream
-from data_pipeline.streams.segments import IGNORED
+from data_pipeline.streams.segment_stream import SegmentStream, pipeline
+from data_pipeline.streams.segments import IGNORED, NO_LANE, Batch, in_turns
 from tests.data_pipeline.streams.numbered_stream import stream_of
 from tests.support.token_sources import NumberedSource
 
 
 def test_two_lanes_of_one_epoch_have_these_numbers() -> None:
     source = NumberedSource([3, 2], [5, 3])  # 13 tokens: lanes read 0 .. 5 and 6 .. 11
-    with stream_of(source, num_rows=3, shuffle="none") as stream:
+    with stream_of(source, shuffle="none") as stream:
         first, second = itertools.islice(stream, 2)
 
-    assert_array_equal(first.input, [[0, 1, 2, 3], [6, 7, 8, 9], [0, 0, 0, 0]])
-    assert_array_equal(first.target, [[1, 2, 3, 4], [7, 8, 9, 10], [IGNORED] * 4])
-    assert_array_equal(first.age, [[0, 1, 2, 0], [0, 1, 2, 3], [0, 0, 0, 0]])
+    assert_array_equal(first.input, [[0, 1, 2, 3], [6, 7, 8, 9]])
+    assert_array_equal(first.target, [[1, 2, 3, 4], [7, 8, 9, 10]])
+    assert_array_equal(first.age, [[0, 1, 2, 0], [0, 1, 2, 3]])
     assert (first.position, first.next_position) == (0, 4)
 
-    assert_array_equal(second.input, [[4, 5, 0, 1], [10, 11, 6, 7], [0, 0, 0, 0]])
-    assert_array_equal(second.target, [[5, IGNORED, 1, 2], [11, IGNORED, 7, 8], [IGNORED] * 4])
-    assert_array_equal(second.age, [[1, 0, 0, 1], [0, 1, 0, 1], [0, 0, 0, 0]])
+    assert_array_equal(second.input, [[4, 5, 0, 1], [10, 11, 6, 7]])
+    assert_array_equal(second.target, [[5, IGNORED, 1, 2], [11, IGNORED, 7, 8]])
+    assert_array_equal(second.age, [[1, 0, 0, 1], [0, 1, 0, 1]])
     assert second.next_position == stream.position == 8
 
 
@@ -45,13 +45,10 @@ def test_reset_stream_counts_age_from_the_slice_only() -> None:
     assert_array_equal(second.age, [[4, 5, 0, 1]] * 2)
 
 
-def test_arrays_have_the_dtypes_and_layout_that_torch_needs() -> None:
+def test_arrays_have_the_dtypes_that_torch_needs() -> None:
     with stream_of(NumberedSource([40])) as stream:
         segment = next(stream)
-    for array, dtype in ((segment.input, "int64"), (segment.target, "int64"), (segment.age, "i4")):
-        assert array.dtype == np.dtype(dtype)
-        assert array.flags.c_contiguous
-        assert array.flags.writeable
+    assert [segment.input.dtype, segment.target.dtype, segment.age.dtype] == ["i8", "i8", "i4"]
 
 
 @pytest.mark.parametrize("shuffle", ["blocks", "none"])
@@ -82,7 +79,6 @@ def documents_of(tokens: np.ndarray, age: np.ndarray) -> list[list[int]]:
     ("options", "message"),
     [
         ({"lanes": range(1, 3)}, "lanes="),
-        ({"num_rows": 1}, "num_rows=1"),
         ({"position": -4}, "position=-4"),
         ({"prefetch_segments": 0}, "prefetch_segments=0"),
     ],
@@ -96,3 +92,66 @@ def test_a_plan_for_other_data_is_refused() -> None:
     plan = LanePlan(num_tokens=999, num_lanes=2, tgt_len=4)
     with pytest.raises(ValueError, match=r"plan for 999 tokens, source of 1,000"):
         SegmentStream(NumberedSource([1000]), plan, lanes=range(2))
+
+
+# --- batches of lanes in turns --------------------------------------------------------------------
+
+
+SOURCE = NumberedSource([400])
+NUM_LANES, NUM_TURNS, NUM_SEGMENTS = 7, 3, 9
+PLAN = LanePlan(num_tokens=400, num_lanes=NUM_LANES, tgt_len=4, num_turns=NUM_TURNS)
+"""The lanes of two ranks: 0 to 2, and 3 to 6."""
+
+
+def batches(lanes: range, *, turn: int = 0) -> list[Batch]:
+    with stream_of(SOURCE, num_lanes=NUM_LANES, lanes=lanes) as stream:
+        stage = in_turns(PLAN, lanes, num_rows=PLAN.rows_per_rank(2), turn=turn)
+        return [*itertools.islice(pipeline(stream, stage), NUM_SEGMENTS * NUM_TURNS - turn)]
+
+
+def rows(read: list[Batch], lane: int) -> list[tuple[int, list[list[int]]]]:
+    """(position, input, target and age) of a lane in these batches."""
+    return [
+        (
+            batch.position,
+            [column[row].tolist() for column in (batch.input, batch.target, batch.age)],
+        )
+        for batch in read
+        for row, other in enumerate(batch.lanes)
+        if other == lane
+    ]
+
+
+def test_every_lane_reads_its_segments_once_and_the_targets_of_a_step_are_known() -> None:
+    ranks = [batches(PLAN.lanes_of_rank(rank, 2)) for rank in range(2)]
+    with stream_of(SOURCE, num_lanes=NUM_LANES) as stream:
+        segments = [*itertools.islice(stream, NUM_SEGMENTS)]
+    for lane in range(NUM_LANES):
+        expected = [
+            (each.position, [x[lane].tolist() for x in (each.input, each.target, each.age)])
+            for each in segments
+        ]
+        assert rows(ranks[lane >= 3], lane) == expected
+    for step in zip(*ranks, strict=True):
+        lanes = [lane for batch in step for lane in batch.lanes if lane != NO_LANE]
+        assert lanes == [*PLAN.lanes_of_turn(step[0].turn)]
+        counted = sum(int((batch.target != IGNORED).sum()) for batch in step)
+        assert [batch.num_targets for batch in step] == [counted] * 2
+        for batch in step:
+            assert len(batch.lanes) == len(batch.input) == PLAN.rows_per_rank(2)
+            padding = [lane == NO_LANE for lane in batch.lanes]
+            assert (batch.target[padding] == IGNORED).all()
+            assert not batch.input[padding].any()
+            assert not batch.age[padding].any()
+            for array in (batch.input, batch.target, batch.age):
+                assert array.flags.c_contiguous
+                assert array.flags.writeable
+
+
+@pytest.mark.parametrize("turn", range(NUM_TURNS))
+def test_a_run_that_begins_inside_a_round_reads_on(turn: int) -> None:
+    lanes = PLAN.lanes_of_rank(1, 2)
+    for batch, expected in zip(batches(lanes, turn=turn), batches(lanes)[turn:], strict=True):
+        assert (batch.turn, batch.lanes) == (expected.turn, expected.lanes)
+        assert_array_equal(batch.input, expected.input)
+        assert batch.next_turn == (batch.turn + 1) % NUM_TURNS

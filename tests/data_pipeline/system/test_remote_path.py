@@ -7,12 +7,9 @@ import errno
 import itertools
 import json
 import pickle
-import re
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +18,18 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, ReadFailureError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards import push
+from data_pipeline.shards import data_commands
+from data_pipeline.shards.data_commands import push_dataset, verify_dataset
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.shards.push import push_dataset
 from data_pipeline.shards.shard_reader import TokenSource, open_split
-from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.system import sources
 from data_pipeline.system.remote_path import RemotePath, dataset_path
+from tests.data_pipeline.conftest import WebFiles
 from tests.data_pipeline.shards.written_split import read_index
 
 Dataset = tuple[Path, ShardManifest]
@@ -110,7 +107,7 @@ def test_push_sends_no_damaged_dataset(dataset: Dataset, bucket: Any) -> None:
     directory, _ = dataset
     path = directory / "train-000001.tar.zst"
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(DataError, match="does not have the manifest's sha256"):
+    with pytest.raises(DataError, match=r"train-000001\.tar\.zst: has sha256 .* Nothing was sent"):
         push_dataset(directory, URL)
     assert not bucket.exists("bucket/data/manifest.json")
     with pytest.raises(ConfigError, match="give a URL of scheme s3 or gs"):
@@ -123,8 +120,8 @@ def test_push_does_not_blame_the_store_for_a_failing_local_disk(
     def fail(_: Path) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(push, "sha256_file", fail)
-    with pytest.raises(OSError, match="Input/output error"):
+    monkeypatch.setattr(data_commands, "sha256_file", fail)
+    with pytest.raises(ReadFailureError, match=r"Input/output error\. Nothing was sent"):
         push_dataset(dataset[0], URL)
 
 
@@ -135,36 +132,18 @@ def test_requests_to_a_dead_store_are_retried_then_reported(
     s3fs.S3FileSystem().mkdir("bucket")
     push_dataset(dataset[0], URL)
     source = open_split(URL, "train", cache_frames=1)
-    for block in range(len(source.block_tokens)):
-        source.document_starts(block)
-    source.read(0, 0, 5)
-    waits = _note(monkeypatch, time, "sleep")
-    _fail_fast(monkeypatch)
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    # The retries of botocore and s3fs have long waits.
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
     s3_server.stop()
     with pytest.raises(
         DataError, match=r"s3://bucket/data/train-\d+\.tar\.zst frame .*cannot be read \(3 attempts"
     ):
         segments_of(source)
-    assert {(0.01,), (0.02,)} <= {*waits}
-
-
-def _note(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
-    calls: list[tuple[Any, ...]] = []
-    real = getattr(owner, name)
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, noted)
-    return calls
-
-
-def _fail_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn off the retries of botocore and s3fs, which have long waits."""
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    s3fs.S3FileSystem.clear_instance_cache()
+    assert {0.01, 0.02} <= {*waits}
 
 
 def test_a_missing_bucket_and_refused_credentials_are_named(
@@ -192,63 +171,8 @@ def test_a_missing_bucket_and_refused_credentials_are_named(
 # --- byte ranges, over HTTP ---------------------------------------------------------------------
 
 
-class _Files(SimpleHTTPRequestHandler):
-    """Static files with byte ranges; every answer is noted."""
-
-    sent: list[tuple[str, int, int]]
-    """Name, first byte, number of bytes."""
-    broken: int = 0
-    """Requests still to be cut short."""
-    ranges: bool = True
-    honest: bool = False
-    """Whether a broken answer says how short it is, as some proxies do."""
-    breaks: Callable[[str, bool], bool] = staticmethod(lambda name, is_range: True)
-    """(name, whether a range is asked for) -> whether the answer may be broken."""
-
-    def do_GET(self) -> None:
-        path = Path(self.translate_path(self.path.partition("?")[0]))
-        if not path.is_file():
-            self.send_error(404)
-            return
-        data, first = path.read_bytes(), 0
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if wanted and self.ranges:
-            first = int(wanted[1])
-            data = data[first : int(wanted[2]) + 1]
-        cut = self.command == "GET" and type(self).broken > 0
-        cut = cut and self.breaks(path.name, bool(wanted))
-        type(self).broken -= cut
-        sent = data[: len(data) // 2] if cut else data
-        self.send_response(206 if wanted and self.ranges else 200)
-        self.send_header("Content-Length", str(len(sent if self.honest else data)))
-        self.end_headers()
-        if self.command == "GET":
-            self.sent.append((path.name, first, len(data)))
-            self.wfile.write(sent)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[tuple[str, type[_Files]]]:
-    """The address of the test's directory, and the class of its handler."""
-    handler = type("_TestFiles", (_Files,), {"sent": [], "broken": 0})
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(tmp_path))
-    )
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", handler
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 def test_only_the_needed_frames_are_fetched_and_only_once(
-    tmp_path: Path, web: tuple[str, type[_Files]]
+    tmp_path: Path, web: tuple[str, type[WebFiles]]
 ) -> None:
     url, handler = web
     (tmp_path / "giant.txt").write_text("giant " * 4000)
@@ -272,8 +196,7 @@ def test_only_the_needed_frames_are_fetched_and_only_once(
     handler.sent.clear()
     again = open_split(f"{url}/data", "train")
     np.testing.assert_array_equal(again.read(0, 6000, 12000), expected)
-    assert not any(name == shard.name for name, _, _ in handler.sent)
-    assert [name for name, _, _ in handler.sent].count(shard.index_name) == 1  # its block sizes
+    assert not any(name in shard.files for name, _, _ in handler.sent)
     again.read(0, 0, 18000)
     others = [(first, size) for name, first, size in handler.sent if name == shard.name]
     assert others
@@ -281,7 +204,7 @@ def test_only_the_needed_frames_are_fetched_and_only_once(
 
 
 def test_a_request_on_a_broken_connection_is_retried(
-    dataset: Dataset, web: tuple[str, type[_Files]]
+    dataset: Dataset, web: tuple[str, type[WebFiles]]
 ) -> None:
     url, handler = web
     source = open_split(f"{url}/data", "train")
@@ -296,7 +219,7 @@ def test_a_request_on_a_broken_connection_is_retried(
 
 @pytest.mark.parametrize("broken", ["every answer", "the shards", "the tokenizer", "ranges"])
 def test_verify_does_not_report_data_as_damaged_when_answers_are_cut(
-    dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any], broken: str
+    dataset: Dataset, web: tuple[str, type[WebFiles]], txl: Callable[..., Any], broken: str
 ) -> None:
     url, handler = web
     handler.broken = 10**6
@@ -322,7 +245,7 @@ def test_verify_does_not_report_data_as_damaged_when_answers_are_cut(
 
 
 def test_verify_separates_damage_from_failed_reads(
-    dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any]
+    dataset: Dataset, web: tuple[str, type[WebFiles]], txl: Callable[..., Any]
 ) -> None:
     url, handler = web
     path = dataset[0] / "train-000001.tar.zst"
@@ -341,7 +264,7 @@ def test_verify_separates_damage_from_failed_reads(
 
 
 def test_a_server_without_ranges_is_refused_by_name(
-    dataset: Dataset, web: tuple[str, type[_Files]], monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, web: tuple[str, type[WebFiles]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, handler = web
     monkeypatch.setattr(handler, "ranges", False)
@@ -350,7 +273,7 @@ def test_a_server_without_ranges_is_refused_by_name(
 
 
 @pytest.mark.fault_row(22)
-def test_credentials_in_a_url_reach_no_message(web: tuple[str, type[_Files]]) -> None:
+def test_credentials_in_a_url_reach_no_message(web: tuple[str, type[WebFiles]]) -> None:
     host = web[0].partition("://")[2]
     path = dataset_path(f"http://me:secret@{host}/nothing?token=secret")
     assert "secret" not in f"{path} {path!r} {path / 'x'} {path.parent}"
@@ -391,21 +314,3 @@ def test_local_paths_and_file_urls_use_no_cache(dataset: Dataset, cache: Path) -
         segments_of(open_split(directory, "train")),
     )
     assert not cache.exists()
-
-
-def test_a_cache_of_no_bytes_does_not_read_files_of_an_earlier_run(
-    dataset: Dataset,
-    web: tuple[str, type[_Files]],
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    url, handler = web
-    expected = segments_of(open_split(f"{url}/data", "train"))
-    asked = len(handler.sent)
-    left = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
-    assert left
-    monkeypatch.setenv("TXL_CACHE_BYTES", "0")
-    handler.sent.clear()
-    np.testing.assert_array_equal(segments_of(open_split(f"{url}/data", "train")), expected)
-    assert len(handler.sent) >= asked
-    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == left

@@ -3,10 +3,8 @@
 import gzip
 import json
 import struct
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from data_pipeline.system.sources import (
     retry_request,
     shown,
 )
+from tests.data_pipeline.conftest import WebFiles
 from tests.data_pipeline.readers.reading import one_file, read, split_at_reject, texts
 
 LINES = [f"line {number} " + "é" * number for number in range(600)]
@@ -86,13 +85,6 @@ def test_a_missing_or_forbidden_object_is_not_retried(error: OSError) -> None:
     with pytest.raises(type(error), match=r"no such object|access denied|is a folder") as raised:
         retry_request(requests)
     assert (requests.attempts, raised.value.__cause__) == (1, error)
-
-
-def test_an_interrupt_is_not_retried() -> None:
-    requests = Requests(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        retry_request(requests)
-    assert requests.attempts == 1
 
 
 @pytest.mark.fault_row(44)
@@ -255,71 +247,39 @@ WEB_LINES = [f"line {number}" for number in range(50)]
 WEB_JSONL = b"".join(json.dumps({"text": line}).encode() + b"\n" for line in WEB_LINES)
 
 
-class _Page(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    failures = 0
-    """Requests still to be answered with 503."""
-    cut = False
-
-    def do_GET(self) -> None:
-        if type(self).failures:
-            type(self).failures -= 1
-            self.send_response(503)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        if "missing" in self.path:
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(WEB_JSONL)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(WEB_JSONL[:100] if self.cut else WEB_JSONL)
-            self.close_connection = self.cut
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(_Page, "failures", 0)
-    monkeypatch.setattr(_Page, "cut", False)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Page)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def page(web: tuple[str, type[WebFiles]], tmp_path: Path) -> str:
+    """The address of a JSONL file with a secret in its query."""
+    (tmp_path / "lines.jsonl").write_bytes(WEB_JSONL)
+    return f"{web[0]}/lines.jsonl?token=secret"
 
 
 def test_a_web_page_is_read_by_its_address(page: str) -> None:
-    file = one_file(f"{page}/folder/lines.jsonl?token=secret")
+    file = one_file(page)
     assert (file.name, file.kind) == ("lines.jsonl", "jsonl")
     assert texts(read(file)) == WEB_LINES
 
 
 @pytest.mark.fault_row(19)
-def test_a_server_that_keeps_failing_is_named_without_secrets(page: str) -> None:
-    _Page.failures = 1000
+def test_a_server_that_keeps_failing_is_named_without_secrets(
+    page: str, web: tuple[str, type[WebFiles]]
+) -> None:
+    web[1].is_down = True
     with pytest.raises(DataError, match=r"lines\.jsonl: cannot be read") as caught:
-        one_file(f"{page}/lines.jsonl?token=secret")
+        one_file(page)
     assert "secret" not in str(caught.value)
 
 
-def test_a_missing_page_is_an_error(page: str) -> None:
+def test_a_missing_page_is_an_error(web: tuple[str, type[WebFiles]]) -> None:
     with pytest.raises(DataError, match=r"missing\.jsonl: cannot be read"):
-        one_file(f"{page}/missing.jsonl")
+        one_file(f"{web[0]}/missing.jsonl")
 
 
-def test_a_connection_that_breaks_is_not_the_end_of_the_file(page: str) -> None:
-    file = one_file(f"{page}/lines.jsonl?token=secret")
-    _Page.cut = True
+def test_a_connection_that_breaks_is_not_the_end_of_the_file(
+    page: str, web: tuple[str, type[WebFiles]]
+) -> None:
+    file = one_file(page)
+    web[1].broken = 10**6
     with pytest.raises(UnfinishedError, match=r"lines\.jsonl: 3 attempts failed") as caught:
         read(file)
     assert "secret" not in str(caught.value)
@@ -354,7 +314,6 @@ def test_a_store_that_stops_answering_stops_the_run_and_keeps_what_is_finished(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # with waits of its own
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from data_pipeline.system.strict import (
     StrictModel,
-    WrongFormatError,
     first_problem,
     load_manifest_file,
     manifest_bytes,
@@ -92,16 +91,19 @@ def test_content_is_loaded_as_it_was_written(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": "other"}, 'has no "format": "small"'),
-        ({"version": 2}, "has format version 2, this txl reads 3"),
-        ({"version": "3"}, "has format version '3'"),
+        ({"format": "other"}, "format: Input should be 'small'"),
+        ({"version": 2}, "version: Input should be 3"),
+        ({"version": "3"}, "version: Input should be 3"),
+        ({"loss": float("nan")}, "loss: Input should be a finite number"),
+        ({"loss": "1.5"}, "loss: Input should be a valid number"),
+        ({"extra": 1}, "extra: Extra inputs are not permitted"),
     ],
 )
-def test_another_format_or_version_is_a_wrong_format(
+def test_a_wrong_entry_is_refused_although_the_digest_is_right(
     path: Path, change: dict[str, Any], reason: str
 ) -> None:
     path.write_bytes(manifest_bytes({**CONTENT, **change}))
-    with pytest.raises(WrongFormatError, match=reason):
+    with pytest.raises(ValueError, match=f"has a wrong entry: {reason}"):
         load_manifest_file(path, Small)
 
 
@@ -118,22 +120,6 @@ def test_an_edit_of_the_content_or_of_the_digest_is_refused(path: Path, old: str
 def test_a_key_twice_is_refused_whatever_its_values(path: Path, line: str) -> None:
     path.write_text(manifest_bytes(CONTENT).decode().replace("{", "{" + line + ",", 1))
     with pytest.raises(ValueError, match=r"not valid JSON \(key .* twice"):
-        load_manifest_file(path, Small)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"loss": float("nan")}, "loss: Input should be a finite number"),
-        ({"loss": "1.5"}, "loss: Input should be a valid number"),
-        ({"extra": 1}, "extra: Extra inputs are not permitted"),
-    ],
-)
-def test_a_wrong_entry_is_refused_although_the_digest_is_right(
-    path: Path, change: dict[str, Any], reason: str
-) -> None:
-    path.write_bytes(manifest_bytes({**CONTENT, **change}))
-    with pytest.raises(ValueError, match=f"has a wrong entry: {reason}"):
         load_manifest_file(path, Small)
 
 

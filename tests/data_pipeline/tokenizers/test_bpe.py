@@ -19,7 +19,9 @@ from data_pipeline.tokenizers.pretrained import HARD_STRINGS
 from tests.data_pipeline.tokenizers.sample_tokenizers import SAMPLE, SETTINGS, TOKENIZER, trained
 
 
-@given(st.text() | st.text(alphabet="ae \n't19!\u00a0\u2028\u1680\x1c"))
+@given(
+    st.text() | st.sampled_from(HARD_STRINGS) | st.text(alphabet="ae \n't19!\u00a0\u2028\u1680\x1c")
+)
 def test_any_text_comes_back_with_the_ids_of_the_library(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert ids.tolist() == TOKENIZER.library_ids(text)
@@ -27,13 +29,6 @@ def test_any_text_comes_back_with_the_ids_of_the_library(text: str) -> None:
     assert TOKENIZER.decode_bytes(ids) == text.encode()
     assert TOKENIZER.token_bytes()[ids].sum() == len(text.encode())
     assert TOKENIZER.end_of_document not in ids
-
-
-@pytest.mark.parametrize("text", HARD_STRINGS)
-def test_hard_strings_have_the_ids_of_the_library(text: str) -> None:
-    for joined in (text, text * 3, text + "\n", " " + text, f"x{text}x"):
-        assert TOKENIZER.encode(joined).tolist() == TOKENIZER.library_ids(joined)
-        assert TOKENIZER.decode(TOKENIZER.encode(joined)) == joined
 
 
 def test_vocabulary_and_end_of_document_are_as_asked_for() -> None:

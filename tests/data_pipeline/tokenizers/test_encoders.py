@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizers import encoders, load_tokenizer
 from data_pipeline.tokenizers.bpe import bpe_of_counts, count_words
-from data_pipeline.tokenizers.decoding import BYTE_OF
 from data_pipeline.tokenizers.encoders import (
+    BYTE_OF,
     CHARACTERS_OF_EARLIER_VERSIONS,
     OTHER_CLASS,
     GigatokenEncoder,
@@ -179,59 +180,41 @@ def test_without_a_compared_gigatoken_the_ids_are_the_same_and_the_reason_is_kno
     assert other.encode(SAMPLE[2]).tolist() == TOKENIZER.encode(SAMPLE[2]).tolist()
 
 
-def damaged(name: str) -> dict[str, object]:
+Content = dict[str, Any]
+
+
+def reorder(vocab: Content, merges: list[list[str]]) -> None:
+    first, last = "".join(merges[0]), "".join(merges[-1])
+    vocab[first], vocab[last] = vocab[last], vocab[first]
+
+
+DAMAGES: dict[str, Callable[[Content, Content, list[list[str]]], object]] = {
+    "gap": lambda content, vocab, merges: vocab.update({"".join(merges[-1]): 5000}),
+    "two tokens of one id": lambda content, vocab, merges: vocab.update({"".join(merges[-1]): 7}),
+    "a merge less": lambda content, vocab, merges: merges.pop(),
+    "merges out of order": lambda content, vocab, merges: merges.insert(20, merges.pop(5)),
+    "ids out of order": lambda content, vocab, merges: reorder(vocab, merges),
+    "no token": lambda content, vocab, merges: vocab.clear(),
+    "a normalizer": lambda content, vocab, merges: content["tokenizer"].update(
+        normalizer={"type": "NFC"}
+    ),
+    "another split": lambda content, vocab, merges: content["tokenizer"]["pre_tokenizer"].update(
+        add_prefix_space=True
+    ),
+    "end in the vocabulary": lambda content, vocab, merges: content.update(end_of_document=300),
+    "end too high": lambda content, vocab, merges: content.update(end_of_document=700),
+    "end no number": lambda content, vocab, merges: content.update(end_of_document=True),
+    "no library": lambda content, vocab, merges: content.update(tokenizer={"model": 3}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_vocabulary_is_refused_by_name(tmp_path: Path, name: str) -> None:
     content = json.loads(TOKENIZER.to_json())
     model = content["tokenizer"]["model"]
-    vocab, merges = model["vocab"], model["merges"]
-    last = "".join(merges[-1])
-    if name == "gap":
-        vocab[last] = 5000
-    elif name == "two tokens of one id":
-        vocab[last] = 7
-    elif name == "a merge less":
-        merges.pop()
-    elif name == "merges out of order":
-        merges[5], merges[20] = merges[20], merges[5]
-    elif name == "ids out of order":
-        first = "".join(merges[0])
-        vocab[first], vocab[last] = vocab[last], vocab[first]
-    elif name == "no token":
-        model["vocab"] = {}
-    elif name == "a normalizer":
-        content["tokenizer"]["normalizer"] = {"type": "NFC"}
-    elif name == "another split":
-        content["tokenizer"]["pre_tokenizer"]["add_prefix_space"] = True
-    elif name == "end in the vocabulary":
-        content["end_of_document"] = 300
-    elif name == "end too high":
-        content["end_of_document"] = 700
-    elif name == "end no number":
-        content["end_of_document"] = True
-    elif name == "no library":
-        content["tokenizer"] = {"model": 3}
-    return content
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gap",
-        "two tokens of one id",
-        "a merge less",
-        "merges out of order",
-        "ids out of order",
-        "no token",
-        "a normalizer",
-        "another split",
-        "end in the vocabulary",
-        "end too high",
-        "end no number",
-        "no library",
-    ],
-)
-def test_a_damaged_vocabulary_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    DAMAGES[name](content, model["vocab"], model["merges"])
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(damaged(name)))
+    path.write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(path)
 

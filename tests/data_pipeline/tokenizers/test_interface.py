@@ -130,22 +130,6 @@ def test_cuts_are_known_before_training(name: str) -> None:
     assert cuts_of(SETTINGS[name]) == TOKENIZERS[name].cuts
 
 
-@given(text=texts, start=st.integers(0, 5), max_chars=st.integers(1, 50))
-def test_a_long_text_is_cut_at_the_last_place_allowed(
-    text: str, start: int, max_chars: int
-) -> None:
-    text = "x" * start + text
-    first, *others = text_parts([text, "y" * max_chars], max_chars=max_chars)
-    whole = text + "y" * max_chars
-    allowed = [
-        position
-        for position in range(1, min(max_chars, len(whole) - 1) + 1)
-        if whole[position] in " \t\n\r" and not whole[position - 1].isspace()
-    ]
-    if others:
-        assert len(first) == (allowed[-1] if allowed else max_chars)
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(batch=st.lists(texts | st.sampled_from(HARD_STRINGS), max_size=5))
 def test_a_batch_has_the_tokens_of_each_of_its_texts(name: str, batch: list[str]) -> None:

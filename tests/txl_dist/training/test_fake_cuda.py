@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
-from data_pipeline.streams.batches import NO_LANE, Batch
+from data_pipeline.streams.segments import NO_LANE, Batch
 from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
 from tests.support.running_mean import KINDS
 from tests.support.small_models import VOCAB_SIZE, small_model

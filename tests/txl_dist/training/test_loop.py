@@ -63,7 +63,6 @@ def plain_run(
         source,
         plan,
         lanes=range(5),
-        num_rows=5,
         reset="document",
         ordering=ORDERINGS["blocks"],
         seed=3,

@@ -70,7 +70,7 @@ def texts_of_lanes(spec: TrainSpec, position: int) -> list[str]:
     source = open_split(data.path, "train")
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=5, tgt_len=3)
     order: Any = {"ordering": data.ordering, "seed": spec.config.seed}
-    reader = SegmentReader(source, plan, lanes=range(5), num_rows=5, reset=data.reset, **order)
+    reader = SegmentReader(source, plan, lanes=range(5), reset=data.reset, **order)
     (segment,) = reader.read(position, 1)
     return [ByteTokenizer().decode(row) for row in segment.input]
 

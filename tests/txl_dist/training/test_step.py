@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.errors import DataError
-from data_pipeline.streams.batches import NO_LANE, Batch
-from data_pipeline.streams.segments import IGNORED
+from data_pipeline.streams.segments import IGNORED, NO_LANE, Batch
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, tiny_spec
 from txl_dist.errors import DivergedError

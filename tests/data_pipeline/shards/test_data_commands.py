@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.system.workers import ProcessWorkers
 
 Dataset = tuple[Path, ShardManifest]

@@ -1,19 +1,30 @@
-"""`txl data verify` and `txl data inspect`: damage of a dataset, and what its documents are.
+"""`txl data verify`, `inspect` and `push`: what is done with a complete dataset.
 
 `verify` compares every file with the manifest. A file whose sha256 matches the manifest has the
 bytes that `txl prepare` wrote, so nothing inside it is checked again. Damaged, missing and extra
 files are problems. Files that could not be read at the moment (disk, network, permissions) are
 listed separately: they may be intact.
+
+`push` verifies the local dataset, then copies it to object storage with the manifest last, so that
+a reader of the URL sees either no dataset or a complete one.
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.errors import DataError, ReadFailureError, UnreadableError, printable
+from data_pipeline.errors import (
+    ConfigError,
+    DataError,
+    ReadFailureError,
+    UnreadableError,
+    printable,
+)
 from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
+    MANIFEST_NAME,
     SHARD_SUFFIX,
     ShardEntry,
     ShardManifest,
@@ -24,9 +35,12 @@ from data_pipeline.shards.shard_files import what_to_check
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.system.files import sha256_file
 from data_pipeline.system.progress import Progress
-from data_pipeline.system.remote_path import DatasetPath
-from data_pipeline.system.sources import is_read_failure
+from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
+from data_pipeline.system.sources import is_read_failure, scheme_of
 from data_pipeline.system.workers import InProcess, Workers
+
+EXCERPT_TOKENS = 240
+WRITABLE = ("s3", "gs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +69,15 @@ def verify_dataset(
     """
     try:
         manifest = load_manifest(directory)
-        problems = _extra_files(directory, manifest)
+        extra = _extra_files(manifest, (path.name for path in directory.iterdir()))
     except (UnreadableError, OSError) as error:
         raise ReadFailureError(
             f"{directory} could not be read now ({error}). Check {what_to_check(directory)}, then "
             "run this again: the data may be intact."
         ) from error
+    problems = [
+        f"{printable(name)}: extra: not in the manifest; move it elsewhere" for name in extra
+    ]
     unread: list[str] = []
     try:
         open_tokenizer(directory, manifest)
@@ -83,14 +100,12 @@ def verify_dataset(
     return Verified(manifest, problems, unread, total)
 
 
-def _extra_files(directory: DatasetPath, manifest: ShardManifest) -> list[str]:
-    """Files that are named like shards or indexes, but are not in the manifest."""
-    names = sorted(path.name for path in directory.iterdir())
-    return [
-        f"{printable(name)}: extra: not in the manifest; move it elsewhere"
-        for name in names
-        if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and name not in manifest.shard_files
-    ]
+def _extra_files(manifest: ShardManifest, names: Iterable[str]) -> list[str]:
+    """Names of shards and indexes that are not in the manifest, sorted."""
+    known = manifest.shard_files
+    return sorted(
+        name for name in names if name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)) and name not in known
+    )
 
 
 def _check_shard(directory: DatasetPath, shard: ShardEntry) -> tuple[list[str], list[str]]:
@@ -120,10 +135,7 @@ def _file_problem(path: DatasetPath, size: int, sha256: str) -> str:
     return ""
 
 
-# --- the beginnings of documents ------------------------------------------------------------------
-
-
-EXCERPT_TOKENS = 240
+# --- inspect --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +164,68 @@ def excerpts(directory: DatasetPath, *, documents: int) -> list[Excerpt]:
             id_ = printable(document.id)
             result.append(Excerpt(split, id_, document.num_tokens, printable(text)))
     return result
+
+
+# --- push -----------------------------------------------------------------------------------------
+
+
+def push_dataset(
+    directory: Path, url: str, *, progress: Progress = lambda *_: None
+) -> ShardManifest:
+    """Copy the dataset in `directory` to `url`, except files that are already there and complete.
+
+    Raises DataError for a damaged dataset, another dataset at the URL, or failing object storage;
+    ConfigError for a URL that cannot be written; ReadFailureError for a failing local disk.
+    """
+    target = dataset_path(url)
+    if not isinstance(target, RemotePath) or scheme_of(url) not in WRITABLE:
+        raise ConfigError(
+            f"{target}: give a URL of scheme {' or '.join(WRITABLE)} to push to. To copy a dataset "
+            "to a directory or a web server, copy all of its files, manifest.json last."
+        )
+    verified = verify_dataset(directory, progress=progress)
+    if verified.unread:
+        raise ReadFailureError(f"{directory}: {verified.unread[0]}. Nothing was sent.")
+    if verified.problems:
+        raise DataError(
+            f"{directory}: {verified.problems[0]}. Nothing was sent. List all problems: "
+            f"txl data verify {directory}"
+        )
+    try:
+        _send(directory, target, verified.manifest, progress)
+    except OSError as error:
+        raise DataError(
+            f"{target}: object storage refuses or fails ({error.strerror}). Check that the bucket "
+            "exists, the credentials and the network, then run it again."
+        ) from error
+    return verified.manifest
+
+
+def _send(directory: Path, target: RemotePath, manifest: ShardManifest, progress: Progress) -> None:
+    remote_sizes = target.sizes()
+    # Overwriting would change the data under runs that read this URL.
+    extra = _extra_files(manifest, remote_sizes)
+    if MANIFEST_NAME in remote_sizes and load_manifest(target).digest != manifest.digest:
+        extra.insert(0, MANIFEST_NAME)
+    if extra:
+        raise DataError(
+            f"{target} holds another dataset: {extra[0]} is not of this one. Choose another URL, "
+            "or remove that dataset with the tools of its store."
+        )
+    manifest_name, *others = manifest.file_names()
+    names = [*others, manifest_name]
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    # Without a manifest, a remote file may be from an interrupted push of other data.
+    if MANIFEST_NAME in remote_sizes:
+        names = [name for name in names if remote_sizes.get(name) != sizes[name]]
+    done, total = 0, sum(sizes[name] for name in names)
+    progress("sending", done, total)
+    for name in names:
+        (target / name).write_from(directory / name)
+        remote_size = (target / name).stat().st_size
+        if remote_size != sizes[name]:
+            raise DataError(
+                f"{target / name} is {remote_size:,} bytes after sending, expected {sizes[name]:,}."
+            )
+        done += sizes[name]
+        progress("sending", done, total)

@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from data_pipeline.errors import printable
@@ -224,13 +223,13 @@ class Uploader:
         self._is_added = False
         """Whether the URL has the attempt."""
         self._sent_manifests: dict[str, bytes] = {}
-        self._num_updates = 0
+        self._is_due = False
+        """Whether an update was asked for that has not begun."""
         self._closing = threading.Event()
         self.failure: str | None = None
         """Why the last update has failed; None if it has not."""
-        self.fenced: FencedError | None = None
-        """The URL has a newer attempt; nothing is changed there any more."""
         self._queue = BackgroundQueue("upload")
+        """After a FencedError, it drops all updates: nothing is changed at the URL any more."""
 
     def open(self) -> None:
         """Record this attempt, and remove the copies of superseded checkpoints.
@@ -253,11 +252,16 @@ class Uploader:
 
     def update(self) -> None:
         """Upload what is missing; returns immediately."""
-        self._num_updates += 1
-        self._queue.submit(partial(self._try_update, self._num_updates))
+        self._is_due = True
+        self._queue.submit(self._try_update)
+
+    @property
+    def fenced(self) -> Exception | None:
+        """The FencedError of an update that has found a newer attempt at the URL."""
+        return self._queue.error
 
     def require_newest_attempt(self) -> None:
-        """Raise the FencedError of the last update, if it had one. Without a request."""
+        """Raise `fenced`, if an update had it. Without a request."""
         if self.fenced is not None:
             raise self.fenced
 
@@ -289,15 +293,16 @@ class Uploader:
 
     # --- in the background thread ---------------------------------------------------------------
 
-    def _try_update(self, number: int) -> None:
-        # A later update copies everything: slow storage must not get a queue of updates.
-        if self._closing.is_set() or self.fenced or number < self._num_updates:
+    def _try_update(self) -> None:
+        # One update copies everything: slow storage must not get a queue of updates.
+        if self._closing.is_set() or not self._is_due:
             return
+        self._is_due = False
         try:
-            self._update(number)
+            self._update()
             self.failure = None
-        except FencedError as error:
-            self.fenced = error
+        except FencedError:
+            raise
         except Exception as error:  # every client library has its own error classes
             url = self._copies.url
             if self._closing.is_set():
@@ -311,13 +316,13 @@ class Uploader:
                 self.failure,
             )
 
-    def _update(self, number: int) -> None:
+    def _update(self) -> None:
         self._add_attempt()
         present: dict[int, str | None] = {}
         """Names of the copies by step; None: the checkpoint could not be read."""
         for step in reversed(self._directory.steps()):
-            if present and number < self._num_updates:
-                return  # a later update begins with a newer checkpoint
+            if present and self._is_due:
+                return  # the next update begins with a newer checkpoint
             present[step] = None
             try:
                 present[step] = self._upload(step)

@@ -17,10 +17,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.system.files import (
     fsync_directory,
@@ -145,14 +146,6 @@ class CheckpointDirectory:
             return None
         return int(match[1]) if match else None
 
-    def pointers_by_step(self) -> dict[int, list[str]]:
-        """Which of LATEST and BEST name a step, for the steps that they name."""
-        names: dict[int, list[str]] = {}
-        for name in ("LATEST", "BEST"):
-            if (step := self.pointer(name)) is not None:
-                names.setdefault(step, []).append(name)
-        return names
-
     def begin(self, save_id: str) -> Path:
         """The staging directory of a save; every rank calls this.
 
@@ -189,6 +182,13 @@ class CheckpointDirectory:
             _remove(self.at(step))
             if replaced:
                 replaced.rename(self.at(step))
+
+    def update_state(self, step: int, changes: Mapping[str, Any]) -> None:
+        """Replace entries of `state` in the manifest of a step's checkpoint."""
+        self.require_newest_attempt()
+        manifest = load_checkpoint_manifest(self.at(step))
+        updated = manifest.model_copy(update={"state": {**manifest.state, **changes}})
+        write_file(self.at(step) / MANIFEST_NAME, updated.to_json())
 
     def is_publishing(self, num_ranks: int) -> bool:
         """Whether a save has the parts of all ranks, and only needs rank 0 to complete it."""

@@ -82,7 +82,7 @@ class PartSlice(StrictModel):
 
 
 class RankPart(StrictModel):
-    """The files of one rank, from which rank 0 makes the manifest (`writer.py`)."""
+    """The files of one rank, from which rank 0 makes the manifest (`checkpoints.py`)."""
 
     rank: Count
     slices: dict[str, PartSlice]

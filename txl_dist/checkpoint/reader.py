@@ -145,19 +145,6 @@ def check_parameters(
         )
 
 
-def check_optimizer_states(
-    directory: Path, manifest: CheckpointManifest, expected: Iterable[str]
-) -> None:
-    """Raises CheckpointError if the checkpoint has other optimizer states than `expected`."""
-    if set(manifest.optimizer_states) != set(expected):
-        raise CheckpointError(
-            f"{directory} is a checkpoint of another optimizer: it contains "
-            f"{', '.join(sorted(manifest.optimizer_states))}, this run needs "
-            f"{', '.join(sorted(expected))}. Start a new run, or restore the section `optimizer` "
-            "from RUN/config.yaml"
-        )
-
-
 class _Slices:
     """Reads ranges of parameters, and memories of lanes, from a checkpoint's files."""
 

@@ -87,11 +87,6 @@ class Snapshot:
             for state, tensor in each.states.items():
                 self._tensors["optimizer"][f"{each.name}/{state}"] = _copy(tensor)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors, without the headers of files."""
-        return sum(array.nbytes for kind in self._tensors.values() for array in kind.values())
-
     def require_finite(self, *, step: int, rank: int) -> None:
         """Raises DivergedError naming the tensors that contain a NaN or an infinity."""
         bad = [

@@ -25,14 +25,13 @@ from tests.txl_dist.checkpoint.saving import (
     snapshot,
     whole,
 )
-from txl_dist.checkpoint import writer
-from txl_dist.checkpoint.checkpoints import Checkpoints
+from txl_dist.checkpoint import checkpoints as module
+from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.checkpoint.writer import Save, update_state
 from txl_dist.errors import CheckpointError, DivergedError, LostRankError
 from txl_dist.training.state import TrainState
 
@@ -113,7 +112,7 @@ def test_changing_the_state_changes_nothing_else(tmp_path: Path) -> None:
     before = verify_checkpoint(path)
     score = BEST.model_copy(update={"step": 3, "nats": 1.25})
     changes = {"best": score.model_dump(mode="json")}
-    update_state(CheckpointDirectory(tmp_path), 3, changes)
+    CheckpointDirectory(tmp_path).update_state(3, changes)
     assert verify_checkpoint(path) == before.model_copy(update={"state": before.state | changes})
 
 
@@ -144,7 +143,7 @@ def test_a_slow_rank_is_waited_for_as_long_as_its_files_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, step=1)
-    monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.05)
     checkpoints, first = checkpoints_of(tmp_path), one_of_two(0, "b" * 8, 0.5)
     checkpoints.write_part(first, snapshot(2))
     growing = checkpoints.directory.staging(first.save_id) / "weights-rank-00001.safetensors"

@@ -31,14 +31,13 @@ from txl_dist.training.batches import Batches
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine, create_engine
-from txl_dist.training.goodput import RunEvents
 from txl_dist.training.loop import Evaluate, Evaluation, Trainer
 from txl_dist.training.observer import Observer
 from txl_dist.training.recovery import Recovery
 from txl_dist.training.report import Report, log_start
 from txl_dist.training.saving import open_saver
 from txl_dist.training.scores import StepScore
-from txl_dist.training.speed import StepProfiler, StragglerCheck, Utilisation
+from txl_dist.training.speed import StragglerCheck, Utilisation
 from txl_dist.training.start import Start, in_phase_of, resume_at
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
@@ -212,20 +211,9 @@ def build_observers(start: Start) -> list[Observer]:
     )
     observers: list[Observer] = [StragglerCheck(world, zero_stage=config.deepspeed.zero_stage)]
     if world.is_rank_zero:
-        if config.training.profile_steps is not None:
-            first_step, last_step = config.training.profile_steps
-            profiler = StepProfiler(
-                start.directory.path / "profile",
-                rank=world.rank,
-                first_step=first_step,
-                last_step=last_step,
-            )
-            observers.append(start.stack.enter_context(closing(profiler)))
         journal = start.stack.enter_context(MetricsJournal(start.directory.metrics))
-        observers += [
-            Report(journal, world.activity, config, utilisation),
-            RunEvents(start.directory.event_log, world.activity),
-        ]
+        events = start.directory.event_log
+        observers.append(Report(journal, events, world.activity, config, utilisation))
     return observers
 
 

@@ -3,21 +3,11 @@
     start -> (segment -> step -> line -> save) ... -> end
                           score, divergence and rollback at any time
 
-The loop calls each method of all observers on every rank. No observer depends on the others: a
-value that one adds to a line is not read before `report`. An observer that writes only on rank 0
-exists only there. One with collectives exists on every rank, and uses
-`flags` to agree on the step after which they are called:
-
-    class SlowStep(Observer):
-        def flags(self):
-            return {"slow_step": time.monotonic() - self.begin > 60}
-
-        def step(self, state, result):
-            if "slow_step" in result.raised:  # true on at least one rank, and known on all
-                ...
+The loop calls each method of all observers on every rank, after the same step. No observer depends
+on the others: a value that one adds to a line is not read before `report`. An observer that writes
+only on rank 0 exists only there; one with collectives exists on every rank.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from txl_dist.training.state import TrainState
@@ -32,13 +22,6 @@ Values = dict[str, float]
 
 class Observer:
     """Does nothing at any event. Subclasses override what they need."""
-
-    def flags(self) -> Mapping[str, bool]:
-        """Flags of this rank for `StepResult.raised` of the next step; the same names on all ranks.
-
-        Names are unique among all observers.
-        """
-        return {}
 
     def start(self, state: TrainState) -> None:
         """The run begins at `state`, after a resume if it has steps."""

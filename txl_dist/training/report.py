@@ -1,4 +1,4 @@
-"""The report of a run, on rank 0: `metrics.jsonl`, the step line, and events in the log.
+"""The report of a run, on rank 0: metrics.jsonl, events.jsonl, the step line, and the log.
 
 Loss sums are collected in `TrainState.unreported` until a line is due. They are stored in the
 checkpoint, so a resumed run writes the same lines as an uninterrupted one.
@@ -9,18 +9,20 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import in_lines
-from txl_dist.events import AttemptStart
+from txl_dist.events import AttemptStart, EventLog, Kind, read_events
 from txl_dist.model.attention import choose_implementation
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, TrainingData
+from txl_dist.training.goodput import WallTime, goodput_of, process_seconds
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.phases import count_tokens, realised_shares
 from txl_dist.training.schedule import lr_at
@@ -37,17 +39,23 @@ log = logging.getLogger(__name__)
 
 
 class Report(Observer):
-    """Adds the loss and the speed of training to each line, and writes all values of it."""
+    """Adds loss, speed and goodput to each line, and writes all values of it; writes the events.
+
+    `activity` measures this process. `log_start` has written the event of the start.
+    """
 
     def __init__(
         self,
         journal: MetricsJournal,
+        events: EventLog,
         activity: Activity,
         config: RunConfig,
         utilisation: Utilisation,
     ) -> None:
-        self._journal, self._activity, self._config = journal, activity, config
-        self._utilisation = utilisation
+        self._journal, self._events = journal, events
+        self._activity, self._config, self._utilisation = activity, config, utilisation
+        self._time = WallTime()
+        self._has_line = False
         self._before: dict[Span, float] | None = None
         """Seconds by span at the last line; None until a step begins."""
         self._num_steps = 0
@@ -55,7 +63,23 @@ class Report(Observer):
         self._seconds = self._excluded_seconds = 0.0
         """From the start of training in this process to the last line."""
 
+    def start(self, state: TrainState) -> None:
+        try:
+            self._time = WallTime.of(read_events(self._events.path.parent))
+        except OSError as error:
+            log.warning("%s cannot be read (%s)", self._events.path, error.strerror)
+
+    def _event(self, kind: Kind, text: str, state: TrainState, **fields: Any) -> None:
+        self._time.take(self._events.write(kind, text, step=state.step, **fields))
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by cause since the first start of the run; their sum is the wall time."""
+        return self._time.with_process(process_seconds(self._activity))
+
     def segment(self, step: int) -> None:
+        if self._activity.num_steps == 0 and self._before is None:
+            self._time.take(self._events.write("first_batch", "first batch"))
         # What preceded the first step, such as an evaluation, is not expected again.
         self._before = self._before or self._activity.seconds()
 
@@ -82,7 +106,12 @@ class Report(Observer):
             values["seconds_left"] = tokens_left / speed / step_share
             values["mfu"] = self._utilisation.share(tokens_per_second=speed)
             values["peak_flops"] = self._utilisation.peak_flops
-        values |= _counters(state)
+        values |= {
+            **_counters(state),
+            "goodput": goodput_of(self.seconds),
+            "restarts": self._time.restarts,
+            "lost_steps": self._time.lost_steps,
+        }
 
     def _speed(self, tokens_per_step: float) -> Values:
         """The speed since the last line, and what the loop waited for."""
@@ -113,16 +142,37 @@ class Report(Observer):
             )
         if has_loss:
             log.info("%s", step_line(state.step, values))
+            if not self._has_line:
+                self._has_line = True
+                self._event("first_line", f"first step line, of step {state.step}", state)
 
     def save(self, state: TrainState) -> None:
         self._journal.sync()  # a resume from this checkpoint keeps all lines up to its step
+        seconds = process_seconds(self._activity)
+        self._event("save", f"checkpoint of step {state.step}", state, seconds=seconds)
+
+    def divergence(self, step: int, reason: str) -> None:
+        self._events.write("divergence", f"step {step} has diverged: {reason}", step=step)
 
     def rollback(self, state: TrainState, reached_step: int) -> None:
         self._journal.sync()
         self._journal.truncate_after(state.step)
         self._before, self._num_steps = None, 0
+        text = f"returned from step {reached_step} to the checkpoint of step {state.step}"
+        seconds = process_seconds(self._activity)
+        self._event("rollback", text, state, reached_step=reached_step, seconds=seconds)
+
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        kind: Kind = "finished" if is_complete else "stopped" if is_stopped else "failed"
+        seconds = process_seconds(self._activity)
+        self._event(kind, f"{kind} at step {state.step}", state, seconds=seconds)
+        if self._activity.num_steps > 0:
+            log.info("summary | %s", self._time)
 
     def score(self, score: StepScore, gain: float | None) -> None:
+        best = ", the best so far" if gain is not None else ""
+        text = f"evaluation at step {score.step}: {score.split} {score}{best}"
+        self._events.write("score", text, step=score.step)
         if score.nats is None:
             log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
             return
@@ -214,11 +264,6 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
             "but %s was prepared with --shuffle, so that is an unrelated one. Prepare it without "
             "--shuffle, or set data.reset=document",
             " and ".join(str(corpus.directory) for corpus in shuffled),
-        )
-    if data.corpora[0].manifest.has_text and not data.tokenizer.token_bytes().any():
-        log.info(
-            "bits per byte | only of whole splits, whose text was counted: the tokens of this "
-            "tokenizer do not tell the bytes of a text"
         )
     if config.evaluation.split is None:
         log.info("evaluation | none, because evaluation.split=null")

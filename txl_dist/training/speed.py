@@ -1,4 +1,4 @@
-"""Speed: the MFU of a run, which rank is slower than the others, and traces of steps.
+"""Speed: the MFU of a run, and which rank is slower than the others.
 
 MFU is the FLOP/s of a run divided by the peak FLOP/s of the machine: the fastest product of two
 square matrices, measured on all ranks at the same time at the start. Data-sheet figures assume
@@ -10,34 +10,23 @@ are compared only by the time that each spends before the first collective of a 
 and the forward. At ZeRO stage 3 the forward gathers parameters, so only the data wait is compared.
 On GPUs the forward is the time to start its kernels: a slow data pipeline or host is found there, a
 slow GPU is not.
-
-`training.profile_steps` writes a trace of some steps by torch.profiler to RUN/profile:
-
-    rank-0-step-100.json   for chrome://tracing or https://ui.perfetto.dev; one file for each part
-                           of a range that a resume divides
-
-A trace covers everything the rank does from the first of these steps to the last one: data, step,
-report and checkpoints. Profiling slows these steps down; other steps are not affected.
 """
 
 import logging
 import socket
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
-from torch.profiler import profile
 
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.device import synchronize
 from txl_dist.runtime.world import World
 from txl_dist.training.observer import Observer
 from txl_dist.training.state import TrainState
-from txl_dist.training.step import StepResult
 
 SIZES = {"cpu": (256, 1024, 2048), "cuda": (4096, 8192)}
 """Rows of the square matrices, ascending. Smaller ones do not fill a large GPU."""
@@ -45,7 +34,6 @@ SECONDS_PER_SIZE = 0.15
 MAX_PRODUCT_SECONDS = 1.0
 """A product that would take longer is left out: in bf16, a CPU without instructions for it needs
 a minute for 2,048 rows."""
-INTERVAL_SECONDS = 60.0
 MIN_RATIO = 1.2
 """The slowest rank is reported if its own time is this multiple of the median of all ranks ..."""
 MIN_SHARE = 0.05
@@ -115,35 +103,20 @@ class RankTime:
 
 
 class StragglerCheck(Observer):
-    """Compares the ranks about once per minute, and logs the slowest on rank 0."""
+    """Compares the ranks at every checkpoint, and logs the slowest on rank 0."""
 
     def __init__(self, world: World, *, zero_stage: int) -> None:
-        self._world, self._activity = world, world.activity
+        self._world = world
         self._spans = (Span.DATA_WAIT,) if zero_stage == 3 else (Span.DATA_WAIT, Span.FORWARD)
-        self._host = socket.gethostname()
-        self._begin()
+        self._before = world.activity.seconds()
 
-    def flags(self) -> Mapping[str, bool]:
-        is_late = time.monotonic() - self._since >= INTERVAL_SECONDS
-        return {"compare_ranks": self._world.num_ranks > 1 and is_late}
-
-    def step(self, state: TrainState, result: StepResult) -> None:
-        line = self.compare() if "compare_ranks" in result.raised else None
-        if line and self._world.is_rank_zero:
+    def save(self, state: TrainState) -> None:
+        before, self._before = self._before, self._world.activity.seconds()
+        spent = {span: seconds - before[span] for span, seconds in self._before.items()}
+        own = {span.value: spent[span] for span in self._spans}
+        times = self._world.all_gather(RankTime(socket.gethostname(), own, sum(spent.values())))
+        if (line := describe_slowest(times)) and self._world.is_rank_zero:
             log.info("stragglers | %s", line)
-
-    def compare(self) -> str | None:
-        """A line about the slowest rank, if it is much slower than the median. Collective."""
-        own = self._activity.seconds()
-        seconds = {span.value: own[span] - self._before[span] for span in self._spans}
-        total_seconds = time.monotonic() - self._since
-        times = self._world.all_gather(RankTime(self._host, seconds, total_seconds))
-        self._begin()
-        return describe_slowest(times)
-
-    def _begin(self) -> None:
-        self._before = self._activity.seconds()
-        self._since = time.monotonic()
 
 
 def describe_slowest(times: Sequence[RankTime]) -> str | None:
@@ -170,37 +143,3 @@ def describe_slowest(times: Sequence[RankTime]) -> str | None:
         f"slowest rank {slowest} ({rank.host}): {times_median}, in {span}; the others wait "
         f"{excess / rank.total_seconds:.0%} of the time for it"
     )
-
-
-class StepProfiler(Observer):
-    """Writes the trace of a rank. Call `close` at the end of the run."""
-
-    def __init__(self, directory: Path, *, rank: int, first_step: int, last_step: int) -> None:
-        self._directory, self._rank = directory, rank
-        self._first_step, self._last_step = first_step, last_step
-        self._path = directory
-        self._profile: profile | None = None
-
-    def segment(self, step: int) -> None:
-        """Start before the first step of the range; write the files after the last one."""
-        is_inside = self._first_step <= step <= self._last_step
-        if is_inside and self._profile is None:
-            self._path = self._directory / f"rank-{self._rank}-step-{step}.json"
-            self._profile = profile()
-            self._profile.start()
-        elif not is_inside:
-            self.close()
-
-    def close(self) -> None:
-        """Stop and write the files, if a trace is being recorded."""
-        recorded, self._profile = self._profile, None
-        if recorded is None:
-            return
-        recorded.stop()
-        try:
-            self._directory.mkdir(exist_ok=True)
-            recorded.export_chrome_trace(str(self._path))
-        except (OSError, RuntimeError) as error:  # a full disk must not end the run
-            log.warning("the profile %s could not be written: %s", self._path, error)
-        else:
-            log.info("profile | %s", self._path)

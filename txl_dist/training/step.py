@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_pipeline.streams.batches import NO_LANE, Batch
+from data_pipeline.streams.batches import NO_LANE
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.devices import to_device
@@ -79,7 +79,7 @@ class _MicroBatch(NamedTuple):
 class ComputedStep(NamedTuple):
     """A step before its update: the weights and the memory have not changed."""
 
-    batch: Batch
+    batch: DeviceBatch
     micro_batches: list[_MicroBatch]
     agreed: Tensor
     """`_local_values`, summed over the ranks; not read by the host yet."""
@@ -118,7 +118,7 @@ class TrainStep:
 
     def compute(
         self,
-        batch: Batch,
+        batch: DeviceBatch,
         *,
         step: int,
         contiguous_from: int = 0,
@@ -185,7 +185,7 @@ class TrainStep:
             LossSums(), gradient_norm=0.0, memory_valid=0.0, raised=raised, is_update=False
         )
 
-    def _without_gap(self, batch: Batch, contiguous_from: int) -> Batch:
+    def _without_gap(self, batch: DeviceBatch, contiguous_from: int) -> DeviceBatch:
         """The batch with ages that limit attention to tokens from `contiguous_from` on."""
         # 0 if lanes of an earlier turn have skipped this segment: these lanes may have a gap of the
         # round before, of which `contiguous_from` says nothing then.
@@ -196,13 +196,10 @@ class TrainStep:
         tgt_len = batch.age.shape[1]
         limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)
         limited = replace(batch, age=np.minimum(batch.age, limit_T))
-        if isinstance(batch, DeviceBatch):  # its ages are on the GPU already
-            return DeviceBatch.of(limited, self.world.device)
-        return limited
+        return DeviceBatch.of(limited, self.world.device)
 
-    def _micro_batches(self, batch: Batch, *, step: int) -> list[_MicroBatch]:
+    def _micro_batches(self, batch: DeviceBatch, *, step: int) -> list[_MicroBatch]:
         """Forward and backward of all micro-batches."""
-        input_BT, age_BT = self._on_device(batch)
         micro_batches, memories = [], self.memories[batch.turn]
         for index, memory in enumerate(memories):
             rows = self._rows_of(index)
@@ -213,7 +210,12 @@ class TrainStep:
             # equal.
             masks = LaneDropoutMasks(seed=self.seed, step=step, lanes=batch.lanes[rows])
             nats_RT, next_memory = self.engine.forward(
-                input_BT[rows], target_RT, age_BT[rows], memory, masks, self.num_segments
+                batch.input_BT[rows],
+                target_RT,
+                batch.age_BT[rows],
+                memory,
+                masks,
+                self.num_segments,
             )
             self.world.activity.enter(Span.BACKWARD)
             # max: a segment of one token at the end of an epoch has no target. Its gradients are
@@ -222,17 +224,11 @@ class TrainStep:
             micro_batches.append(_MicroBatch(nats_RT.detach(), target_RT, next_memory))
         return micro_batches
 
-    def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Input and age [B, T] of all rows."""
-        if not isinstance(batch, DeviceBatch):
-            batch = DeviceBatch.of(batch, self.world.device)
-        return batch.input_BT, batch.age_BT
-
     def _rows_of(self, index: int) -> slice:
         return slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
 
     def _local_values(
-        self, batch: Batch, micro_batches: Sequence[_MicroBatch], flags: Mapping[str, bool]
+        self, batch: DeviceBatch, micro_batches: Sequence[_MicroBatch], flags: Mapping[str, bool]
     ) -> Tensor:
         """What is summed over ranks: LossSums, visible memory, all memory, flags."""
         nats = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -252,7 +248,9 @@ class TrainStep:
         values[0] = nats
         return values
 
-    def _lane_sums(self, batch: Batch, micro_batches: Sequence[_MicroBatch]) -> dict[int, LossSums]:
+    def _lane_sums(
+        self, batch: DeviceBatch, micro_batches: Sequence[_MicroBatch]
+    ) -> dict[int, LossSums]:
         byte_counts_V = torch.from_numpy(self._byte_counts_V)
         return {
             lane: LossSums.of(
@@ -263,17 +261,16 @@ class TrainStep:
             for index, row, lane in self._rows_with_lanes(batch.turn)
         }
 
-    def replay(self, batch: Batch, model: TransformerXL, precision: Precision) -> None:
+    def replay(self, batch: DeviceBatch, model: TransformerXL, precision: Precision) -> None:
         """Replace the memories by those after `batch`, without loss, gradient or dropout.
 
         `model` is the whole model (`Engine.whole_model`), in evaluation mode.
         """
-        input_BT, age_BT = self._on_device(batch)
-        tgt_len, memories = input_BT.shape[1] // self.num_segments, self.memories[batch.turn]
+        tgt_len, memories = batch.input.shape[1] // self.num_segments, self.memories[batch.turn]
         for index, memory in enumerate(memories):
             rows = self._rows_of(index)
             reader = SequenceReader(model, state=memory, tgt_len=tgt_len, precision=precision)
-            parts = (x[rows].split(tgt_len, dim=1) for x in (input_BT, age_BT))
+            parts = (x[rows].split(tgt_len, dim=1) for x in (batch.input_BT, batch.age_BT))
             for part_BT, part_age_BT in zip(*parts, strict=True):
                 reader.read(part_BT, part_age_BT)
             memories[index] = reader.state

@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,15 @@ from typer.testing import CliRunner
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, small_model
-from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_spec, train
+from tests.support.training_runs import (
+    DROPOUT,
+    NO_EVALUATION,
+    ZERO,
+    losses,
+    opened_trainer,
+    tiny_spec,
+    train,
+)
 from txl_dist.cli.app import app
 from txl_dist.config.config_file import default_settings
 from txl_dist.config.run_config import Precision
@@ -28,11 +35,8 @@ from txl_dist.runtime.device import (
     deterministic,
 )
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.compatibility import check_config
-from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 
 CPU = torch.device("cpu")
 BF16 = "precision=bf16"
@@ -159,10 +163,7 @@ def test_two_ranks_at_any_stage_have_close_losses_and_resume_bit_for_bit(
 
 def forward_both_ways(world: World, spec: TrainSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Nats of the first batch: from the engine, under `runtime.device.autocast`, in fp32."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         engine, batch = trainer.step.engine, trainer.batches.read()
         columns = (batch.input, batch.target, batch.age)
         inputs = [torch.from_numpy(column) for column in columns]

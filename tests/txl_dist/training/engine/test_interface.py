@@ -3,7 +3,6 @@
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,24 +10,26 @@ import torch
 from torch import Tensor
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_spec, train
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    ZERO,
+    losses,
+    metrics,
+    opened_trainer,
+    tiny_spec,
+    train,
+)
 from txl_dist.config.training_config import DeepSpeedConfig
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.stages import Stage0Engine
-from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 
 Parts = list[tuple[str, int, Tensor]]
 
 
 def train_and_collect(world: World, spec: TrainSpec) -> tuple[Parts, dict[str, Tensor], set[str]]:
     """After training: this rank's slices, all weights, and the names of sharded parameters."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         trainer.run()
         engine = trainer.step.engine
         parts = [(f.name, f.start, f.master.clone()) for f in engine.fragments()]

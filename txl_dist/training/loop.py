@@ -6,7 +6,7 @@ A rollback, also one because of a save or an evaluation, ends the events of its 
 continues at the older step.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
-launcher code: `step.py` computes, observers report (`observer.py`), `saving.py` writes checkpoints,
+launcher code: `step.py` computes, observers report (`report.py`), `saving.py` writes checkpoints,
 `recovery.py` returns to them, and `build.py` creates these parts.
 """
 
@@ -23,8 +23,8 @@ from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.training.batches import Batches, DeviceBatch
-from txl_dist.training.observer import Observer, Values
 from txl_dist.training.recovery import BadScoreError, Recovery
+from txl_dist.training.report import Observer, Values
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import ScoreTable, StepScore
@@ -58,8 +58,8 @@ class Trainer:
     """One rank's part of a run.
 
     These calls are collective, so all ranks must make them at the same event: those of `step` and
-    `evaluation`, `recovery.roll_back`, of `saver` save, wait, wait_after and finish, and of
-    `observers` save. All others are local to the rank.
+    `evaluation`, `recovery.roll_back`, of `saver` save, wait, wait_after and finish. All
+    others are local to the rank.
     """
 
     config: RunConfig

@@ -27,7 +27,7 @@ from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.activity import Span
 from txl_dist.training.batches import Batches
-from txl_dist.training.observer import Observer
+from txl_dist.training.report import Observer
 from txl_dist.training.resume import newest_intact
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.start import Start, resume_at

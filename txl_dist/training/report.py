@@ -1,5 +1,12 @@
 """The report of a run, on rank 0: metrics.jsonl, events.jsonl, the step line, and the log.
 
+    start -> (segment -> step -> line -> report -> save) ... -> end
+                          score, divergence and rollback at any time
+
+The loop tells every `Observer` of these events, on all ranks after the same step. `Report` is that
+of rank 0. Another one is a class and an entry in `build.py`; it may call collectives, and no
+observer depends on the others: a value that one adds to a line is not read before `report`.
+
 Loss sums are collected in `TrainState.unreported` until a line is due. They are stored in the
 checkpoint, so a resumed run writes the same lines as an uninterrupted one.
 """
@@ -23,11 +30,9 @@ from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, TrainingData
 from txl_dist.training.goodput import WallTime, goodput_of, process_seconds
-from txl_dist.training.observer import Observer, Values
 from txl_dist.training.phases import count_tokens, realised_shares
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import StepScore
-from txl_dist.training.speed import Utilisation
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
@@ -37,11 +42,51 @@ EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
 
 log = logging.getLogger(__name__)
 
+Values = dict[str, float]
+"""Metrics by name."""
+
+
+class Observer:
+    """Does nothing at any event. Subclasses override what they need."""
+
+    def start(self, state: TrainState) -> None:
+        """The run begins at `state`, after a resume if it has steps."""
+
+    def segment(self, step: int) -> None:
+        """Step number `step` begins: the loop is about to wait for its segment."""
+
+    def step(self, state: TrainState, result: StepResult) -> None:
+        """A step is done, or was skipped or rejected. `state` is that after it."""
+
+    def line(self, state: TrainState, values: Values) -> None:
+        """A line of metrics is due for the steps in `state.unreported`: add to its values."""
+
+    def report(self, state: TrainState, values: Values) -> None:
+        """The values of that line are complete."""
+
+    def save(self, state: TrainState) -> None:
+        """A checkpoint of `state` is going to be saved."""
+
+    def score(self, score: StepScore, gain: float | None) -> None:
+        """A step has a score, or never will. `gain`: that of `StepScore.gain_over` the best one."""
+
+    def divergence(self, step: int, reason: str) -> None:
+        """Step number `step` has diverged; what follows depends on `divergence.policy`."""
+
+    def rollback(self, state: TrainState, reached_step: int) -> None:
+        """The run has returned to `state` from `reached_step`."""
+
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        """The run ends at `state`. `is_complete`: no step is left. `is_stopped`: on request."""
+
 
 class Report(Observer):
     """Adds loss, speed and goodput to each line, and writes all values of it; writes the events.
 
     `activity` measures this process. `log_start` has written the event of the start.
+
+    MFU is the FLOP/s of the run divided by `peak_flops`, the measured peak of all ranks. If other
+    processes have used the machine at that time, a higher rate of the run becomes the peak.
     """
 
     def __init__(
@@ -50,10 +95,13 @@ class Report(Observer):
         events: EventLog,
         activity: Activity,
         config: RunConfig,
-        utilisation: Utilisation,
+        *,
+        flops_per_token: float,
+        peak_flops: float,
     ) -> None:
         self._journal, self._events = journal, events
-        self._activity, self._config, self._utilisation = activity, config, utilisation
+        self._activity, self._config = activity, config
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._time = WallTime()
         self._has_line = False
         self._before: dict[Span, float] | None = None
@@ -104,8 +152,9 @@ class Report(Observer):
             steps_left, speed = self._config.num_steps - state.step, values["tokens_per_second"]
             tokens_left = steps_left * self._config.data.tokens_per_step
             values["seconds_left"] = tokens_left / speed / step_share
-            values["mfu"] = self._utilisation.share(tokens_per_second=speed)
-            values["peak_flops"] = self._utilisation.peak_flops
+            flops = self._flops_per_token * speed
+            self._peak_flops = max(self._peak_flops, flops)
+            values |= {"mfu": flops / self._peak_flops, "peak_flops": self._peak_flops}
         values |= {
             **_counters(state),
             "goodput": goodput_of(self.seconds),

@@ -29,6 +29,7 @@ from txl_dist.generation.generate import generate_tokens
 from txl_dist.generation.text import Sampling
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime import device
 from txl_dist.runtime.device import (
     ENVIRONMENT,
     autocast,
@@ -246,3 +247,31 @@ def test_disabled_it_changes_nothing() -> None:
     with deterministic(enabled=False):
         assert not torch.are_deterministic_algorithms_enabled()
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+# --- the measured speed ---------------------------------------------------------------------------
+
+
+def test_a_measurement_takes_no_random_number_of_the_run() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert device.product_flops(64, torch.float32, torch.device("cpu"), seconds=0.01) > 1e6
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("flops", "sizes"), [(1e6, [256]), (3e9, [256, 1024]), (1e12, [256, 1024, 2048])]
+)
+def test_a_product_that_would_take_more_than_a_second_is_not_computed(
+    monkeypatch: pytest.MonkeyPatch, flops: float, sizes: list[int]
+) -> None:
+    computed = []
+
+    def product(size: int, *_: object, seconds: float) -> float:
+        computed.append(size)
+        return flops
+
+    monkeypatch.setattr(device, "product_flops", product)
+    assert device.device_peak_flops(torch.device("cpu"), torch.bfloat16) == flops
+    assert computed == sizes

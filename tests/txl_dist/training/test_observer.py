@@ -7,7 +7,7 @@ from tests.support.diverging_runs import NanHidden
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import metrics, opened_trainer, tiny_spec
 from txl_dist.runtime.world import World
-from txl_dist.training.observer import Observer, Values
+from txl_dist.training.report import Observer, Values
 from txl_dist.training.scores import StepScore
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState

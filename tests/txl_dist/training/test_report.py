@@ -116,10 +116,9 @@ class Clock:
         config = load_run_config(
             TINY, ["data.path=none", "directory=none", "training.num_steps=601"]
         )
-        utilisation: Any = SimpleNamespace(share=lambda **_: 0.0, peak_flops=0.0)
         events, self.step = EventLog(folder / "events.jsonl", lambda: 1), 0
         activity: Any = self
-        self.report = Report(Mock(), events, activity, config, utilisation)
+        self.report = Report(Mock(), events, activity, config, flops_per_token=100, peak_flops=3000)
 
     def train(self, *is_update: bool, evaluation_seconds: float = 0.0) -> dict[str, float]:
         """Steps of a second, some of which are excluded and take none; the line after them."""
@@ -149,6 +148,15 @@ def test_the_time_left_does_not_expect_the_evaluation_before_the_first_step_agai
     assert clock.train(True, evaluation_seconds=100)["seconds_left"] == pytest.approx(600)
     # Half of the time since was evaluation: 599 seconds of steps are two thirds of the rest.
     assert clock.train(True, evaluation_seconds=1)["seconds_left"] == pytest.approx(599 * 1.5)
+
+
+def test_a_rate_above_the_measured_peak_is_the_peak(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    assert clock.train(True)["mfu"] == pytest.approx(0.5)
+    clock.spent[Span.FORWARD] -= 0.75  # the next step takes a quarter of a second
+    values = clock.train(True)
+    assert (values["mfu"], values["peak_flops"]) == pytest.approx((1.0, 6000))
+    assert clock.train(True)["mfu"] == pytest.approx(0.25)
 
 
 def test_steps_that_a_rollback_excludes_do_not_count_as_speed(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from txl_dist.errors import TxlError
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.loop import Trainer
-from txl_dist.training.observer import Observer
+from txl_dist.training.report import Observer
 from txl_dist.training.scores import StepScore
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState, load_state

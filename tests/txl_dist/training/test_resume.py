@@ -23,7 +23,7 @@ from tests.support.training_runs import (
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
 from txl_dist.training.spec import TrainSpec
@@ -322,25 +322,16 @@ def prepare_other_data(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_a_finished_run_is_not_changed(ranks: RankGroups, dataset: Path, run: Path) -> None:
+def test_a_finished_run_is_not_changed_and_logs_how_to_train_further(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
     assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
-    ranks: RankGroups, dataset: Path, run: Path
-) -> None:
-    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-    from txl_dist.config.config_file import flatten_config
-    from txl_dist.training.compatibility import check_config
-
-    old = load_checkpoint_manifest(run / "checkpoints" / "step-00000020").run
-    older = {key: value for key, value in old.items() if key != "model.pre_lnorm"}
-    new = flatten_config(tiny_spec(dataset, run, *SETTINGS).config)
-    check_config(older, new, allowed=(), checkpoint="here")
-    with pytest.raises(CheckpointError, match="pre_lnorm: checkpoint False, now True"):
-        check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), checkpoint="here")
+    log = log_of(run)
+    assert "this run is finished: 20 of training.num_steps=20 steps are done" in log
+    assert "training.num_steps=MORE --allow-change training.num_steps" in log
+    assert "steps 21 to 20" not in log
 
 
 @pytest.mark.fault_row(34)

@@ -342,19 +342,6 @@ def test_a_run_directory_removed_during_the_run_is_an_error(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_logs_how_to_train_further(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *SETTINGS)
-    assert ranks(1).run(train, spec) == [0]
-    assert ranks(1).run(train, spec) == [0]
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert "this run is finished: 20 of training.num_steps=20 steps are done" in log
-    assert "training.num_steps=MORE" in log
-    assert "--allow-change training.num_steps" in log
-    assert "steps 21 to 20" not in log
-
-
 def test_best_is_updated_when_a_run_resumes_from_an_older_checkpoint(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

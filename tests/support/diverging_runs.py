@@ -90,9 +90,9 @@ class HighRate:
     def __call__(self, trainer: Trainer) -> None:
         update = trainer.step.engine.step
 
-        def too_high(lr: float, accept: Accept) -> float:
+        def too_high(lr: float, accept: Accept) -> None:
             is_high = trainer.state.step + 1 == self.step
-            return update(lr * self.factor if is_high else lr, accept)
+            update(lr * self.factor if is_high else lr, accept)
 
         trainer.step.engine.step = too_high  # type: ignore[method-assign]
 

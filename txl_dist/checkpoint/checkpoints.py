@@ -216,24 +216,22 @@ def _manifest(
 ) -> CheckpointManifest:
     tokenizer = staging / TOKENIZER_NAME
     entry = FileEntry(bytes=tokenizer.stat().st_size, sha256=sha256_file(tokenizer))
-    files, slices = {TOKENIZER_NAME: entry}, dict[str, list[Slice]]()
-    shapes: dict[str, tuple[int, ...]] = {}
+    files, shapes = {TOKENIZER_NAME: entry}, dict[str, tuple[int, ...]]()
+    slices: dict[str, list[Slice]] = {}
     # Which ranks had which lanes is stored, because a resume may distribute them differently.
     rank_of_lane = {lane: part.rank for part in parts for lane in part.lanes}
-    states = {state for part in parts for each in part.slices.values() for state in each.states}
     for part in parts:
         files |= part.files
+        shapes |= part.shapes
         for name, each in part.slices.items():
-            shapes[name] = each.shape
-            own = Slice(rank=part.rank, start=each.start, stop=each.stop)
-            slices.setdefault(name, []).append(own)
+            slices.setdefault(name, []).append(each)
     return CheckpointManifest(
         **header.model_dump(include=set(RunEntries.model_fields)),
         state=dict(save.state),
         num_ranks=save.num_ranks,
         mlflow_run_id=save.mlflow_run_id,
         rank_of_lane=tuple(rank_of_lane[lane] for lane in range(header.num_lanes)),
-        optimizer_states=tuple(sorted(states)),
+        optimizer_states=tuple(sorted({state for part in parts for state in part.states})),
         parameters={
             name: ParameterEntry(
                 shape=shapes[name], slices=tuple(sorted(parts_of_name, key=lambda part: part.start))

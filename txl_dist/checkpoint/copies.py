@@ -277,8 +277,7 @@ class Uploader:
         deadline = time.monotonic() + timeout_seconds
         while True:
             self.update()
-            while not (is_idle := self.wait(RETRY_SECONDS)) and time.monotonic() <= deadline:
-                pass
+            is_idle = self.wait(max(0.0, deadline - time.monotonic()))
             self.require_newest_attempt()
             if not is_idle:
                 return self.failure or "the uploads took too long"

@@ -18,7 +18,7 @@ segment's arrays on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,8 +42,6 @@ from txl_dist.training.batches import DeviceBatch
 from txl_dist.training.engine import Decision, Engine
 
 # Shapes: R rows of a micro-batch, T segment tokens, V vocabulary
-
-NUM_SUMS = len(fields(LossSums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,34 +145,33 @@ class TrainStep:
         `check` must decide the same on every rank.
         """
         batch, micro_batches, agreed, flags = computed
-        sums, memory_valid, raised = LossSums(), 0.0, frozenset[str]()
-        event: str | None = None
+        results: list[StepResult] = []
 
         def accept(norm: Tensor) -> Decision:
-            nonlocal sums, memory_valid, raised, event
             norm_1 = norm.to(agreed).reshape(1)
             # Our only operation of a step that waits for a GPU.
             *values, gradient_norm = torch.cat([agreed, norm_1]).tolist()
-            (nats, *counts), rest = values[:NUM_SUMS], values[NUM_SUMS:]
-            sums = LossSums(nats, *map(int, counts))
-            visible, size, *counts_of_flags = rest
-            memory_valid = visible / size if size else 0.0
-            raised = _raised(flags, counts_of_flags)
+            nats, num_tokens, num_bytes, visible, size, *counts_of_flags = values
+            sums = LossSums(nats, int(num_tokens), int(num_bytes))
             event = check(sums, gradient_norm)
-            return Decision(gradient_norm, is_accepted=event is None)
+            is_update = event is None
+            results.append(
+                StepResult(
+                    sums,
+                    gradient_norm=gradient_norm,
+                    memory_valid=visible / size if size else 0.0,
+                    raised=_raised(flags, counts_of_flags),
+                    event=event,
+                    is_update=is_update,
+                    lane_sums={} if is_update else self._lane_sums(batch, micro_batches),
+                )
+            )
+            return Decision(gradient_norm, is_update)
 
-        gradient_norm = self.engine.step(lr, accept)
-        if event is None:
+        self.engine.step(lr, accept)
+        if results[0].is_update:
             self.memories[batch.turn] = [each.memory for each in micro_batches]
-        return StepResult(
-            sums,
-            gradient_norm=gradient_norm,
-            memory_valid=memory_valid,
-            raised=raised,
-            event=event,
-            is_update=event is None,
-            lane_sums={} if event is None else self._lane_sums(batch, micro_batches),
-        )
+        return results[0]
 
     def skip(self, *, step: int, flags: Mapping[str, bool]) -> StepResult:
         """A step that no rank computes: nothing changes, and the ranks agree on `flags`."""

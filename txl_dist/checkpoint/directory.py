@@ -346,9 +346,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
     directory = CheckpointDirectory(path)
     if steps := directory.steps():
         return directory.at(steps[-1])
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
     raise CheckpointError(
-        f"{path} contains no complete checkpoint. Give RUN/checkpoints/step-NNNNNNNN, or a run "
-        "directory with one; runs write them every training.checkpoint_interval_steps"
+        f"{path} {'contains no complete checkpoint' if path.exists() else 'does not exist'}. Give "
+        "RUN/checkpoints/step-NNNNNNNN, or a run directory with one; runs write them every "
+        "training.checkpoint_interval_steps"
     )

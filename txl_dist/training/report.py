@@ -117,8 +117,11 @@ class Report(Observer):
         except OSError as error:
             log.warning("%s cannot be read (%s)", self._events.path, error.strerror)
 
-    def _event(self, kind: Kind, text: str, state: TrainState, **fields: Any) -> None:
-        self._time.take(self._events.write(kind, text, step=state.step, **fields))
+    def _event(self, kind: Kind, text: str, **fields: Any) -> None:
+        self._time.take(self._events.write(kind, text, **fields))
+
+    def _event_with_seconds(self, kind: Kind, text: str, state: TrainState, **fields: Any) -> None:
+        self._event(kind, text, step=state.step, seconds=process_seconds(self._activity), **fields)
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -127,7 +130,7 @@ class Report(Observer):
 
     def segment(self, step: int) -> None:
         if self._activity.num_steps == 0 and self._before is None:
-            self._time.take(self._events.write("first_batch", "first batch"))
+            self._event("first_batch", "first batch")
         # What preceded the first step, such as an evaluation, is not expected again.
         self._before = self._before or self._activity.seconds()
 
@@ -193,35 +196,32 @@ class Report(Observer):
             log.info("%s", step_line(state.step, values))
             if not self._has_line:
                 self._has_line = True
-                self._event("first_line", f"first step line, of step {state.step}", state)
+                self._event("first_line", f"first step line, of step {state.step}", step=state.step)
 
     def save(self, state: TrainState) -> None:
         self._journal.sync()  # a resume from this checkpoint keeps all lines up to its step
-        seconds = process_seconds(self._activity)
-        self._event("save", f"checkpoint of step {state.step}", state, seconds=seconds)
+        self._event_with_seconds("save", f"checkpoint of step {state.step}", state)
 
     def divergence(self, step: int, reason: str) -> None:
-        self._events.write("divergence", f"step {step} has diverged: {reason}", step=step)
+        self._event("divergence", f"step {step} has diverged: {reason}", step=step)
 
     def rollback(self, state: TrainState, reached_step: int) -> None:
         self._journal.sync()
         self._journal.truncate_after(state.step)
         self._before, self._num_steps = None, 0
         text = f"returned from step {reached_step} to the checkpoint of step {state.step}"
-        seconds = process_seconds(self._activity)
-        self._event("rollback", text, state, reached_step=reached_step, seconds=seconds)
+        self._event_with_seconds("rollback", text, state, reached_step=reached_step)
 
     def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
         kind: Kind = "finished" if is_complete else "stopped" if is_stopped else "failed"
-        seconds = process_seconds(self._activity)
-        self._event(kind, f"{kind} at step {state.step}", state, seconds=seconds)
+        self._event_with_seconds(kind, f"{kind} at step {state.step}", state)
         if self._activity.num_steps > 0:
             log.info("summary | %s", self._time)
 
     def score(self, score: StepScore, gain: float | None) -> None:
         best = ", the best so far" if gain is not None else ""
         text = f"evaluation at step {score.step}: {score.split} {score}{best}"
-        self._events.write("score", text, step=score.step)
+        self._event("score", text, step=score.step)
         if score.nats is None:
             log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
             return

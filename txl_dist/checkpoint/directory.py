@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from data_pipeline.system.files import (
     publish_directory,
     remove_directory,
     remove_leftovers,
+    sha256_file,
     try_lock,
     write_file,
 )
@@ -261,6 +262,22 @@ def reading(checkpoint: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def find_damage(checkpoint: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
+    """One message per damaged file among the named files of a checkpoint."""
+    damage = []
+    for name in names:
+        entry, path = manifest.files[name], checkpoint / name
+        try:
+            # The size first: it finds a truncated file without reading it.
+            if (size := path.stat().st_size) != entry.bytes:
+                damage.append(f"{path} has {size:,} bytes, expected {entry.bytes:,}")
+            elif (digest := sha256_file(path)) != entry.sha256:
+                damage.append(f"{path} has sha256 {digest}, expected {entry.sha256}")
+        except OSError as error:
+            damage.append(f"{path} cannot be read ({error.strerror})")
+    return damage
 
 
 def _remove_unless_read(path: Path) -> None:

@@ -12,9 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_pipeline.system.files import sha256_file
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
-from txl_dist.checkpoint.directory import reading
+from txl_dist.checkpoint.directory import find_damage, reading
 from txl_dist.checkpoint.manifest import (
     TOKENIZER_NAME,
     CheckpointManifest,
@@ -30,22 +29,6 @@ from txl_dist.model.transformer_xl import TransformerXL
 
 Weights = Literal["auto", "averaged", "last"]
 """Which weights to load: the average over steps, those of the last step, or the average if any."""
-
-
-def find_damage(directory: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
-    """One message per damaged file among the named files of a checkpoint."""
-    damage = []
-    for name in names:
-        entry, path = manifest.files[name], directory / name
-        try:
-            # The size first: it finds a truncated file without reading it.
-            if (size := path.stat().st_size) != entry.bytes:
-                damage.append(f"{path} has {size:,} bytes, expected {entry.bytes:,}")
-            elif (digest := sha256_file(path)) != entry.sha256:
-                damage.append(f"{path} has sha256 {digest}, expected {entry.sha256}")
-        except OSError as error:
-            damage.append(f"{path} cannot be read ({error.strerror})")
-    return damage
 
 
 def verify_checkpoint(directory: Path, *, kinds: Sequence[str] = ()) -> CheckpointManifest:

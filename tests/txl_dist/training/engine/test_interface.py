@@ -1,7 +1,6 @@
 """The fragments of all ranks together are the model, at every ZeRO stage."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,18 +54,6 @@ def test_the_slices_of_all_ranks_are_the_weights_exactly_once(
             assert torch.equal(torch.cat([part for _, part in slices]), weight.flatten())
             ends = [start + len(part) for start, part in slices]
             assert [start for start, _ in slices] == [0, *ends[:-1]]
-
-
-def trains_without_mlflow(world: World, spec: TrainSpec) -> bool:
-    sys.modules.pop("mlflow", None)
-    assert train(world, spec) == 0
-    return "mlflow" not in sys.modules
-
-
-def test_a_rank_does_not_load_mlflow(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
-    """DeepSpeed's autotuner would import it, which takes longer than any import except torch."""
-    settings = (NO_EVALUATION, "training.num_steps=1", "optimizer.warmup_steps=0")
-    assert ranks(1).run(trains_without_mlflow, tiny_spec(dataset, tmp_path, *settings)) == [True]
 
 
 def count_waits(world: World, spec: TrainSpec) -> int:

@@ -147,6 +147,14 @@ class CheckpointDirectory:
             return None
         return int(match[1]) if match else None
 
+    def pointers_by_step(self) -> dict[int, list[str]]:
+        """Which of LATEST and BEST name a step, for the steps that they name."""
+        names: dict[int, list[str]] = {}
+        for name in ("LATEST", "BEST"):
+            if (step := self.pointer(name)) is not None:
+                names.setdefault(step, []).append(name)
+        return names
+
     def begin(self, save_id: str) -> Path:
         """The staging directory of a save; every rank calls this.
 

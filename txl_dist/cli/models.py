@@ -29,15 +29,11 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     directory = CheckpointDirectory(run)
     if not directory.path.is_dir():
         raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
-    pointers = {name: directory.pointer(name) for name in ("LATEST", "BEST")}
+    pointers = directory.pointers_by_step()
     scores, rows = ScoreTable(directory, is_due=lambda step: False), []
     for step in directory.steps():
         path = directory.at(step)
-        row: dict[str, Any] = {
-            "step": step,
-            "path": str(path),
-            "pointers": [name for name, pointed_at in pointers.items() if pointed_at == step],
-        }
+        row: dict[str, Any] = {"step": step, "path": str(path), "pointers": pointers.get(step, [])}
         try:
             manifest = load_checkpoint_manifest(path)
             score = scores.get(step)

@@ -43,13 +43,12 @@ from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.model.attention import choose_implementation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import TORCH_DTYPE, synchronize
+from txl_dist.runtime.device import SECONDS_PER_SIZE, SIZES, TORCH_DTYPE, product_flops, synchronize
 from txl_dist.runtime.world import World
 from txl_dist.training.batches import DeviceBatch
 from txl_dist.training.compilation import compile_model
 from txl_dist.training.cuda_graphs import record_layers
 from txl_dist.training.engine import create_engine
-from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
 from txl_dist.training.step import TrainStep
 
 # Shapes: B lanes, T segment tokens, M memory tokens

@@ -24,8 +24,8 @@ from tests.support.training_runs import (
     tiny_spec,
     train,
 )
+from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.waiting import CollectiveWatch
 from txl_dist.runtime.world import World
@@ -125,7 +125,7 @@ def test_the_limit_reaches_the_gradients_at_every_stage(
 
 def train_slowly(world: World, spec: TrainSpec, *, slow: str) -> int:
     """Rank 1 needs 4 s for data of step 3 or to copy a checkpoint, or rank 0 8 s to write it."""
-    write = Save.write_part
+    write = Checkpoints.write_part
     pipeline = batches.pipeline
 
     def slow_batches(*args: Any) -> Iterator[Any]:
@@ -137,16 +137,16 @@ def train_slowly(world: World, spec: TrainSpec, *, slow: str) -> int:
         time.sleep(4 if world.rank == 1 and slow == "save" else 0)
         return Snapshot(*args)
 
-    def slow_write(save: Save, staging: Path, snapshot: Snapshot) -> None:
+    def slow_write(checkpoints: Checkpoints, save: Save, snapshot: Snapshot) -> None:
         for _ in range(8 if world.rank == 0 and slow == "write" else 0):
             time.sleep(1)
             save.require_useful()  # called for every block
-        write(save, staging, snapshot)
+        write(checkpoints, save, snapshot)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "pipeline", slow_batches)
         patch.setattr("txl_dist.training.saving.Snapshot", slow_snapshot)
-        patch.setattr(Save, "write_part", slow_write)
+        patch.setattr(Checkpoints, "write_part", slow_write)
         patch.setattr(rank, "CollectiveWatch", partial(CollectiveWatch, notice_seconds=1.0))
         return train(world, spec)
 

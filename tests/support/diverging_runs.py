@@ -2,19 +2,17 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from tests.support.training_runs import opened_trainer
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.interface import Accept
 from txl_dist.training.loop import Trainer
-from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 
 Fault = Callable[[Trainer], None]
@@ -39,10 +37,7 @@ def logged_events() -> Iterator[list[str]]:
 
 def train_with(world: World, spec: TrainSpec, *faults: Fault) -> tuple[int, str, list[str]]:
     """Run a spec with faults. Returns the exit code, the error's message, and the log's events."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with logged_events() as events, ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with logged_events() as events, opened_trainer(world, spec) as trainer:
         for fault in faults:
             fault(trainer)
         try:
@@ -95,9 +90,9 @@ class HighRate:
     def __call__(self, trainer: Trainer) -> None:
         update = trainer.step.engine.step
 
-        def too_high(lr: float, accept: Accept) -> float:
+        def too_high(lr: float, accept: Accept) -> None:
             is_high = trainer.state.step + 1 == self.step
-            return update(lr * self.factor if is_high else lr, accept)
+            update(lr * self.factor if is_high else lr, accept)
 
         trainer.step.engine.step = too_high  # type: ignore[method-assign]
 

@@ -23,6 +23,7 @@ from txl_dist.estimate.dry_run import LiveBytes
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.runtime.world import World
+from txl_dist.training.batches import DeviceBatch
 from txl_dist.training.engine import create_engine
 from txl_dist.training.step import TrainStep
 
@@ -134,7 +135,11 @@ def _measure(config: RunConfig, world: World, live: _LiveStep, num_steps: int) -
         live.num_bytes.clear()
         live.num_messages.clear()
         start = time.perf_counter()
-        step.update(step.compute(batch, step=number), lr=1e-3, check=lambda *_: None)
+        step.update(
+            step.compute(DeviceBatch.of(batch, world.device), step=number),
+            lr=1e-3,
+            check=lambda *_: None,
+        )
         seconds.append(time.perf_counter() - start)
         peaks.append(live.peak_bytes)
     return MeasuredSteps(

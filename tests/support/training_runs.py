@@ -2,16 +2,22 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import tests.support.running_mean  # noqa: F401  # registers a kind of memory in every rank
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
+from txl_dist.training.build import build_trainer
+from txl_dist.training.loop import Trainer
 from txl_dist.training.origin import load_run_config
 from txl_dist.training.rank import train_rank
+from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import FOLDER, StepScore
 from txl_dist.training.spec import TrainSpec
+from txl_dist.training.start import Start
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 NO_EVALUATION = "evaluation.split=null"
@@ -42,6 +48,15 @@ def train(world: World, spec: TrainSpec) -> int:
     except TxlError as error:
         return error.exit_code
     return 0
+
+
+@contextmanager
+def opened_trainer(world: World, spec: TrainSpec) -> Iterator[Trainer]:
+    """One rank's trainer of a run, before its first step."""
+    directory = RunDirectory(spec.run_path)
+    directory.create()
+    with ExitStack() as stack:
+        yield build_trainer(Start.open(spec, world, directory, stack))
 
 
 def refusal(run: Path) -> str:

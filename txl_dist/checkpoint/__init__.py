@@ -1,9 +1,8 @@
 """Checkpoints: stored by parameter and by lane, never by rank, so any number of ranks can resume.
 
-    checkpoints.py  the order of events: save, publish, copy, remove. Open it first
+    checkpoints.py  the order of events: write, publish, copy, remove. Open it first
     manifest.py     what a checkpoint contains, as JSON with a hash per file
     snapshot.py     a copy of one rank's tensors, which is written while training goes on
-    writer.py       every rank writes its slices, rank 0 the manifest
     reader.py       verifies a checkpoint and reads any slice of it
     directory.py    the checkpoints of a run: names, pointers, locks of readers, removal
     attempts.py     the attempts of a run, of which only the newest may change checkpoints

@@ -9,9 +9,10 @@ one URL. So each time the ranks are started, they record an attempt with the nex
     URL/attempts/...                              the same file, with `training.checkpoint_url`
 
 The newest attempt is the one with the highest number, and among equal numbers (two starts at the
-same time) the one with the highest id. All processes that list the folder agree on it, so the
-storage needs no locks and no conditional writes. An attempt that finds a newer one stops with a
-FencedError. The manifest of a checkpoint has the number of the attempt that wrote it.
+same time) the one with the highest id; the files of the others are for people. All processes that
+list the folder agree on it, so the storage needs no locks and no conditional writes. An attempt
+that finds a newer one stops with a FencedError. The manifest of a checkpoint has the number of the
+attempt that wrote it.
 
 A check and the rename after it are not one operation. An attempt that is suspended between the two
 can publish one more checkpoint; `CheckpointDirectory` checks right before each change. NFS shows
@@ -36,8 +37,6 @@ from data_pipeline.system.strict import StrictModel
 from txl_dist.errors import FencedError
 
 FOLDER = "attempts"
-MAX_RECORDS = 20
-"""Records that are kept, for people; only the newest has an effect."""
 _NAME = re.compile(r"attempt-(\d{8,})\.([0-9a-f]{8})\.json")
 
 
@@ -98,10 +97,6 @@ class Attempt:
         else:
             path.write_bytes(data)
         self.require_newest()
-        for attempt in _attempts(self.folder)[:-MAX_RECORDS]:
-            with suppress(OSError):  # the next attempt tries again
-                old = self.folder / _file_name(*attempt)
-                old.unlink(missing_ok=True) if isinstance(old, Path) else old.remove()
 
     def require_newest(self) -> None:
         """Raise FencedError if the folder has a newer attempt, OSError if it cannot be listed."""

@@ -17,10 +17,8 @@ share the run directory. An attempt that was replaced elsewhere finds a newer on
 (`attempts.py`) and changes nothing there any more.
 """
 
-import hashlib
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -35,11 +33,10 @@ from data_pipeline.system.files import write_file, write_synced
 from data_pipeline.system.remote_path import RemotePath
 from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.attempts import FOLDER
-from txl_dist.checkpoint.directory import CheckpointDirectory, Retention, reading
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention, find_damage, reading
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointManifest,
-    FileEntry,
     load_checkpoint_manifest,
     newest_manifest,
 )
@@ -184,11 +181,14 @@ class CheckpointCopies:
         try:
             staging = directory.begin(manifest.save_id)
             write_synced(staging / MANIFEST_NAME, manifest.to_json())
-            for file, entry in manifest.files.items():
+            for file in manifest.files:
                 try:
-                    _download(self.at(name) / file, staging / file, entry)
+                    with (self.at(name) / file).open() as stream:
+                        write_synced(staging / file, iter(partial(stream.read, _BLOCK_BYTES), b""))
                 except FileNotFoundError:  # other errors may end by themselves
                     raise CheckpointError(f"{self.at(name) / file} is missing") from None
+            if damage := find_damage(staging, manifest, manifest.files):
+                raise CheckpointError(f"{self.at(name)} is damaged: {'; '.join(damage)}")
             yield manifest
         except BaseException:
             directory.remove_staging(manifest.save_id)
@@ -224,13 +224,13 @@ class Uploader:
         self._is_added = False
         """Whether the URL has the attempt."""
         self._sent_manifests: dict[str, bytes] = {}
-        self._num_updates = 0
+        self._is_due = False
+        """Whether an update was asked for that has not begun."""
         self._closing = threading.Event()
         self.failure: str | None = None
         """Why the last update has failed; None if it has not."""
-        self.fenced: FencedError | None = None
-        """The URL has a newer attempt; nothing is changed there any more."""
         self._queue = BackgroundQueue("upload")
+        """After a FencedError, it drops all updates: nothing is changed at the URL any more."""
 
     def open(self) -> None:
         """Record this attempt, and remove the copies of superseded checkpoints.
@@ -253,11 +253,16 @@ class Uploader:
 
     def update(self) -> None:
         """Upload what is missing; returns immediately."""
-        self._num_updates += 1
-        self._queue.submit(partial(self._try_update, self._num_updates))
+        self._is_due = True
+        self._queue.submit(self._try_update)
+
+    @property
+    def fenced(self) -> Exception | None:
+        """The FencedError of an update that has found a newer attempt at the URL."""
+        return self._queue.error
 
     def require_newest_attempt(self) -> None:
-        """Raise the FencedError of the last update, if it had one. Without a request."""
+        """Raise `fenced`, if an update had it. Without a request."""
         if self.fenced is not None:
             raise self.fenced
 
@@ -273,8 +278,7 @@ class Uploader:
         deadline = time.monotonic() + timeout_seconds
         while True:
             self.update()
-            while not (is_idle := self.wait(RETRY_SECONDS)) and time.monotonic() <= deadline:
-                pass
+            is_idle = self.wait(max(0.0, deadline - time.monotonic()))
             self.require_newest_attempt()
             if not is_idle:
                 return self.failure or "the uploads took too long"
@@ -289,15 +293,16 @@ class Uploader:
 
     # --- in the background thread ---------------------------------------------------------------
 
-    def _try_update(self, number: int) -> None:
-        # A later update copies everything: slow storage must not get a queue of updates.
-        if self._closing.is_set() or self.fenced or number < self._num_updates:
+    def _try_update(self) -> None:
+        # One update copies everything: slow storage must not get a queue of updates.
+        if self._closing.is_set() or not self._is_due:
             return
+        self._is_due = False
         try:
-            self._update(number)
+            self._update()
             self.failure = None
-        except FencedError as error:
-            self.fenced = error
+        except FencedError:
+            raise
         except Exception as error:  # every client library has its own error classes
             url = self._copies.url
             if self._closing.is_set():
@@ -311,13 +316,13 @@ class Uploader:
                 self.failure,
             )
 
-    def _update(self, number: int) -> None:
+    def _update(self) -> None:
         self._add_attempt()
         present: dict[int, str | None] = {}
         """Names of the copies by step; None: the checkpoint could not be read."""
         for step in reversed(self._directory.steps()):
-            if present and number < self._num_updates:
-                return  # a later update begins with a newer checkpoint
+            if present and self._is_due:
+                return  # the next update begins with a newer checkpoint
             present[step] = None
             try:
                 present[step] = self._upload(step)
@@ -381,18 +386,6 @@ class Uploader:
             is_obsolete = step in obsolete and step not in present
             if is_replaced or is_obsolete or name in superseded:
                 self._copies.remove(name)
-
-
-def _download(source: RemotePath, target: Path, entry: FileEntry) -> None:
-    sha256 = hashlib.sha256()
-    with source.open() as stream, target.open("wb") as file:
-        while block := stream.read(_BLOCK_BYTES):
-            file.write(block)
-            sha256.update(block)
-        file.flush()
-        os.fsync(file.fileno())
-    if sha256.hexdigest() != entry.sha256:
-        raise CheckpointError(f"{source} has sha256 {sha256.hexdigest()}, expected {entry.sha256}")
 
 
 def _for_another_directory(tracking_state: bytes) -> bytes:

@@ -17,10 +17,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.system.files import (
     fsync_directory,
@@ -28,6 +29,7 @@ from data_pipeline.system.files import (
     publish_directory,
     remove_directory,
     remove_leftovers,
+    sha256_file,
     try_lock,
     write_file,
 )
@@ -190,6 +192,13 @@ class CheckpointDirectory:
             if replaced:
                 replaced.rename(self.at(step))
 
+    def update_state(self, step: int, changes: Mapping[str, Any]) -> None:
+        """Replace entries of `state` in the manifest of a step's checkpoint."""
+        self.require_newest_attempt()
+        manifest = load_checkpoint_manifest(self.at(step))
+        updated = manifest.model_copy(update={"state": {**manifest.state, **changes}})
+        write_file(self.at(step) / MANIFEST_NAME, updated.to_json())
+
     def is_publishing(self, num_ranks: int) -> bool:
         """Whether a save has the parts of all ranks, and only needs rank 0 to complete it."""
         parts = [part_name(rank) for rank in range(num_ranks)]
@@ -261,6 +270,22 @@ def reading(checkpoint: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def find_damage(checkpoint: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
+    """One message per damaged file among the named files of a checkpoint."""
+    damage = []
+    for name in names:
+        entry, path = manifest.files[name], checkpoint / name
+        try:
+            # The size first: it finds a truncated file without reading it.
+            if (size := path.stat().st_size) != entry.bytes:
+                damage.append(f"{path} has {size:,} bytes, expected {entry.bytes:,}")
+            elif (digest := sha256_file(path)) != entry.sha256:
+                damage.append(f"{path} has sha256 {digest}, expected {entry.sha256}")
+        except OSError as error:
+            damage.append(f"{path} cannot be read ({error.strerror})")
+    return damage
 
 
 def _remove_unless_read(path: Path) -> None:
@@ -346,9 +371,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
     directory = CheckpointDirectory(path)
     if steps := directory.steps():
         return directory.at(steps[-1])
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
     raise CheckpointError(
-        f"{path} contains no complete checkpoint. Give RUN/checkpoints/step-NNNNNNNN, or a run "
-        "directory with one; runs write them every training.checkpoint_interval_steps"
+        f"{path} {'contains no complete checkpoint' if path.exists() else 'does not exist'}. Give "
+        "RUN/checkpoints/step-NNNNNNNN, or a run directory with one; runs write them every "
+        "training.checkpoint_interval_steps"
     )

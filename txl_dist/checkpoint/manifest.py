@@ -69,23 +69,16 @@ class Slice(StrictModel):
     stop: Count
 
 
-class PartSlice(StrictModel):
-    """The slice of one parameter that one rank has written."""
-
-    shape: tuple[Count, ...]
-    """Shape of the whole parameter."""
-    start: Count
-    stop: Count
-    states: tuple[str, ...]
-    """Names of the optimizer states that were written."""
-
-
 class RankPart(StrictModel):
-    """The files of one rank, from which rank 0 makes the manifest (`writer.py`)."""
+    """The files of one rank, from which rank 0 makes the manifest (`checkpoints.py`)."""
 
     rank: Count
-    slices: dict[str, PartSlice]
+    shapes: dict[str, tuple[Count, ...]]
+    """Of the whole parameters of which it has slices, by name."""
+    slices: dict[str, Slice]
     """By parameter."""
+    states: tuple[str, ...]
+    """Names of the optimizer's states, over these parameters."""
     lanes: tuple[Count, ...]
     files: dict[FileName, FileEntry]
 

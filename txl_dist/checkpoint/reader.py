@@ -12,9 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_pipeline.system.files import sha256_file
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
-from txl_dist.checkpoint.directory import reading
+from txl_dist.checkpoint.directory import find_damage, reading
 from txl_dist.checkpoint.manifest import (
     TOKENIZER_NAME,
     CheckpointManifest,
@@ -30,22 +29,6 @@ from txl_dist.model.transformer_xl import TransformerXL
 
 Weights = Literal["auto", "averaged", "last"]
 """Which weights to load: the average over steps, those of the last step, or the average if any."""
-
-
-def find_damage(directory: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
-    """One message per damaged file among the named files of a checkpoint."""
-    damage = []
-    for name in names:
-        entry, path = manifest.files[name], directory / name
-        try:
-            # The size first: it finds a truncated file without reading it.
-            if (size := path.stat().st_size) != entry.bytes:
-                damage.append(f"{path} has {size:,} bytes, expected {entry.bytes:,}")
-            elif (digest := sha256_file(path)) != entry.sha256:
-                damage.append(f"{path} has sha256 {digest}, expected {entry.sha256}")
-        except OSError as error:
-            damage.append(f"{path} cannot be read ({error.strerror})")
-    return damage
 
 
 def verify_checkpoint(directory: Path, *, kinds: Sequence[str] = ()) -> CheckpointManifest:
@@ -142,19 +125,6 @@ def check_parameters(
             f"{directory} is a checkpoint of another model: {'; '.join(differing[:8])}"
             f"{f' and {len(differing) - 8} more' if len(differing) > 8 else ''}. Start a new run, "
             "or restore the model's options from RUN/config.yaml"
-        )
-
-
-def check_optimizer_states(
-    directory: Path, manifest: CheckpointManifest, expected: Iterable[str]
-) -> None:
-    """Raises CheckpointError if the checkpoint has other optimizer states than `expected`."""
-    if set(manifest.optimizer_states) != set(expected):
-        raise CheckpointError(
-            f"{directory} is a checkpoint of another optimizer: it contains "
-            f"{', '.join(sorted(manifest.optimizer_states))}, this run needs "
-            f"{', '.join(sorted(expected))}. Start a new run, or restore the section `optimizer` "
-            "from RUN/config.yaml"
         )
 
 

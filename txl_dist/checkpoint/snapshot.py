@@ -26,8 +26,8 @@ from torch import Tensor
 from txl_dist.checkpoint.manifest import (
     FileEntry,
     Kind,
-    PartSlice,
     RankPart,
+    Slice,
     file_name,
     lane_key,
 )
@@ -67,7 +67,9 @@ class Snapshot:
         memory_of_lanes: Iterable[tuple[int, Mapping[str, Tensor]]],
     ) -> None:
         """Copy the fragments, and the memory of each lane: tensors by name."""
-        self._slices: dict[str, PartSlice] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        self._states: set[str] = set()
         self._tensors: dict[Kind, dict[str, np.ndarray]] = {
             "weights": {},
             "optimizer": {},
@@ -80,17 +82,12 @@ class Snapshot:
                 self._tensors["memory"][lane_key(lane) + name] = _copy(tensor)
         self._lanes = tuple(sorted(lanes))
         for each in fragments:
-            self._slices[each.name] = PartSlice(
-                shape=each.shape, start=each.start, stop=each.stop, states=tuple(each.states)
-            )
+            self._shapes[each.name] = each.shape
+            self._spans[each.name] = each.start, each.stop
+            self._states |= each.states.keys()
             self._tensors["weights"][each.name] = _copy(each.master)
             for state, tensor in each.states.items():
                 self._tensors["optimizer"][f"{each.name}/{state}"] = _copy(tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors, without the headers of files."""
-        return sum(array.nbytes for kind in self._tensors.values() for array in kind.values())
 
     def require_finite(self, *, step: int, rank: int) -> None:
         """Raises DivergedError naming the tensors that contain a NaN or an infinity."""
@@ -113,7 +110,17 @@ class Snapshot:
         for kind, arrays in self._tensors.items():
             path = directory / file_name(kind, rank)
             files[path.name] = write_tensors(path, arrays, before_block=before_block)
-        return RankPart(rank=rank, slices=self._slices, lanes=self._lanes, files=files)
+        return RankPart(
+            rank=rank,
+            shapes=self._shapes,
+            slices={
+                name: Slice(rank=rank, start=start, stop=stop)
+                for name, (start, stop) in self._spans.items()
+            },
+            states=tuple(self._states),
+            lanes=self._lanes,
+            files=files,
+        )
 
 
 def _is_finite(array: np.ndarray) -> bool:

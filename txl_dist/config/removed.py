@@ -78,6 +78,9 @@ SETTINGS: dict[str, Removed] = {
         "training.compile=true records CUDA graphs where it may, training.compile=without_graphs "
         "does not",
     ),
+    "training.profile_steps": Removed(
+        (None,), "run a few steps in a profiler: nsys profile txl train CONFIG --on processes"
+    ),
     "evaluation.on": Removed(
         ("ranks",), "set evaluation.split=null, and score the checkpoints by txl eval --watch RUN"
     ),

@@ -95,12 +95,6 @@ class RunConfig(Section):
                 f"training.micro_batch_lanes={micro} is above {self.data.rows_setting}={rows}; "
                 "use null"
             )
-        profile = self.training.profile_steps
-        if profile is not None and profile[0] > self.num_steps:
-            problems.append(
-                f"training.profile_steps={list(profile)} begins after the end of the run "
-                f"(training.num_steps={self.num_steps})"
-            )
         if self.training.compile and self.deepspeed.zero_stage == 3:
             problems.append(
                 "training.compile is not supported at deepspeed.zero_stage=3: there DeepSpeed "

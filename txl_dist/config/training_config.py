@@ -56,18 +56,6 @@ class TrainingConfig(Section):
     """Compute each layer's activations again in backward: fewer bytes, more time, same numbers."""
     memory_dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
-    profile_steps: tuple[int, int] | None = None
-    """First and last step of rank 0's trace by torch.profiler in RUN/profile; null: none."""
-
-    @field_validator("profile_steps")
-    @classmethod
-    def _require_rising_steps(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
-        if steps is not None and not 1 <= steps[0] <= steps[1]:
-            raise ValueError(
-                f"{list(steps)} must be the first and the last step to profile, from 1 on; write "
-                "for example [100, 104]"
-            )
-        return steps
 
 
 EVENT_STEPS = 1000

@@ -21,9 +21,8 @@ from txl_dist.estimate.dry_run import Device, dry_run, tail_rows
 from txl_dist.estimate.rank_bytes import FP32_BYTES, RankBytes, RankPeak, ZeroSettings
 from txl_dist.model.flops import training_flops
 from txl_dist.model.memory import memory_kind
-from txl_dist.runtime.device import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE, device_peak_flops
 from txl_dist.training.data import open_corpora
-from txl_dist.training.speed import device_peak_flops
 
 STAGES = (0, 1, 2, 3)
 A100_TFLOPS = {"bf16": 312.0, "fp32": 19.5}

@@ -1,7 +1,8 @@
-"""Which device computes, and how: precision, reproducible operations, threads on CPUs."""
+"""Which device computes, and how: precision, reproducible operations, speed, threads on CPUs."""
 
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -105,6 +106,43 @@ def synchronize(device: torch.device) -> None:
     """Wait for the work of a GPU; on a CPU results are there already."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+SIZES = {"cpu": (256, 1024, 2048), "cuda": (4096, 8192)}
+"""Rows of the square matrices of `device_peak_flops`, ascending. Smaller ones do not fill a large
+GPU."""
+SECONDS_PER_SIZE = 0.15
+MAX_PRODUCT_SECONDS = 1.0
+"""A product that would take longer is left out: in bf16, a CPU without instructions for it needs
+a minute for 2,048 rows."""
+
+
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of this process in the fastest product of two square matrices, measured.
+
+    Data-sheet figures assume clock rates and core counts that a process may not have.
+    """
+    best = 0.0
+    for size in SIZES[device.type]:
+        if best == 0 or 2 * size**3 <= best * MAX_PRODUCT_SECONDS:
+            best = max(best, product_flops(size, dtype, device, seconds=SECONDS_PER_SIZE))
+    return best
+
+
+def product_flops(size: int, dtype: torch.dtype, device: torch.device, *, seconds: float) -> float:
+    """FLOP/s of the fastest repetition, because other processes may slow down some of them."""
+    generator = torch.Generator(device).manual_seed(0)  # the run's random state does not change
+    try:
+        matrix = torch.randn(size, size, dtype=dtype, device=device, generator=generator)
+        best, deadline = 0.0, time.monotonic() + seconds
+        while best == 0 or time.monotonic() < deadline:
+            start = time.perf_counter()
+            matrix @ matrix
+            synchronize(device)
+            best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    except torch.OutOfMemoryError:  # the run uses the GPU memory; skip this measurement
+        return 0.0
+    return best
 
 
 EXACT_THREADS = 1

@@ -16,8 +16,8 @@ compilation.py    layers compiled by torch.compile; cuda_graphs.py records them
 engine/           DeepSpeed behind one interface, and the optimizers
 state.py          progress of a run, stored in each checkpoint; decides whether a step has diverged
 recovery.py       what follows: stop, skip or rollback, and a file about each event
-observer.py       what may watch a run, by event: report.py (metrics, step lines), goodput.py
-                  (events), speed.py (MFU, the slowest rank, traces)
+report.py         what may watch a run, by event; writes metrics, events and step lines
+goodput.py        the wall time of a run by cause
 scores.py         the scores of a run, and what an evaluation is waiting for
 score_checkpoints.py  evaluation by another process (txl eval --watch)
 saving.py         when checkpoints are written and removed

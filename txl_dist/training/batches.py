@@ -33,34 +33,33 @@ class Batches:
         self._num_rows = num_rows
         self._streams = ExitStack()
         """At most one stream is open."""
-        self._batches: Iterator[Batch] | DeviceBatches = iter(())
+        self._batches = DeviceBatches(iter(()), self._device, is_ready=lambda: False)
 
     def open_at(self, state: TrainState) -> None:
         """Continue with the batch that `state` reads next."""
         self.close()  # the stream of superseded steps
         stream = self._streams.enter_context(closing(self._stream(state)))
-        batches: Iterator[Batch] = pipeline(stream, self._in_turns(state, turn=state.turn))
-        if self._device.type != "cpu":
-            batches = DeviceBatches(batches, self._device, is_ready=lambda: stream.has_segment)
-        self._batches = batches
+        batches = pipeline(stream, self._in_turns(state, turn=state.turn))
+        self._batches = DeviceBatches(batches, self._device, is_ready=lambda: stream.has_segment)
 
     def close(self) -> None:
         """End the thread that reads."""
         self._streams.close()
 
-    def read(self) -> Batch:
+    def read(self) -> "DeviceBatch":
         """The next batch. Raises the errors of `SegmentStream`."""
         return next(self._batches)
 
     def prefetch(self) -> None:
         """On a GPU, start to copy the next batch, if it has been read already."""
-        if isinstance(self._batches, DeviceBatches):
+        if self._device.type != "cpu":
             self._batches.prefetch()
 
-    def before(self, state: TrainState, *, num_segments: int) -> list[Batch]:
+    def before(self, state: TrainState, *, num_segments: int) -> "list[DeviceBatch]":
         """The batches of the segments before the position of `state`, to replay them."""
         with closing(self._stream(state)) as stream:
-            return [*self._in_turns(state, turn=0)(stream.segments_before(num_segments))]
+            batches = self._in_turns(state, turn=0)(stream.segments_before(num_segments))
+            return [DeviceBatch.of(batch, self._device) for batch in batches]
 
     def _in_turns(
         self, state: TrainState, *, turn: int
@@ -94,7 +93,7 @@ class DeviceBatch(Batch):
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> Self:
-        """Start the copies; the host does not wait for them."""
+        """Start the copies, for which the host does not wait; on a CPU, there are none."""
         return cls(
             **{field.name: getattr(batch, field.name) for field in fields(Batch)},
             input_BT=to_device(torch.from_numpy(batch.input), device),
@@ -105,8 +104,7 @@ class DeviceBatch(Batch):
 class DeviceBatches:
     """The batches of `source` as DeviceBatches, the next one copied while a step is computed.
 
-    Only on GPUs: on a CPU, the step reads the arrays of the stream itself. `is_ready`: whether
-    `next(source)` has a batch without waiting.
+    `is_ready`: whether `next(source)` has a batch without waiting.
     """
 
     def __init__(
@@ -122,9 +120,6 @@ class DeviceBatches:
                 self._next = self._take()
             except Exception as error:  # damaged data; the step that is running does not need it
                 self._next = error
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> DeviceBatch:
         batch, self._next = self._next, None

@@ -8,6 +8,7 @@ import logging
 import math
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -21,9 +22,10 @@ from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS
 from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import TORCH_DTYPE, require_triton
+from txl_dist.runtime.device import TORCH_DTYPE, device_peak_flops, require_triton
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
+from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackedDataset, dataset_name
@@ -31,15 +33,12 @@ from txl_dist.training.batches import Batches
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine, create_engine
-from txl_dist.training.goodput import RunEvents
 from txl_dist.training.loop import Evaluate, Evaluation, Trainer
-from txl_dist.training.observer import Observer
 from txl_dist.training.origin import load_weights
 from txl_dist.training.recovery import Recovery
-from txl_dist.training.report import Report, log_start
+from txl_dist.training.report import Observer, Report, log_start
 from txl_dist.training.saving import open_saver
 from txl_dist.training.scores import StepScore
-from txl_dist.training.speed import StepProfiler, StragglerCheck, Utilisation
 from txl_dist.training.start import Start, in_phase_of, resume_at
 from txl_dist.training.state import Origin, TrainState
 from txl_dist.training.step import TrainStep
@@ -206,32 +205,35 @@ def build_evaluator(start: Start, engine: Engine) -> Evaluate | None:
 def build_observers(start: Start) -> list[Observer]:
     """The observers of this rank; a new one is one class and one entry here. Collective."""
     world, config, data = start.world, start.config, start.config.data
+    peak_flops = measure_peak_flops(world, TORCH_DTYPE[config.precision])
+    if not world.is_rank_zero:
+        return []
     flops = training_flops(
         start.data.model_config,
         num_lanes=data.rows,
         tgt_len=data.tgt_len,
         num_segments=config.training.backprop_segments,
     )
-    utilisation = Utilisation(
-        world, TORCH_DTYPE[config.precision], flops_per_token=flops / data.tokens_per_step
+    report = Report(
+        start.stack.enter_context(MetricsJournal(start.directory.metrics)),
+        start.directory.event_log,
+        world.activity,
+        config,
+        flops_per_token=flops / data.tokens_per_step,
+        peak_flops=peak_flops,
     )
-    observers: list[Observer] = [StragglerCheck(world, zero_stage=config.deepspeed.zero_stage)]
-    if world.is_rank_zero:
-        if config.training.profile_steps is not None:
-            first_step, last_step = config.training.profile_steps
-            profiler = StepProfiler(
-                start.directory.path / "profile",
-                rank=world.rank,
-                first_step=first_step,
-                last_step=last_step,
-            )
-            observers.append(start.stack.enter_context(closing(profiler)))
-        journal = start.stack.enter_context(MetricsJournal(start.directory.metrics))
-        observers += [
-            Report(journal, world.activity, config, utilisation),
-            RunEvents(start.directory.event_log, world.activity),
-        ]
-    return observers
+    return [report]
+
+
+@cache
+def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
+    """FLOP/s of all ranks at the same time, in the `dtype` of the run's matrix products.
+
+    Collective. Measured once per process.
+    """
+    world.barrier()
+    own = torch.tensor([device_peak_flops(world.device, dtype)], dtype=torch.float64)
+    return float(world.all_reduce_sum(own))
 
 
 # --- what is tracked ------------------------------------------------------------------------------

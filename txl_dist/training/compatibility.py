@@ -48,7 +48,7 @@ _FREE = (
     "training.activation_checkpointing",
     "training.compile",
     "training.deterministic",
-    "training.profile_",
+    "training.profile_steps",  # of older versions
     "evaluation.",
     "tracking.",
     "deepspeed.",

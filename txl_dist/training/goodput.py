@@ -16,20 +16,14 @@ difference of two wall clocks; a negative one counts as 0. The times are those o
 rank waits, rank 0 waits too.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
 from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
-from txl_dist.events import AttemptStart, Event, EventLog, Kind, read_events
+from txl_dist.events import AttemptStart, Event
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
-from txl_dist.training.observer import Observer, Values
-from txl_dist.training.state import TrainState
-
-if TYPE_CHECKING:
-    from txl_dist.training.scores import StepScore
 
 STEPS = "steps"
 LOST, DOWN = "lost steps", "down"
@@ -37,8 +31,6 @@ LOSSES = (
     Span.START_UP.value, Span.EVALUATION.value, Span.SAVE_WAIT.value, Span.DATA_WAIT.value,
     LOST, DOWN, Span.OTHER.value,
 )  # fmt: skip
-
-log = logging.getLogger(__name__)
 
 
 class WallTime:
@@ -82,6 +74,18 @@ class WallTime:
         for cause, spent in process.items():
             seconds[cause] += spent
         return seconds
+
+    def __str__(self) -> str:
+        """`3 restarts, 41 steps lost | goodput 96.2% of 312:08:10 | start-up 0.4% | down 1.2%`."""
+        wall_seconds = max(1e-9, sum(self.seconds.values()))
+        shares = {cause: self.seconds.get(cause, 0.0) / wall_seconds for cause in LOSSES}
+        return " | ".join(
+            (
+                f"{counted(self.restarts, 'restart')}, {counted(self.lost_steps, 'step')} lost",
+                f"goodput {goodput_of(self.seconds):.1%} of {clock(wall_seconds)}",
+                *(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 5e-4),
+            )
+        )
 
     def take(self, event: Event) -> None:
         """Continue with the next event of the run."""
@@ -139,92 +143,12 @@ def goodput_of(seconds: Mapping[str, float]) -> float:
     return seconds.get(STEPS, 0.0) / max(1e-9, sum(seconds.values()))
 
 
-class RunEvents(Observer):
-    """Writes the events of an attempt on rank 0, and adds the goodput to each line of metrics.
-
-    `activity` measures this process. The event of the start is written before (report.py).
-    """
-
-    def __init__(self, events: EventLog, activity: Activity) -> None:
-        self._events, self._activity = events, activity
-        self._time = WallTime()
-        self._has_begun = self._has_line = False
-
-    def start(self, state: TrainState) -> None:
-        try:
-            self._time = WallTime.of(read_events(self._events.path.parent))
-        except OSError as error:
-            log.warning("%s cannot be read (%s)", self._events.path, error.strerror)
-
-    def _write(self, kind: Kind, text: str, **fields: Any) -> None:
-        self._time.take(self._events.write(kind, text, **fields))
-
-    @property
-    def process_seconds(self) -> dict[str, float]:
-        """Seconds of this process by cause."""
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for span, spent in self._activity.seconds().items():
-            seconds[STEPS if span in STEP_SPANS else span.value] += spent
-        unfinished = self._activity.unfinished_seconds
-        seconds[STEPS] -= unfinished
-        seconds[LOST if self._activity.num_steps else Span.START_UP.value] += unfinished
-        return dict(seconds)
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds by cause since the first start of the run; their sum is the wall time."""
-        return self._time.with_process(self.process_seconds)
-
-    def segment(self, step: int) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._write("first_batch", "first batch")
-
-    def line(self, state: TrainState, values: Values) -> None:
-        values |= {
-            "goodput": goodput_of(self.seconds),
-            "restarts": self._time.restarts,
-            "lost_steps": self._time.lost_steps,
-        }
-
-    def report(self, state: TrainState, values: Values) -> None:
-        if not self._has_line and "loss" in values:
-            self._has_line = True
-            self._write("first_line", f"first step line, of step {state.step}", step=state.step)
-
-    def save(self, state: TrainState) -> None:
-        text = f"checkpoint of step {state.step}"
-        self._write("save", text, step=state.step, seconds=self.process_seconds)
-
-    def score(self, score: "StepScore", gain: float | None) -> None:
-        text = f"evaluation at step {score.step}: {score.split} {score}"
-        best = ", the best so far" if gain is not None else ""
-        self._write("score", f"{text}{best}", step=score.step)
-
-    def divergence(self, step: int, reason: str) -> None:
-        self._write("divergence", f"step {step} has diverged: {reason}", step=step)
-
-    def rollback(self, state: TrainState, reached_step: int) -> None:
-        text = f"returned from step {reached_step} to the checkpoint of step {state.step}"
-        seconds = self.process_seconds
-        self._write("rollback", text, step=state.step, reached_step=reached_step, seconds=seconds)
-
-    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
-        kind: Kind = "finished" if is_complete else "stopped" if is_stopped else "failed"
-        text = f"{kind} at step {state.step}"
-        self._write(kind, text, step=state.step, seconds=self.process_seconds)
-        if self._activity.num_steps > 0:
-            log.info("%s", self._summary())
-
-    def _summary(self) -> str:
-        seconds = self._time.seconds
-        wall_seconds = max(1e-9, sum(seconds.values()))
-        shares = {cause: seconds.get(cause, 0.0) / wall_seconds for cause in LOSSES}
-        return " | ".join(
-            (
-                f"summary | {counted(self._time.restarts, 'restart')}, "
-                f"{counted(self._time.lost_steps, 'step')} lost",
-                f"goodput {goodput_of(seconds):.1%} of {clock(wall_seconds)}",
-                *(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 5e-4),
-            )
-        )
+def process_seconds(activity: Activity) -> dict[str, float]:
+    """The seconds of a process until now by cause; its unfinished step is lost."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for span, spent in activity.seconds().items():
+        seconds[STEPS if span in STEP_SPANS else span.value] += spent
+    seconds[STEPS] -= activity.unfinished_seconds
+    lost = LOST if activity.num_steps else Span.START_UP.value
+    seconds[lost] += activity.unfinished_seconds
+    return dict(seconds)

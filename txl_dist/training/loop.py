@@ -6,7 +6,7 @@ A rollback, also one because of a save or an evaluation, ends the events of its 
 continues at the older step.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
-launcher code: `step.py` computes, observers report (`observer.py`), `saving.py` writes checkpoints,
+launcher code: `step.py` computes, observers report (`report.py`), `saving.py` writes checkpoints,
 `recovery.py` returns to them, and `build.py` creates these parts.
 """
 
@@ -16,16 +16,15 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any, NoReturn
 
-from data_pipeline.streams.segments import Batch
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop import StopRequest
-from txl_dist.training.batches import Batches
-from txl_dist.training.observer import Observer, Values
+from txl_dist.training.batches import Batches, DeviceBatch
 from txl_dist.training.recovery import BadScoreError, Recovery
+from txl_dist.training.report import Observer, Values
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import ScoreTable, StepScore
@@ -59,8 +58,8 @@ class Trainer:
     """One rank's part of a run.
 
     These calls are collective, so all ranks must make them at the same event: those of `step` and
-    `evaluation`, `recovery.roll_back`, of `saver` save, wait, wait_after and finish, and of
-    `observers` start and step. All others are local to the rank.
+    `evaluation`, `recovery.roll_back`, of `saver` save, wait, wait_after and finish. All
+    others are local to the rank.
     """
 
     config: RunConfig
@@ -151,7 +150,7 @@ class Trainer:
         step = self.state.step
         return step % interval_steps == 0 or step == self.config.num_steps
 
-    def _read(self) -> Batch:
+    def _read(self) -> DeviceBatch:
         number, activity = self.state.step + 1, self.step.world.activity
         for observer in self.observers:
             observer.segment(number)
@@ -163,13 +162,12 @@ class Trainer:
             log.info("first batch")
         return batch
 
-    def _compute(self, batch: Batch) -> StepResult:
+    def _compute(self, batch: DeviceBatch) -> StepResult:
         number, divergence = self.state.step + 1, self.state.divergence
         flags = {
             "stop": bool(self.stop),
             "save_due": self.saver.is_due,
             "save_failed": self.saver.has_failed,
-            **{name: flag for each in self.observers for name, flag in each.flags().items()},
         }
         if number in divergence.skip_steps:
             log.info("step %d is skipped: a rollback has excluded it", number)
@@ -257,7 +255,7 @@ class Trainer:
 
 
 def after_step(
-    state: TrainState, batch: Batch, result: StepResult, config: RunConfig
+    state: TrainState, batch: DeviceBatch, result: StepResult, config: RunConfig
 ) -> TrainState:
     """The state after the step that has read `batch`.
 

@@ -27,15 +27,12 @@ from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.activity import Span
 from txl_dist.training.batches import Batches
-from txl_dist.training.observer import Observer
+from txl_dist.training.report import Observer
 from txl_dist.training.resume import newest_intact
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.start import Start, resume_at
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult, TrainStep
-
-MAX_FILES = 100
-"""Files of each rank that are kept; the oldest are removed."""
 
 log = logging.getLogger(__name__)
 
@@ -173,9 +170,6 @@ class Recovery:
             folder.mkdir(parents=True, exist_ok=True)
             content = json.dumps(self._content(state, batch, result), indent=1)
             write_file(folder / f"{stem}{rank}.json", content.encode() + b"\n")
-            # Sorted by name, so by step.
-            for path in sorted(folder.glob(f"divergence-step-*-rank-{rank}.json"))[:-MAX_FILES]:
-                path.unlink()
         except OSError as error:
             log.warning("%s cannot be written: %s", folder, error.strerror)
         return str(folder / f"{stem}*.json")

@@ -1,4 +1,11 @@
-"""The report of a run, on rank 0: `metrics.jsonl`, the step line, and events in the log.
+"""The report of a run, on rank 0: metrics.jsonl, events.jsonl, the step line, and the log.
+
+    start -> (segment -> step -> line -> report -> save) ... -> end
+                          score, divergence and rollback at any time
+
+The loop tells every `Observer` of these events, on all ranks after the same step. `Report` is that
+of rank 0. Another one is a class and an entry in `build.py`; it may call collectives, and no
+observer depends on the others: a value that one adds to a line is not read before `report`.
 
 Loss sums are collected in `TrainState.unreported` until a line is due. They are stored in the
 checkpoint, so a resumed run writes the same lines as an uninterrupted one.
@@ -9,23 +16,23 @@ import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import in_lines
-from txl_dist.events import AttemptStart
+from txl_dist.events import AttemptStart, EventLog, Kind, read_events
 from txl_dist.model.attention import choose_implementation
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, TrainingData
-from txl_dist.training.observer import Observer, Values
+from txl_dist.training.goodput import WallTime, goodput_of, process_seconds
 from txl_dist.training.phases import count_tokens, realised_shares
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import StepScore
-from txl_dist.training.speed import Utilisation
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
@@ -35,19 +42,68 @@ EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
 
 log = logging.getLogger(__name__)
 
+Values = dict[str, float]
+"""Metrics by name."""
+
+
+class Observer:
+    """Does nothing at any event. Subclasses override what they need."""
+
+    def start(self, state: TrainState) -> None:
+        """The run begins at `state`, after a resume if it has steps."""
+
+    def segment(self, step: int) -> None:
+        """Step number `step` begins: the loop is about to wait for its segment."""
+
+    def step(self, state: TrainState, result: StepResult) -> None:
+        """A step is done, or was skipped or rejected. `state` is that after it."""
+
+    def line(self, state: TrainState, values: Values) -> None:
+        """A line of metrics is due for the steps in `state.unreported`: add to its values."""
+
+    def report(self, state: TrainState, values: Values) -> None:
+        """The values of that line are complete."""
+
+    def save(self, state: TrainState) -> None:
+        """A checkpoint of `state` is going to be saved."""
+
+    def score(self, score: StepScore, gain: float | None) -> None:
+        """A step has a score, or never will. `gain`: that of `StepScore.gain_over` the best one."""
+
+    def divergence(self, step: int, reason: str) -> None:
+        """Step number `step` has diverged; what follows depends on `divergence.policy`."""
+
+    def rollback(self, state: TrainState, reached_step: int) -> None:
+        """The run has returned to `state` from `reached_step`."""
+
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        """The run ends at `state`. `is_complete`: no step is left. `is_stopped`: on request."""
+
 
 class Report(Observer):
-    """Adds the loss and the speed of training to each line, and writes all values of it."""
+    """Adds loss, speed and goodput to each line, and writes all values of it; writes the events.
+
+    `activity` measures this process. `log_start` has written the event of the start.
+
+    MFU is the FLOP/s of the run divided by `peak_flops`, the measured peak of all ranks. If other
+    processes have used the machine at that time, a higher rate of the run becomes the peak.
+    """
 
     def __init__(
         self,
         journal: MetricsJournal,
+        events: EventLog,
         activity: Activity,
         config: RunConfig,
-        utilisation: Utilisation,
+        *,
+        flops_per_token: float,
+        peak_flops: float,
     ) -> None:
-        self._journal, self._activity, self._config = journal, activity, config
-        self._utilisation = utilisation
+        self._journal, self._events = journal, events
+        self._activity, self._config = activity, config
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._time = WallTime()
+        self._has_line = False
         self._before: dict[Span, float] | None = None
         """Seconds by span at the last line; None until a step begins."""
         self._num_steps = 0
@@ -55,7 +111,26 @@ class Report(Observer):
         self._seconds = self._excluded_seconds = 0.0
         """From the start of training in this process to the last line."""
 
+    def start(self, state: TrainState) -> None:
+        try:
+            self._time = WallTime.of(read_events(self._events.path.parent))
+        except OSError as error:
+            log.warning("%s cannot be read (%s)", self._events.path, error.strerror)
+
+    def _event(self, kind: Kind, text: str, **fields: Any) -> None:
+        self._time.take(self._events.write(kind, text, **fields))
+
+    def _event_with_seconds(self, kind: Kind, text: str, state: TrainState, **fields: Any) -> None:
+        self._event(kind, text, step=state.step, seconds=process_seconds(self._activity), **fields)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by cause since the first start of the run; their sum is the wall time."""
+        return self._time.with_process(process_seconds(self._activity))
+
     def segment(self, step: int) -> None:
+        if self._activity.num_steps == 0 and self._before is None:
+            self._event("first_batch", "first batch")
         # What preceded the first step, such as an evaluation, is not expected again.
         self._before = self._before or self._activity.seconds()
 
@@ -80,9 +155,15 @@ class Report(Observer):
             steps_left, speed = self._config.num_steps - state.step, values["tokens_per_second"]
             tokens_left = steps_left * self._config.data.tokens_per_step
             values["seconds_left"] = tokens_left / speed / step_share
-            values["mfu"] = self._utilisation.share(tokens_per_second=speed)
-            values["peak_flops"] = self._utilisation.peak_flops
-        values |= _counters(state)
+            flops = self._flops_per_token * speed
+            self._peak_flops = max(self._peak_flops, flops)
+            values |= {"mfu": flops / self._peak_flops, "peak_flops": self._peak_flops}
+        values |= {
+            **_counters(state),
+            "goodput": goodput_of(self.seconds),
+            "restarts": self._time.restarts,
+            "lost_steps": self._time.lost_steps,
+        }
 
     def _speed(self, tokens_per_step: float) -> Values:
         """The speed since the last line, and what the loop waited for."""
@@ -113,16 +194,34 @@ class Report(Observer):
             )
         if has_loss:
             log.info("%s", step_line(state.step, values))
+            if not self._has_line:
+                self._has_line = True
+                self._event("first_line", f"first step line, of step {state.step}", step=state.step)
 
     def save(self, state: TrainState) -> None:
         self._journal.sync()  # a resume from this checkpoint keeps all lines up to its step
+        self._event_with_seconds("save", f"checkpoint of step {state.step}", state)
+
+    def divergence(self, step: int, reason: str) -> None:
+        self._event("divergence", f"step {step} has diverged: {reason}", step=step)
 
     def rollback(self, state: TrainState, reached_step: int) -> None:
         self._journal.sync()
         self._journal.truncate_after(state.step)
         self._before, self._num_steps = None, 0
+        text = f"returned from step {reached_step} to the checkpoint of step {state.step}"
+        self._event_with_seconds("rollback", text, state, reached_step=reached_step)
+
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        kind: Kind = "finished" if is_complete else "stopped" if is_stopped else "failed"
+        self._event_with_seconds(kind, f"{kind} at step {state.step}", state)
+        if self._activity.num_steps > 0:
+            log.info("summary | %s", self._time)
 
     def score(self, score: StepScore, gain: float | None) -> None:
+        best = ", the best so far" if gain is not None else ""
+        text = f"evaluation at step {score.step}: {score.split} {score}{best}"
+        self._event("score", text, step=score.step)
         if score.nats is None:
             log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
             return
@@ -218,11 +317,6 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
             "but %s was prepared with --shuffle, so that is an unrelated one. Prepare it without "
             "--shuffle, or set data.reset=document",
             " and ".join(str(corpus.directory) for corpus in shuffled),
-        )
-    if data.corpora[0].manifest.has_text and not data.tokenizer.token_bytes().any():
-        log.info(
-            "bits per byte | only of whole splits, whose text was counted: the tokens of this "
-            "tokenizer do not tell the bytes of a text"
         )
     if config.evaluation.split is None:
         log.info("evaluation | none, because evaluation.split=null")

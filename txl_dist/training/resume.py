@@ -45,9 +45,13 @@ from txl_dist.checkpoint.copies import (
     newest_local_copy,
     step_of,
 )
-from txl_dist.checkpoint.directory import CheckpointDirectory, reading, resolve_checkpoint
+from txl_dist.checkpoint.directory import (
+    CheckpointDirectory,
+    find_damage,
+    reading,
+    resolve_checkpoint,
+)
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
-from txl_dist.checkpoint.reader import find_damage
 from txl_dist.errors import CheckpointError, ConfigError, StoreError
 from txl_dist.runtime.process import code_description
 from txl_dist.runtime.world import World, do_on_rank_zero

@@ -22,7 +22,6 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -30,11 +29,10 @@ from pathlib import Path
 from data_pipeline.system.remote_path import RemotePath
 from data_pipeline.system.sources import shown
 from data_pipeline.system.workers import BackgroundQueue
-from txl_dist.checkpoint.checkpoints import Checkpoints
+from txl_dist.checkpoint.checkpoints import CheckpointHeader, Checkpoints, Save
 from txl_dist.checkpoint.copies import CheckpointCopies, Uploader
 from txl_dist.checkpoint.directory import Retention
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.checkpoint.writer import CheckpointHeader, Save
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.world import do_on_rank_zero, wait_for_queues
@@ -149,7 +147,8 @@ class RunSaver:
 
     def mark_best(self) -> None:
         """Let BEST point to the checkpoint of the best score, once it is written."""
-        self._submit_on_rank_zero(self._mark_best)
+        if self._scores is not None:  # rank 0
+            self._queue.submit(self._checkpoints.explained()(self._scores.mark_best))
         self._is_confirmed = False  # the one before may be removed now
 
     def rewind(self, state: TrainState) -> None:
@@ -173,8 +172,8 @@ class RunSaver:
     def confirm(self) -> None:
         """Remove old checkpoints; call after an accepted step, and at the end of the run."""
         # Called after every step, but needed only once per checkpoint.
-        if not self._is_confirmed:
-            self._submit_on_rank_zero(self._checkpoints.prune)
+        if not self._is_confirmed and self._step.world.is_rank_zero:
+            self._queue.submit(self._checkpoints.prune)
         self._is_confirmed = True
 
     def wait(self) -> None:
@@ -258,10 +257,6 @@ class RunSaver:
             log.info("%s", self._queue.error)
             self._checkpoints.directory.remove_staging(self._save_id)
 
-    def _submit_on_rank_zero(self, work: Callable[[], None]) -> None:
-        if self._step.world.is_rank_zero:
-            self._queue.submit(work)
-
     def _give_up(self) -> None:
         """Remove the files of a save that has failed on some rank; all ranks call this."""
         self._deadline = -math.inf
@@ -285,8 +280,3 @@ class RunSaver:
                 if self._saved_file:
                     self._saved_file.touch()
                 log.info("checkpoint at step %d | %s", save.step, path)
-
-    def _mark_best(self) -> None:
-        assert self._scores is not None
-        with self._checkpoints.explained():
-            self._scores.mark_best()

@@ -5,18 +5,18 @@
     training    finds the file at its next save, and writes the score to metrics.jsonl
 
 The run may train, with `evaluation.split: null`, or have ended. Checkpoints are scored in the order
-of their steps, in which metrics have to be logged. The sums of finished batches are kept in
-RUN/evaluations, so that the next process does not score them again.
+of their steps, in which metrics have to be logged; two processes would only do the same work twice.
+The sums of finished batches are kept in RUN/evaluations, so that the next process does not score
+them again.
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.system.files import is_locked, try_lock
+from data_pipeline.system.files import is_locked
 from data_pipeline.system.workers import Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
@@ -62,38 +62,22 @@ def watch(
         )
     num_scored = 0
     scorer = _CheckpointScorer(directory.checkpoints, data.evaluation, config, workers, num_threads)
-    with _only_watcher(run):
-        table = ScoreTable(directory.checkpoints, due_in(config))
-        while True:
-            is_over = not is_locked(run / "lock")  # before the list: the last save is in it
-            table.refresh()
-            table.mark_best()
-            if waiting := table.waiting():
-                if (score := scorer.score(waiting[0])) is not None:
-                    table.add(score)
-                    num_scored += score.nats is not None
-                    note(f"evaluation at step {score.step} | {score}")
-            elif not is_over:
-                time.sleep(POLL_SECONDS)
-            else:
-                with suppress(ConfigError), directory.locked():  # else a new start writes them
-                    table.write_metrics(directory.metrics)
-                return num_scored
-
-
-@contextmanager
-def _only_watcher(run: Path) -> Iterator[None]:
-    (run / FOLDER).mkdir(exist_ok=True)
-    descriptor = os.open(run / FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        if not try_lock(descriptor):
-            raise ConfigError(
-                f"another process scores the checkpoints of {run} (txl eval --watch). Wait until "
-                "it has ended"
-            )
-        yield
-    finally:
-        os.close(descriptor)
+    table = ScoreTable(directory.checkpoints, due_in(config))
+    while True:
+        is_over = not is_locked(run / "lock")  # before the list: the last save is in it
+        table.refresh()
+        table.mark_best()
+        if waiting := table.waiting():
+            if (score := scorer.score(waiting[0])) is not None:
+                table.add(score)
+                num_scored += score.nats is not None
+                note(f"evaluation at step {score.step} | {score}")
+        elif not is_over:
+            time.sleep(POLL_SECONDS)
+        else:
+            with suppress(ConfigError), directory.locked():  # else a new start writes them
+                table.write_metrics(directory.metrics)
+            return num_scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,16 +125,23 @@ class ScoreTable:
         self._by_step: dict[int, StepScore] = {}
         self._from_files: set[int] = set()
         """Steps whose files were read or written."""
-        self.best: StepScore | None = None
-        """The best score up to now."""
         if inherited is not None:
             self._take(inherited)
         self.refresh()
 
     @property
+    def best(self) -> StepScore | None:
+        """The best score up to now."""
+        best = None
+        for _, score in sorted(self._by_step.items()):
+            best = score if score.gain_over(best) is not None else best
+        return best
+
+    @property
     def best_step(self) -> int | None:
         """The step of the best score."""
-        return self.best.step if self.best else None
+        best = self.best
+        return best.step if best else None
 
     def get(self, step: int) -> StepScore | None:
         """The score of a step, if it has one."""
@@ -156,12 +163,8 @@ class ScoreTable:
         return {int(match[1]) for match in matches if match}
 
     def _forget(self, steps: set[int]) -> None:
-        if steps:
-            self._by_step = {n: score for n, score in self._by_step.items() if n not in steps}
-            self._from_files -= steps
-            self.best = None
-            for step in sorted(self._by_step):
-                self._take(self._by_step[step])
+        self._by_step = {n: score for n, score in self._by_step.items() if n not in steps}
+        self._from_files -= steps
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}.json"
@@ -193,10 +196,8 @@ class ScoreTable:
             return True
 
     def _take(self, score: StepScore) -> float | None:
-        self._by_step[score.step] = score
         gain = score.gain_over(self.best)
-        if gain is not None:
-            self.best = score
+        self._by_step[score.step] = score
         return gain
 
     def add(self, score: StepScore) -> float | None:
@@ -247,10 +248,11 @@ class ScoreTable:
 
     def mark_best(self) -> None:
         """Let BEST point to the checkpoint of the best score, if there is one."""
-        if self.best is None or self.best.step not in self._checkpoints.steps():
+        step = self.best_step
+        if step is None or step not in self._checkpoints.steps():
             return
-        if self._checkpoints.pointer("BEST") != self.best.step:
-            self._checkpoints.set_pointer("BEST", self.best.step)
+        if self._checkpoints.pointer("BEST") != step:
+            self._checkpoints.set_pointer("BEST", step)
 
 
 def due_in(config: RunConfig) -> Callable[[int], bool]:

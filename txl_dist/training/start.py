@@ -24,14 +24,13 @@ from dataclasses import asdict, dataclass
 
 from data_pipeline.errors import counted
 from data_pipeline.system.files import remove_leftovers, write_file
+from txl_dist.checkpoint.checkpoints import CheckpointHeader
 from txl_dist.checkpoint.directory import reading
 from txl_dist.checkpoint.reader import (
-    check_optimizer_states,
     check_parameters,
     load_fragments,
     load_memory,
 )
-from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.convert.stored_model import StoredModel
@@ -200,7 +199,6 @@ def resume_at(point: ResumePoint, start: Start, step: TrainStep, batches: Batche
     engine = step.engine
     # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
-    check_optimizer_states(point.path, point.manifest, engine.optimizer_states)
     # At a fork, the other run may remove the checkpoint.
     with reading(point.path):
         load_fragments(point.path, point.manifest, engine.fragments_to_load())

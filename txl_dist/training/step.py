@@ -18,7 +18,7 @@ segment's arrays on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data_pipeline.streams.segments import NO_LANE, Batch
+from data_pipeline.streams.segments import NO_LANE
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.devices import to_device
@@ -42,8 +42,6 @@ from txl_dist.training.batches import DeviceBatch
 from txl_dist.training.engine import Decision, Engine
 
 # Shapes: R rows of a micro-batch, T segment tokens, V vocabulary
-
-NUM_SUMS = len(fields(LossSums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class _MicroBatch(NamedTuple):
 class ComputedStep(NamedTuple):
     """A step before its update: the weights and the memory have not changed."""
 
-    batch: Batch
+    batch: DeviceBatch
     micro_batches: list[_MicroBatch]
     agreed: Tensor
     """`_local_values`, summed over the ranks; not read by the host yet."""
@@ -118,7 +116,7 @@ class TrainStep:
 
     def compute(
         self,
-        batch: Batch,
+        batch: DeviceBatch,
         *,
         step: int,
         contiguous_from: int = 0,
@@ -147,34 +145,33 @@ class TrainStep:
         `check` must decide the same on every rank.
         """
         batch, micro_batches, agreed, flags = computed
-        sums, memory_valid, raised = LossSums(), 0.0, frozenset[str]()
-        event: str | None = None
+        results: list[StepResult] = []
 
         def accept(norm: Tensor) -> Decision:
-            nonlocal sums, memory_valid, raised, event
             norm_1 = norm.to(agreed).reshape(1)
             # Our only operation of a step that waits for a GPU.
             *values, gradient_norm = torch.cat([agreed, norm_1]).tolist()
-            (nats, *counts), rest = values[:NUM_SUMS], values[NUM_SUMS:]
-            sums = LossSums(nats, *map(int, counts))
-            visible, size, *counts_of_flags = rest
-            memory_valid = visible / size if size else 0.0
-            raised = _raised(flags, counts_of_flags)
+            nats, num_tokens, num_bytes, visible, size, *counts_of_flags = values
+            sums = LossSums(nats, int(num_tokens), int(num_bytes))
             event = check(sums, gradient_norm)
-            return Decision(gradient_norm, is_accepted=event is None)
+            is_update = event is None
+            results.append(
+                StepResult(
+                    sums,
+                    gradient_norm=gradient_norm,
+                    memory_valid=visible / size if size else 0.0,
+                    raised=_raised(flags, counts_of_flags),
+                    event=event,
+                    is_update=is_update,
+                    lane_sums={} if is_update else self._lane_sums(batch, micro_batches),
+                )
+            )
+            return Decision(gradient_norm, is_update)
 
-        gradient_norm = self.engine.step(lr, accept)
-        if event is None:
+        self.engine.step(lr, accept)
+        if results[0].is_update:
             self.memories[batch.turn] = [each.memory for each in micro_batches]
-        return StepResult(
-            sums,
-            gradient_norm=gradient_norm,
-            memory_valid=memory_valid,
-            raised=raised,
-            event=event,
-            is_update=event is None,
-            lane_sums={} if event is None else self._lane_sums(batch, micro_batches),
-        )
+        return results[0]
 
     def skip(self, *, step: int, flags: Mapping[str, bool]) -> StepResult:
         """A step that no rank computes: nothing changes, and the ranks agree on `flags`."""
@@ -185,7 +182,7 @@ class TrainStep:
             LossSums(), gradient_norm=0.0, memory_valid=0.0, raised=raised, is_update=False
         )
 
-    def _without_gap(self, batch: Batch, contiguous_from: int) -> Batch:
+    def _without_gap(self, batch: DeviceBatch, contiguous_from: int) -> DeviceBatch:
         """The batch with ages that limit attention to tokens from `contiguous_from` on."""
         # 0 if lanes of an earlier turn have skipped this segment: these lanes may have a gap of the
         # round before, of which `contiguous_from` says nothing then.
@@ -196,13 +193,10 @@ class TrainStep:
         tgt_len = batch.age.shape[1]
         limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)
         limited = replace(batch, age=np.minimum(batch.age, limit_T))
-        if isinstance(batch, DeviceBatch):  # its ages are on the GPU already
-            return DeviceBatch.of(limited, self.world.device)
-        return limited
+        return DeviceBatch.of(limited, self.world.device)
 
-    def _micro_batches(self, batch: Batch, *, step: int) -> list[_MicroBatch]:
+    def _micro_batches(self, batch: DeviceBatch, *, step: int) -> list[_MicroBatch]:
         """Forward and backward of all micro-batches."""
-        input_BT, age_BT = self._on_device(batch)
         micro_batches, memories = [], self.memories[batch.turn]
         for index, memory in enumerate(memories):
             rows = self._rows_of(index)
@@ -213,7 +207,12 @@ class TrainStep:
             # equal.
             masks = LaneDropoutMasks(seed=self.seed, step=step, lanes=batch.lanes[rows])
             nats_RT, next_memory = self.engine.forward(
-                input_BT[rows], target_RT, age_BT[rows], memory, masks, self.num_segments
+                batch.input_BT[rows],
+                target_RT,
+                batch.age_BT[rows],
+                memory,
+                masks,
+                self.num_segments,
             )
             self.world.activity.enter(Span.BACKWARD)
             # max: a segment of one token at the end of an epoch has no target. Its gradients are
@@ -222,17 +221,11 @@ class TrainStep:
             micro_batches.append(_MicroBatch(nats_RT.detach(), target_RT, next_memory))
         return micro_batches
 
-    def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Input and age [B, T] of all rows."""
-        if not isinstance(batch, DeviceBatch):
-            batch = DeviceBatch.of(batch, self.world.device)
-        return batch.input_BT, batch.age_BT
-
     def _rows_of(self, index: int) -> slice:
         return slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
 
     def _local_values(
-        self, batch: Batch, micro_batches: Sequence[_MicroBatch], flags: Mapping[str, bool]
+        self, batch: DeviceBatch, micro_batches: Sequence[_MicroBatch], flags: Mapping[str, bool]
     ) -> Tensor:
         """What is summed over ranks: LossSums, visible memory, all memory, flags."""
         nats = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -252,7 +245,9 @@ class TrainStep:
         values[0] = nats
         return values
 
-    def _lane_sums(self, batch: Batch, micro_batches: Sequence[_MicroBatch]) -> dict[int, LossSums]:
+    def _lane_sums(
+        self, batch: DeviceBatch, micro_batches: Sequence[_MicroBatch]
+    ) -> dict[int, LossSums]:
         byte_counts_V = torch.from_numpy(self._byte_counts_V)
         return {
             lane: LossSums.of(
@@ -263,17 +258,16 @@ class TrainStep:
             for index, row, lane in self._rows_with_lanes(batch.turn)
         }
 
-    def replay(self, batch: Batch, model: TransformerXL, precision: Precision) -> None:
+    def replay(self, batch: DeviceBatch, model: TransformerXL, precision: Precision) -> None:
         """Replace the memories by those after `batch`, without loss, gradient or dropout.
 
         `model` is the whole model (`Engine.whole_model`), in evaluation mode.
         """
-        input_BT, age_BT = self._on_device(batch)
-        tgt_len, memories = input_BT.shape[1] // self.num_segments, self.memories[batch.turn]
+        tgt_len, memories = batch.input.shape[1] // self.num_segments, self.memories[batch.turn]
         for index, memory in enumerate(memories):
             rows = self._rows_of(index)
             reader = SequenceReader(model, state=memory, tgt_len=tgt_len, precision=precision)
-            parts = (x[rows].split(tgt_len, dim=1) for x in (input_BT, age_BT))
+            parts = (x[rows].split(tgt_len, dim=1) for x in (batch.input_BT, batch.age_BT))
             for part_BT, part_age_BT in zip(*parts, strict=True):
                 reader.read(part_BT, part_age_BT)
             memories[index] = reader.state

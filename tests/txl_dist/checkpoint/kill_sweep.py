@@ -16,7 +16,6 @@ from tests.txl_dist.checkpoint.saving import BEST, model, save
 from txl_dist.checkpoint import snapshot
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model, verify_checkpoint
-from txl_dist.checkpoint.writer import update_state
 
 KILLED = 137
 
@@ -37,7 +36,7 @@ def sweep_score(run: Path) -> None:
         child = os.fork()
         if child == 0:
             count_down(kill_at)
-            update_state(directory, 2, score)
+            directory.update_state(2, score)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert verify_checkpoint(directory.at(2)).state in (state, scored)
@@ -48,7 +47,7 @@ def sweep_score(run: Path) -> None:
             assert kill_at > 4
             return
         assert code == KILLED, code
-        update_state(directory, 2, state)
+        directory.update_state(2, state)
     raise AssertionError("the score was never saved")
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
-from txl_dist.checkpoint.checkpoints import Checkpoints
+from txl_dist.checkpoint.checkpoints import CheckpointHeader, Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.snapshot import Fragment, Snapshot
-from txl_dist.checkpoint.writer import CheckpointHeader, Save
 from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

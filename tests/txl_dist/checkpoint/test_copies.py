@@ -3,6 +3,8 @@
 The store is moto's S3 on 127.0.0.1.
 """
 
+# ruff: noqa: F811 - fixtures are imported, and arguments of tests
+
 import shutil
 import threading
 from collections.abc import Iterator
@@ -21,7 +23,6 @@ from txl_dist.checkpoint.copies import CheckpointCopies, Uploader, step_of
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import verify_checkpoint
-from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.training import resume
 from txl_dist.training.resume import Resume
@@ -51,7 +52,7 @@ def uploader_of(
 
 
 @pytest.fixture
-def uploader(tmp_path: Path, bucket: Any) -> Iterator[Uploader]:  # noqa: F811
+def uploader(tmp_path: Path, bucket: Any) -> Iterator[Uploader]:
     """Of one rank; the run has checkpoints of steps 1 and 2."""
     for step in (1, 2):
         save(tmp_path / "run", step=step)
@@ -81,7 +82,7 @@ def test_copies_follow_the_local_checkpoints(uploader: Uploader, tmp_path: Path)
     for step in (3, 4):
         save(local.run, step=step)
     local.prune(Retention(keep=2), best_step=1)
-    update_state(local, 4, {"position": 99})
+    local.update_state(4, {"position": 99})
     assert updated(uploader) == [1, 3, 4], "1 is the best in the state of all of them"
     shutil.rmtree(local.at(4))
     save(local.run, step=4)  # trained again
@@ -191,11 +192,7 @@ def test_a_url_of_another_run_changes_nothing_in_the_run_directory(
 @pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("change", ["damage", "remove"])
 def test_a_copy_with_a_bad_file_is_left_for_an_older_one(
-    uploader: Uploader,
-    tmp_path: Path,
-    file: str,
-    change: str,
-    caplog: pytest.LogCaptureFixture,
+    uploader: Uploader, tmp_path: Path, file: str, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     updated(uploader)
     names = REMOTE.complete()
@@ -314,7 +311,7 @@ def test_updates_that_wait_for_a_slow_store_become_one(
 ) -> None:
     has_begun, may_end, num_updates = threading.Event(), threading.Event(), []
 
-    def upload_slowly(_: int) -> None:
+    def upload_slowly() -> None:
         num_updates.append(1)
         has_begun.set()
         assert may_end.wait(60)

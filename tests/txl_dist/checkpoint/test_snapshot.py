@@ -33,7 +33,8 @@ step.memories = [[RecurrentMemory(layers)]]
 weights = [Fragment(f"w{n}", SHAPE, 0, torch.ones(2**20), {}) for n in range(4)]
 before = peak()
 snapshot = Snapshot(weights, step.memory_of_lanes())
-print(peak() - before, snapshot.num_bytes)
+arrays = [array for kind in snapshot._tensors.values() for array in kind.values()]
+print(peak() - before, sum(array.nbytes for array in arrays))
 """
 
 

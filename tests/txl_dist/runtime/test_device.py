@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,15 @@ from typer.testing import CliRunner
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.small_models import MODERN, VOCAB_SIZE, random_text, small_model
-from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_spec, train
+from tests.support.training_runs import (
+    DROPOUT,
+    NO_EVALUATION,
+    ZERO,
+    losses,
+    opened_trainer,
+    tiny_spec,
+    train,
+)
 from txl_dist.cli.app import app
 from txl_dist.config.config_file import default_settings
 from txl_dist.config.run_config import Precision
@@ -22,17 +29,15 @@ from txl_dist.generation.generate import generate_tokens
 from txl_dist.generation.text import Sampling
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime import device
 from txl_dist.runtime.device import (
     ENVIRONMENT,
     autocast,
     deterministic,
 )
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.compatibility import check_config
-from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 
 CPU = torch.device("cpu")
 BF16 = "precision=bf16"
@@ -131,10 +136,7 @@ def test_two_ranks_at_any_stage_have_close_losses_and_resume_bit_for_bit(
 
 def forward_both_ways(world: World, spec: TrainSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Nats of the first batch: from the engine, under `runtime.device.autocast`, in fp32."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         engine, batch = trainer.step.engine, trainer.batches.read()
         columns = (batch.input, batch.target, batch.age)
         inputs = [torch.from_numpy(column) for column in columns]
@@ -217,3 +219,31 @@ def test_disabled_it_changes_nothing_and_a_value_of_the_environment_stays(
     with deterministic(enabled=False):
         assert not torch.are_deterministic_algorithms_enabled()
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+# --- the measured speed ---------------------------------------------------------------------------
+
+
+def test_a_measurement_takes_no_random_number_of_the_run() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert device.product_flops(64, torch.float32, torch.device("cpu"), seconds=0.01) > 1e6
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("flops", "sizes"), [(1e6, [256]), (3e9, [256, 1024]), (1e12, [256, 1024, 2048])]
+)
+def test_a_product_that_would_take_more_than_a_second_is_not_computed(
+    monkeypatch: pytest.MonkeyPatch, flops: float, sizes: list[int]
+) -> None:
+    computed = []
+
+    def product(size: int, *_: object, seconds: float) -> float:
+        computed.append(size)
+        return flops
+
+    monkeypatch.setattr(device, "product_flops", product)
+    assert device.device_peak_flops(torch.device("cpu"), torch.bfloat16) == flops
+    assert computed == sizes

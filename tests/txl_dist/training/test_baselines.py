@@ -1,17 +1,14 @@
-"""The configs of the comparison: they differ in memory and positions, and all of them train."""
+"""The configs of the comparison differ in memory and positions.
 
-import math
+That all of them train is tested in test_shipped_configs_learn.py.
+"""
+
 import re
 from itertools import combinations
 from pathlib import Path
 
-import pytest
-
-from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import losses, train
 from txl_dist.cli.reproduce import experiments
 from txl_dist.config.config_file import flatten_config, load_run_config
-from txl_dist.training.spec import TrainSpec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 BASELINES = sorted((CONFIGS / "baselines").glob("*.yaml"))
@@ -34,23 +31,3 @@ def test_the_rows_of_the_ablation_are_the_experiments_of_the_table() -> None:
         for name in rows
     ]
     assert all(one != other for one, other in combinations(models, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", BASELINES, ids=lambda path: path.stem)
-def test_every_baseline_trains(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, path: Path
-) -> None:
-    overrides = (
-        f"data.path={dataset}",
-        f"directory={tmp_path}",
-        "data.num_lanes=2",
-        "training.num_steps=30",
-        "training.log_interval_steps=10",
-        "optimizer.warmup_steps=0",
-        "evaluation.max_tokens=500",
-    )
-    spec = TrainSpec(config=load_run_config(path, overrides))
-    assert ranks(1).run(train, spec) == [0]
-    nats = losses(tmp_path)
-    assert nats[30] < nats[10] < math.log(257)

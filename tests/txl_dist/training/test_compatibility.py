@@ -185,6 +185,14 @@ def test_a_run_with_a_setting_of_an_earlier_version_resumes(key: str, value: obj
     check_config({**new, key: value}, new, allowed=(), checkpoint="RUN")
 
 
+def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default() -> None:
+    new = default_settings()
+    older = {key: value for key, value in new.items() if key != "model.pre_lnorm"}
+    check_config(older, new, allowed=(), checkpoint="RUN")
+    with pytest.raises(CheckpointError, match="pre_lnorm: checkpoint False, now True"):
+        check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), checkpoint="RUN")
+
+
 def test_a_checkpoint_of_another_kind_of_memory_is_refused_even_on_request() -> None:
     old = default_settings()
     changed = {**old, "model.memory": "tokens"}

@@ -74,6 +74,14 @@ class Recording(TorchDispatchMode):
 Recordings = list[Recording]
 
 
+def model_of(num_layers: int = 2, *, is_recorded: bool = True, **options: Any) -> TransformerXL:
+    sizes = {"vocab_size": V, "d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 12, "mem_len": 5}
+    model = TransformerXL(ModelConfig(**{"n_layer": num_layers, **sizes, **options}), seed=1)
+    if is_recorded:
+        model.recorded_layers = RecordedLayers(model)
+    return model
+
+
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
     """What is recorded."""
@@ -111,15 +119,9 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
 def test_groups_have_the_results_of_layers_in_turn(
     options: dict[str, Any], recordings: Recordings
 ) -> None:
-    config = ModelConfig(
-        vocab_size=V, n_layer=6, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5, dropout=0.2,
-        **options,
-    )  # fmt: skip
     results = []
     for is_recorded in (False, True):
-        model = TransformerXL(config, seed=1)
-        if is_recorded:
-            model.recorded_layers = RecordedLayers(model)
+        model = model_of(6, is_recorded=is_recorded, dropout=0.2, **options)
         memory, numbers = model.empty_memory(B), []
         generator = torch.Generator().manual_seed(2)
         for step in range(3):
@@ -166,11 +168,7 @@ def test_frozen_parts_have_no_gradients(
 
 
 def test_other_shapes_and_addresses_are_recorded_again(recordings: Recordings) -> None:
-    config = ModelConfig(
-        vocab_size=V, n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
-    )
-    model = TransformerXL(config)
-    model.recorded_layers = RecordedLayers(model)
+    model = model_of()
 
     def read(num_lanes: int) -> None:
         token_BT = torch.zeros(num_lanes, T, dtype=torch.int64)
@@ -191,10 +189,7 @@ def test_other_shapes_and_addresses_are_recorded_again(recordings: Recordings) -
 
 
 def test_a_model_of_vectors_without_gradient_is_recorded(recordings: Recordings) -> None:
-    config = ModelConfig(
-        vocab_size=None, n_layer=5, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
-    )
-    model, x_BTD = TransformerXL(config), torch.ones(B, T, 8)
+    model, x_BTD = model_of(5, is_recorded=False, vocab_size=None), torch.ones(B, T, 8)
     age_BT = torch.zeros(B, T, dtype=torch.int64)
     expected, _ = model.hidden(x_BTD, age_BT, model.empty_memory(B))
     model.recorded_layers = RecordedLayers(model)
@@ -204,11 +199,7 @@ def test_a_model_of_vectors_without_gradient_is_recorded(recordings: Recordings)
 
 
 def test_backward_after_another_forward_is_refused(recordings: Recordings) -> None:
-    config = ModelConfig(
-        vocab_size=V, n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
-    )
-    model = TransformerXL(config)
-    model.recorded_layers = RecordedLayers(model)
+    model = model_of()
     token_BT = torch.zeros(B, T, dtype=torch.int64)
     first_BT, memory = model(token_BT, token_BT, token_BT, model.empty_memory(B))
     second_BT, _ = model(token_BT, token_BT, token_BT, memory)
@@ -240,14 +231,10 @@ def test_a_replay_reads_the_weights_of_its_step(
 
     A cast outside the recording would be that of the first step for ever.
     """
-    config = ModelConfig(
-        vocab_size=V, n_layer=5, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
-    )
     results = []
     for is_recorded in (False, True):
-        model, generator = TransformerXL(config, seed=1), torch.Generator().manual_seed(2)
-        if is_recorded:
-            model.recorded_layers = RecordedLayers(model)
+        model = model_of(5, is_recorded=is_recorded)
+        generator = torch.Generator().manual_seed(2)
         memory, numbers = model.empty_memory(B), []
         for step in range(3):
             text_BT = torch.randint(V, (B, T + 1), generator=generator)
@@ -268,11 +255,7 @@ def test_a_replay_reads_the_weights_of_its_step(
 
 def test_only_the_step_touches_gradients_of_parameters(recordings: Recordings) -> None:
     """Not what is recorded: DeepSpeed's hooks would run, on another stream of the GPU."""
-    config = ModelConfig(
-        vocab_size=V, n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=5
-    )
-    model = TransformerXL(config)
-    model.recorded_layers = RecordedLayers(model)
+    model = model_of()
     calls = []
     for parameter in model.layers.parameters():
         parameter.register_hook(lambda gradient, parameter=parameter: calls.append(id(parameter)))

@@ -38,31 +38,24 @@ def _log(run: Path) -> str:
     return (run / "logs" / "rank-0.log").read_text()
 
 
-def test_by_default_the_valid_split_is_scored(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, DEFAULT)) == [0]
-    scored = [line["step"] for line in metrics(tmp_path) if "valid/loss" in line]
-    assert scored == [8, 16, 20]
-    assert (tmp_path / "BEST").exists()
-    assert f"tokens of split 'valid' of {dataset} | every 8 steps and at the end" in _log(tmp_path)
-
-
-def test_data_without_a_valid_split_trains_with_a_warning(
-    ranks: RankGroups, train_only: Path, tmp_path: Path
-) -> None:
-    assert ranks(1).run(train, tiny_spec(train_only, tmp_path, DEFAULT)) == [0]
-    assert not any("valid/loss" in line for line in metrics(tmp_path))
-    assert "no evaluation" in _log(tmp_path)
-    assert "--split valid=0.01" in _log(tmp_path)
-
-
-def test_null_disables_evaluation_without_a_warning(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION)) == [0]
-    assert not any("valid/loss" in line for line in metrics(tmp_path))
-    assert "evaluation | none, because evaluation.split=null" in _log(tmp_path)
+@pytest.mark.parametrize(
+    ("data", "setting", "scored", "text"),
+    [
+        ("dataset", DEFAULT, [8, 16, 20], "tokens of split 'valid' of {} | every 8 steps and at"),
+        ("train_only", DEFAULT, [], "no evaluation, no score and no BEST checkpoint: no data of"),
+        ("dataset", NO_EVALUATION, [], "evaluation | none, because evaluation.split=null"),
+    ],
+)
+def test_the_valid_split_is_scored_if_there_is_one_and_the_log_says_so(
+    ranks: RankGroups, request: pytest.FixtureRequest, tmp_path: Path,
+    data: str, setting: str, scored: list[int], text: str,
+) -> None:  # fmt: skip
+    path = request.getfixturevalue(data)
+    assert ranks(1).run(train, tiny_spec(path, tmp_path, setting)) == [0]
+    assert [line["step"] for line in metrics(tmp_path) if "valid/loss" in line] == scored
+    assert (tmp_path / "BEST").exists() == bool(scored)
+    assert text.format(path) in _log(tmp_path)
+    assert ("--split valid=0.01" in _log(tmp_path)) == (data == "train_only"), "how to get one"
 
 
 def test_a_split_that_no_corpus_has_is_refused(train_only: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,13 +13,18 @@ from tests.support.training_runs import NO_EVALUATION, metrics, tiny_spec, train
 from txl_dist.events import EVENTS, EventLog, read_events
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.world import World
-from txl_dist.training import goodput
-from txl_dist.training.goodput import RunEvents, WallTime
+from txl_dist.training import report
+from txl_dist.training.goodput import WallTime
+from txl_dist.training.report import Report
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
 START_UP_SECONDS, STEP_SECONDS, SAVE_SECONDS = 7.0, 2.0, 1.0
+
+
+NOTHING: Any = Mock()
+"""Metrics and config of a report do not matter here."""
 
 
 class Clocks:
@@ -59,7 +65,7 @@ class Process:
         log, seconds = EventLog(run / EVENTS, lambda: 1), sum(self.activity.seconds().values())
         facts = {"reached_step": reached_step, "process_seconds": seconds}
         log.write(**start(step, num_steps=num_steps, **facts))
-        self.goodput = RunEvents(log, self.activity)
+        self.goodput = Report(NOTHING, log, self.activity, NOTHING, flops_per_token=1, peak_flops=1)
         self.goodput.start(TrainState(step=step))
 
     def train(self, num_steps: int) -> "Process":
@@ -81,13 +87,13 @@ class Process:
         """The line that is logged."""
         lines: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(goodput.log, "info", lambda _, line: lines.append(line))
+            patch.setattr(report.log, "info", lambda text, line: lines.append(text % line))
             state = TrainState(step=self.step)
             self.goodput.end(state, is_complete=is_complete, is_stopped=is_stopped)
         return "".join(lines)
 
 
-def values_of(goodput: RunEvents) -> dict[str, float]:
+def values_of(goodput: Report) -> dict[str, float]:
     """Its metrics in a line."""
     values: dict[str, float] = {}
     goodput.line(TrainState(), values)

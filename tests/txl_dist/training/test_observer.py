@@ -1,34 +1,25 @@
-"""An observer is one class: it sees every event, adds metrics, and agrees with other ranks."""
+"""An observer is one class: it sees every event, adds metrics, and may call collectives."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from tests.support.diverging_runs import NanHidden
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import metrics, tiny_spec
+from tests.support.training_runs import metrics, opened_trainer, tiny_spec
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
-from txl_dist.training.observer import Observer, Values
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.report import Observer, Values
 from txl_dist.training.scores import StepScore
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
 
 
 class Everything(Observer):
-    """Records all events, adds a metric, and raises a flag on rank 1 in step 3."""
+    """Records all events, and adds a metric."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.events: list[tuple[str, int]] = []
-
-    def flags(self) -> Mapping[str, bool]:
-        is_third = self.events[-1:] == [("segment", 3)]
-        return {"third": self.world.rank == 1 and is_third}
 
     def start(self, state: TrainState) -> None:
         self.events.append(("start", state.step))
@@ -38,9 +29,6 @@ class Everything(Observer):
 
     def step(self, state: TrainState, result: StepResult) -> None:
         self.events.append(("step", state.step))
-        if "third" in result.raised:
-            self.world.barrier()  # a collective call, after the same step on all ranks
-            self.events.append(("third", state.step))
 
     def line(self, state: TrainState, values: Values) -> None:
         values["answer"] = 42.0
@@ -49,6 +37,7 @@ class Everything(Observer):
         self.events.append(("report", state.step))
 
     def save(self, state: TrainState) -> None:
+        self.world.barrier()  # a collective call, after the same step on all ranks
         self.events.append(("save", state.step))
 
     def score(self, score: StepScore, gain: float | None) -> None:
@@ -63,10 +52,7 @@ class Everything(Observer):
 
 def train_observed(world: World, spec: TrainSpec, *faults: Any) -> list[tuple[str, int]]:
     """The events that an observer sees."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         trainer.observers.append(everything := Everything(world))
         for fault in faults:
             fault(trainer)
@@ -90,7 +76,7 @@ def test_an_observer_sees_every_event_on_all_ranks_and_adds_a_metric(
         ("start", 0),
         *of_step(1),
         *of_step(2, "report", "save"),
-        *of_step(3, "third"),
+        *of_step(3),
         *of_step(4, "report", "save", "score"),
         ("end", 4),
     ]

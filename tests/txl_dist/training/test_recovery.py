@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_spec, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import DivergedError
-from txl_dist.runtime import activity
 from txl_dist.training.loop import Trainer
 from txl_dist.training.spec import TrainSpec
 
@@ -292,15 +290,6 @@ def test_a_rollback_to_a_change_of_lanes_rebuilds_the_memory(
 
 
 @pytest.mark.slow
-def test_a_rollback_counts_steps_that_had_no_line_yet_as_lost(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS, ROLLBACK, "training.log_interval_steps=6")
-    assert ranks(1).run(train_with, spec, NanHidden(rank=0, steps=(9,)))[0][0] == 0
-    assert metrics(tmp_path)[-1]["lost_steps"] == 2
-
-
-@pytest.mark.slow
 def test_a_rollback_without_an_older_checkpoint_stops(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
@@ -407,41 +396,6 @@ def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(
     ]
     assert lines[0] == lines[1]
     assert [line["step"] for line in lines[0]] == [2, 4, 6, 8, 10, 12]
-
-
-class SlowSteps:
-    """Each computed step takes a second of a simulated clock."""
-
-    def __call__(self, trainer: Any) -> None:
-        now = [0.0]
-        activity.time.monotonic = lambda: now[0]
-        step = trainer.step.engine.step
-
-        def slow(*arguments: Any) -> Any:
-            now[0] += 1.0
-            return step(*arguments)
-
-        trainer.step.engine.step = slow
-
-
-def train_slowly(world: Any, spec: Any, *faults: Any) -> Any:
-    clock = activity.time
-    activity.time = SimpleNamespace(monotonic=clock.monotonic)  # type: ignore[assignment]
-    try:
-        return train_with(world, spec, SlowSteps(), *faults)
-    finally:
-        activity.time = clock
-
-
-def test_steps_that_a_rollback_excludes_do_not_count_as_speed(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    settings = (NO_EVALUATION, "training.num_steps=12", "training.log_interval_steps=4")
-    spec = tiny_spec(dataset, tmp_path, *settings)
-    (end,) = ranks(1).run(train_slowly, spec, SkipSteps(6, 7))
-    assert end[0] == 0
-    speeds = [line["tokens_per_second"] for line in metrics(tmp_path)]
-    assert speeds[1:] == pytest.approx([15, 15], rel=0.01)
 
 
 def test_a_memory_that_was_replayed_has_no_gap(

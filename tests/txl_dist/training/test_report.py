@@ -1,9 +1,9 @@
 """Step lines and metrics: equal on any number of ranks, and readable in 80 columns."""
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,8 +13,8 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_spec, train
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
+from txl_dist.events import EventLog
 from txl_dist.runtime.activity import Span
-from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import TrainingData
 from txl_dist.training.report import Report, step_line
 from txl_dist.training.state import LastUpdate, TrainState
@@ -102,26 +102,64 @@ def test_the_log_says_what_is_probably_not_meant(
     assert "settings | WARNING: optimizer.lr=0.05 with optimizer.name=adamw" in log
 
 
-def test_the_time_left_does_not_expect_the_evaluation_before_the_first_step_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    spent = dict.fromkeys(Span, 0.0)
-    activity: Any = SimpleNamespace(seconds=spent.copy)
-    overrides = ["data.path=none", "directory=none", "training.num_steps=601"]
-    accepted: Any = SimpleNamespace(is_update=True)
-    with MetricsJournal(tmp_path / "metrics.jsonl") as journal, caplog.at_level(logging.INFO):
-        utilisation: Any = SimpleNamespace(share=lambda **_: 0.0, peak_flops=0.0)
-        report = Report(journal, activity, load_run_config(TINY, overrides), utilisation)
-        for step, (evaluation, left) in enumerate(((100.0, "0:10:00"), (1.0, "0:14:59")), 1):
-            spent[Span.EVALUATION] += evaluation
-            report.segment(step)
-            spent[Span.FORWARD] += 1.0
-            last = LastUpdate(step=step, gradient_norm=1.0, memory_valid=1.0)
+# --- speed and time left, by a simulated clock ----------------------------------------------------
+
+
+class Clock:
+    """A report of a run of 601 steps of 15 tokens, and the seconds that it measures."""
+
+    num_steps, unfinished_seconds = 1, 0.0
+
+    def __init__(self, folder: Path) -> None:
+        self.spent = dict.fromkeys(Span, 0.0)
+        self.seconds = self.spent.copy
+        config = load_run_config(
+            TINY, ["data.path=none", "directory=none", "training.num_steps=601"]
+        )
+        events, self.step = EventLog(folder / "events.jsonl", lambda: 1), 0
+        activity: Any = self
+        self.report = Report(Mock(), events, activity, config, flops_per_token=100, peak_flops=3000)
+
+    def train(self, *is_update: bool, evaluation_seconds: float = 0.0) -> dict[str, float]:
+        """Steps of a second, some of which are excluded and take none; the line after them."""
+        self.spent[Span.EVALUATION] += evaluation_seconds
+        state = TrainState()
+        for is_computed in is_update:
+            self.step += 1
+            self.report.segment(self.step)
+            self.spent[Span.FORWARD] += is_computed
+            last = LastUpdate(step=self.step, gradient_norm=1.0, memory_valid=1.0)
+            count = sum(is_update)
             state = TrainState(
-                step=step, unreported=(1.0, 15, 15), unreported_steps=1, last_update=last
-            )
-            report.step(state, accepted)
-            values: dict[str, float] = {}
-            report.line(state, values)
-            report.report(state, values)
-            assert f" | eta {left}" in caplog.messages[-1]
+                step=self.step, unreported=(1.0, 15 * count, 15), unreported_steps=count,
+                last_update=last,
+            )  # fmt: skip
+            result: Any = SimpleNamespace(is_update=is_computed, event=None)
+            self.report.step(state, result)
+        values: dict[str, float] = {}
+        self.report.line(state, values)
+        return values
+
+
+def test_the_time_left_does_not_expect_the_evaluation_before_the_first_step_again(
+    tmp_path: Path,
+) -> None:
+    clock = Clock(tmp_path)
+    assert clock.train(True, evaluation_seconds=100)["seconds_left"] == pytest.approx(600)
+    # Half of the time since was evaluation: 599 seconds of steps are two thirds of the rest.
+    assert clock.train(True, evaluation_seconds=1)["seconds_left"] == pytest.approx(599 * 1.5)
+
+
+def test_a_rate_above_the_measured_peak_is_the_peak(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    assert clock.train(True)["mfu"] == pytest.approx(0.5)
+    clock.spent[Span.FORWARD] -= 0.75  # the next step takes a quarter of a second
+    values = clock.train(True)
+    assert (values["mfu"], values["peak_flops"]) == pytest.approx((1.0, 6000))
+    assert clock.train(True)["mfu"] == pytest.approx(0.25)
+
+
+def test_steps_that_a_rollback_excludes_do_not_count_as_speed(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    for steps in ((True, True), (True, False, False, True)):
+        assert clock.train(*steps)["tokens_per_second"] == pytest.approx(15)

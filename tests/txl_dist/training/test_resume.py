@@ -6,25 +6,27 @@ import json
 import os
 import re
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_spec, train
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    losses,
+    opened_trainer,
+    refusal,
+    tiny_spec,
+    train,
+)
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.writer import update_state
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training import resume
-from txl_dist.training.build import build_trainer
-from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 from txl_dist.training.state import DivergenceState
 
 SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
@@ -62,11 +64,9 @@ def command(dataset: Path, run: Path, resume: object = "auto", *overrides: str) 
 
 
 def build_and_end(world: World, spec: TrainSpec) -> int | str:
-    directory = RunDirectory(spec.run_path)
-    directory.create()
     try:
-        with ExitStack() as stack:
-            return build_trainer(Start.open(spec, world, directory, stack)).state.step
+        with opened_trainer(world, spec) as trainer:
+            return trainer.state.step
     except TxlError as error:
         return str(error)
 
@@ -198,9 +198,7 @@ def test_the_events_of_the_other_run_do_not_count_in_a_fork(
     monkeypatch.setattr(resume, "require_compatible", lambda *_, **__: None)
     path = save(tmp_path / "other", step=3)
     divergence = DivergenceState(event_steps=(2, 3), skip_steps=(2,))
-    update_state(
-        CheckpointDirectory(tmp_path / "other"), 3, {"divergence": divergence.model_dump()}
-    )
+    CheckpointDirectory(tmp_path / "other").update_state(3, {"divergence": divergence.model_dump()})
     spec = tiny_spec(Path("no-data"), tmp_path / "fork", resume=str(path))
     directory = CheckpointDirectory(spec.run_path)
     search = resume.Resume(spec, None, World(0, 1), directory)  # type: ignore[arg-type]
@@ -324,25 +322,16 @@ def prepare_other_data(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_a_finished_run_is_not_changed(ranks: RankGroups, dataset: Path, run: Path) -> None:
+def test_a_finished_run_is_not_changed_and_logs_how_to_train_further(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
     assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
-    ranks: RankGroups, dataset: Path, run: Path
-) -> None:
-    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-    from txl_dist.config.config_file import flatten_config
-    from txl_dist.training.compatibility import check_config
-
-    old = load_checkpoint_manifest(run / "checkpoints" / "step-00000020").run
-    older = {key: value for key, value in old.items() if key != "model.pre_lnorm"}
-    new = flatten_config(tiny_spec(dataset, run, *SETTINGS).config)
-    check_config(older, new, allowed=(), checkpoint="here")
-    with pytest.raises(CheckpointError, match="pre_lnorm: checkpoint False, now True"):
-        check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), checkpoint="here")
+    log = log_of(run)
+    assert "this run is finished: 20 of training.num_steps=20 steps are done" in log
+    assert "training.num_steps=MORE --allow-change training.num_steps" in log
+    assert "steps 21 to 20" not in log
 
 
 @pytest.mark.fault_row(34)

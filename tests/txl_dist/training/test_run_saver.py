@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from tests.txl_dist.checkpoint.saving import HEADER, NUM_LANES, memory, model, whole
-from txl_dist.checkpoint.checkpoints import Checkpoints
+from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.checkpoint.writer import Save
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, LostRankError, TxlError
 from txl_dist.runtime import world as world_module
@@ -212,14 +211,14 @@ def test_a_write_that_hangs_is_announced_and_ends_all_ranks(
     caplog.set_level("INFO")
     monkeypatch.setattr(world_module, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(world_module, "NOTICE_SECONDS", 0.2)
-    hangs, write = threading.Event(), Save.write_part
+    hangs, write = threading.Event(), Checkpoints.write_part
 
-    def write_or_hang(save: Save, staging: Path, snapshot: Snapshot) -> None:
+    def write_or_hang(checkpoints: Checkpoints, save: Save, snapshot: Snapshot) -> None:
         if save.rank == 0:
             hangs.wait(60)
-        write(save, staging, snapshot)
+        write(checkpoints, save, snapshot)
 
-    monkeypatch.setattr(Save, "write_part", write_or_hang)
+    monkeypatch.setattr(Checkpoints, "write_part", write_or_hang)
 
     def work(saver: RunSaver) -> None:
         saver.save(state(1))

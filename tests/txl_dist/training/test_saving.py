@@ -6,7 +6,6 @@
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,22 @@ from tests.support.training_runs import (
     ZERO,
     losses,
     metrics,
+    opened_trainer,
     refusal,
     tiny_spec,
     train,
 )
+from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import TxlError
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.loop import Trainer
-from txl_dist.training.observer import Observer
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.report import Observer
 from txl_dist.training.scores import StepScore
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
@@ -52,10 +49,7 @@ def train_changed(
     world: World, spec: TrainSpec, change: Callable[..., None], *args: Any
 ) -> tuple[int, str]:
     """Run a spec after `change(trainer, *args)`; exit code and message of what ended it."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         change(trainer, *args)
         try:
             trainer.run()
@@ -166,21 +160,21 @@ SAVES = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_c
 
 def train_with_slow_disk(world: World, spec: TrainSpec, rank: int) -> tuple[int, str]:
     """A save of `rank` takes until 3 more steps have been trained, except at the end."""
-    write_part = Save.write_part
+    write_part = Checkpoints.write_part
     trainers: list[Trainer] = []
 
-    def write_late(save: Save, staging: Path, snapshot: Snapshot) -> None:
+    def write_late(checkpoints: Checkpoints, save: Save, snapshot: Snapshot) -> None:
         deadline = time.monotonic() + 60
         while save.rank == rank and trainers[0].state.step < min(20, save.step + 3):
             assert time.monotonic() < deadline, "the loop waits for the save"
             time.sleep(0.001)
-        write_part(save, staging, snapshot)
+        write_part(checkpoints, save, snapshot)
 
-    Save.write_part = write_late  # type: ignore[method-assign]
+    Checkpoints.write_part = write_late  # type: ignore[method-assign]
     try:
         return train_changed(world, spec, trainers.append)
     finally:
-        Save.write_part = write_part  # type: ignore[method-assign]
+        Checkpoints.write_part = write_part  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("stage", ["1", pytest.param("3-all-spread", marks=pytest.mark.slow)])
@@ -346,19 +340,6 @@ def test_a_run_directory_removed_during_the_run_is_an_error(
     assert [code for code, _ in ends] == [4, 4]
     assert "is gone" in ends[1][1]
     assert not (tmp_path / "run").exists()
-
-
-def test_a_finished_run_logs_how_to_train_further(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    spec = tiny_spec(dataset, tmp_path, NO_EVALUATION, *SETTINGS)
-    assert ranks(1).run(train, spec) == [0]
-    assert ranks(1).run(train, spec) == [0]
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert "this run is finished: 20 of training.num_steps=20 steps are done" in log
-    assert "training.num_steps=MORE" in log
-    assert "--allow-change training.num_steps" in log
-    assert "steps 21 to 20" not in log
 
 
 def test_best_is_updated_when_a_run_resumes_from_an_older_checkpoint(

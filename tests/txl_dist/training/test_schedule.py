@@ -1,6 +1,5 @@
 """The learning rate: a function of the step and the config alone."""
 
-import math
 from itertools import pairwise
 from typing import Any
 
@@ -27,27 +26,27 @@ def rates(config: OptimizerConfig, num_steps: int) -> list[float]:
     return [lr_at(step, config, num_steps=num_steps) for step in range(1, num_steps + 1)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_warm_up_is_a_straight_line_from_0_to_lr(schedule: str) -> None:
-    config = schedule_of(schedule, lr=0.8, warmup_steps=4, min_lr=0.3)
-    assert rates(config, 9)[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+RATES: list[tuple[str, dict[str, Any], list[float]]] = [
+    # A straight line from 0 to lr in the warm-up, whatever follows.
+    *((name, {"warmup_steps": 4}, [0.2, 0.4, 0.6, 0.8]) for name in SCHEDULES),
+    ("constant", {"warmup_steps": 0}, [0.8, 0.8, 0.8]),
+    ("constant", {"warmup_steps": 2, "min_lr": 0.1}, [0.4, 0.8, 0.8, 0.8]),
+    ("linear", {"warmup_steps": 2}, [0.4, 0.8, 0.6, 0.4, 0.2]),
+    ("wsd", {"warmup_steps": 2}, [0.4, 0.8, 0.8, 0.8, 0.6, 0.4, 0.2]),
+    ("cosine", {"warmup_steps": 1}, [0.8, 0.65, 0.35, 0.2]),  # half a period: 60, 120, 180 degrees
+    ("inverse_sqrt", {"warmup_steps": 4}, [0.2, 0.4, 0.6, *(1.6 / n**0.5 for n in range(4, 10))]),
+    ("inverse_sqrt", {"warmup_steps": 0}, [0.8 / n**0.5 for n in range(1, 10)]),
+]
+"""Schedule, settings, and the first rates of a run of as many steps, or of 9 in a warm-up."""
 
 
-def test_without_warm_up_the_first_step_is_near_lr() -> None:
-    assert lr_at(1, OptimizerConfig(lr=0.8), num_steps=1000) == pytest.approx(0.8, rel=1e-5)
-    assert lr_at(1, OptimizerConfig(lr=0.8, schedule="constant"), num_steps=9) == 0.8
-
-
-def test_a_constant_rate_stays() -> None:
-    config = OptimizerConfig(lr=0.8, warmup_steps=2, schedule="constant", min_lr=0.1)
-    assert set(rates(config, 9)[1:]) == {0.8}
-
-
-def test_the_cosine_is_half_a_period_after_warm_up() -> None:
-    config = OptimizerConfig(lr=0.8, warmup_steps=3, min_lr=0.2)
-    expected = [0.5 + 0.3 * math.cos(math.pi * done / 8) for done in range(1, 9)]
-    assert rates(config, 11)[3:] == pytest.approx(expected)
-    assert lr_at(11, config, num_steps=11) == pytest.approx(0.2)
+@pytest.mark.parametrize(("schedule", "settings", "expected"), RATES)
+def test_the_rates_of_a_short_run(
+    schedule: str, settings: dict[str, Any], expected: list[float]
+) -> None:
+    config = schedule_of(schedule, **{"lr": 0.8, "min_lr": 0.2, **settings})
+    num_steps = 9 if len(expected) == settings["warmup_steps"] else len(expected)
+    assert rates(config, num_steps)[: len(expected)] == pytest.approx(expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,22 +70,6 @@ def test_it_rises_to_lr_then_never_rises_again(
     assert all(lowest - 1e-12 <= rate <= 0.8 + 1e-12 for rate in values[warmup:])
     if schedule in ("cosine", "linear", "wsd") and warmup < num_steps:
         assert values[-1] == pytest.approx(min_lr)
-
-
-def test_linear_is_a_line_from_the_warm_up_to_min_lr() -> None:
-    config = schedule_of("linear", lr=0.8, warmup_steps=2, min_lr=0.2)
-    assert rates(config, 5) == pytest.approx([0.4, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_wsd_is_constant_until_its_last_steps() -> None:
-    config = schedule_of("wsd", lr=0.8, warmup_steps=2, min_lr=0.2)
-    assert rates(config, 7) == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_inverse_sqrt_is_lr_at_the_end_of_the_warm_up() -> None:
-    config = schedule_of("inverse_sqrt", lr=0.8, warmup_steps=4)
-    assert rates(config, 100)[15] == pytest.approx(0.8 * math.sqrt(4 / 16))
-    assert rates(schedule_of("inverse_sqrt", lr=0.8), 9)[8] == pytest.approx(0.8 / 3)
 
 
 # --- the training script of the paper -----------------------------------------------------------

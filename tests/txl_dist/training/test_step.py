@@ -1,7 +1,6 @@
 """A rejected step leaves no trace, and no token attends across the gap that it leaves."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -15,26 +14,20 @@ from torch import Tensor, nn
 from data_pipeline.errors import DataError
 from data_pipeline.streams.segments import IGNORED, NO_LANE, Batch
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, tiny_spec
+from tests.support.training_runs import NO_EVALUATION, TURNS, ZERO, opened_trainer, tiny_spec
 from txl_dist.errors import DivergedError
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
 from txl_dist.training.batches import DeviceBatches
-from txl_dist.training.build import build_trainer
 from txl_dist.training.engine import Engine
 from txl_dist.training.loop import Trainer
-from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 from txl_dist.training.step import StepResult
 
 
 def step_with_poison(world: World, spec: TrainSpec, poison: str) -> tuple[str, bool]:
     """Rank 1 has a NaN or infinity at step 2. Returns the error, and whether weights are equal."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         engine = trainer.step.engine
         before: list[Tensor] = []
 
@@ -108,10 +101,7 @@ def compute(
 
 def with_and_without_a_rejected_step(world: World, spec: TrainSpec) -> list[list[Tensor]]:
     """State after step 1; after 1, 3; after 1, 2 (NaN on rank 1, rejected); after 1, 2, 3."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         engine, first = trainer.step.engine, trainer.batches.read()
         bad, last = trainer.batches.read(), trainer.batches.read()
         compute(trainer, first, 1)
@@ -160,10 +150,7 @@ def test_a_run_after_a_rejected_step_equals_one_without_it(
 
 def steps_in_turns(world: World, spec: TrainSpec) -> dict[str, Any]:
     """Of every turn: its lanes, and a rejected step. Then an accepted one without targets."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         batches = [trainer.batches.read() for _ in trainer.step.memories]
         results = [compute(trainer, batch, 1, is_accepted=False) for batch in batches]
         engine, losses = trainer.step.engine, list[float]()
@@ -214,10 +201,7 @@ def loss_with_memory(
 
 def losses_after_gaps(world: World, spec: TrainSpec) -> dict[int, tuple[bool, float]]:
     """By tokens since the gap: whether the memory affects the loss, and its valid share."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         batch = [trainer.batches.read() for _ in range(4)][-1]
         seen = {}
         for distance in (0, 1, 7, 9):
@@ -293,10 +277,7 @@ def test_an_error_of_the_stream_is_raised_at_its_batch() -> None:
 
 def read_and_replayed(world: World, spec: TrainSpec) -> list[list[Tensor]]:
     """This rank's memory after two steps with a rate of 0, and after a replay of their segments."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         step, memories = trainer.step, []
         empty = [[*turn] for turn in step.memories]
         batches = [trainer.batches.read(), trainer.batches.read()]

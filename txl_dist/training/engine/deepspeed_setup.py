@@ -3,7 +3,7 @@
 DeepSpeed's configuration is never an input.
 
 The changes are for version 0.19.8, which is pinned: check them again with another one. Each has a
-reason. What is only read of its private attributes is in stages.py.
+reason. stages.py has those of single stages, and what is only read of its private attributes.
 """
 
 import logging
@@ -177,14 +177,6 @@ def limit_linear_of_stage_3() -> None:
     torch.nn.functional.linear = linear
 
 
-def reduce_no_gradients(engine: Any) -> None:
-    """Let stage 0 leave the gradients where they are, if there is one rank.
-
-    DeepSpeed would flatten all of them, multiply them by 1 and copy them back.
-    """
-    engine.enable_backward_allreduce = False
-
-
 @contextmanager
 def norm_checked_by(zero: Any, method: str, check: Callable[[Any], Any]) -> Iterator[None]:
     """Within `engine.step()`, let `check` replace what `method` returns, the norm of the gradients.
@@ -198,12 +190,3 @@ def norm_checked_by(zero: Any, method: str, check: Callable[[Any], Any]) -> Iter
         yield
     finally:
         delattr(zero, method)  # the method of the class becomes visible again
-
-
-def link_optimizer_states(zero: Any) -> None:
-    """Link each parameter to its slice of the optimizer's state, at stages 1 and 2.
-
-    DeepSpeed does it in the first step, which is too late to load a checkpoint.
-    """
-    zero._hp_optimizer_states_linked = False
-    zero._lazy_init_hp_params_optimizer_state()

@@ -131,19 +131,17 @@ class Engine(ABC):
         # DeepSpeed averages gradients over ranks, but shares of a global mean have to be summed.
         self._engine.backward(loss * self._world.num_ranks, scale_wrt_gas=False)
 
-    def step(self, lr: float, accept: Accept) -> float:
-        """Clip gradients, update weights, clear gradients; returns the norm before clipping.
+    def step(self, lr: float, accept: Accept) -> None:
+        """Clip gradients, update weights, clear gradients.
 
-        Every rank calls `accept` with that norm before the update. If the step is rejected,
-        gradients are cleared, and weights, optimizer state and its step count do not change.
+        Every rank calls `accept` with the norm before clipping. If the step is rejected, gradients
+        are cleared, and weights, optimizer state and its step count do not change.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        decision = self._update(accept)
-        if decision.is_accepted:
+        if self._update(accept).is_accepted:
             self._num_updates += 1
             self._update_averages()
-        return decision.gradient_norm
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:

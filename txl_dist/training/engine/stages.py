@@ -22,7 +22,6 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.deepspeed_setup import link_optimizer_states, reduce_no_gradients
 from txl_dist.training.engine.interface import Accept, Decision, Engine
 from txl_dist.training.engine.optimizers import FlatMatrices
 
@@ -37,7 +36,8 @@ class Stage0Engine(Engine):
     def __init__(self, model: TransformerXL, config: RunConfig, world: World, **shape: int) -> None:
         super().__init__(model, config, world, **shape)
         if world.num_ranks == 1:
-            reduce_no_gradients(self._engine)
+            # DeepSpeed would flatten all gradients, multiply them by 1 and copy them back.
+            self._engine.enable_backward_allreduce = False
 
     def _update(self, accept: Accept) -> Decision:
         # Gradients are whole and reduced on every rank; DeepSpeed computes no norm at this stage.
@@ -111,7 +111,10 @@ class Stage12Engine(Engine):
         super()._create_optimizer_state()
         if self._optimizer.needs_whole_matrices:
             self._optimizer.flat = self._flat_matrices()
-        link_optimizer_states(self._engine.optimizer)
+        # Links each parameter to its slice of the optimizer's state. DeepSpeed does it in the first
+        # step, which is too late to load a checkpoint.
+        self._engine.optimizer._hp_optimizer_states_linked = False
+        self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         self._require_own_slices()
 
     def _require_own_slices(self) -> None:

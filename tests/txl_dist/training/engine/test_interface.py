@@ -1,9 +1,7 @@
 """The fragments of all ranks together are the model, at every ZeRO stage."""
 
 import shutil
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,24 +9,26 @@ import torch
 from torch import Tensor
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_spec, train
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    ZERO,
+    losses,
+    metrics,
+    opened_trainer,
+    tiny_spec,
+    train,
+)
 from txl_dist.config.training_config import DeepSpeedConfig
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.stages import Stage0Engine
-from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 
 Parts = list[tuple[str, int, Tensor]]
 
 
 def train_and_collect(world: World, spec: TrainSpec) -> tuple[Parts, dict[str, Tensor], set[str]]:
     """After training: this rank's slices, all weights, and the names of sharded parameters."""
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    with ExitStack() as stack:
-        trainer = build_trainer(Start.open(spec, world, directory, stack))
+    with opened_trainer(world, spec) as trainer:
         trainer.run()
         engine = trainer.step.engine
         parts = [(f.name, f.start, f.master.clone()) for f in engine.fragments()]
@@ -54,18 +54,6 @@ def test_the_slices_of_all_ranks_are_the_weights_exactly_once(
             assert torch.equal(torch.cat([part for _, part in slices]), weight.flatten())
             ends = [start + len(part) for start, part in slices]
             assert [start for start, _ in slices] == [0, *ends[:-1]]
-
-
-def trains_without_mlflow(world: World, spec: TrainSpec) -> bool:
-    sys.modules.pop("mlflow", None)
-    assert train(world, spec) == 0
-    return "mlflow" not in sys.modules
-
-
-def test_a_rank_does_not_load_mlflow(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
-    """DeepSpeed's autotuner would import it, which takes longer than any import except torch."""
-    settings = (NO_EVALUATION, "training.num_steps=1", "optimizer.warmup_steps=0")
-    assert ranks(1).run(trains_without_mlflow, tiny_spec(dataset, tmp_path, *settings)) == [True]
 
 
 def count_waits(world: World, spec: TrainSpec) -> int:

@@ -35,7 +35,7 @@ from txl_dist.evaluation.distributed import evaluate
 from txl_dist.evaluation.spec import evaluation_spec
 from txl_dist.events import newest_attempt, read_events
 from txl_dist.model.choices import RECIPES
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import ModelConfig, RotaryScaling
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
@@ -315,7 +315,10 @@ def test_any_part_of_the_model_may_be_in_the_config(
     tmp_path_factory: pytest.TempPathFactory, names: set[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("origin")
-    stored = ModelConfig(vocab_size=23, cutoffs=(5, 9), div_val=2, tie_projs=(True,), **SIZES)
+    stored = ModelConfig(
+        vocab_size=23, cutoffs=(5, 9), div_val=2, tie_projs=(True,), distance_encoding="rotary",
+        n_kv_head=1, rotary_scaling=RotaryScaling(kind="linear", factor=2.0), **SIZES,
+    )  # fmt: skip
     write_exported(folder / "model", TransformerXL(stored), None)
     values = json.loads(json.dumps(asdict(stored)))
     given_part = [f"model.{name}={json.dumps(values[name])}" for name in names]

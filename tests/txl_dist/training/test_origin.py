@@ -29,6 +29,7 @@ from txl_dist.checkpoint.reader import load_fragments, load_model
 from txl_dist.checkpoint.snapshot import Fragment
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.config.config_file import load_run_config as load_plain
+from txl_dist.convert.hub import write_for_transformers
 from txl_dist.convert.stored_model import Reading, find_model, write_exported
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.evaluation.distributed import evaluate
@@ -87,8 +88,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def score(path: Path, dataset: Path, *, num_ranks: int = 1) -> float:
-    spec = evaluation_spec(path, dataset, batch=4, max_tokens=MAX_TOKENS)
+def score(path: Path, dataset: Path, *, num_ranks: int = 1, tgt_len: int | None = None) -> float:
+    spec = evaluation_spec(path, dataset, batch=4, max_tokens=MAX_TOKENS, tgt_len=tgt_len)
     return evaluate(replace(spec, num_ranks=num_ranks)).sums.nats
 
 
@@ -145,6 +146,21 @@ def test_weights_without_a_tokenizer_can_be_an_origin(
     spec = spec_of(run, dataset, f"init_from={tmp_path / 'imported'}", "training.num_steps=1")
     assert ranks(1).run(train, spec) == [0]
     assert same(weights(CheckpointDirectory(run).at(0)), weights(tmp_path / "imported"))
+
+
+def test_a_directory_of_transformers_can_be_an_origin(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    manifest, origin, run = load_manifest(dataset), tmp_path / "qwen3", tmp_path / "run"
+    config = ModelConfig.of_recipe(
+        "modern", vocab_size=manifest.vocab_size, same_length=True, **SIZES
+    )
+    model, tokenizer = TransformerXL(config, seed=3), open_tokenizer(dataset, manifest)
+    write_for_transformers(origin, model, tokenizer, 3, window=SIZES["mem_len"], card=None)
+    spec = spec_of(run, dataset, f"init_from={origin}", "training.num_steps=1")
+    assert ranks(2).run(train, spec) == [0, 0]
+    assert same(weights(CheckpointDirectory(run).at(0)), weights(origin))
+    assert score_of_step(run, 0).nats == score(origin, dataset, num_ranks=2, tgt_len=3)
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3", "3-all-spread"])

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import tests.support.running_mean  # noqa: F401  # registers a kind of memory in every rank
+from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.loop import Trainer
-from txl_dist.training.origin import load_run_config
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scores import FOLDER, StepScore

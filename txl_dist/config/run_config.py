@@ -35,8 +35,8 @@ class RunConfig(Section):
     """The run directory: config, metrics, logs and checkpoints."""
     init_from: PathText | None = None
     """A stored model from whose weights a new run starts: a run, a checkpoint, RUN/BEST, or a
-    directory of `txl import` or `txl export`. Settings of `model` that the config leaves out are
-    those of this model, whatever the recipe."""
+    directory of `txl import`, `txl export` or transformers. Settings of `model` that the config
+    leaves out are those of this model, whatever the recipe."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data and the dropout masks."""
     precision: Precision = "fp32"

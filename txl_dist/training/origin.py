@@ -96,10 +96,11 @@ def require_same_model(name: str, trained: ModelConfig, model: ModelConfig) -> N
     from txl_dist.training.compatibility import may_differ  # imports numpy
 
     fixed = {"vocab_size", *(["clamp_len"] if trained.encoding.needs_clamp_len else [])}
+    settings = asdict(model)
     wrong = [
-        f"\n  model.{key}={getattr(model, key)!r}, and the model has {value!r}"
+        f"\n  model.{key}={settings[key]!r}, and the model has {value!r}"
         for key, value in asdict(trained).items()
-        if value != getattr(model, key)
+        if value != settings[key]
         and (key in fixed or not (key in _OF_READING or may_differ(f"model.{key}")))
     ]
     if wrong:
@@ -140,8 +141,9 @@ def find_origin(config: RunConfig, data: "TrainingData", world: "World") -> "Sto
     found: list[StoredModel] = []
 
     def find() -> tuple[Path, str]:
-        found.append(_checked(init_from, data))
-        return found[-1].path, found[-1].digest
+        if not found:
+            found.append(_checked(init_from, data))
+        return found[0].path, found[0].digest
 
     # From rank 0 first: a run that still trains may save another checkpoint meanwhile.
     paths = world.run_on_all(lambda: find()[0] if world.is_rank_zero else None)
@@ -154,7 +156,7 @@ def find_origin(config: RunConfig, data: "TrainingData", world: "World") -> "Sto
             f"the ranks find different models in {init_from} (sha256: {listed}). Copy the same "
             "files to all machines, or use a storage that they share"
         )
-    return found[-1]
+    return found[0]
 
 
 def load_weights(origin: "StoredModel", model: "TransformerXL", world: "World") -> None:

@@ -113,7 +113,7 @@ class Start:
             # The older attempt has saved meanwhile.
             point = find_resume_point(spec, data, world, download=False)
             run_id = world.broadcast(run_id_of(point))
-            origin = None
+            origin = origin if point is None else None
 
         stop = StopRequest() if stop is None else stop
         if not spec.stop_file:  # torchrun has started the ranks; a launcher would give them one

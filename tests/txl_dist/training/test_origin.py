@@ -20,8 +20,7 @@ from tests.support.commands import run_txl
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import ZERO, losses, refusal, score_of_step, train
 from txl_dist.analysis.model_card import _training
-from txl_dist.analysis.run_record import read_run
-from txl_dist.analysis.run_report import run_page
+from txl_dist.analysis.run_report import read_run, run_page
 from txl_dist.analysis.run_status import read_status, status_lines
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -29,13 +28,14 @@ from txl_dist.checkpoint.reader import load_fragments, load_model
 from txl_dist.checkpoint.snapshot import Fragment
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.config.config_file import load_run_config as load_plain
+from txl_dist.convert.hub import write_for_transformers
 from txl_dist.convert.stored_model import Reading, find_model, write_exported
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.evaluation.distributed import evaluate
 from txl_dist.evaluation.spec import evaluation_spec
 from txl_dist.events import newest_attempt, read_events
 from txl_dist.model.choices import RECIPES
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import ModelConfig, RotaryScaling
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
@@ -87,8 +87,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def score(path: Path, dataset: Path, *, num_ranks: int = 1) -> float:
-    spec = evaluation_spec(path, dataset, batch=4, max_tokens=MAX_TOKENS)
+def score(path: Path, dataset: Path, *, num_ranks: int = 1, tgt_len: int | None = None) -> float:
+    spec = evaluation_spec(path, dataset, batch=4, max_tokens=MAX_TOKENS, tgt_len=tgt_len)
     return evaluate(replace(spec, num_ranks=num_ranks)).sums.nats
 
 
@@ -145,6 +145,21 @@ def test_weights_without_a_tokenizer_can_be_an_origin(
     spec = spec_of(run, dataset, f"init_from={tmp_path / 'imported'}", "training.num_steps=1")
     assert ranks(1).run(train, spec) == [0]
     assert same(weights(CheckpointDirectory(run).at(0)), weights(tmp_path / "imported"))
+
+
+def test_a_directory_of_transformers_can_be_an_origin(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    manifest, origin, run = load_manifest(dataset), tmp_path / "qwen3", tmp_path / "run"
+    config = ModelConfig.of_recipe(
+        "modern", vocab_size=manifest.vocab_size, same_length=True, **SIZES
+    )
+    model, tokenizer = TransformerXL(config, seed=3), open_tokenizer(dataset, manifest)
+    write_for_transformers(origin, model, tokenizer, 3, window=SIZES["mem_len"], card=None)
+    spec = spec_of(run, dataset, f"init_from={origin}", "training.num_steps=1")
+    assert ranks(2).run(train, spec) == [0, 0]
+    assert same(weights(CheckpointDirectory(run).at(0)), weights(origin))
+    assert score_of_step(run, 0).nats == score(origin, dataset, num_ranks=2, tgt_len=3)
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3", "3-all-spread"])
@@ -315,7 +330,10 @@ def test_any_part_of_the_model_may_be_in_the_config(
     tmp_path_factory: pytest.TempPathFactory, names: set[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("origin")
-    stored = ModelConfig(vocab_size=23, cutoffs=(5, 9), div_val=2, tie_projs=(True,), **SIZES)
+    stored = ModelConfig(
+        vocab_size=23, cutoffs=(5, 9), div_val=2, tie_projs=(True,), distance_encoding="rotary",
+        n_kv_head=1, rotary_scaling=RotaryScaling(kind="linear", factor=2.0), **SIZES,
+    )  # fmt: skip
     write_exported(folder / "model", TransformerXL(stored), None)
     values = json.loads(json.dumps(asdict(stored)))
     given_part = [f"model.{name}={json.dumps(values[name])}" for name in names]

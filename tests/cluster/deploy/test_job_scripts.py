@@ -132,7 +132,7 @@ def test_the_python_is_that_of_the_directory_or_of_the_activated_environment(
     (tmp_path / "work").mkdir()
     python = tmp_path / place / "python"
     python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/bash\necho this python $*; exit 2\n")
+    python.write_text("#!/bin/bash\necho this python $* >&2; exit 2\n")
     python.chmod(0o755)
     job = submit(script, tmp_path, "small.yaml", cwd=tmp_path / "work", TXL_PYTHON="")
     # An invalid config ends the job with its exit code.

@@ -25,11 +25,10 @@ from html import escape
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from txl_dist.analysis.plots import Axes, draw_lines, finish, new_figure, svg_bytes
 from txl_dist.config.config_file import flatten_settings
 from txl_dist.config.yaml_file import YamlTextError, read_yaml
 from txl_dist.errors import CheckpointError, ConfigError
@@ -39,6 +38,9 @@ from txl_dist.events import ENDS, EVENTS, Event, last_start, newest_attempt, of_
 from txl_dist.tracking.journal import JOURNAL, read_metrics
 from txl_dist.tracking.tracker import as_text
 from txl_dist.training.goodput import LOSSES, STEPS, WallTime
+
+if TYPE_CHECKING:
+    from txl_dist.analysis.plots import Axes
 
 Series: TypeAlias = Sequence[tuple[int, float]]
 """(step, value), in the order of the steps."""
@@ -278,6 +280,9 @@ def charts_of_runs(runs: Sequence[RunRecord]) -> Iterator[tuple[str, bytes]]:
 
 def _chart(runs: Sequence[RunRecord], lines: Sequence[Series], *, is_logarithmic: bool) -> bytes:
     """`lines`: of each run."""
+    # Here, so that a directory that is no run is refused before matplotlib is imported.
+    from txl_dist.analysis.plots import draw_lines, finish, new_figure, svg_bytes
+
     figure = new_figure(CHART_INCHES)
     axes = figure.subplots()
     if len(runs) > 1:
@@ -309,7 +314,7 @@ def thin_out(
     return steps, values
 
 
-def _mark_events(axes: Axes, run: RunRecord) -> None:
+def _mark_events(axes: "Axes", run: RunRecord) -> None:
     """Restarts as triangles at the bottom, diverged steps as crosses at the top."""
     for events, marker, height, name in (
         (of_kind(run.events, "start")[1:], "^", 0.04, "restart"),

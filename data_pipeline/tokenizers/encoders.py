@@ -5,8 +5,6 @@ characters that became letters or digits in between (`OTHER_CLASS`) are split di
 with one of them is encoded by `tokenizers`. `tests/data_pipeline/tokenizers` compares both
 libraries for every code point. Other versions of either library may differ in other characters;
 `reason_without_gigatoken` therefore refuses versions that were not compared.
-
-Both write byte-level tokens in characters, one for each byte (`BYTE_OF`).
 """
 
 import functools
@@ -16,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
+from data_pipeline.tokenizers.decoding import BYTE_OF
 
 COMPARED_VERSION = "0.10.0"
 _ASCII = bytes(range(128))
@@ -39,24 +39,6 @@ CHARACTERS_OF_EARLIER_VERSIONS = (
 MAX_GROWTH_BYTES = 96 * 2**20
 _CHECK_BYTES = 2 * 2**20
 """Bytes of text between two checks of the RAM of the process."""
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The character for each byte in such files: itself if printable, else chr(256), chr(257)..."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    moved = {chr(256 + number): byte for number, byte in enumerate(others)}
-    return {chr(byte): byte for byte in printable} | moved
-
-
-BYTE_OF = _byte_of_character()
-_TO_LATIN_1 = str.maketrans({character: chr(byte) for character, byte in BYTE_OF.items()})
-
-
-def byte_level_bytes(token: str) -> bytes:
-    """The bytes that a byte-level token is written in. Tokens with other characters are text."""
-    is_text = not BYTE_OF.keys() >= {*token}
-    return token.encode() if is_text else token.translate(_TO_LATIN_1).encode("latin-1")
 
 
 class GigatokenEncoder:

@@ -3,18 +3,9 @@
 gigatoken encodes byte-level BPE with GPT-2's pattern: the same ids in less time
 (docs/decisions/0037). `tokenizers` encodes all others. Special tokens are removed from the file
 first, because the library would encode their names in a text as the special tokens.
-
-Text is decoded as bytes, because a token may be two thirds of a character. The bytes of a token
-follow from the decoder of the file. Known are byte-level decoders, where each character represents
-a byte, and those of SentencePiece: Metaspace, and pieces in which ▁ is a space (Replace) with
-tokens `<0x0A>` for bytes (ByteFallback). Some remove the space that the encoder puts before a text
-from the first token (Metaspace, Strip).
-
-Source: `decode_chain` in tokenizers/src/decoders and tokenizers/src/pre_tokenizers of the library.
 """
 
 import json
-import re
 from collections import Counter
 from contextlib import suppress
 from functools import cached_property
@@ -30,16 +21,14 @@ from data_pipeline.errors import DataError
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
+from data_pipeline.tokenizers.decoding import BYTE_OF, TokenBytes, bytes_are_exact, decoder_steps
 from data_pipeline.tokenizers.encoders import (
-    BYTE_OF,
     GigatokenEncoder,
-    byte_level_bytes,
     reason_without_gigatoken,
     require_gpt2_bpe,
 )
 from data_pipeline.tokenizers.interface import Tokenizer, checked_ids, token_dtype
 
-_BYTE_TOKEN = re.compile(rb"^<0x([0-9a-fA-F]{2})>\Z")
 HARD_STRINGS = (
     "don't I'LL we've it's they'd you're 'tis '' 's's",
     "  two   three    spaces  \t\ttabs \n\n lines \r\n CRLF \r\n\r\n end   ",
@@ -128,15 +117,18 @@ class PretrainedTokenizer(Tokenizer):
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
         ids = self._gigatoken.encode(text) if self._gigatoken else None
         if ids is None:
-            text.encode("utf-8")
-            try:
-                ids = np.array(self.library_ids(text), dtype=np.uint32)
-            except Exception as error:  # the library raises no narrower type
-                raise DataError(
-                    f"the tokenizer has no tokens for {text[:40]!r}: {error}. Add an unknown token "
-                    "to it, or use another tokenizer."
-                ) from error
+            ids = self._encode_with_library(text)
         return ids.astype(token_dtype(self.vocab_size))
+
+    def _encode_with_library(self, text: str) -> np.ndarray:
+        text.encode("utf-8")
+        try:
+            return np.array(self.library_ids(text), dtype=np.uint32)
+        except Exception as error:  # the library raises no narrower type
+            raise DataError(
+                f"the tokenizer has no tokens for {text[:40]!r}: {error}. Add an unknown token "
+                "to it, or use another tokenizer."
+            ) from error
 
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""
@@ -324,90 +316,3 @@ def require_same_ids(tokenizer: PretrainedTokenizer) -> None:
                 f"{tokenizer.encoder} and tokenizers differ on {text[:60]!r}. Their versions are "
                 "incompatible: install those of constraints.txt and run this again."
             )
-
-
-# --- the bytes of tokens --------------------------------------------------------------------------
-
-
-def decoder_steps(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps of the decoder of a library's JSON.
-
-    Raises ValueError for a decoder in which the bytes of a token depend on other tokens.
-    """
-    decoder = content.get("decoder") or {"type": "none"}
-    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
-    kinds = [step["type"] for step in steps]
-    pieces = kinds
-    # Before Fuse, Strip is applied to every token.
-    if kinds[-2:] == ["Fuse", "Strip"] and (steps[-1]["start"], steps[-1]["stop"]) == (1, 0):
-        pieces = kinds[:-1]
-    pieces = [kind for kind in pieces if kind != "Fuse"]
-    is_known = {*pieces} <= {"Replace", "Metaspace", "ByteFallback"} or pieces == ["ByteLevel"]
-    if not is_known or any("Regex" in step.get("pattern", ()) for step in steps):
-        raise ValueError(f"the bytes of its tokens are not known (decoder {', '.join(kinds)})")
-    return [step for step in steps if step["type"] != "Fuse"]
-
-
-class TokenBytes(dict[int, bytes]):
-    """The bytes of each id, which are computed when they are needed.
-
-    `is_first`: of the first token of a text.
-    """
-
-    def __init__(
-        self, library: tokenizers.Tokenizer, steps: list[dict[str, Any]], *, is_first: bool = False
-    ) -> None:
-        super().__init__()
-        self._library, self._steps, self._is_first = library, steps, is_first
-
-    def __missing__(self, id_: int) -> bytes:
-        token = self._library.id_to_token(id_)
-        if token is None:  # an id that the model has and its tokenizer has not
-            return b""
-        raw = token.encode()
-        for step in self._steps:
-            match step["type"]:
-                case "ByteLevel":
-                    raw = byte_level_bytes(token)
-                case "Replace":
-                    pattern = step["pattern"]["String"].encode()
-                    raw = raw.replace(pattern, step["content"].encode())
-                case "Metaspace":
-                    is_dropped = self._is_first and step["prepend_scheme"] != "never"
-                    raw = raw.replace(step["replacement"].encode(), b"" if is_dropped else b" ")
-                case "ByteFallback":
-                    raw = _BYTE_TOKEN.sub(lambda byte: bytes.fromhex(byte[1].decode()), raw)
-                case "Strip" if self._is_first:
-                    raw = raw.removeprefix(step["content"].encode())
-        self[id_] = raw
-        return raw
-
-
-def bytes_are_exact(content: dict[str, Any]) -> bool:
-    """Whether the bytes of the tokens of any text add up to those of the text.
-
-    This holds for byte-level BPE that does not normalize. Others replace characters, drop or add
-    spaces, or write ▁ for a space, so that a ▁ of the text counts as one byte.
-    """
-    model, split = content["model"], content.get("pre_tokenizer") or {}
-    normalizer = content.get("normalizer") or {"normalizers": []}
-    steps = split.get("pretokenizers", [split])
-    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-    return (
-        [step["type"] for step in decoder_steps(content)] == ["ByteLevel"]
-        and normalizer.get("normalizers") == []
-        and [step["add_prefix_space"] for step in byte_level] == [False]
-        and all(
-            step["type"] in ("ByteLevel", "Digits")
-            or (step["type"] == "Split" and step["behavior"] != "Removed")
-            for step in steps
-        )
-        and model.get("type") == "BPE"
-        and model["vocab"].keys() >= BYTE_OF.keys()
-        and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and all(
-            byte_level_bytes(added["content"]) == added["content"].encode()
-            and not (added["lstrip"] or added["rstrip"])
-            for added in content.get("added_tokens") or ()
-        )
-    )

@@ -258,14 +258,6 @@ def test_each_epoch_reads_every_token_once_except_the_remainder(case: Case, pref
         assert set(read) <= set(range(case.plan.num_tokens))
 
 
-@quickly
-@given(case=cases())
-def test_the_plan_computes_the_targets_of_a_step_before_it_is_read(case: Case) -> None:
-    for segment in case.segments(8, prefetch=4):
-        counted = int((segment.target != -1).sum())
-        assert case.plan.targets_in_step(segment.position) == counted
-
-
 # --- the age rule -------------------------------------------------------------------------------
 
 

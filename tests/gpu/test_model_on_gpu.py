@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.gpu_tests import DEVICE
+from tests.gpu import DEVICE
 from tests.support.keep_bits import unpack
 from tests.support.small_models import random_text
 from tests.txl_dist.model.test_golden import FILES, WITHOUT_EXTENSION, load

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_kill_and_resume import SETTINGS, kill_and_resume
+from tests.gpu import num_devices
 from tests.support.commands import ENVIRONMENT
 from tests.support.gloo_ranks import RankGroups
-from tests.support.gpu_tests import num_devices
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,

@@ -8,7 +8,10 @@ import csv
 import gzip
 import io
 import json
+import random
+import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +199,75 @@ LAYOUTS = [
            _one_text_each({"train": "corpus.txt", "test": "corpus.test.txt"}),
            "1 file: train; 1: test (in train because their names give no split: corpus.txt)"),
 ]  # fmt: skip
+
+
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+
+def pack(folder: Path, archive: Path, *, top: str = "") -> Path:
+    """Write the files of `folder`, in reverse order, below the folder `top` of the archive."""
+    names = sorted((p.relative_to(folder) for p in folder.rglob("*")), reverse=True)
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
+            for name in names:
+                zipped.write(folder / name, Path(top, name))
+        return archive
+    content = io.BytesIO()
+    mode = {".gz": "w:gz", ".tgz": "w:gz", ".bz2": "w:bz2", ".xz": "w:xz"}.get(archive.suffix, "w:")
+    with tarfile.open(fileobj=content, mode=mode) as packed:
+        for name in names:
+            packed.add(folder / name, str(Path(top, name)), recursive=False)
+    data = content.getvalue()
+    if archive.suffix == ".zst":
+        data = zstandard.compress(data)
+    archive.write_bytes(data)
+    return archive
+
+
+# --- WikiText-103, with enough words to train on --------------------------------------------------
+
+SIZES = {"train": 2000, "valid": 300, "test": 200}
+"""Words of every split, without those of titles."""
+
+
+def wikitext(num_words: int) -> str:
+    """Articles in the form of WikiText: titles, blank lines, frequent and rare words."""
+    rng = random.Random(3)
+    words = [f"w{int(rng.paretovariate(0.8)) % 300}" for _ in range(num_words)]
+    lines = [" ".join(words[i : i + 11]) for i in range(0, num_words, 11)]
+    for i in range(0, len(lines), 5):
+        lines[i] = f"\n = Article {i} = \n \n {lines[i]}"
+    return "".join(f" {line} \n" for line in lines)
+
+
+def write_tokens(directory: Path) -> Path:
+    """The folder that wikitext-103-v1.zip contains."""
+    folder = directory / "wikitext-103"
+    folder.mkdir(parents=True)
+    for split, size in SIZES.items():
+        (folder / f"wiki.{split}.tokens").write_text(wikitext(size))
+    return folder
+
+
+def write_parquet(directory: Path) -> Path:
+    """Hugging Face's Salesforce/wikitext: one line per row, "" for a blank line. Returns the folder
+    of WikiText-103, which has other configurations too.
+    """
+    for name in ("wikitext-103-raw-v1", "wikitext-103-v1", "wikitext-2-v1"):
+        folder = directory / name
+        folder.mkdir(parents=True)
+        for split, size in SIZES.items():
+            lines = wikitext(size if name == "wikitext-103-v1" else 99).splitlines(keepends=True)
+            rows = [line if line.strip() else "" for line in lines]
+            published = {"valid": "validation"}.get(split, split)
+            parts = [rows[:50], rows[50:]] if split == "train" else [rows]
+            for n, part in enumerate(parts):
+                path = folder / f"{published}-{n:05}-of-{len(parts):05}.parquet"
+                parquet.write_table(_rows(part), path)
+    return directory / "wikitext-103-v1"
+
+
+# --- the table ------------------------------------------------------------------------------------
 
 
 def table_row(layout: Layout, manifest: ShardManifest, printed: str) -> str:

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.cable import Link
 from tests.support.commands import wait_until
-from tests.support.hosts import Host, two_hosts
+from tests.support.hosts import Host, Link, two_hosts
 
 pytestmark = pytest.mark.cluster
 ECHO = """

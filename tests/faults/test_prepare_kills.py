@@ -138,25 +138,6 @@ def test_a_signal_to_the_group_ends_with_75_and_keeps_finished_units(
     assert files_of(out) == whole
 
 
-@pytest.mark.fault_row(40)
-def test_a_worker_killed_in_a_run_is_replaced(
-    lines: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    process = start_txl("prepare", lines, "--out", out, *OPTIONS)
-    wait_until(lambda: finished_units(out) > 2)
-    workers = [pid for pid in children_of(process.pid) if b"spawn_main" in command_of(pid)]
-    assert len(workers) == 2
-    os.kill(workers[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    assert files_of(out) == whole
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 def fail(path: Path) -> float:
     return 1 / len(path.name.removeprefix("a"))
 

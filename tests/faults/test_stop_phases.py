@@ -23,6 +23,7 @@ from tests.support.commands import (
     ENVIRONMENT,
     children_of,
     is_alive,
+    start_torchrun,
     start_txl,
     txl,
     wait_until,
@@ -229,29 +230,19 @@ def test_a_signal_to_one_rank_that_starts_ends_the_run(
     assert not any(is_alive(child) for child in children)
 
 
-def start_with_torchrun(*words: object) -> subprocess.Popen[str]:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "txl_dist")
-    return subprocess.Popen(
-        [sys.executable, *torchrun, *map(str, words[:-4])],  # not --on and --ranks
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | ENVIRONMENT,
-    )
-
-
 @pytest.mark.fault_row(5)
-@pytest.mark.parametrize("start", [start_txl, start_with_torchrun])
+@pytest.mark.parametrize("start", [start_txl, start_torchrun])
 def test_a_signal_to_one_rank_in_an_evaluation_ends_it_on_all(
     start: Callable[..., subprocess.Popen[str]], dataset: Path, tmp_path: Path
 ) -> None:
     """The other rank has not received it, and would score its share first, for half a minute."""
-    words = (
+    settings = (
         "evaluation.split=train", "evaluation.batch_chunks=1", "data.tgt_len=1", "model.n_layer=6",
         "evaluation.interval_steps=10", "training.checkpoint_interval_steps=10",
         "training.grace_seconds=100",
     )  # fmt: skip
-    process = start(*train_words(dataset, tmp_path, *LONG, *words))
+    words = train_words(dataset, tmp_path, *LONG, *settings)
+    process = start(*(words if start is start_txl else words[:-4]))  # not --on and --ranks
     wait_until(CheckpointDirectory(tmp_path).at(10).is_dir)
     os.kill(children_of(process.pid)[1], signal.SIGTERM)
     began = time.monotonic()

@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from tests.support.commands import (
     children_of,
     is_alive,
     num_lines,
+    start_torchrun,
     start_txl,
     txl,
     wait_until,
@@ -140,17 +140,8 @@ def test_a_request_in_start_up_ends_within_seconds(
 
 
 def test_torchrun_and_its_ranks_are_signalled_together(dataset: Path, tmp_path: Path) -> None:
-    launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
     words = train_words(dataset, tmp_path, *SETTINGS)[:-4]  # not --on and --ranks
-    command = ("-m", "torch.distributed.run", *launch, "-m", "txl_dist", *map(str, words))
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
+    process = start_torchrun(*words, own_group=True)
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=90)

@@ -30,16 +30,14 @@ def finished(scores: Path) -> int:
     return sum(num_lines(path) - 1 for path in scores.glob("*.jsonl"))
 
 
-def workers_of(pid: int) -> list[psutil.Process]:
-    """The workers below a process: its own or those of Ray, but not the idle ones."""
+def workers_of(pid: int, on: str) -> list[psutil.Process]:
+    """The workers below a process."""
+    sign = {"processes": "spawn_main", "ray": "ray::Worker"}[on]
     try:
         below = psutil.Process(pid).children(recursive=True)
-        commands = {each: " ".join(each.cmdline()) for each in below}
+        return [each for each in below if sign in " ".join(each.cmdline())]
     except psutil.Error:  # one of them has just ended
         return []
-    return [
-        each for each, words in commands.items() if "spawn_main" in words or "ray::Worker" in words
-    ]
 
 
 def nats(output: str) -> float:
@@ -81,7 +79,7 @@ def test_the_batches_of_killed_workers_are_scored_by_others(
 ) -> None:
     process = start_txl(*words(model, dataset, tmp_path, "--workers", 2, "--on", on))
     wait_until(lambda: finished(tmp_path) > 1)
-    victims = workers_of(process.pid)
+    victims = workers_of(process.pid, on)
     for victim in victims:
         # Apart, because the second worker may take over the batch of the first: a batch that kills
         # two workers ends the evaluation.
@@ -123,10 +121,14 @@ def test_a_batch_that_kills_its_workers_is_named(
     model: Path, dataset: Path, tmp_path: Path
 ) -> None:
     process = start_txl(*words(model, dataset, tmp_path, "--workers", 2))
-    while process.poll() is None:
-        for worker in workers_of(process.pid):
+
+    def has_ended() -> bool:
+        for worker in workers_of(process.pid, "processes"):
             with suppress(psutil.NoSuchProcess):
                 worker.kill()
+        return process.poll() is not None
+
+    wait_until(has_ended)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1, output
     last = output.splitlines()[-1]
@@ -148,10 +150,7 @@ def large_corpus(directory: Path) -> Path:
 
 @pytest.mark.fault_row(3, 49)
 def test_chunks_and_units_of_a_lost_node_are_done_on_the_others(
-    model: Path,
-    dataset: Path,
-    tmp_path: Path,
-    expected: float,
+    model: Path, dataset: Path, tmp_path: Path, expected: float
 ) -> None:
     environment = token_environment(tmp_path)
     prepare = ("prepare", large_corpus(tmp_path), "--format", "text", "--shard-size", 16)
@@ -166,7 +165,7 @@ def test_chunks_and_units_of_a_lost_node_are_done_on_the_others(
                     wait_until(lambda: finished(out) > 3)  # noqa: B023
                 else:
                     process = start_txl(*prepare, "--out", out, *on, environment=environment)
-                    wait_until(lambda: bool(workers_of(node.process.pid)))
+                    wait_until(lambda: bool(workers_of(node.process.pid, "ray")))
                 node.kill()
                 output, _ = process.communicate(timeout=150)
             assert process.returncode == 0, output
@@ -182,9 +181,7 @@ def test_chunks_and_units_of_a_lost_node_are_done_on_the_others(
 
 @pytest.mark.fault_row(41)
 def test_a_busy_cluster_is_named_and_a_stop_leaves_no_worker_there(
-    model: Path,
-    dataset: Path,
-    tmp_path: Path,
+    model: Path, dataset: Path, tmp_path: Path
 ) -> None:
     environment = token_environment(tmp_path)
     scores = (tmp_path / "first", tmp_path / "second")
@@ -192,7 +189,7 @@ def test_a_busy_cluster_is_named_and_a_stop_leaves_no_worker_there(
         on = ("--on", head.address)
         first = start_txl(*words(model, dataset, scores[0], *on), environment=environment)
         wait_until(lambda: finished(scores[0]) > 0)
-        (worker,) = workers_of(head.process.pid)
+        (worker,) = workers_of(head.process.pid, "ray")
         worker.suspend()  # else it may have finished before the second one asks for its CPU
         second = start_txl(*words(model, dataset, scores[1], *on), environment=environment)
         assert second.stdout is not None
@@ -205,14 +202,11 @@ def test_a_busy_cluster_is_named_and_a_stop_leaves_no_worker_there(
             output, _ = process.communicate(timeout=SOON_SECONDS)
             assert process.returncode == 75, output
             assert f"{scores_of}: run the same command with --resume" in output
-        wait_until(lambda: not workers_of(head.process.pid), timeout_seconds=10)
+        wait_until(lambda: not workers_of(head.process.pid, "ray"), timeout_seconds=10)
 
 
 def test_a_lost_head_ends_the_evaluation_and_resume_goes_on(
-    model: Path,
-    dataset: Path,
-    tmp_path: Path,
-    expected: float,
+    model: Path, dataset: Path, tmp_path: Path, expected: float
 ) -> None:
     environment, scores = token_environment(tmp_path), tmp_path / "scores"
     with ray_node(tmp_path) as head:

@@ -22,7 +22,6 @@ from tests.support.cloud_runs import aws, in_cloud  # noqa: F401 - aws is a fixt
 from tests.support.commands import (
     ENVIRONMENT,
     children_of,
-    is_alive,
     start_torchrun,
     start_txl,
     txl,
@@ -210,24 +209,6 @@ def train_some(world: World, spec: TrainSpec, *, num_steps: int) -> int:
 
 
 LONG = (*SETTINGS, "training.num_steps=400")
-
-
-@pytest.mark.parametrize("delay_seconds", [0.0, 0.5, 2.0])
-def test_a_signal_to_one_rank_that_starts_ends_the_run(
-    delay_seconds: float, dataset: Path, tmp_path: Path
-) -> None:
-    """The rank imports its modules; at first the interpreter itself is not ready for signals."""
-    process = start_txl(*train_words(dataset, tmp_path, *LONG, "--max-restarts", 3))
-    wait_until(lambda: len(children_of(process.pid)) == 2)
-    time.sleep(delay_seconds)
-    children = children_of(process.pid)
-    os.kill(children[1], signal.SIGTERM)
-    began = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert time.monotonic() - began < SOON_SECONDS
-    assert "restart" not in output
-    assert not any(is_alive(child) for child in children)
 
 
 @pytest.mark.fault_row(5)

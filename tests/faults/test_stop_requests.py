@@ -120,22 +120,31 @@ def test_a_second_request_long_after_the_first_ends_the_run_immediately(
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
 
 
-# In the first tenths of a second the interpreter starts, and no program can catch a signal.
-@pytest.mark.parametrize("delay_seconds", [1.0, 2.0, 4.0, 6.0, 8.0])
+# Not sooner for the launcher: at first the interpreter starts, and no program can catch a signal.
+@pytest.mark.parametrize(
+    ("victim", "delay_seconds"),
+    [
+        *(("launcher", delay) for delay in (1.0, 2.0, 4.0, 6.0, 8.0)),
+        *(("rank", delay) for delay in (0.0, 0.5, 2.0)),
+    ],
+)
 def test_a_request_in_start_up_ends_within_seconds(
-    dataset: Path, tmp_path: Path, delay_seconds: float
+    dataset: Path, tmp_path: Path, victim: str, delay_seconds: float
 ) -> None:
-    process = start_txl(*train_words(dataset, tmp_path, *SETTINGS))
+    process = start_txl(*train_words(dataset, tmp_path, *SETTINGS, "--max-restarts", 3))
+    if victim == "rank":
+        wait_until(lambda: len(children_of(process.pid)) == 2)
     time.sleep(delay_seconds)
     if num_lines(tmp_path / "metrics.jsonl"):
         process.kill()
         pytest.skip(f"this machine trains before {delay_seconds} s have passed")
     ranks = children_of(process.pid)
-    process.send_signal(signal.SIGTERM)
+    os.kill(ranks[1] if victim == "rank" else process.pid, signal.SIGTERM)
     began = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert time.monotonic() - began < START_UP_LIMIT_SECONDS
+    assert "restart" not in output
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=10)
 
 

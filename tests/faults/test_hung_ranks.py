@@ -1,10 +1,16 @@
-"""FAULTS 7: the error names a rank that hangs, and the collective that waits for it."""
+"""FAULTS 7: the error names a rank that hangs, and the collective that waits for it.
+
+A rank that is only slow is named too, and nothing ends.
+"""
 
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +19,17 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     NO_EVALUATION,
     ZERO,
+    losses,
     tiny_spec,
+    train,
     train_words,
 )
+from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import LostRankError
+from txl_dist.runtime.waiting import CollectiveWatch
 from txl_dist.runtime.world import World
+from txl_dist.training import batches, rank
 from txl_dist.training.rank import train_rank
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.step import TrainStep
@@ -102,3 +114,58 @@ def test_the_limit_reaches_the_gradients_at_every_stage(
     assert message is not None
     assert message.startswith(f"rank 0 waited {limit} for the other ranks in ")
     assert "(step 3)" in message
+
+
+def train_slowly(world: World, spec: TrainSpec, *, slow: str) -> int:
+    """Rank 1 needs 4 s for data of step 3 or to copy a checkpoint, or rank 0 8 s to write it."""
+    write = Save.write_part
+    pipeline = batches.pipeline
+
+    def slow_batches(*args: Any) -> Iterator[Any]:
+        for number, batch in enumerate(pipeline(*args), start=1):
+            time.sleep(4 if number == 3 and world.rank == 1 and slow == "data" else 0)
+            yield batch
+
+    def slow_snapshot(*args: Any) -> Snapshot:
+        time.sleep(4 if world.rank == 1 and slow == "save" else 0)
+        return Snapshot(*args)
+
+    def slow_write(save: Save, staging: Path, snapshot: Snapshot) -> None:
+        for _ in range(8 if world.rank == 0 and slow == "write" else 0):
+            time.sleep(1)
+            save.require_useful()  # called for every block
+        write(save, staging, snapshot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "pipeline", slow_batches)
+        patch.setattr("txl_dist.training.saving.Snapshot", slow_snapshot)
+        patch.setattr(Save, "write_part", slow_write)
+        patch.setattr(rank, "CollectiveWatch", partial(CollectiveWatch, notice_seconds=1.0))
+        return train(world, spec)
+
+
+@pytest.mark.parametrize(
+    ("slow", "place"),
+    [
+        ("data", r"step 3, data wait for \d s: "),
+        ("save", r"checkpoint of step 6, save wait for \d s"),
+        ("write", None),
+    ],
+)
+def test_a_slow_rank_is_named_and_nothing_ends(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, slow: str, place: str | None
+) -> None:
+    """Ranks that wait for a file to be written are not slow, and nothing waits for them."""
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    settings = (NO_EVALUATION, "training.num_steps=6", "training.rank_timeout_seconds=6")
+    assert ranks(2).run(train, tiny_spec(dataset, plain, *settings)) == [0, 0]
+    assert ranks(2).run(train_slowly, tiny_spec(dataset, run, *settings), slow=slow) == [0, 0]
+    assert losses(run) == losses(plain)
+    log = (run / "logs" / "rank-0.log").read_text()
+    waits = re.findall(r"rank 0 has waited .*", log)
+    if place is None:
+        assert not waits
+    else:
+        name = rf"rank 1 \(host \S+, pid \d+\) has been in {place}"
+        assert re.search(name, "\n".join(waits)), log
+    assert "has not responded" not in log

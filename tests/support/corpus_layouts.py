@@ -1,7 +1,6 @@
 """Corpora in the layouts in which they are published, made by hand, and what each one holds.
 
-`python -m tests.support.corpus_layouts` prints the table of docs/how_to/keep_splits.md: what
-`txl prepare` printed about the splits of every layout, and what it wrote.
+docs/how_to/keep_splits.md has a table of what `txl prepare` prints and writes for every layout.
 """
 
 import csv
@@ -10,7 +9,6 @@ import io
 import json
 import random
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ import pyarrow as pa
 import zstandard
 from pyarrow import ipc, parquet
 
-from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers.split_names import split_order
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -276,20 +273,3 @@ def table_row(layout: Layout, manifest: ShardManifest, printed: str) -> str:
     documents = ", ".join(f"{entry.documents:,}" for entry in entries)
     tokens = ", ".join(f"{entry.tokens:,}" for entry in entries)
     return f"| {layout.name} | `{printed}` | {documents} | {tokens} |"
-
-
-def main() -> None:
-    print("| layout | printed | documents: train, valid, test | tokens |\n|---|---|--:|--:|")
-    for layout in LAYOUTS:
-        with tempfile.TemporaryDirectory() as scratch:
-            lines: list[str] = []
-            layout.write(Path(scratch, "in"))
-            report = prepare_dataset(
-                [Path(scratch, "in")], Path(scratch, "out"), layout.settings, note=lines.append
-            )
-        printed = next(line for line in lines if line.startswith("splits"))
-        print(table_row(layout, report.manifest, printed.partition(", ")[2]))
-
-
-if __name__ == "__main__":
-    main()

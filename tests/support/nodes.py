@@ -58,13 +58,11 @@ def ray_node(
     ip: str = "127.0.0.1",
     num_cpus: int = 1,
     inside: Sequence[str] = (),
-    words: Sequence[str] = (),
     port: int | None = None,
 ) -> Iterator[RayNode]:
     """Start a head, or a node that joins the cluster at `join`.
 
-    `inside` are words before the command, `words` more options of `ray start`. `port` of a head: a
-    free one by default.
+    `inside` are words before the command. `port` of a head: a free one by default.
     """
     if join is None:
         port = port or free_port()
@@ -76,7 +74,6 @@ def ray_node(
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
         *(*options, f"--node-ip-address={ip}", f"--num-cpus={num_cpus}"),
         "--object-store-memory=100000000",
-        *words,
     )
     environment = {**os.environ, **token_environment(directory)}
     with _running(command, address, directory, env=environment) as node:

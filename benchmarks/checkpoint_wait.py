@@ -9,29 +9,19 @@ because the load of the machine changes over minutes.
 
 import argparse
 import logging
-import os
-import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from figures import Figure
+from one_rank import one_rank
+from training_figures import prepare_text
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
-from txl_dist.config.config_file import load_run_config
-from txl_dist.runtime.process import keep_freed_memory
-from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.loop import Trainer
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 MODEL = (
@@ -47,41 +37,25 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--interval-steps", type=int, default=60)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        trainer = build(Path(folder), stack, arguments)
-        timing = Timing(trainer)
-        trainer.run()
-        size = sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors")) / 1e6
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        prepare_text(work / "data")
+        interval, num_steps = arguments.interval_steps, arguments.saves * arguments.interval_steps
+        overrides = (
+            f"data.path={work / 'data'}", f"directory={work / 'run'}", "evaluation.split=null",
+            f"training.num_steps={num_steps}", f"training.checkpoint_interval_steps={interval}",
+            "training.log_interval_steps=10", "optimizer.lr=1e-4", *MODEL,
+        )  # fmt: skip
+        with one_rank(CONFIG, overrides) as trainer:
+            timing = Timing(trainer)
+            trainer.run()
+        size = sum(path.stat().st_size for path in work.rglob("*.safetensors")) / 1e6
     print(f"{size / len(timing.blocked_seconds):,.0f} MB per checkpoint and more")
     figures = timing.figures(arguments.interval_steps)
     for figure in figures:
         print(f"{figure.name:<44} {figure.value:>9.3f} {figure.unit:<3} limit {figure.limit:g}")
     sys.exit(0 if all(figure.holds for figure in figures) else 1)
-
-
-def build(folder: Path, stack: ExitStack, arguments: argparse.Namespace) -> Trainer:
-    """A run of one rank in this process."""
-    keep_freed_memory()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    text = folder / "text.txt"
-    text.write_bytes(
-        b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
-    )
-    prepare_dataset([text], folder / "data", PrepareSettings())
-    interval, num_steps = arguments.interval_steps, arguments.saves * arguments.interval_steps
-    overrides = (
-        f"data.path={folder / 'data'}", f"directory={folder / 'run'}", "evaluation.split=null",
-        f"training.num_steps={num_steps}", f"training.checkpoint_interval_steps={interval}",
-        "training.log_interval_steps=10", "optimizer.lr=1e-4", *MODEL,
-    )  # fmt: skip
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    spec = TrainSpec(config=load_run_config(CONFIG, list(overrides)))
-    directory = RunDirectory(spec.run_path)
-    directory.create()
-    return build_trainer(Start.open(spec, World(0, 1), directory, stack))
 
 
 class Timing:

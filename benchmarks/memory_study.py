@@ -9,7 +9,7 @@ configs/baselines are trained on the same tokens with the same seed, and then co
     perplexity by mem_len                  txl eval --mem-len
     relative effective context length      txl recl
     how far a copy is found                txl bench recall
-    loss at the start of a segment         benchmarks/what_memory_costs_and_brings.py
+    mean loss by position in the segment   here, with the memory of training and with none
 
 Every command is printed before it runs. About half an hour on two CPU cores with the default
 number of steps. A stopped study continues with the same command; a finished run is not trained
@@ -18,21 +18,23 @@ again. --out gets study.json, mem_len.png and the runs.
 
 import argparse
 import json
-import os
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
-from quickstart import SOURCES, collect_sources, say
+from quickstart import SOURCES, collect_sources, say, txl
+
+from txl_dist.evaluation.spec import evaluation_spec, plan_evaluation
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("with-memory", "no-memory", "vanilla")
 MEM_LENS = (0, 32, 64, 128, 256, 512)
+FIRST_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+MAX_TOKENS = 50_000
+"""Of the split, for the loss by position."""
 
 
 def main() -> None:
@@ -57,15 +59,14 @@ def main() -> None:
     print_perplexities(study["by_mem_len"])
     plot(study["by_mem_len"]).savefig(options.out / "mem_len.png", dpi=120)
     split = ("--split", options.split)
-    if has_command("recl"):
-        study["recl"] = txl_json("recl", *runs.values(), options.data, *split, "--json")
-    if has_command("bench", "recall"):
-        study["recall"] = {
-            name: txl_json("bench", "recall", run, "--json") for name, run in runs.items()
-        }
-    script = ROOT / "benchmarks" / "what_memory_costs_and_brings.py"
-    tables = ("--out", options.out / "tables", "--data", options.data, *split)
-    call(sys.executable, script, *tables, *runs.values())
+    study["recl"] = txl_json("recl", *runs.values(), options.data, *split, "--json")
+    study["recall"] = {
+        name: txl_json("bench", "recall", run, "--json") for name, run in runs.items()
+    }
+    study["by_position"] = [
+        row for run in runs.values() for row in losses_by_position(run, options.data, options.split)
+    ]
+    print_losses(study["by_position"])
     (options.out / "study.json").write_text(json.dumps(study, indent=1) + "\n")
     say(f"{options.out}/study.json")
 
@@ -125,42 +126,55 @@ def plot(scores: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> Figure:
     return figure
 
 
-def has_command(*words: str) -> bool:
-    """Whether this version of txl has a command."""
-    command = [sys.executable, "-m", "txl_dist", *words, "--help"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-def txl(*words: object, capture: bool = False) -> str:
-    """Run one command of txl on the CPU."""
-    return call(sys.executable, "-m", "txl_dist", *words, capture=capture)
-
-
 def txl_json(*words: object) -> Any:
     return json.loads(txl(*words, capture=True))
 
 
-def call(*words: object, capture: bool = False) -> str:
-    """Print and run a command; exits with its code if it fails."""
-    command = [str(word) for word in words]
-    say(shlex.join(_short(command)))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(
-        command,
-        check=False,
-        text=True,
-        stdout=subprocess.PIPE if capture else None,
-        env=environment,
-    )
-    if ended.returncode:
-        sys.exit(ended.returncode)
-    return ended.stdout or ""
+# --- context fragmentation ------------------------------------------------------------------------
 
 
-def _short(command: Sequence[str]) -> list[str]:
-    if command[1:3] == ["-m", "txl_dist"]:
-        return ["txl", *command[3:]]
-    return ["python", *command[1:]]
+def losses_by_position(run: Path, data: Path, split: str) -> list[dict[str, Any]]:
+    """Mean nats of the first tokens of a segment, with the memory of training and with none."""
+    trained = _nats_by_position(run, data, split, None)
+    rows = [trained]
+    if trained["mem_len"]:
+        rows.append(_nats_by_position(run, data, split, 0))
+    for row in rows:
+        nats_T = row.pop("nats_by_position")
+        row["all"] = sum(nats_T) / len(nats_T)
+        for count in FIRST_TOKENS:
+            first = count // 2  # the columns are the targets 1, 2, 3-4, 5-8, ...
+            name = f"{first + 1}-{count}" if count > 2 else str(count)
+            row[name] = sum(nats_T[first:count]) / (count - first)
+    return rows
+
+
+def _nats_by_position(run: Path, data: Path, split: str, mem_len: int | None) -> dict[str, Any]:
+    spec = evaluation_spec(run, data, split=split, mem_len=mem_len, batch=8, max_tokens=MAX_TOKENS)
+    scorer = spec.open()
+    model, tgt_len = scorer.model, spec.settings.tgt_len
+    nats_T, count_T = torch.zeros(2, tgt_len, dtype=torch.float64)
+    for group in scorer.groups(plan_evaluation(scorer.source, spec.settings, model.config)):
+        cache = model.inference_state(len(group))
+        for segment in scorer.segments(group):
+            input_BT, target_BT, age_BT = segment[:3]
+            with torch.no_grad():
+                nats_BT, cache = model(input_BT, target_BT, age_BT, cache)
+            nats_T += nats_BT.double().sum(0).cpu()
+            count_T += (target_BT >= 0).sum(0).double()
+    return {
+        "model": run.name,
+        "mem_len": spec.settings.mem_len,
+        "nats_by_position": (nats_T / count_T.clamp(min=1)).tolist(),
+    }
+
+
+def print_losses(rows: list[dict[str, Any]]) -> None:
+    say("mean nats by position in the segment")
+    print("".join(f"{name:>12}" for name in rows[0]))
+    for row in rows:
+        cells = (f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values())
+        print("".join(f"{cell:>12}" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -8,30 +8,19 @@ that other load of the machine affects both alike. The second table shows the pa
 """
 
 import argparse
-import os
 import statistics
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from one_rank import one_rank, prepare_email
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.streams.segments import Batch
-from txl_dist.config.config_file import load_run_config
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.process import keep_freed_memory
-from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.loop import Trainer
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.spec import TrainSpec
-from txl_dist.training.start import Start
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 LIMIT_PERCENT = 5.0
@@ -107,31 +96,23 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="settings of the run: k.e.y=value")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         measure(Path(folder), options.steps, options.overrides)
 
 
 def measure(folder: Path, num_steps: int, overrides: list[str]) -> None:
     """Train in `folder`, and print the two tables."""
-    source = Path(sysconfig.get_paths()["stdlib"]) / "email"
-    prepare_dataset([source], folder / "data", PrepareSettings())
     settings = [
-        f"data.path={folder / 'data'}",
+        f"data.path={prepare_email(folder / 'data')}",
         f"directory={folder / 'run'}",
         f"training.num_steps={num_steps + WARM_UP_STEPS + 1}",
         "optimizer.warmup_steps=1",
         "training.checkpoint_interval_steps=1000000",
         "evaluation.split=null",
     ]
-    config = load_run_config(CONFIG, [*settings, *overrides])
     ours: Parts = {}
     bare: Parts = {}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    with ExitStack() as stack:
-        directory = RunDirectory(config.run_path)
-        directory.create()
-        trainer = build_trainer(Start.open(TrainSpec(config=config), World(0, 1), directory, stack))
+    with one_rank(CONFIG, [*settings, *overrides]) as trainer:
         engine = trainer.step.engine
         for owner, name, part in (
             (engine, "forward", "forward"),

@@ -11,18 +11,19 @@ process before the run is built), and both as ratios to the first row. Settings 
 import argparse
 import os
 import statistics
-import sysconfig
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
+import torch
+from figures import kib
+from one_rank import one_rank, prepare_email
+
 from data_pipeline.streams.segments import Batch
+from txl_dist.config.config_file import load_run_config
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 OPTIONS: dict[str, list[str]] = {
@@ -56,15 +57,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("overrides", nargs="*", help="settings of all runs: k.e.y=value")
     options = parser.parse_args()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
     results: dict[str, list[Measurement]] = {name: [] for name in OPTIONS}
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(sysconfig.get_paths()["stdlib"]) / "email"
-        prepare_dataset([source], Path(folder) / "data", PrepareSettings())
+        data = prepare_email(Path(folder) / "data")
         for number in range(options.rounds):
             for name, settings in OPTIONS.items():
                 run = Path(folder) / f"{name}-{number}"
-                arguments = (Path(folder) / "data", run, options.steps)
+                arguments = (data, run, options.steps)
                 # VmHWM is a maximum over the life of a process, so every run needs a new one.
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                     overrides = [*options.overrides, *settings]
@@ -74,19 +74,7 @@ def main() -> None:
 
 def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Measurement:
     """Train in this process."""
-    import torch
-    from figures import kib
-
-    from txl_dist.config.config_file import load_run_config
-    from txl_dist.runtime.process import keep_freed_memory
-    from txl_dist.runtime.world import World
-    from txl_dist.training.build import build_trainer
-    from txl_dist.training.run_directory import RunDirectory
-    from txl_dist.training.spec import TrainSpec
-    from txl_dist.training.start import Start
-
     torch.set_num_threads(1)
-    keep_freed_memory()
     settings = [
         f"data.path={data}",
         f"directory={run}",
@@ -99,7 +87,6 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     ]
     num_lanes = load_run_config(CONFIG, settings).data.num_lanes
     overrides = [value.replace("HALF", str(num_lanes // 2)) for value in overrides]
-    config = load_run_config(CONFIG, [*settings, *overrides])
     before = kib("VmRSS")
     started: list[float] = []
     peaks: list[float] = []
@@ -110,10 +97,7 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
         peaks.append(kib("VmHWM"))  # before the checkpoint at the end of the run
         return batch
 
-    with ExitStack() as stack:
-        directory = RunDirectory(config.run_path)
-        directory.create()
-        trainer = build_trainer(Start.open(TrainSpec(config=config), World(0, 1), directory, stack))
+    with one_rank(CONFIG, [*settings, *overrides]) as trainer:
         read = trainer.batches.read
         trainer.batches.read = observed  # type: ignore[method-assign]
         trainer.run()

@@ -31,12 +31,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos_training import prepare_text
-from tests.support.cable import Link
 from tests.support.commands import num_lines, start_txl, wait_until
-from tests.support.hosts import Host, two_hosts
+from tests.support.hosts import Host, Link, outputs_of, settings, torchrun_on, two_hosts
 from tests.support.nodes import ray_node, token_environment
 from tests.support.training_runs import TINY, losses, metrics
-from tests.support.two_host_runs import outputs_of, settings, torchrun_on
 
 TIMEOUT_SECONDS = 300.0
 LONG_CUT_SECONDS = 60.0

@@ -6,8 +6,9 @@ import shutil
 import signal
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported, and for every process that tests start: their products are tiny, and
 # threads that wait for each other take most of the time where ranks share few cores.
@@ -27,14 +28,15 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, session_folder, ignore_errors=True)
 
 import pytest
+import torch
 from hypothesis import settings
+from torch.utils._pytree import tree_leaves, tree_map
 
 import tests.support.hypothesis_examples  # noqa: F401  # registers the profiles
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from tests.support import gpu_tests
+from tests import gpu
 from tests.support.gloo_ranks import RankGroups
-from tests.support.interpreted_bf16 import interpreted_bf16  # noqa: F401 - a fixture
 from txl_dist.runtime.process import num_gpus
 
 # Before test modules are imported; `--hypothesis-profile all` comes later and wins.
@@ -44,7 +46,7 @@ MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if not item.get_closest_marker("gpu") or gpu_tests.ON_CPU:
+    if not item.get_closest_marker("gpu") or gpu.ON_CPU:
         return
     if not num_gpus():
         pytest.skip("no GPU: torch finds none, or is built without CUDA (see `txl doctor`)")
@@ -78,3 +80,32 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dataset") / "stdlib"
     prepare_dataset([folder], out, PrepareSettings(split={"valid": 0.3}, block_bytes=4096))
     return out
+
+
+@pytest.fixture
+def interpreted_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In triton's interpreter, kernels of attention get fp32 copies of bf16, and their results are
+    rounded to it: the interpreter multiplies bf16 as integers."""
+    triton = pytest.importorskip("triton")
+    from txl_dist.model.attention import triton_launch
+
+    if triton.knobs.runtime.interpret:
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(triton_launch, name, _in_fp32(getattr(triton_launch, name)))
+
+
+def _in_fp32(launch: Callable[..., None]) -> Callable[..., None]:
+    def wide(x: Any) -> Any:
+        is_narrow = isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16
+        return x.float() if is_narrow else x
+
+    def launched(*arguments: Any) -> None:
+        copies = tree_map(wide, arguments)
+        launch(*copies)
+        *_, results = arguments  # what it writes
+        *_, computed = copies
+        for own, copy in zip(tree_leaves(results), tree_leaves(computed), strict=True):
+            if own is not copy:
+                own.copy_(copy)
+
+    return launched

@@ -153,18 +153,6 @@ def _texts_of_the_code() -> Iterator[str]:
             yield re.sub(r"\"\s*\n\s*f?\"", "", path.read_text("utf-8"))
 
 
-def test_the_first_screen_of_the_readme_has_commands_a_picture_and_the_limits() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert len(text.split()) <= 900, "what is longer belongs into a page of docs/"
-    first = "\n".join(text.splitlines()[:40])
-    wanted = ("pip install", "txl prepare", "txl train", "txl eval", "make quickstart", "make test")
-    places = [first.index(f"\n{command} ") for command in wanted]
-    assert places == sorted(places)
-    (picture,) = re.findall(r"^!\[.+\]\((.+)\)$", first, re.MULTILINE)
-    assert (ROOT / picture).is_file()
-    assert "docs/limitations.md" in first
-
-
 def test_the_picture_of_the_readme_has_the_figures_of_the_experiments() -> None:
     from benchmarks.memory_picture import EXPERIMENTS, PICTURE, picture
 

@@ -148,16 +148,13 @@ def test_a_launcher_starts_ranks_without_importing_torch(module: str) -> None:
         ["import", "missing", "--out", "missing"],
         ["report", "missing"],
         ["status", "missing"],
+        ["data", "inspect", "missing"],
     ],
     ids=" ".join,
 )
 def test_a_usage_error_is_found_without_torch(arguments: list[str]) -> None:
-    heavy = {"torch", "ray", "deepspeed", "mlflow", "matplotlib"}
+    heavy = HEAVY if arguments[0] == "data" else HEAVY - {"numpy", "webdataset"}
     assert not heavy & loaded_by_failing(arguments)
-
-
-def test_a_missing_dataset_is_found_without_numpy() -> None:
-    assert not HEAVY & loaded_by_failing(["data", "inspect", "missing"])
 
 
 def loaded_by_failing(arguments: list[str]) -> set[str]:
@@ -183,18 +180,18 @@ finally:
     return modules
 
 
-def test_deepspeed_is_imported_in_the_engine_only() -> None:
-    assert all(path.startswith("txl_dist/training/engine/") for path in importers_of("deepspeed"))
-
-
-def test_lm_eval_is_imported_in_the_harness_only() -> None:
-    """It is an extra, so nothing else may need it."""
-    for library in ("lm_eval", "tqdm"):
-        assert {path.rpartition("/")[0] for path in importers_of(library)} == {"txl_dist/harness"}
-
-
-def test_ray_is_imported_in_cluster_only() -> None:
-    assert {path.split("/")[0] for path in importers_of("ray")} == {"cluster"}
+@pytest.mark.parametrize(
+    ("library", "folder"),
+    [
+        ("deepspeed", "txl_dist/training/engine"),
+        ("lm_eval", "txl_dist/harness"),  # an extra, so nothing else may need it
+        ("tqdm", "txl_dist/harness"),
+        ("ray", "cluster"),
+    ],
+)
+def test_a_library_is_imported_in_one_folder_only(library: str, folder: str) -> None:
+    assert importers_of(library)
+    assert all(path.startswith(f"{folder}/") for path in importers_of(library))
 
 
 def test_plots_have_no_global_state() -> None:

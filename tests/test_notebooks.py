@@ -28,10 +28,6 @@ def code_of(book: nbformat.NotebookNode) -> list[str]:
     return [cell.source for cell in book.cells if cell.cell_type == "code"]
 
 
-def test_there_are_three() -> None:
-    assert NOTEBOOKS == ["a_memory_for_agents", "ten_minutes_to_a_model", "what_memory_is_worth"]
-
-
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_outputs_are_stripped_and_the_file_is_valid(name: str) -> None:
     book = read(name)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.commands import num_lines, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.jobs_head import JobsHead
+from tests.support.nodes import JobsHead
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
 from txl_dist.runtime.activity import Heartbeat
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cable import Link
 from tests.support.commands import num_lines, run_txl, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.hosts import two_hosts
+from tests.support.hosts import Link, outputs_of, settings, torchrun_on, two_hosts
 from tests.support.nodes import ray_node, token_environment
 from tests.support.training_runs import (
     NO_EVALUATION,
@@ -21,7 +20,6 @@ from tests.support.training_runs import (
     tiny_spec,
     train,
 )
-from tests.support.two_host_runs import outputs_of, settings, torchrun_on
 
 pytestmark = pytest.mark.cluster
 NUM_STEPS = 300

@@ -4,51 +4,34 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import num_lines, start_txl, txl, wait_until
-from tests.support.training_runs import NO_EVALUATION, TINY
+from tests.support.commands import start_txl, txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, train_words
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.reader import verify_checkpoint
 
 pytestmark = pytest.mark.fault
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB of its own."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mounted)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root and a kernel that allows it")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
-
-
 def fill(disk: Path) -> None:
     """Leave no byte free."""
-    with (disk / "filler").open("wb", buffering=0) as file:
-        for size in (65536, 4096, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError:
-                continue
+    with (disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
 
 
 @pytest.mark.fault_row(10)
-def test_a_disk_that_fills_up_ends_the_run_with_4_and_the_reason(
+def test_a_disk_that_fills_up_ends_the_run_with_4_and_keeps_what_was_saved(
     dataset: Path, small_disk: Path
 ) -> None:
     run = small_disk / "run"
+    settings = ("training.num_steps=400", "training.checkpoint_interval_steps=100")
     process = start_txl(
-        "train", TINY, f"data.path={dataset}", f"directory={run}", NO_EVALUATION,
-        "training.num_steps=400", "training.checkpoint_interval_steps=100",
-        "tracking.enabled=false", "--on", "processes", "--ranks", 2,
-    )  # fmt: skip
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 5)
+        *train_words(dataset, run, NO_EVALUATION, "tracking.enabled=false", *settings)
+    )
+    wait_until((run / "LATEST").exists)
     fill(small_disk)
     assert shutil.disk_usage(small_disk).free == 0
     output, _ = process.communicate(timeout=120)
@@ -56,25 +39,21 @@ def test_a_disk_that_fills_up_ends_the_run_with_4_and_the_reason(
     assert "CheckpointError" in output
     assert re.search(r"rank \d: OSError: .*No space left on device", output)
     assert str(run / "checkpoints") in output
+    assert "resumes from the newest checkpoint, that of step 100" in output
+    verify_checkpoint(CheckpointDirectory(run).at(100))
 
 
 @pytest.mark.fault_row(12)
-def test_a_disk_full_from_the_start_is_refused_before_the_first_step(
-    dataset: Path, small_disk: Path
+@pytest.mark.parametrize("reason", ["No space left on device", "Read-only file system"])
+def test_a_disk_that_cannot_be_written_is_refused_before_the_first_step(
+    dataset: Path, small_disk: Path, reason: str
 ) -> None:
-    fill(small_disk)
+    if reason == "No space left on device":
+        fill(small_disk)
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     run = small_disk / "run"
-    done = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
+    done = txl(*train_words(dataset, run))
     assert done.returncode == 2, done.stderr
-    assert "No space left on device" in done.stderr
-
-
-@pytest.mark.fault_row(12)
-def test_a_read_only_disk_is_refused_before_the_first_step(dataset: Path, small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    run = small_disk / "run"
-    done = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
-    assert done.returncode == 2, done.stderr
-    assert "Read-only file system" in done.stderr
-    assert str(run) in done.stderr
-    assert "directory=PATH" in done.stderr
+    for part in (reason, str(run), "directory=PATH"):
+        assert part in done.stderr

@@ -18,11 +18,11 @@ from tests.support.commands import children_of, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
     NO_EVALUATION,
-    TINY,
     ZERO,
     losses,
     tiny_spec,
     train,
+    train_words,
 )
 from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.snapshot import Snapshot
@@ -39,17 +39,14 @@ pytestmark = pytest.mark.fault
 LIMIT_SECONDS = 4
 LIMIT_OF_PROCESSES_SECONDS = 10
 """Longer, because the ranks also have to meet at their start within it."""
+LIMIT = f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}"
+SETTINGS = (NO_EVALUATION, "tracking.enabled=false", LIMIT)
 
 
 @pytest.mark.fault_row(7)
 def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Path) -> None:
-    process = start_txl(
-        "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
-        "tracking.enabled=false", "training.num_steps=100000",
-        "training.checkpoint_interval_steps=100000",
-        f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}",
-        "--on", "processes", "--ranks", 2,
-    )  # fmt: skip
+    endless = ("training.num_steps=100000", "training.checkpoint_interval_steps=100000")
+    process = start_txl(*train_words(dataset, tmp_path, *SETTINGS, *endless))
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 5, timeout_seconds=180)
     stopped = children_of(process.pid)[1]
     os.kill(stopped, signal.SIGSTOP)
@@ -58,8 +55,7 @@ def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Pa
     assert process.returncode == 1, output
     assert time.monotonic() - began < LIMIT_OF_PROCESSES_SECONDS + 30
     assert "rank 1 hung and was killed" in output
-    limit = f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}"
-    assert f"rank 0 waited {limit}" in output
+    assert f"rank 0 waited {LIMIT}" in output
     assert "for the other ranks in " in output
     assert "There is no checkpoint in" in output
     assert "Traceback" not in output
@@ -77,11 +73,8 @@ def test_a_rank_that_hangs_while_the_engine_is_built_ends_the_run(
     dataset: Path, tmp_path: Path
 ) -> None:
     """DeepSpeed creates process groups there, with a time limit of 30 minutes by default."""
-    process = start_txl(
-        "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
-        "tracking.enabled=false", f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}",
-        "--on", "processes", "--ranks", 2, environment={"TXL_FAULT": "engine:stop:1:1"},
-    )  # fmt: skip
+    words = train_words(dataset, tmp_path, *SETTINGS)
+    process = start_txl(*words, environment={"TXL_FAULT": "engine:stop:1:1"})
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert "rank 1 hung and was killed" in output

@@ -1,14 +1,25 @@
 """Promise 3, under a kill: the losses are those of the run that was never killed, bit for bit."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.support.commands import (
+    ENVIRONMENT,
+    children_of,
+    is_alive,
+    num_lines,
+    start_txl,
+    txl,
+    wait_until,
+)
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import TINY, TURNS, losses, metrics, tiny_spec, train
+from tests.support.training_runs import losses, metrics, train_words, trained
 from tests.txl_dist.tracking.conftest import run_id_of, status_of, tags_of
 from txl_dist.tracking.tracker import TrackingState
 
@@ -22,21 +33,15 @@ SETTINGS = (
 )
 
 
-def command(dataset: Path, run: Path, *settings: str) -> tuple[object, ...]:
-    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS, *settings)
-    return ("train", TINY, *overrides, "--on", "processes", "--ranks", 2)
-
-
 @pytest.fixture(scope="module")
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
-    run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
-    return run
+    return trained(ranks, dataset, tmp_path_factory.mktemp("straight"), *SETTINGS)
 
 
-def kill_and_resume(dataset: Path, run: Path, *settings: str, victim: str) -> None:
-    process = start_txl(*command(dataset, run, *settings))
+def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
+    command = train_words(dataset, run, *SETTINGS)
+    process = start_txl(*command)
     # A save in the background may take longer than the steps.
     wait_until(lambda: num_lines(run / "metrics.jsonl") > 60 and (run / "LATEST").exists())
     ranks = children_of(process.pid)
@@ -50,7 +55,7 @@ def kill_and_resume(dataset: Path, run: Path, *settings: str, victim: str) -> No
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
     assert num_lines(run / "metrics.jsonl") < NUM_STEPS
 
-    finished = txl(*command(dataset, run, *settings))
+    finished = txl(*command)
     assert finished.returncode == 0, finished.stderr + finished.stdout
     assert "resuming at step" in finished.stdout
 
@@ -68,23 +73,14 @@ def test_losses_after_a_sigkill_are_those_of_an_uninterrupted_run(
     assert [e["valid/loss"] for e in evaluations] == [e["valid/loss"] for e in expected]
 
 
-@pytest.mark.fault_row(1)
-@pytest.mark.fault
-def test_so_they_are_with_lanes_in_turns(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
-    """A checkpoint every 40 steps is in the middle of three turns."""
-    straight, run = tmp_path / "straight", tmp_path / "run"
-    assert ranks(2).run(train, tiny_spec(dataset, straight, *SETTINGS, *TURNS)) == [0, 0]
-    kill_and_resume(dataset, run, *TURNS, victim="rank")
-    assert losses(run) == losses(straight)
-
-
 @pytest.mark.fault_row(5)
 @pytest.mark.fault
 def test_sigterm_saves_and_exits_75_and_the_run_goes_on(
     dataset: Path, straight: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = (*command(dataset, run), "tracking.enabled=true", "tracking.experiment=tests")
+    tracking = ("tracking.enabled=true", "tracking.experiment=tests")
+    words = train_words(dataset, run, *SETTINGS, *tracking)
     process = start_txl(*words)
     wait_until(lambda: num_lines(run / "metrics.jsonl") > 20)
     process.send_signal(signal.SIGTERM)
@@ -108,3 +104,30 @@ def _mlflow_status(run: Path) -> tuple[str, str]:
         return "", ""
     database, run_id = run.parent / "mlflow.db", run_id_of(run)
     return status_of(database, run_id), tags_of(database, run_id).get("txl.status", "")
+
+
+@pytest.mark.fault
+@pytest.mark.fault_row(1, 2, 5, 8, 32)
+def test_twenty_random_kills_change_no_number(tmp_path: Path) -> None:
+    """`make chaos` at a small size."""
+    repository = Path(__file__).parents[2]
+    chaos = (repository / "benchmarks" / "chaos.py", "--kills", "20", "--out", tmp_path)
+    ended = subprocess.run(
+        [sys.executable, *map(str, chaos)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        env={**ENVIRONMENT, "PYTHONPATH": str(repository)},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["kills"] == 20
+    assert result["largest_loss_difference"] == 0.0
+    for comparison in result["comparisons"]:
+        assert all(comparison[part] for part in ("metrics", "weights", "mlflow", "copy"))
+    assert sum(result["by_phase"].values()) == 20
+    assert result["by_phase"]["upload"]
+    assert result["by_phase"]["replay"]
+    assert result["lost_disks"]
+    assert (tmp_path / "chaos.png").stat().st_size > 10_000

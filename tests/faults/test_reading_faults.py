@@ -4,6 +4,8 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,22 +21,33 @@ from txl_dist.training.spec import TrainSpec
 SHORT = (NO_EVALUATION, "training.num_steps=6")
 
 
-def train_on_a_failing_disk(world: World, spec: TrainSpec, num_failures: int) -> tuple[int, int]:
-    """Reads of shards fail with EIO, `num_failures` times. Returns the exit code and that count."""
-    failed = 0
+@contextmanager
+def before_reads(hook: Callable[[], object]) -> Iterator[None]:
+    """Inside, `hook` is called before every read of a shard, not of other files of a dataset."""
     read = os.pread
 
     def pread(descriptor: int, size: int, offset: int) -> bytes:
-        nonlocal failed
-        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        if name.endswith(".tar.zst") and failed < num_failures:
-            failed += 1
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name.endswith(".tar.zst"):
+            hook()
         return read(descriptor, size, offset)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pread", pread)
         patch.setattr(shard_files, "_WAITS_SECONDS", (0.01, 0.01))
+        yield
+
+
+def train_on_a_failing_disk(world: World, spec: TrainSpec, num_failures: int) -> tuple[int, int]:
+    """Reads of shards fail with EIO, `num_failures` times. Returns the exit code and that count."""
+    failed = 0
+
+    def fail() -> None:
+        nonlocal failed
+        if failed < num_failures:
+            failed += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with before_reads(fail):
         return train(world, spec), failed
 
 
@@ -80,17 +93,9 @@ def test_a_slow_disk_shows_as_data_wait(ranks: RankGroups, dataset: Path, tmp_pa
 
 
 def train_on_a_disk_that_stops_responding(world: World, spec: TrainSpec) -> int:
-    """On rank 1 no read of a shard returns; other files of the dataset are read as usual."""
-    read, released = os.pread, threading.Event()
-
-    def pread(descriptor: int, size: int, offset: int) -> bytes:
-        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        if world.rank == 1 and name.endswith(".tar.zst"):
-            released.wait()
-        return read(descriptor, size, offset)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pread", pread)
+    """On rank 1 no read returns."""
+    released = threading.Event()
+    with before_reads(released.wait if world.rank == 1 else lambda: None):
         try:
             return train(world, spec)
         finally:

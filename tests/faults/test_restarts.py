@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import children_of, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, losses, train_words, trained
 from txl_dist.runtime.activity import Heartbeat
 
 pytestmark = pytest.mark.fault
@@ -22,19 +22,7 @@ SETTINGS = (
     "training.checkpoint_interval_steps=20",
     "training.rank_timeout_seconds=5",
 )
-
-
-def start(
-    dataset: Path,
-    run: Path,
-    *words: object,
-    num_ranks: int = 2,
-    launcher: str = "processes",
-    **environment: str,
-) -> subprocess.Popen[str]:
-    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
-    options = (*words, "--on", launcher, "--ranks", num_ranks)
-    return start_txl("train", TINY, *overrides, *options, environment=environment)
+ONE_RESTART = ("--max-restarts", 1)
 
 
 def kill_one(process: subprocess.Popen[str], run: Path, *, at_line: int, number: int) -> None:
@@ -43,24 +31,10 @@ def kill_one(process: subprocess.Popen[str], run: Path, *, at_line: int, number:
     os.kill(children_of(process.pid)[1], number)
 
 
-def kill_ranks_that_start(process: subprocess.Popen[str], *, but_not: list[int]) -> list[int]:
-    """Kill one of two new ranks; returns the pids of both."""
-
-    def new() -> list[int]:
-        return [pid for pid in children_of(process.pid) if pid not in but_not]
-
-    wait_until(lambda: len(new()) == 2)
-    ranks = new()
-    os.kill(ranks[0], signal.SIGKILL)
-    return ranks
-
-
 @pytest.fixture(scope="module")
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
-    run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
-    return run
+    return trained(ranks, dataset, tmp_path_factory.mktemp("straight"), *SETTINGS)
 
 
 @pytest.mark.fault_row(1, 7)
@@ -68,7 +42,7 @@ def test_killed_and_hung_ranks_are_restarted_with_the_same_losses(
     dataset: Path, straight: Path, tmp_path: Path
 ) -> None:
     """Two failures and a limit of one: the checkpoints between them reset the count."""
-    process = start(dataset, tmp_path, "--max-restarts", 1)
+    process = start_txl(*train_words(dataset, tmp_path, *SETTINGS, *ONE_RESTART))
     kill_one(process, tmp_path, at_line=50, number=signal.SIGKILL)
     kill_one(process, tmp_path, at_line=120, number=signal.SIGSTOP)
     output, _ = process.communicate(timeout=120)
@@ -95,7 +69,8 @@ def test_a_checkpoint_that_has_all_files_is_completed_although_a_rank_was_killed
     Rank 1 waits before, so that its files are complete also on a busy machine.
     """
     fault = "save/manifest:sleep=3:2,step:sleep=1:42:1,step:kill:43:1"
-    process = start(dataset, tmp_path, "--max-restarts", 1, TXL_FAULT=fault)
+    words = train_words(dataset, tmp_path, *SETTINGS, *ONE_RESTART)
+    process = start_txl(*words, environment={"TXL_FAULT": fault})
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert re.findall(r"restart \d of at most 1 .*, from step (\d+)$", output, re.M) == [
@@ -110,7 +85,8 @@ def test_the_only_rank_of_a_run_is_restarted_when_it_hangs(
     dataset: Path, straight: Path, tmp_path: Path, launcher: str
 ) -> None:
     """No other rank waits for it."""
-    process = start(dataset, tmp_path, "--max-restarts", 1, num_ranks=1, launcher=launcher)
+    words = train_words(dataset, tmp_path, *SETTINGS, *ONE_RESTART, on=launcher, num_ranks=1)
+    process = start_txl(*words)
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 50)
     beat = Heartbeat.model_validate_json((tmp_path / ".heartbeats" / "rank-0.json").read_bytes())
     os.kill(beat.pid, signal.SIGSTOP)
@@ -120,16 +96,3 @@ def test_the_only_rank_of_a_run_is_restarted_when_it_hangs(
     assert re.search(r"rank 0 .*hung and was killed; restart 1 of at most 1", output)
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=2e-6)
     assert not psutil.pid_exists(beat.pid)
-
-
-def test_failures_before_the_first_step_exhaust_the_restarts(dataset: Path, tmp_path: Path) -> None:
-    process = start(dataset, tmp_path, "--max-restarts", 1)
-    first = kill_ranks_that_start(process, but_not=[])
-    kill_ranks_that_start(process, but_not=first)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, output
-    assert output.count("restart 1 of at most 1") == 1
-    last = output.splitlines()[-1]
-    assert "the ranks failed again after 1 restart" in last
-    assert re.search(r"rank \d was killed by SIGKILL", last)
-    assert "--max-restarts" in last

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import is_alive, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, trained
 from tests.txl_dist.training.test_score_checkpoints import scores
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.runtime.fault_injection import FAULT_VARIABLE
@@ -29,16 +29,12 @@ SOON_SECONDS = 20
 @pytest.fixture(scope="module")
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that scores on its ranks, undisturbed."""
-    run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0, 0]
-    return run
+    return trained(ranks, dataset, tmp_path_factory.mktemp("straight"), *SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def unscored(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("unscored")
-    assert ranks(2).run(train, tiny_spec(dataset, run, *SETTINGS, NO_EVALUATION)) == [0, 0]
-    return run
+    return trained(ranks, dataset, tmp_path_factory.mktemp("unscored"), *SETTINGS, NO_EVALUATION)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """FAULTS 5: a stop request in each phase of a run ends it with 75, and the next start resumes.
 
-A rank blocks in one phase, in native code as far as possible, and is then signalled. Signals during
-an evaluation, with and without its checkpoint: `test_checkpoint_stop.py`.
+A rank blocks in one phase, in native code as far as possible, and is then signalled.
 """
 
 import hashlib
@@ -23,13 +22,20 @@ from tests.support.cloud_runs import aws, in_cloud  # noqa: F401 - aws is a fixt
 from tests.support.commands import (
     ENVIRONMENT,
     children_of,
-    is_alive,
+    start_torchrun,
     start_txl,
     txl,
     wait_until,
 )
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec, train
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    losses,
+    tiny_spec,
+    train,
+    train_words,
+    trained,
+)
 from txl_dist.checkpoint import copies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError
@@ -122,9 +128,7 @@ def stop_in(phase: str, spec: TrainSpec, directory: Path) -> str:
 @pytest.fixture(scope="module")
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
-    run = tmp_path_factory.mktemp("straight")
-    assert ranks(1).run(train, tiny_spec(dataset, run, *SETTINGS)) == [0]
-    return run
+    return trained(ranks, dataset, tmp_path_factory.mktemp("straight"), *SETTINGS, num_ranks=1)
 
 
 @pytest.mark.fault_row(5)
@@ -204,52 +208,22 @@ def train_some(world: World, spec: TrainSpec, *, num_steps: int) -> int:
         return train(world, spec)
 
 
-def command(dataset: Path, run: Path, *words: object) -> tuple[object, ...]:
-    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS, "training.num_steps=400")
-    return ("train", TINY, *overrides, *words, "--on", "processes", "--ranks", 2)
-
-
-@pytest.mark.parametrize("delay_seconds", [0.0, 0.5, 2.0])
-def test_a_signal_to_one_rank_that_starts_ends_the_run(
-    delay_seconds: float, dataset: Path, tmp_path: Path
-) -> None:
-    """The rank imports its modules; at first the interpreter itself is not ready for signals."""
-    process = start_txl(*command(dataset, tmp_path, "--max-restarts", 3))
-    wait_until(lambda: len(children_of(process.pid)) == 2)
-    time.sleep(delay_seconds)
-    children = children_of(process.pid)
-    os.kill(children[1], signal.SIGTERM)
-    began = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert time.monotonic() - began < SOON_SECONDS
-    assert "restart" not in output
-    assert not any(is_alive(child) for child in children)
-
-
-def start_with_torchrun(*words: object) -> subprocess.Popen[str]:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "txl_dist")
-    return subprocess.Popen(
-        [sys.executable, *torchrun, *map(str, words[:-4])],  # not --on and --ranks
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | ENVIRONMENT,
-    )
+LONG = (*SETTINGS, "training.num_steps=400")
 
 
 @pytest.mark.fault_row(5)
-@pytest.mark.parametrize("start", [start_txl, start_with_torchrun])
+@pytest.mark.parametrize("start", [start_txl, start_torchrun])
 def test_a_signal_to_one_rank_in_an_evaluation_ends_it_on_all(
     start: Callable[..., subprocess.Popen[str]], dataset: Path, tmp_path: Path
 ) -> None:
     """The other rank has not received it, and would score its share first, for half a minute."""
-    words = (
+    settings = (
         "evaluation.split=train", "evaluation.batch_chunks=1", "data.tgt_len=1", "model.n_layer=6",
         "evaluation.interval_steps=10", "training.checkpoint_interval_steps=10",
         "training.grace_seconds=100",
     )  # fmt: skip
-    process = start(*command(dataset, tmp_path, *words))
+    words = train_words(dataset, tmp_path, *LONG, *settings)
+    process = start(*(words if start is start_txl else words[:-4]))  # not --on and --ranks
     wait_until(CheckpointDirectory(tmp_path).at(10).is_dir)
     os.kill(children_of(process.pid)[1], signal.SIGTERM)
     began = time.monotonic()
@@ -266,7 +240,7 @@ def test_a_signal_to_one_rank_in_an_evaluation_ends_it_on_all(
 def test_ranks_that_cannot_react_are_killed_after_the_grace_period(
     dataset: Path, tmp_path: Path
 ) -> None:
-    words = command(dataset, tmp_path)
+    words = train_words(dataset, tmp_path, *LONG)
     process = start_txl(*words)
     wait_until(lambda: CheckpointDirectory(tmp_path).steps() != [])
     for rank in children_of(process.pid):

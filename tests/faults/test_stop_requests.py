@@ -1,16 +1,16 @@
-"""FAULTS 5 and 6: stop requests, as schedulers and people send them."""
+"""FAULTS 5, 6 and 41: stop requests, as schedulers and people send them, and what they leave."""
 
 import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from data_pipeline.system.signals import STOP_SIGNALS
@@ -19,27 +19,27 @@ from tests.support.commands import (
     children_of,
     is_alive,
     num_lines,
+    start_torchrun,
     start_txl,
     txl,
     wait_until,
 )
-from tests.support.training_runs import TINY, losses, metrics
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, train_words, trained
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.runtime.activity import Heartbeat
+from txl_dist.runtime.fault_injection import FAULT_VARIABLE
 
 pytestmark = pytest.mark.fault
 
 SETTINGS = (
-    "training.num_steps=400",
-    "training.checkpoint_interval_steps=400",
-    "evaluation.split=null",
-    "tracking.enabled=false",
+    *(NO_EVALUATION, "tracking.enabled=false"),
+    *("training.num_steps=400", "training.checkpoint_interval_steps=400"),
 )
+ENDLESS = (NO_EVALUATION, "training.num_steps=100000")
 START_UP_LIMIT_SECONDS = 15.0
 """The goal is a few seconds. Shared machines are slow; a start-up that hung took 31 s."""
-
-
-def words(dataset: Path, run: Path) -> tuple[object, ...]:
-    return ("train", TINY, f"data.path={dataset}", f"directory={run}", *SETTINGS)
 
 
 def assert_saved_where_it_stopped(run: Path) -> None:
@@ -54,7 +54,7 @@ def assert_saved_where_it_stopped(run: Path) -> None:
 def test_a_signal_to_every_process_of_a_spec_is_one_request(
     dataset: Path, tmp_path: Path, number: int
 ) -> None:
-    process = start_txl(*words(dataset, tmp_path), "--on", "processes", "--ranks", 2)
+    process = start_txl(*train_words(dataset, tmp_path, *SETTINGS))
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
     for _ in range(2):
         for pid in (process.pid, *children_of(process.pid)):
@@ -72,8 +72,9 @@ def test_a_signal_to_every_process_of_a_spec_is_one_request(
 def test_a_closed_terminal_is_a_request(dataset: Path, tmp_path: Path, launcher: str) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
-        command = [sys.executable, "-m", "txl_dist", *map(str, words(dataset, tmp_path))]
-        os.execve(sys.executable, [*command, "--on", launcher], ENVIRONMENT)
+        words = train_words(dataset, tmp_path, *SETTINGS, on=launcher, num_ranks=1)
+        command = [sys.executable, "-m", "txl_dist", *map(str, words)]
+        os.execve(sys.executable, command, ENVIRONMENT)
     reader = threading.Thread(target=read_all, args=(terminal,), daemon=True)
     reader.start()
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=180)
@@ -91,7 +92,7 @@ def read_all(terminal: int) -> None:
 
 @pytest.mark.fault_row(5)
 def test_a_signal_to_one_rank_under_ray_is_a_request(dataset: Path, tmp_path: Path) -> None:
-    process = start_txl(*words(dataset, tmp_path), "--on", "ray", "--ranks", 2)
+    process = start_txl(*train_words(dataset, tmp_path, *SETTINGS, on="ray"))
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=180)
     beat = Heartbeat.model_validate_json((tmp_path / ".heartbeats" / "rank-1.json").read_bytes())
     os.kill(beat.pid, signal.SIGTERM)
@@ -104,7 +105,7 @@ def test_a_signal_to_one_rank_under_ray_is_a_request(dataset: Path, tmp_path: Pa
 def test_a_second_request_long_after_the_first_ends_the_run_immediately(
     dataset: Path, tmp_path: Path
 ) -> None:
-    process = start_txl(*words(dataset, tmp_path), "--on", "processes", "--ranks", 2)
+    process = start_txl(*train_words(dataset, tmp_path, *SETTINGS))
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 5)
     ranks = children_of(process.pid)
     for rank in ranks:
@@ -119,36 +120,37 @@ def test_a_second_request_long_after_the_first_ends_the_run_immediately(
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
 
 
-# In the first tenths of a second the interpreter starts, and no program can catch a signal.
-@pytest.mark.parametrize("delay_seconds", [1.0, 2.0, 4.0, 6.0, 8.0])
+# Not sooner for the launcher: at first the interpreter starts, and no program can catch a signal.
+@pytest.mark.parametrize(
+    ("victim", "delay_seconds"),
+    [
+        *(("launcher", delay) for delay in (1.0, 2.0, 4.0, 6.0, 8.0)),
+        *(("rank", delay) for delay in (0.0, 0.5, 2.0)),
+    ],
+)
 def test_a_request_in_start_up_ends_within_seconds(
-    dataset: Path, tmp_path: Path, delay_seconds: float
+    dataset: Path, tmp_path: Path, victim: str, delay_seconds: float
 ) -> None:
-    process = start_txl(*words(dataset, tmp_path), "--on", "processes", "--ranks", 2)
+    process = start_txl(*train_words(dataset, tmp_path, *SETTINGS, "--max-restarts", 3))
+    if victim == "rank":
+        wait_until(lambda: len(children_of(process.pid)) == 2)
     time.sleep(delay_seconds)
     if num_lines(tmp_path / "metrics.jsonl"):
         process.kill()
         pytest.skip(f"this machine trains before {delay_seconds} s have passed")
     ranks = children_of(process.pid)
-    process.send_signal(signal.SIGTERM)
+    os.kill(ranks[1] if victim == "rank" else process.pid, signal.SIGTERM)
     began = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert time.monotonic() - began < START_UP_LIMIT_SECONDS
+    assert "restart" not in output
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=10)
 
 
 def test_torchrun_and_its_ranks_are_signalled_together(dataset: Path, tmp_path: Path) -> None:
-    launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "txl_dist"]
-        + [str(word) for word in words(dataset, tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
+    words = train_words(dataset, tmp_path, *SETTINGS)[:-4]  # not --on and --ranks
+    process = start_torchrun(*words, own_group=True)
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
@@ -157,19 +159,58 @@ def test_torchrun_and_its_ranks_are_signalled_together(dataset: Path, tmp_path: 
     assert_saved_where_it_stopped(tmp_path)
 
 
-def test_a_run_stopped_by_a_group_signal_resumes_with_the_same_losses(
-    dataset: Path, tmp_path: Path
+@pytest.mark.fault_row(6)
+def test_a_second_request_during_a_save_ends_the_run_and_keeps_the_previous_checkpoint(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    options = ("training.num_steps=100", "--on", "processes", "--ranks", 2)
-    done = txl(*words(dataset, straight), *options)
-    assert done.returncode == 0, done.stderr
-    process = start_txl(*words(dataset, stopped), *options)
-    wait_until(lambda: num_lines(stopped / "metrics.jsonl") > 30)
-    for pid in (process.pid, *children_of(process.pid)):
-        os.kill(pid, signal.SIGTERM)
+    run, words = tmp_path / "run", train_words(dataset, tmp_path / "run", NO_EVALUATION)
+    faults = {FAULT_VARIABLE: "save/manifest:sleep=300:2:0"}
+    process = start_txl(*words, environment=faults)
+    checkpoints = CheckpointDirectory(run)
+    in_progress = checkpoints.staging("*").name
+    wait_until(lambda: checkpoints.steps() == [6] and any(checkpoints.path.glob(in_progress)))
+    process.send_signal(signal.SIGTERM)
+    time.sleep(4)  # longer than what counts as a copy of the same request
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert checkpoints.steps() == [6]
+    verify_checkpoint(checkpoints.at(6))
+
+    finished = txl(*words, timeout_seconds=240)
+    assert finished.returncode == 0, finished.stderr
+    assert losses(run) == losses(trained(ranks, dataset, tmp_path / "straight", NO_EVALUATION))
+
+
+@pytest.mark.fault_row(41)
+@pytest.mark.parametrize("num_presses", [1, 2])
+def test_nothing_is_left_running_after_ctrl_c(
+    dataset: Path, tmp_path: Path, num_presses: int
+) -> None:
+    words = train_words(dataset, tmp_path, *ENDLESS)
+    process = start_txl(*words, own_group=True)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    for _ in range(num_presses):
+        os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 75
-    done = txl(*words(dataset, stopped), *options)
-    assert done.returncode == 0, done.stderr
-    assert losses(stopped) == losses(straight)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+@pytest.mark.fault_row(2, 41)
+def test_the_processes_of_a_private_ray_end_after_a_kill_of_the_launcher(
+    dataset: Path, tmp_path: Path
+) -> None:
+    """By themselves, within about a minute."""
+    words = train_words(dataset, tmp_path, *ENDLESS, on="ray")
+    process = start_txl(*words)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert any("raylet" in child.name() for child in children)
+    process.kill()
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=150)
+    assert not alive

@@ -1,29 +1,37 @@
-"""Two runs at the same time, on one machine or in one directory, and after a kill."""
+"""Two runs at the same time, on one machine or in one directory, and after a kill.
+
+Also where the lock does not exclude the second one: both train, until the older one saves.
+"""
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
-from tests.support.training_runs import NO_EVALUATION, TINY, losses
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    losses,
+    tiny_spec,
+    train,
+    train_words,
+    trained,
+)
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 
 pytestmark = pytest.mark.fault
 LONG = (NO_EVALUATION, "training.num_steps=50000", "training.checkpoint_interval_steps=20")
-
-
-def command(dataset: Path, run: Path, *overrides: str, num_ranks: int = 2) -> tuple[object, ...]:
-    overrides_of_run = (f"data.path={dataset}", f"directory={run}", *overrides)
-    return ("train", TINY, *overrides_of_run, "--on", "processes", "--ranks", num_ranks)
+SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
 
 
 @pytest.mark.fault_row(37)
 def test_runs_on_one_machine_do_not_take_each_others_port(dataset: Path, tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("one", "two")]
-    processes = [start_txl(*command(dataset, run, NO_EVALUATION)) for run in runs]
+    processes = [start_txl(*train_words(dataset, run, NO_EVALUATION)) for run in runs]
     for process in processes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
@@ -34,11 +42,11 @@ def test_runs_on_one_machine_do_not_take_each_others_port(dataset: Path, tmp_pat
 def test_the_directory_of_a_living_run_is_refused_and_that_of_a_killed_one_is_not(
     dataset: Path, tmp_path: Path
 ) -> None:
-    first = start_txl(*command(dataset, tmp_path, *LONG))
+    first = start_txl(*train_words(dataset, tmp_path, *LONG))
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 25)
     ranks = children_of(first.pid)
 
-    second = txl(*command(dataset, tmp_path, *LONG))
+    second = txl(*train_words(dataset, tmp_path, *LONG))
     assert second.returncode == 2
     assert "in use by another run (host " in second.stderr
     assert "UTC)" in second.stderr, "since when"
@@ -49,38 +57,74 @@ def test_the_directory_of_a_living_run_is_refused_and_that_of_a_killed_one_is_no
         os.kill(pid, signal.SIGKILL)
     first.communicate(timeout=60)
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
-    third = start_txl(*command(dataset, tmp_path, *LONG, num_ranks=1))
+    third = start_txl(*train_words(dataset, tmp_path, *LONG, num_ranks=1))
     wait_until(lambda: "resuming at step" in log_of(tmp_path))
     third.send_signal(signal.SIGTERM)
     output, _ = third.communicate(timeout=120)
     assert third.returncode == 75, output
 
 
-@pytest.mark.fault_row(35)
-def test_a_forced_start_continues_the_run_and_the_older_one_stops(
-    dataset: Path, tmp_path: Path
-) -> None:
-    older = start_txl(*command(dataset, tmp_path, *LONG, num_ranks=1))
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 25, timeout_seconds=180)
-
-    short = (NO_EVALUATION, "training.num_steps=50000", "training.checkpoint_interval_steps=10")
-    newer = start_txl(*command(dataset, tmp_path, *short, num_ranks=1), "--force-unlock")
-    output, _ = older.communicate(timeout=180)
-    assert older.returncode == 4, output
-    assert "attempt 2 (host" in output
-    assert "took over this run" in output
-
-    wait_until(lambda: "resuming at step" in log_of(tmp_path))
-    newest = CheckpointDirectory(tmp_path).newest_step()
-    assert newest is not None
-    wait_until(lambda: CheckpointDirectory(tmp_path).newest_step() > newest)
-    newer.send_signal(signal.SIGTERM)
-    output, _ = newer.communicate(timeout=120)
-    assert newer.returncode == 75, output
-    verify_checkpoint(CheckpointDirectory(tmp_path).at(CheckpointDirectory(tmp_path).newest_step()))
-    steps = list(losses(tmp_path))
-    assert steps == list(range(1, len(steps) + 1)), "each step once, none is missing"
-
-
 def log_of(run: Path) -> str:
     return (run / "logs" / "rank-0.log").read_text()
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.fault_row(35, 36)
+def test_after_a_forced_start_the_older_attempt_stops_at_its_next_save(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    straight = trained(ranks, dataset, tmp_path / "straight", *SETTINGS, num_ranks=1)
+    run = tmp_path / "run"
+    words = train_words(dataset, run, *SETTINGS, num_ranks=1)
+
+    def stopped_at(call: int, *options: str) -> tuple[int, subprocess.Popen[str]]:
+        """Start an attempt, whose rank is suspended when it begins its step number `call`."""
+        # The step before it is slow: until its end the background thread has published its save.
+        environment = {"TXL_FAULT": f"step:sleep=3:{call - 1},step:stop:{call}"}
+        process = start_txl(*words, *options, environment=environment)
+        wait_until(lambda: any(map(is_stopped, children_of(process.pid))))
+        (rank,) = filter(is_stopped, children_of(process.pid))
+        return rank, process
+
+    older_rank, older = stopped_at(13)
+    # As that of a host that does not respond, the older rank keeps its lock.
+    newer_rank, newer = stopped_at(7, "--force-unlock")  # resumed after step 10, saved step 15
+    checkpoints = CheckpointDirectory(run)
+    assert checkpoints.steps() == [5, 10, 15]
+    saved = (checkpoints.at(15) / "manifest.json").read_bytes()
+
+    os.kill(older_rank, signal.SIGCONT)
+    output, _ = older.communicate(timeout=120)
+    assert older.returncode == 4, output
+    host = os.uname().nodename
+    assert f"FencedError: this process, attempt 1 (host {host}, pid {older_rank}, " in output
+    assert f"was replaced: attempt 2 (host {host}, pid {newer_rank}, " in output
+    assert "took over this run" in output
+    assert (checkpoints.at(15) / "manifest.json").read_bytes() == saved
+    assert checkpoints.pointer("LATEST") == 15
+
+    os.kill(newer_rank, signal.SIGCONT)
+    output, _ = newer.communicate(timeout=120)
+    assert newer.returncode == 0, output
+    assert "continued by --force-unlock" in output
+    assert losses(run) == losses(straight)
+    attempts = [load_checkpoint_manifest(checkpoints.at(step)).attempt for step in (5, 10, 15, 20)]
+    assert attempts == [1, 1, 2, 2]
+    assert checkpoints.steps() == [5, 10, 15, 20]
+    assert not list(checkpoints.path.glob(".*.tmp"))
+    assert checkpoints.pointer("LATEST") == 20
+
+
+def test_a_start_that_is_refused_does_not_stop_the_run(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    trained(ranks, dataset, tmp_path, *SETTINGS, "training.num_steps=10", num_ranks=1)
+    recorded = sorted(path.name for path in (tmp_path / "attempts").iterdir())
+    other = tiny_spec(dataset, tmp_path, *SETTINGS, "model.d_inner=24")
+    assert ranks(1).run(train, other) == [4]
+    never = tiny_spec(dataset, tmp_path, *SETTINGS, resume="never")
+    assert ranks(1).run(train, never) == [2]
+    assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == recorded

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.gpu_tests import DEVICE, ON_CPU
+from tests.gpu import DEVICE, ON_CPU
 from txl_dist.model.attention import pack_heads
 from txl_dist.model.attention.reference import reference
 from txl_dist.model.attention.triton import triton, triton_of_projections

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.gpu_tests import DEVICE
+from tests.gpu import DEVICE
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.transformer_xl import TransformerXL

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.gpu_tests import DEVICE
+from tests.gpu import DEVICE
 from tests.support.keep_bits import unpack
 from tests.support.small_models import random_text
 from tests.txl_dist.model.test_golden import FILES, WITHOUT_EXTENSION, load
@@ -50,6 +50,18 @@ def nats_memory_and_gradients(
     return [x.detach().cpu() for x in (*nats, *memory.layers, *gradients)]
 
 
+def assert_same_on_gpu(
+    model: TransformerXL,
+    masks: LaneDropoutMasks | None = None,
+    *,
+    rtol: float = 1e-10,
+    atol: float = 1e-10,
+) -> None:
+    on_gpu = deepcopy(model).to(DEVICE)
+    actual, expected = (nats_memory_and_gradients(each, masks) for each in (on_gpu, model))
+    assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
 @every_form
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -57,11 +69,7 @@ def test_values_memory_and_gradients_in_float64(
     encoding: str, softmax: str, implementation: str
 ) -> None:
     model = build(encoding, softmax, {"attention": implementation, "n_layer": 2})
-    on_gpu = deepcopy(model).to(DEVICE)
-    for actual, expected in zip(
-        nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
-    ):
-        assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    assert_same_on_gpu(model)
 
 
 @every_form
@@ -69,21 +77,13 @@ def test_values_memory_and_gradients_in_fp32(implementation: str) -> None:
     model = build(
         "sinusoidal", "adaptive, narrower", {"attention": implementation, "n_layer": 2}
     ).float()
-    on_gpu = deepcopy(model).to(DEVICE)
-    for actual, expected in zip(
-        nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
-    ):
-        assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+    assert_same_on_gpu(model, rtol=1e-3, atol=1e-4)
 
 
 def test_logits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("sinusoidal", "adaptive", {})
-    on_gpu = deepcopy(model).to(DEVICE)
     monkeypatch.setattr(vocabulary, "MAX_LOGITS", 20)
-    for actual, expected in zip(
-        nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
-    ):
-        assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    assert_same_on_gpu(model)
 
 
 @pytest.mark.parametrize("columns", [256, 4104, 5003])
@@ -164,18 +164,12 @@ def test_dropout_bits_are_those_of_the_mask() -> None:
         assert torch.equal(unpack(on_host, shape), expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_form
 def test_values_memory_and_gradients_with_dropout(implementation: str) -> None:
     """In float64, with masks that each device computes itself."""
     options = {"attention": implementation, "n_layer": 2, "dropout": 0.1, "dropatt": 0.3}
     model = build("sinusoidal", "plain", options)
-    on_gpu = deepcopy(model).to(DEVICE)
-    masks = LaneDropoutMasks(seed=3, step=5, lanes=range(LANES))
-    for actual, expected in zip(
-        nats_memory_and_gradients(on_gpu, masks), nats_memory_and_gradients(model, masks),
-        strict=True,
-    ):  # fmt: skip
-        assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    assert_same_on_gpu(model, LaneDropoutMasks(seed=3, step=5, lanes=range(LANES)))
 
 
 @every_form

@@ -3,24 +3,22 @@
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.faults.test_kill_and_resume import SETTINGS, kill_and_resume
-from tests.support.commands import ENVIRONMENT
+from tests.gpu import num_devices
+from tests.support.commands import txl
 from tests.support.gloo_ranks import RankGroups
-from tests.support.gpu_tests import num_devices
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
-    TINY,
     ZERO,
     losses,
     tiny_spec,
-    train,
+    train_words,
+    trained,
 )
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model
@@ -41,9 +39,7 @@ the rounding is a large part, steps as large as to others. Of frozen weights it 
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One GPU, stage 0, one micro-batch."""
     run = tmp_path_factory.mktemp("straight")
-    spec = tiny_spec(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT)
-    assert ranks(1).run(train, spec) == [0]
-    return run
+    return trained(ranks, dataset, run, NO_EVALUATION, *DROPOUT, *ZERO["0"], num_ranks=1)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -55,7 +51,7 @@ def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
         pytest.skip(f"{num_ranks} ranks need one GPU each; torch finds {num_devices()}")
     settings = (NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
     settings += (SHARDED,) if stage in ("1", "2") else ()
-    assert ranks(num_ranks).run(train, tiny_spec(dataset, tmp_path, *settings)) == [0] * num_ranks
+    trained(ranks, dataset, tmp_path, *settings, num_ranks=num_ranks)
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
@@ -65,7 +61,7 @@ def test_offload_has_the_same_losses(
 ) -> None:
     stage = 3 if offload == "parameters" else 2
     settings = (*DROPOUT, f"deepspeed.zero_stage={stage}", f"deepspeed.offload={offload}")
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, NO_EVALUATION, *settings)) == [0]
+    trained(ranks, dataset, tmp_path, NO_EVALUATION, *settings, num_ranks=1)
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
@@ -111,19 +107,15 @@ def test_a_checkpoint_of_stage_1_opens_whether_one_gpu_computes_it_as_stage_0_or
     assert losses(tmp_path) == pytest.approx(expected, rel=TOLERANCE)
 
 
-def txl_with(environment: dict[str, str], *words: object) -> str:
+def output_of(*words: object, **environment: str) -> str:
     """The output of a command that must succeed."""
-    result = subprocess.run(
-        [sys.executable, "-m", "txl_dist", *map(str, words)],
-        check=False, capture_output=True, text=True, timeout=300, env=ENVIRONMENT | environment,
-    )  # fmt: skip
+    result = txl(*words, timeout_seconds=300, environment=environment)
     assert result.returncode == 0, result.stderr + result.stdout
     return result.stdout
 
 
 def train_command(dataset: Path, run: Path, *settings: str, **environment: str) -> None:
-    overrides = (f"data.path={dataset}", f"directory={run}", *settings)
-    txl_with(environment, "train", TINY, *overrides, "--on", "processes")
+    output_of(*train_words(dataset, run, *settings, num_ranks=1), **environment)
 
 
 def test_losses_are_those_of_a_cpu(dataset: Path, straight: Path, tmp_path: Path) -> None:
@@ -181,9 +173,8 @@ def test_an_evaluation_is_the_same_for_any_batch_and_near_that_of_a_cpu(
     straight: Path, dataset: Path
 ) -> None:
     def nats(*options: object, **environment: str) -> float:
-        return json.loads(txl_with(environment, "eval", straight, dataset, *options, "--json"))[
-            "nats"
-        ]
+        words = ("eval", straight, dataset, *options, "--json")
+        return json.loads(output_of(*words, **environment))["nats"]
 
     expected = nats("--split", "valid")
     assert nats("--split", "valid", "--batch", 3) == pytest.approx(expected, rel=1e-6)

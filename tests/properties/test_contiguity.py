@@ -258,41 +258,6 @@ def test_each_epoch_reads_every_token_once_except_the_remainder(case: Case, pref
 
 
 @quickly
-@given(case=cases())
-def test_the_plan_computes_the_targets_of_a_step_before_it_is_read(case: Case) -> None:
-    for segment in case.segments(8, prefetch=4):
-        counted = int((segment.target != -1).sum())
-        assert case.plan.targets_in_step(segment.position) == counted
-
-
-# --- the age rule -------------------------------------------------------------------------------
-
-
-@quickly
-@given(case=cases())
-def test_age_reaches_back_exactly_to_the_start_of_document_piece_or_slice(case: Case) -> None:
-    num_segments = -(-2 * case.plan.lane_tokens // case.tgt_len) + 1
-    segments = case.segments(num_segments, prefetch=4)
-    document_of = {token.id: token.document for token in epoch_tokens(case, 0)}
-    inputs = np.concatenate([segment.input for segment in segments], axis=1)
-    ages = np.concatenate([segment.age for segment in segments], axis=1)
-    lane_tokens = case.plan.lane_tokens
-    for lane, (row_inputs, row_ages) in enumerate(zip(inputs.tolist(), ages.tolist(), strict=True)):
-        for i, age in enumerate(row_ages):
-            oldest, offset = i - age, i % lane_tokens
-            piece_age = (lane * lane_tokens + offset) % (case.piece_len or case.plan.num_tokens)
-            start = i - (min(offset, piece_age) if case.piece_len else offset)
-            assert oldest >= start, "nothing of another epoch or piece"
-            if case.reset == "document":
-                seen = {document_of[token] for token in row_inputs[oldest : i + 1]}
-                assert len(seen) == 1, "nothing of another document"
-                if oldest > start:
-                    assert document_of[row_inputs[oldest - 1]] != document_of[row_inputs[i]]
-            else:
-                assert oldest == start
-
-
-@quickly
 @given(case=cases(), data=st.data())
 def test_a_range_of_a_split_has_the_documents_true_ages(case: Case, data: st.DataObject) -> None:
     num_tokens = case.plan.num_tokens

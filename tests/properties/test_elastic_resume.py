@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.running_mean import OTHER_KINDS, overrides_of
+from tests.support.running_mean import OTHER_MEMORIES
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
@@ -17,6 +17,7 @@ from tests.support.training_runs import (
     refusal,
     tiny_spec,
     train,
+    trained,
 )
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -51,42 +52,23 @@ LEGS = {
 
 @pytest.mark.fault_row(27)
 @pytest.mark.parametrize(
-    ("optimizer", "kind"),
-    [("adamw", "recurrent"), pytest.param("muon", "recurrent", marks=pytest.mark.slow)],
+    "settings", [(), pytest.param(MUON, id="muon", marks=pytest.mark.slow), *OTHER_MEMORIES[:-1]]
 )
 def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, optimizer: str, kind: str
-) -> None:
-    moved_run_keeps_its_losses(ranks, dataset, tmp_path, optimizer, kind)
-
-
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_so_does_one_with_any_other_memory(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
-) -> None:
-    moved_run_keeps_its_losses(ranks, dataset, tmp_path, "adamw", kind)
-
-
-def moved_run_keeps_its_losses(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, optimizer: str, kind: str
+    ranks: RankGroups, dataset: Path, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     # Each leg is stopped by num_steps; the schedule must not notice, so it is constant here.
-    rule = MUON if optimizer == "muon" else ()
-    constant = (*SETTINGS, *rule, "optimizer.schedule=constant", *overrides_of(kind))
-    reference = tmp_path / "reference"
-    assert ranks(2).run(train, tiny_spec(dataset, reference, *constant)) == [0, 0]
-
-    moved = tmp_path / "moved"
+    optimizer = "muon" if settings == MUON else "adamw"
+    constant = (*SETTINGS, "optimizer.schedule=constant", *settings)
+    reference, moved = (
+        trained(ranks, dataset, tmp_path / "reference", *constant),
+        tmp_path / "moved",
+    )
     for num_ranks, num_steps, overrides in LEGS[optimizer]:
-        spec = tiny_spec(
-            dataset,
-            moved,
-            *constant,
-            f"training.num_steps={num_steps}",
-            *overrides,
-            allow_change=("training.num_steps",),
-        )
-        assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+        trained(
+            ranks, dataset, moved, *constant, f"training.num_steps={num_steps}", *overrides,
+            num_ranks=num_ranks, allow_change=("training.num_steps",),
+        )  # fmt: skip
 
     tolerance = MUON_TOLERANCE if optimizer == "muon" else TOLERANCE
     assert losses(moved) == pytest.approx(losses(reference), rel=tolerance)
@@ -99,14 +81,6 @@ def moved_run_keeps_its_losses(
 
 def run_end(run: Path) -> Path:
     return run / "checkpoints" / "step-00000020"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["0", "1", "2"])
-def test_a_resume_with_muon_is_bit_for_bit(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
-) -> None:
-    resumed_equals_straight(ranks, dataset, tmp_path, (*SETTINGS, *MUON, *ZERO[stage]))
 
 
 @pytest.mark.slow
@@ -137,8 +111,10 @@ def test_ranks_and_lanes_change_in_one_run(
             steps = f"training.num_steps={num_steps}"
             overrides = (*settings, *stage, f"data.num_lanes={num_lanes}", steps)
             allowed = ("training.num_steps", "data.num_lanes")
-            spec = tiny_spec(dataset, tmp_path / name, *overrides, allow_change=allowed)
-            assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+            trained(
+                ranks, dataset, tmp_path / name, *overrides,
+                num_ranks=num_ranks, allow_change=allowed,
+            )  # fmt: skip
     reference, moved = losses(tmp_path / "reference"), losses(tmp_path / "moved")
     largest = max(abs(moved[step] / loss - 1) for step, loss in reference.items())
     print(f"largest relative difference of {len(moved)} losses: {largest:.1e}")
@@ -154,36 +130,36 @@ def test_ranks_and_lanes_change_in_one_run(
 
 
 @pytest.mark.parametrize(
-    "stage",
-    [pytest.param(s, marks=[] if s in ("1", "3-all-spread") else pytest.mark.slow) for s in ZERO],
+    "settings",
+    [
+        *(
+            pytest.param(
+                ZERO[s], id=s, marks=() if s in ("1", "3-all-spread") else pytest.mark.slow
+            )
+            for s in ZERO
+        ),
+        *(
+            pytest.param((*MUON, *ZERO[s]), id=f"muon {s}", marks=pytest.mark.slow)
+            for s in ("0", "1", "2")
+        ),
+        *OTHER_MEMORIES,
+        # After step 8, lanes of two turns of three are a segment ahead of the others.
+        pytest.param((*TURNS, "data.piece_len=37"), id="turns and pieces"),
+    ],
 )
 def test_a_resume_at_the_same_world_size_is_bit_for_bit(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+    ranks: RankGroups, dataset: Path, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
-    resumed_equals_straight(ranks, dataset, tmp_path, (*SETTINGS, *ZERO[stage]))
+    settings = (*SETTINGS, *settings, "training.keep_checkpoints=9")
+    straight = trained(ranks, dataset, tmp_path / "straight", *settings)
+    checkpoint = str(straight / "checkpoints" / "step-00000008")
+    resumed = trained(ranks, dataset, tmp_path / "resumed", *settings, resume=checkpoint)
 
-
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_so_it_is_with_any_other_memory(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
-) -> None:
-    settings = (*SETTINGS, *ZERO["1"], *overrides_of(kind))
-    resumed_equals_straight(ranks, dataset, tmp_path, settings)
-
-
-def test_so_it_is_with_gradients_through_the_memory(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    settings = (*SETTINGS, *ZERO["1"], "training.backprop_segments=3")
-    resumed_equals_straight(ranks, dataset, tmp_path, settings)
-
-
-def test_so_it_is_in_the_middle_of_turns_and_pieces(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    """After step 8, lanes of two turns of three are a segment ahead of the others."""
-    settings = (*SETTINGS, *ZERO["1"], *TURNS, "data.piece_len=37")
-    resumed_equals_straight(ranks, dataset, tmp_path, settings)
+    assert losses(resumed) == {step: x for step, x in losses(straight).items() if step > 8}
+    for weights in ("last", "averaged"):
+        models = [load_model(run_end(run), weights=weights)[0] for run in (straight, resumed)]
+        for first, second in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(first, second)
 
 
 def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(
@@ -191,42 +167,9 @@ def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(
 ) -> None:
     """No number of segments would replay it."""
     settings = (*SETTINGS, "model.memory=running_mean", "training.num_steps=4")
-    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *settings)) == [0]
+    trained(ranks, dataset, tmp_path, *settings, num_ranks=1)
     changed = (*SETTINGS, "model.memory=running_mean", "data.num_lanes=6")
     allowed = ("data.num_lanes", "training.num_steps")
     spec = tiny_spec(dataset, tmp_path, *changed, allow_change=allowed)
     assert ranks(1).run(train, spec) == [ConfigError.exit_code]
     assert "model.memory=running_mean may depend on any earlier token" in refusal(tmp_path)
-
-
-def resumed_equals_straight(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, settings: tuple[str, ...]
-) -> None:
-    settings = (*settings, "training.keep_checkpoints=9")
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert ranks(2).run(train, tiny_spec(dataset, straight, *settings)) == [0, 0]
-
-    checkpoint = straight / "checkpoints" / "step-00000008"
-    spec = tiny_spec(dataset, resumed, *settings, resume=str(checkpoint))
-    assert ranks(2).run(train, spec) == [0, 0]
-
-    expected = {step: loss for step, loss in losses(straight).items() if step > 8}
-    assert losses(resumed) == expected
-    for weights in ("last", "averaged"):
-        models = [load_model(run_end(run), weights=weights)[0] for run in (straight, resumed)]
-        for first, second in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(first, second)
-
-
-def test_the_interval_of_step_lines_survives_a_resume(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    """A line over steps 6 to 10 is the same if the run was resumed after step 8."""
-    settings = (*SETTINGS, "training.log_interval_steps=5", "training.keep_checkpoints=9")
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    assert ranks(1).run(train, tiny_spec(dataset, straight, *settings)) == [0]
-    checkpoint = straight / "checkpoints" / "step-00000008"
-    spec = tiny_spec(dataset, resumed, *settings, resume=str(checkpoint))
-    assert ranks(1).run(train, spec) == [0]
-
-    assert losses(resumed) == {step: losses(straight)[step] for step in (10, 15, 20)}

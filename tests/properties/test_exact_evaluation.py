@@ -103,15 +103,6 @@ def test_any_number_of_workers_gives_the_same_sums(num_workers: int, reset: Rese
     assert scores == list(case.scorer.scores(chunks)), "to the last bit"
 
 
-@pytest.mark.parametrize("batch_chunks", [2, 5, 100])
-def test_any_batch_size_gives_the_same_sums(batch_chunks: int) -> None:
-    one, many = (replace(LONG_DOCUMENT, batch_chunks=size) for size in (1, batch_chunks))
-    chunks = one.plan()
-    for alone, batched in zip(one.scorer.scores(chunks), many.scorer.scores(chunks), strict=True):
-        assert batched.nats == pytest.approx(alone.nats, rel=1e-12)
-        assert (batched.num_tokens, batched.num_bytes) == (alone.num_tokens, alone.num_bytes)
-
-
 @pytest.mark.parametrize("reset", ["document", "stream"])
 @pytest.mark.parametrize("n_layer", [1, 2, 3])
 def test_one_segment_less_of_context_is_not_enough(n_layer: int, reset: Reset) -> None:

@@ -105,6 +105,13 @@ def equal_bits(these: list[Tensor], those: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
 
 
+def unaffected(case: Case, document: int) -> list[bool]:
+    """Whether nats and gradients of a document are the same among other documents."""
+    source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
+    original, other = case.read(source, document), case.read(rewritten(source, document), document)
+    return [equal_bits(*pair) for pair in zip(original, other, strict=True)]
+
+
 document_lengths = st.lists(
     st.lists(st.one_of(st.integers(1, 4), st.integers(8, 14)), min_size=1, max_size=4),
     min_size=1,
@@ -147,11 +154,7 @@ def legal(options: dict) -> dict:
 )
 def test_no_document_sees_another(case: Case, data: st.DataObject) -> None:
     document = data.draw(st.integers(0, sum(map(len, case.lengths)) - 1), label="document")
-    source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
-    nats, gradients = case.read(source, document)
-    other_nats, other_gradients = case.read(rewritten(source, document), document)
-    assert equal_bits(nats, other_nats)
-    assert equal_bits(gradients, other_gradients)
+    assert unaffected(case, document) == [True, True]
 
 
 SHORT_DOCUMENTS = Case(
@@ -170,19 +173,14 @@ def test_no_document_sees_another_in_a_memory_of_several(
 ) -> None:
     model = SHORT_DOCUMENTS.model | {"memory": kind}
     case = replace(SHORT_DOCUMENTS, model=model, segments_per_step=segments_per_step)
-    source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
-    original = case.read(source, document)
-    other = case.read(rewritten(source, document), document)
-    assert all(equal_bits(*pair) for pair in zip(original, other, strict=True))
+    assert unaffected(case, document) == [True, True]
 
 
 @pytest.mark.slow
 def test_no_document_sees_another_in_the_kernels_for_gpus() -> None:
     """In triton's interpreter. Its own test, because hypothesis would take minutes."""
     case = replace(SHORT_DOCUMENTS, model={"n_layer": 2, "mem_len": 5, "attention": "triton"})
-    source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
-    original, other = case.read(source, 3), case.read(rewritten(source, 3), 3)
-    assert all(equal_bits(*pair) for pair in zip(original, other, strict=True))
+    assert unaffected(case, document=3) == [True, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,12 +188,8 @@ def test_without_document_ages_documents_see_one_another(kind: str) -> None:
     """Checks the test above: with `reset: stream`, losses and gradients do differ."""
     model = SHORT_DOCUMENTS.model | {"memory": kind}
     case = replace(SHORT_DOCUMENTS, model=model, reset="stream")
-    source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
     for document in range(6):
-        nats, gradients = case.read(source, document)
-        other_nats, other_gradients = case.read(rewritten(source, document), document)
-        assert not equal_bits(nats, other_nats)
-        assert not equal_bits(gradients, other_gradients)
+        assert unaffected(case, document) == [False, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,6 @@ Imported weights are tested in tests/txl_dist/convert, URLs in tests/data_pipeli
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,22 @@ import pytest
 import torch
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards.manifest import ShardManifest, load_manifest
+from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.system.files import sha256_file
 from data_pipeline.system.strict import manifest_bytes
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
+from tests.properties.test_nothing_silent import Dataset, sign
 from tests.support.hostile_pickle import Hostile
-from tests.txl_dist.checkpoint import saving
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.manifest import FileEntry, load_checkpoint_manifest
-from txl_dist.checkpoint.reader import (
-    load_model,
-)
+from txl_dist.checkpoint.reader import load_model
 from txl_dist.errors import CheckpointError
 
 
 @pytest.mark.fault_row(23)
 @pytest.mark.parametrize("writer", ["torch", "pickle"])
 def test_a_pickle_instead_of_weights_is_refused_and_not_run(tmp_path: Path, writer: str) -> None:
-    path, mark = saving.save(tmp_path / "run", step=1), tmp_path / "mark"
+    path, mark = save(tmp_path / "run", step=1), tmp_path / "mark"
     weights = path / "weights-rank-00000.safetensors"
     if writer == "torch":
         torch.save({"weight": Hostile(mark)}, weights)
@@ -55,17 +52,6 @@ def test_a_manifest_cannot_point_outside_its_directory(tmp_path: Path) -> None:
     path.write_bytes(manifest_bytes(content))
     with pytest.raises(CheckpointError, match=r"files\.\.\./\.\./escape"):
         load_checkpoint_manifest(directory)
-
-
-Dataset = tuple[Path, ShardManifest]
-
-
-def sign(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest and its digest, as an attacker could."""
-    content = load_manifest(directory).model_dump(mode="json")
-    change(content)
-    unchecked = ShardManifest.model_construct(**content)
-    (directory / "manifest.json").write_bytes(unchecked.to_bytes())
 
 
 @pytest.mark.fault_row(21, 22)

@@ -1,6 +1,6 @@
 """Promise 6: a damaged, swapped or missing file is refused by name before it is used."""
 
-import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from data_pipeline.shards.data_commands import verify_dataset
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.shard_index import DocumentIds, pack_documents, unpack_documents
 from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.system.files import sha256_file
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -137,8 +138,6 @@ def sign(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def rewrite_index(directory: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
     """Change the index of the first train shard, and its size and sha256 in the manifest."""
-    import hashlib
-
     path = directory / "train-000000.index.safetensors"
     arrays = load_file(path)
     change(arrays)
@@ -147,7 +146,7 @@ def rewrite_index(directory: Path, change: Callable[[dict[str, np.ndarray]], Non
     def list_index(content: dict[str, Any]) -> None:
         entry = content["splits"]["train"]["shards"][0]
         entry["index_bytes"] = path.stat().st_size
-        entry["index_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        entry["index_sha256"] = sha256_file(path)
 
     sign(directory, list_index)
 
@@ -197,8 +196,6 @@ def test_an_index_that_contradicts_itself_is_refused_despite_a_valid_sha256(
 
 @pytest.mark.fault_row(18)
 def test_a_fifo_in_place_of_a_shard_is_refused_without_blocking(dataset: Dataset) -> None:
-    import os
-
     path = dataset[0] / "train-000000.tar.zst"
     path.unlink()
     os.mkfifo(path)
@@ -229,7 +226,7 @@ def test_every_flipped_bit_is_noticed_before_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["manifest.json", "weights", "optimizer", "memory", "tokenizer"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
 def test_every_missing_or_shortened_file_is_named_and_the_previous_checkpoint_is_used(
-    tmp_path: Path, kind: str, damage: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, damage: str
 ) -> None:
     save(tmp_path, step=2)
     directory = save(tmp_path, step=3)
@@ -242,23 +239,7 @@ def test_every_missing_or_shortened_file_is_named_and_the_previous_checkpoint_is
     with pytest.raises(CheckpointError, match=path.name):
         verify_checkpoint(directory)
     assert resumed_step(tmp_path) == 2
-
-
-def byte_ranges(path: Path) -> dict[str, range]:
-    """The classes of bytes in a file of a checkpoint, by name."""
-    content = path.read_bytes()
-    if path.suffix != ".safetensors":
-        third = len(content) // 3
-        return {
-            f"part {n}": range(n * third, len(content) if n == 2 else (n + 1) * third)
-            for n in range(3)
-        }
-    start = 8 + int.from_bytes(content[:8], "little")
-    ranges = {"length of the header": range(8), "header": range(8, start)}
-    for name, entry in json.loads(content[8:start]).items():
-        first, stop = entry["data_offsets"]
-        ranges[name] = range(start + first, start + stop)
-    return ranges
+    assert path.name in caplog.text
 
 
 def resumed_step(run: Path) -> int:
@@ -266,31 +247,6 @@ def resumed_step(run: Path) -> int:
     point, _ = newest_intact(CheckpointDirectory(run), World(0, 1))
     assert point is not None
     return point.state.step
-
-
-@pytest.mark.slow
-@pytest.mark.fault_row(24)
-def test_damage_in_every_range_of_every_file_makes_the_previous_checkpoint_the_newest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path, step=2)
-    damaged = save(tmp_path, step=3)
-    random_ = random.Random(3)
-    num_ranges = 0
-    for path in sorted(damaged.iterdir()):
-        intact = path.read_bytes()
-        for name, positions in byte_ranges(path).items():
-            for position in {positions[0], random_.choice(positions), positions[-1]}:
-                content = bytearray(intact)
-                content[position] ^= 1 << random_.randrange(8)
-                path.write_bytes(content)
-                caplog.clear()
-                assert resumed_step(tmp_path) == 2, (path.name, name, position)
-                assert path.name in caplog.text
-            num_ranges += 1
-        path.write_bytes(intact)
-    assert num_ranges > 60
-    assert resumed_step(tmp_path) == 3
 
 
 @pytest.mark.fault_row(24)

@@ -21,6 +21,7 @@ from tests.support.training_runs import (
     refusal,
     tiny_spec,
     train,
+    trained,
 )
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -37,24 +38,21 @@ def test_a_round_of_turns_reads_what_one_step_over_all_lanes_reads(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     """With weights that do not change, and so the same memory of every lane."""
-    runs = {name: tmp_path / name for name in ("turns", "whole")}
-    settings = (*CONSTANT, *ZERO["1"])
-    assert ranks(2).run(train, tiny_spec(dataset, runs["turns"], *settings, *TURNS)) == [0, 0]
-    whole = ("data.num_lanes=9", "training.num_steps=8")
-    assert ranks(1).run(train, tiny_spec(dataset, runs["whole"], *settings, *whole)) == [0]
+    turns = trained(ranks, dataset, tmp_path / "turns", *CONSTANT, *TURNS)
+    settings = (*CONSTANT, "data.num_lanes=9", "training.num_steps=8")
+    whole = trained(ranks, dataset, tmp_path / "whole", *settings, num_ranks=1)
 
-    in_turns, at_once = losses(runs["turns"]), losses(runs["whole"])
+    in_turns, at_once = losses(turns), losses(whole)
     rounds = [
         sum(in_turns[first + turn] for turn in range(NUM_TURNS)) / NUM_TURNS
         for first in range(1, 24, NUM_TURNS)
     ]
     assert rounds == pytest.approx(list(at_once.values()), rel=TOLERANCE)
     assert len({*in_turns.values()}) == 24
-    assert [line["tokens"] for line in metrics(runs["turns"])][2::3] == [
-        line["tokens"] for line in metrics(runs["whole"])
-    ]
+    tokens = [[line["tokens"] for line in metrics(run)] for run in (turns, whole)]
+    assert tokens[0][2::3] == tokens[1]
     memories = []
-    for run in runs.values():
+    for run in (turns, whole):
         checkpoint = resolve_checkpoint(run)
         memories.append(load_memory(checkpoint, load_checkpoint_manifest(checkpoint), range(9)))
     for lane in range(9):
@@ -68,10 +66,9 @@ def test_losses_do_not_depend_on_ranks_stages_or_micro_batches(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, micro_batch: str
 ) -> None:
     settings = (NO_EVALUATION, *DROPOUT, *TURNS)
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert ranks(1).run(train, tiny_spec(dataset, one, *settings, *ZERO["0"])) == [0]
+    one = trained(ranks, dataset, tmp_path / "one", *settings, *ZERO["0"], num_ranks=1)
     spread = (*ZERO[stage], f"training.micro_batch_lanes={micro_batch}")
-    assert ranks(2).run(train, tiny_spec(dataset, two, *settings, *spread)) == [0, 0]
+    two = trained(ranks, dataset, tmp_path / "two", *settings, *spread)
     assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
     valid = [[line["memory_valid"] for line in metrics(run)] for run in (one, two)]
     assert valid[1] == pytest.approx(valid[0])
@@ -81,9 +78,8 @@ def test_no_lane_attends_across_a_step_that_was_skipped(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     """Step 8, the second turn of the third round, diverges; weights do not change in any step."""
-    run, quiet = tmp_path / "run", tmp_path / "quiet"
-    settings = (*CONSTANT, *TURNS, *ZERO["1"], "divergence.policy=skip")
-    assert ranks(2).run(train, tiny_spec(dataset, quiet, *settings)) == [0, 0]
+    settings = (*CONSTANT, *TURNS, "divergence.policy=skip")
+    quiet, run = trained(ranks, dataset, tmp_path / "quiet", *settings), tmp_path / "run"
     ends = ranks(2).run(train_with, tiny_spec(dataset, run, *settings), NanHidden(1, steps=(8,)))
     assert [code for code, *_ in ends] == [0, 0]
 
@@ -100,10 +96,9 @@ def test_no_lane_attends_across_a_step_that_was_skipped(
 def test_lanes_change_only_where_all_are_at_one_position(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    settings = (NO_EVALUATION, *ZERO["1"], "training.checkpoint_interval_steps=1")
-    keep = "training.keep_checkpoints=9"
-    first = tiny_spec(dataset, tmp_path / "a", *settings, *TURNS, keep, "training.num_steps=7")
-    assert ranks(2).run(train, first) == [0, 0]
+    settings = (NO_EVALUATION, "training.checkpoint_interval_steps=1")
+    first = ("training.keep_checkpoints=9", "training.num_steps=7")
+    trained(ranks, dataset, tmp_path / "a", *settings, *TURNS, *first)
     other = (*settings, "data.num_lanes=6", "data.lanes_per_step=2", "training.num_steps=12")
     allowed = ("data.num_lanes", "data.lanes_per_step", "training.num_steps")
     for step, codes in ((7, [CheckpointError.exit_code] * 2), (6, [0, 0])):

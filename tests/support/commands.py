@@ -68,6 +68,27 @@ def start_txl(
     )
 
 
+def start_torchrun(*words: object, own_group: bool = False) -> subprocess.Popen[str]:
+    """Start two ranks of a command under torchrun, which decides what `--on` and `--ranks` say."""
+    launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *launch,
+            "-m",
+            "txl_dist",
+            *map(str, words),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=own_group,
+    )
+
+
 def _restore_interrupts() -> None:
     # A shell script starts its background jobs with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

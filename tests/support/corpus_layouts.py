@@ -1,14 +1,15 @@
 """Corpora in the layouts in which they are published, made by hand, and what each one holds.
 
-`python -m tests.support.corpus_layouts` prints the table of docs/how_to/keep_splits.md: what
-`txl prepare` printed about the splits of every layout, and what it wrote.
+docs/how_to/keep_splits.md has a table of what `txl prepare` prints and writes for every layout.
 """
 
 import csv
 import gzip
 import io
 import json
-import tempfile
+import random
+import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ import pyarrow as pa
 import zstandard
 from pyarrow import ipc, parquet
 
-from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers.split_names import split_order
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -198,26 +198,78 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+
+def pack(folder: Path, archive: Path, *, top: str = "") -> Path:
+    """Write the files of `folder`, in reverse order, below the folder `top` of the archive."""
+    names = sorted((p.relative_to(folder) for p in folder.rglob("*")), reverse=True)
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
+            for name in names:
+                zipped.write(folder / name, Path(top, name))
+        return archive
+    content = io.BytesIO()
+    mode = {".gz": "w:gz", ".tgz": "w:gz", ".bz2": "w:bz2", ".xz": "w:xz"}.get(archive.suffix, "w:")
+    with tarfile.open(fileobj=content, mode=mode) as packed:
+        for name in names:
+            packed.add(folder / name, str(Path(top, name)), recursive=False)
+    data = content.getvalue()
+    if archive.suffix == ".zst":
+        data = zstandard.compress(data)
+    archive.write_bytes(data)
+    return archive
+
+
+# --- WikiText-103, with enough words to train on --------------------------------------------------
+
+SIZES = {"train": 2000, "valid": 300, "test": 200}
+"""Words of every split, without those of titles."""
+
+
+def wikitext(num_words: int) -> str:
+    """Articles in the form of WikiText: titles, blank lines, frequent and rare words."""
+    rng = random.Random(3)
+    words = [f"w{int(rng.paretovariate(0.8)) % 300}" for _ in range(num_words)]
+    lines = [" ".join(words[i : i + 11]) for i in range(0, num_words, 11)]
+    for i in range(0, len(lines), 5):
+        lines[i] = f"\n = Article {i} = \n \n {lines[i]}"
+    return "".join(f" {line} \n" for line in lines)
+
+
+def write_tokens(directory: Path) -> Path:
+    """The folder that wikitext-103-v1.zip contains."""
+    folder = directory / "wikitext-103"
+    folder.mkdir(parents=True)
+    for split, size in SIZES.items():
+        (folder / f"wiki.{split}.tokens").write_text(wikitext(size))
+    return folder
+
+
+def write_parquet(directory: Path) -> Path:
+    """Hugging Face's Salesforce/wikitext: one line per row, "" for a blank line. Returns the folder
+    of WikiText-103, which has other configurations too.
+    """
+    for name in ("wikitext-103-raw-v1", "wikitext-103-v1", "wikitext-2-v1"):
+        folder = directory / name
+        folder.mkdir(parents=True)
+        for split, size in SIZES.items():
+            lines = wikitext(size if name == "wikitext-103-v1" else 99).splitlines(keepends=True)
+            rows = [line if line.strip() else "" for line in lines]
+            published = {"valid": "validation"}.get(split, split)
+            parts = [rows[:50], rows[50:]] if split == "train" else [rows]
+            for n, part in enumerate(parts):
+                path = folder / f"{published}-{n:05}-of-{len(parts):05}.parquet"
+                parquet.write_table(_rows(part), path)
+    return directory / "wikitext-103-v1"
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
 def table_row(layout: Layout, manifest: ShardManifest, printed: str) -> str:
     """The row of the table: what was printed of the splits, and what was written."""
     entries = [manifest.splits[split] for split in sorted(manifest.splits, key=split_order)]
     documents = ", ".join(f"{entry.documents:,}" for entry in entries)
     tokens = ", ".join(f"{entry.tokens:,}" for entry in entries)
     return f"| {layout.name} | `{printed}` | {documents} | {tokens} |"
-
-
-def main() -> None:
-    print("| layout | printed | documents: train, valid, test | tokens |\n|---|---|--:|--:|")
-    for layout in LAYOUTS:
-        with tempfile.TemporaryDirectory() as scratch:
-            lines: list[str] = []
-            layout.write(Path(scratch, "in"))
-            report = prepare_dataset(
-                [Path(scratch, "in")], Path(scratch, "out"), layout.settings, note=lines.append
-            )
-        printed = next(line for line in lines if line.startswith("splits"))
-        print(table_row(layout, report.manifest, printed.partition(", ")[2]))
-
-
-if __name__ == "__main__":
-    main()

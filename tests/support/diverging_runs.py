@@ -115,12 +115,8 @@ class StopAfter:
         self.step = step
 
     def __call__(self, trainer: Trainer) -> None:
-        trainer.stop = _StopAfter(trainer, self.step)  # type: ignore[assignment]
-
-
-class _StopAfter:
-    def __init__(self, trainer: Trainer, step: int) -> None:
-        self.trainer, self.step = trainer, step
+        self.trainer = trainer
+        trainer.stop = self  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
         return self.trainer.state.step + 1 >= self.step

@@ -3,7 +3,7 @@
 A line above a block may say why no test runs it as it is written, or which test does:
 
     <!-- not run: needs two hosts -->
-    <!-- run by tests/examples/test_music.py -->
+    <!-- run by tests/test_examples.py -->
 """
 
 import re

@@ -1,21 +1,47 @@
-"""Two hosts on one machine: network namespaces that a virtual cable connects.
+"""Two hosts on one machine, and runs on them: network namespaces that a virtual cable connects.
 
-The cable is a veth pair of the kernel, or with a `Link` a cable in user space (`cable.py`) that
-delays and loses frames: `tc netem` does the same, but not every kernel has it.
+The cable is a veth pair of the kernel, or with a `Link` a `Cable` in user space that delays and
+loses frames: `tc netem` does the same, but not every kernel has it.
 """
 
+import fcntl
+import heapq
 import os
+import random
+import selectors
 import shutil
 import signal
+import struct
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 
-from tests.support.cable import Cable, Link
+from tests.support.commands import ENVIRONMENT
+from tests.support.training_runs import NO_EVALUATION, TINY
+
+TUN = Path("/dev/net/tun")
+# From linux/if_tun.h.
+SET_INTERFACE = 0x400454CA
+TAP, NO_PACKET_INFO = 0x0002, 0x1000
+MAX_FRAME_BYTES = 1 << 16
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Link:
+    """How bad a cable is, in each direction."""
+
+    delay_seconds: float = 0.0
+    loss: float = 0.0
+    """Probability that a frame is lost."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +137,106 @@ def run(*words: str) -> subprocess.CompletedProcess[bytes]:
 
 def must(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True)
+
+
+# --- the cable in user space ----------------------------------------------------------------------
+
+
+class Cable:
+    """A cable that delays and loses Ethernet frames: a thread moves them between two TAP devices.
+
+    A context manager: its entry creates both interfaces, its exit removes them. `start`, after they
+    have been moved to their hosts, connects them. Skips the test if there are no TAP devices.
+    """
+
+    def __init__(self, link: Link, *interfaces: str) -> None:
+        if not TUN.exists():
+            pytest.skip(f"{TUN} does not exist: this kernel cannot delay or lose packets")
+        self._link, self._interfaces = link, interfaces
+        self._ends: list[int] = []
+        self._random = random.Random(0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._move_frames, name="cable", daemon=True)
+
+    def __enter__(self) -> Self:
+        for name in self._interfaces:
+            end = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._ends.append(end)
+            fcntl.ioctl(
+                end, SET_INTERFACE, struct.pack("16sH", name.encode(), TAP | NO_PACKET_INFO)
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for end in self._ends:
+            os.close(end)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _move_frames(self) -> None:
+        first, second = self._ends
+        selector = selectors.DefaultSelector()
+        selector.register(first, selectors.EVENT_READ, second)
+        selector.register(second, selectors.EVENT_READ, first)
+        frames: list[tuple[float, int, int, bytes]] = []  # a heap: when, number, to, frame
+        number = 0
+        while not self._stop.is_set():
+            wait = frames[0][0] - time.monotonic() if frames else POLL_SECONDS
+            for key, _ in selector.select(min(max(wait, 0.0), POLL_SECONDS)):
+                with suppress(OSError):  # BlockingIOError: all frames are read; else: link down
+                    while True:
+                        frame = os.read(key.fd, MAX_FRAME_BYTES)
+                        if self._random.random() >= self._link.loss:
+                            number += 1
+                            when = time.monotonic() + self._link.delay_seconds
+                            heapq.heappush(frames, (when, number, key.data, frame))
+            while frames and frames[0][0] <= time.monotonic():
+                _, _, end, frame = heapq.heappop(frames)
+                with suppress(OSError):  # the other end is down, or its queue is full
+                    os.write(end, frame)
+
+
+# --- training runs --------------------------------------------------------------------------------
+
+
+def settings(dataset: Path, run: Path, *overrides: str) -> tuple[str, ...]:
+    """A tiny run that saves every 5 steps."""
+    return (
+        f"data.path={dataset}", f"directory={run}", NO_EVALUATION, "tracking.enabled=false",
+        "training.checkpoint_interval_steps=5", *overrides,
+    )  # fmt: skip
+
+
+@contextmanager
+def torchrun_on(hosts: tuple[Host, Host], *overrides: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start torchrun with one rank on each host."""
+    with ExitStack() as stack:
+        agents = []
+        for number, host in enumerate(hosts):
+            launch = (
+                "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                "--node-rank", str(number),
+                "--master-addr", hosts[0].address, "--master-port", "29411",
+                "-m", "txl_dist", "train", str(TINY),
+            )  # fmt: skip
+            agent = stack.enter_context(
+                subprocess.Popen(
+                    [*host.prefix, sys.executable, "-m", *launch, *overrides],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": host.interface},
+                )
+            )
+            stack.callback(agent.kill)
+            agents.append(agent)
+        yield agents
+
+
+def outputs_of(agents: list[subprocess.Popen[str]], *, timeout_seconds: float) -> list[str]:
+    """Wait for the end of all agents; what each has printed."""
+    return [agent.communicate(timeout=timeout_seconds)[0] for agent in agents]

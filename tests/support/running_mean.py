@@ -20,13 +20,6 @@ MEMORY_KINDS["running_mean"] = MemoryFacts(
     implementation="tests.support.running_mean:RunningMean", settings=()
 )
 KINDS = list(MEMORY_KINDS)
-OTHER_KINDS = [
-    # A part of `recurrent+tokens`, so whole runs of it are for `make test-all`.
-    pytest.param(kind, marks=pytest.mark.slow) if kind == "tokens" else kind
-    for kind in KINDS
-    if kind != "recurrent"
-]
-"""Those that the tests of whole runs have to name, because the default is the paper's."""
 
 
 def overrides_of(kind: str) -> tuple[str, ...]:
@@ -34,6 +27,14 @@ def overrides_of(kind: str) -> tuple[str, ...]:
     segments = ("training.backprop_segments=3",) if MEMORY_KINDS[kind].adds_tokens else ()
     return f"model.memory={kind}", *segments
 
+
+OTHER_MEMORIES = [
+    # `tokens` is a part of `recurrent+tokens`, so whole runs of it are for `make test-all`.
+    pytest.param(overrides_of(kind), id=kind, marks=pytest.mark.slow if kind == "tokens" else ())
+    for kind in KINDS
+    if kind != "recurrent"
+] + [pytest.param(("training.backprop_segments=3",), id="gradients through it")]
+"""Overrides of whole runs whose memory is not the default one."""
 
 # Shapes: B lanes, T segment tokens, L layers, D d_model
 

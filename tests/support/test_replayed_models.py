@@ -6,22 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.replayed_models import OWN_GOLDEN, OWN_HF, golden_files, hf_directories
+from tests.support.replayed_models import golden_files, hf_directories
 from tests.support.small_models import small_model
 from txl_dist.convert.original_model import to_original
 from txl_dist.convert.other_programs import read_original
 
 
-def test_without_a_variable_the_models_of_the_repository_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for variable in ("TXL_GOLDEN_DIR", "TXL_HF_DIR"):
-        monkeypatch.delenv(variable, raising=False)
-    assert {path.name for path in golden_files()} == {path.name for path in OWN_GOLDEN.iterdir()}
-    assert hf_directories() == [OWN_HF]
-
-
-def test_every_golden_file_is_read_with_any_name(
+def test_every_model_of_a_directory_is_read_with_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("README.md", "a model.npz", "zz.npz"):
@@ -29,10 +20,6 @@ def test_every_golden_file_is_read_with_any_name(
     monkeypatch.setenv("TXL_GOLDEN_DIR", str(tmp_path))
     assert [path.name for path in golden_files()] == ["a model.npz", "zz.npz"]
 
-
-def test_every_transformers_directory_is_read_with_any_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()

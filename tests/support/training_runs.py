@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.support.running_mean  # noqa: F401  # registers a kind of memory in every rank
+from tests.support.gloo_ranks import RankGroups
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
@@ -39,6 +40,23 @@ def tiny_spec(dataset: Path, run: Path, *overrides: str, **options: Any) -> Trai
     """A spec of 20 steps on 5 lanes; `overrides` as on the command line."""
     data_overrides = [f"data.path={dataset}", f"directory={run}", *overrides]
     return TrainSpec(config=load_run_config(TINY, data_overrides), **options)
+
+
+def train_words(
+    dataset: Path, run: Path, *words: object, on: str = "processes", num_ranks: int | str = 2
+) -> tuple[object, ...]:
+    """The words of `txl train` for a tiny run; `words` are settings and options."""
+    paths = (f"data.path={dataset}", f"directory={run}")
+    return ("train", TINY, *paths, *words, "--on", on, "--ranks", num_ranks)
+
+
+def trained(
+    ranks: RankGroups, dataset: Path, run: Path, *overrides: str, num_ranks: int = 2, **options: Any
+) -> Path:
+    """Train a tiny run to its end on a group of ranks; returns its directory."""
+    spec = tiny_spec(dataset, run, *overrides, **options)
+    assert ranks(num_ranks).run(train, spec) == [0] * num_ranks
+    return run
 
 
 def train(world: World, spec: TrainSpec) -> int:

@@ -6,8 +6,8 @@ a process without TRITON_INTERPRET:
 
     python -m tests.support.triton_compiler 90 bfloat16 64
 
-prints one JSON object per kernel: registers, spilled_bytes, shared_bytes, instructions,
-loop_instructions. Two more numbers are the lanes and the tokens of a segment.
+prints one JSON object per kernel: spilled_bytes, shared_bytes. Two more numbers are the lanes and
+the tokens of a segment.
 """
 
 import json
@@ -46,12 +46,9 @@ class Compiled:
     """What the compiler says about one kernel."""
 
     kernel: str
-    registers: int
     spilled_bytes: int
+    """Of registers, per thread."""
     shared_bytes: int
-    instructions: int
-    loop_instructions: int
-    """Of the loop over tiles, per thread and tile; 0 without a loop."""
 
 
 class _CompiledInstead:
@@ -85,15 +82,11 @@ class _CompiledInstead:
             target=GPUTarget("cuda", self.capability, 32),
             options={"num_warps": num_warps, "num_stages": num_stages},
         )
-        self.result = Compiled(
-            self.kernel.__name__,
-            *_registers_and_spills(compiled.asm["ptx"], self.capability),
-            compiled.metadata.shared,
-            *_instructions(compiled.asm["cubin"]),
-        )
+        spilled_bytes = _spilled_bytes(compiled.asm["ptx"], self.capability)
+        self.result = Compiled(self.__name__, spilled_bytes, compiled.metadata.shared)
 
 
-def _registers_and_spills(ptx: str, capability: int) -> tuple[int, int]:
+def _spilled_bytes(ptx: str, capability: int) -> int:
     architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.ptx"
@@ -103,29 +96,8 @@ def _registers_and_spills(ptx: str, capability: int) -> tuple[int, int]:
             "-o", f"{path}.cubin",
         ]  # fmt: skip
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = [re.search(pattern, report) for pattern in (r"Used (\d+) regi", r"(\d+) bytes spill s")]
-    registers, spilled = (int(match[1]) for match in found if match)
-    return registers, spilled
-
-
-def _instructions(cubin: bytes) -> tuple[int, int]:
-    """How many instructions the kernel has, and its longest loop."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    count, longest, labels = 0, 0, dict[str, int]()
-    for line in listing.splitlines():
-        if label := re.match(r"(\.L_\w+):", line):
-            labels[label[1]] = count
-        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
-            count += 1
-            target = re.search(r"\bBRA\b.*\((\.L_\w+)\)", line)
-            # A jump back; every kernel ends with a jump to itself, which is never reached.
-            if target and labels.get(target[1], count) < count - 1:
-                longest = max(longest, count - labels[target[1]])
-    return count, longest
+    (spilled,) = re.findall(r"(\d+) bytes spill s", report)
+    return int(spilled)
 
 
 @contextmanager

@@ -27,8 +27,7 @@ from data_pipeline.system.files import STAGING
 from data_pipeline.system.workers import ProcessWorkers
 from tests.data_pipeline.preparation.preparing import StopsAfter
 from tests.data_pipeline.readers.reading import kinds_of, one_file, read
-from tests.support.corpus_layouts import LAYOUTS, Layout
-from tests.support.pack import SUFFIXES, pack
+from tests.support.corpus_layouts import ARCHIVE_SUFFIXES, LAYOUTS, Layout, pack
 
 BYTES = PrepareSettings()
 
@@ -65,7 +64,7 @@ def test_an_archive_gives_the_dataset_of_its_unpacked_folder(
         assert any(layout.printed in line for line in lines), lines
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", ARCHIVE_SUFFIXES)
 def test_every_kind_of_archive_is_read(tmp_path: Path, suffix: str) -> None:
     (tmp_path / "in" / "train").mkdir(parents=True)
     (tmp_path / "in" / "test").mkdir()

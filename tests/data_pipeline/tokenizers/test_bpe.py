@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -136,10 +137,12 @@ def test_a_sample_has_every_word_in_its_share(counts: dict[str, int], data: st.D
 
 
 def test_a_sample_of_a_long_text_compresses_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = count_words(SAMPLE, max_bytes=2**30)
+    library = Path(json.__file__).parents[1].glob("[a-c]*.py")
+    texts = [path.read_text("utf-8") for path in sorted(library)]
+    counts = count_words(texts, max_bytes=2**30)
     whole = bpe_of_counts(counts, vocab_size=700)
-    monkeypatch.setattr(bpe, "SAMPLE_BYTES", sum(map(len, SAMPLE)) // 4)
+    monkeypatch.setattr(bpe, "SAMPLE_BYTES", sum(map(len, texts)) // 4)
     sampled = bpe_of_counts(counts, vocab_size=700)
     assert sampled.digest != whole.digest
-    sizes = [len(each.encode("".join(SAMPLE))) for each in (whole, sampled)]
+    sizes = [len(each.encode("".join(texts))) for each in (whole, sampled)]
     assert sizes[1] < 1.01 * sizes[0]

@@ -18,7 +18,7 @@ from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.tokenizers.training import RECIPES
 from tests.support.commands import run_txl, txl
-from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
+from tests.support.corpus_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app
 from txl_dist.cli.reproduce import SHRUNK, Corpus, Layout, Plan, experiments, find_published
 from txl_dist.config.config_file import load_run_config

@@ -155,16 +155,6 @@ def test_the_rate_and_the_mean_are_as_configured(rate: float) -> None:
     assert_close(scale[scale > 0].unique().item(), 1 / (1 - rate), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("option", ["dropout", "dropatt"])
-@pytest.mark.parametrize("attention", ["reference", "cpu", "sdpa"])
-def test_a_small_rate_of_either_kind_changes_the_nats(option: str, attention: str) -> None:
-    text_BN, age_BT = random_text(8, 31), torch.arange(30).expand(8, 30)
-    model = small_model(**{option: 0.05}, attention=attention)
-    masks = LaneDropoutMasks(seed=3, step=5, lanes=range(8))
-    nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(8), masks)
-    assert (nats_BT - nats_without_dropout(model, text_BN)).abs().max() > 1e-3
-
-
 def test_a_mask_for_all_lanes_does_not_depend_on_them() -> None:
     masks = [
         LaneDropoutMasks(seed=3, step=5, lanes=lanes).scale(

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import num_lines, start_txl, wait_until
-from tests.support.mlflow_server import mlflow_server
-from tests.support.postgresql import PostgresServer, postgres_server
+from tests.support.tracking_servers import PostgresServer, mlflow_server, postgres_server
 from tests.support.training_runs import NO_EVALUATION, TINY, metrics
 from tests.txl_dist.tracking.conftest import run_id_of
 from txl_dist.tracking.tracker import TrackingState, points_of

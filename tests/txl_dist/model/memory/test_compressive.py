@@ -177,29 +177,6 @@ def test_a_text_that_begins_at_a_segment_is_read_as_in_an_empty_memory() -> None
         assert torch.equal(nats_BT, others_BT)
 
 
-def test_losses_reach_back_through_the_slots() -> None:
-    """Two more segments than a recurrent memory of this length shows; the slots are in between."""
-    model = small_model(memory="compressive", n_layer=1, mem_len=4, compressed_len=2)
-    assert memory_kind(model.config).receptive_tokens(4) == 8
-    text_BN = random_text(1, 17)
-
-    @torch.no_grad()
-    def last_nats(tokens_BN: Tensor) -> Tensor:
-        state, nats_BT = model.empty_memory(1), torch.empty(0)
-        for start in range(0, 16, 4):
-            here, age_BT = slice(start, start + 4), torch.arange(start, start + 4)[None]
-            targets_BT = tokens_BN[:, start + 1 : start + 5]
-            nats_BT, state = model(tokens_BN[:, here], targets_BT, age_BT, state)
-        return nats_BT
-
-    seen = []
-    for position in range(12):
-        changed_BN = text_BN.clone()
-        changed_BN[:, position] = (changed_BN[:, position] + 1) % 11
-        seen.append(not torch.equal(last_nats(changed_BN), last_nats(text_BN)))
-    assert seen == [False] * 4 + [True] * 8
-
-
 def test_blocks_that_end_inside_segments_have_no_limited_reach() -> None:
     kind = memory_kind(config(mem_len=8, compression_rate=4))
     assert kind.empty(B).num_past == 2 + 8 + 3
@@ -227,13 +204,6 @@ def test_without_a_memory_nothing_is_compressed() -> None:
 def test_what_cannot_be_compressed_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**options)
-
-
-def test_a_state_of_other_sizes_is_refused() -> None:
-    model = small_model(memory="compressive", mem_len=4)
-    state = memory_kind(config(mem_len=4)).empty(1)
-    with pytest.raises(ValueError, match=r"layer-0 of the memory has the shape .* expected"):
-        model.hidden(random_text(1, 2), torch.arange(2)[None], state)
 
 
 def test_a_memory_of_other_sizes_does_not_fit() -> None:

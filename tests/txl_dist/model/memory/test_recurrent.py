@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.small_models import random_text, read_stream, small_model
+from tests.support.small_models import random_text, small_model
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.memory.recurrent import Recurrent, RecurrentMemory
@@ -70,29 +70,6 @@ def test_a_row_that_fits_has_all_tokens_of_every_layer_and_its_newest_are_loaded
 def test_it_does_not_keep_other_activations_alive(tgt_len: int) -> None:
     for layer in empty(5).after([torch.randn(3, tgt_len, 4)] * 3, AGES).layers:
         assert layer.untyped_storage().nbytes() == layer.numel() * layer.element_size()
-
-
-@pytest.mark.parametrize("mem_len", [0, 2, 4, 7])
-def test_the_model_returns_a_memory_of_the_same_shape(mem_len: int) -> None:
-    model = small_model(mem_len=mem_len)
-    _, memory = read_stream(model, random_text(3, 9), tgt_len=4)
-    assert [layer.shape for layer in memory.layers] == [(3, mem_len, 6)] * 2
-
-
-def test_no_gradient_passes_into_the_memory() -> None:
-    model, text_BN = small_model(mem_len=5), random_text(3, 9)
-    with torch.no_grad():
-        _, unrecorded = read_stream(model, text_BN[:, :5], tgt_len=4)
-    _, memory = read_stream(model, text_BN[:, :5], tgt_len=4)
-    assert not any(layer.requires_grad for layer in memory.layers)
-
-    gradients = []
-    for previous in (unrecorded, memory):
-        age_BT = torch.arange(4, 8).expand(3, 4)
-        nats_BT, _ = model(text_BN[:, 4:8], text_BN[:, 5:9], age_BT, previous)
-        gradients.append(torch.autograd.grad(nats_BT.sum(), list(model.parameters())))
-    # Close, not equal: attention without gradients has another implementation.
-    assert_close(*gradients)
 
 
 def test_an_empty_memory_has_the_dtype_of_the_parameters() -> None:

@@ -97,25 +97,6 @@ def test_a_document_has_the_same_losses_wherever_in_a_segment_it_begins() -> Non
         assert_close(nats_N, results[0][: TGT_LEN - shift])
 
 
-@pytest.mark.parametrize("mem_len", [0, 3])
-@torch.no_grad()
-def test_a_row_with_a_longer_recurrent_memory_is_loaded(mem_len: int) -> None:
-    """As after `--allow-change model.mem_len`: the newest tokens stay."""
-    text_BN = random_text(1, TGT_LEN + 1)
-    columns = text_BN[:, :-1], text_BN[:, 1:], torch.arange(TGT_LEN)[None] + 9
-    states = []
-    for size in (7, mem_len):
-        model = small_model(memory="recurrent+tokens", mem_len=size)
-        states.append(model(*columns, model.empty_memory(1))[1])
-    longer, shorter = states
-    empty = small_model(memory="recurrent+tokens", mem_len=mem_len).empty_memory(1)
-    empty.load_row(0, longer.row(0))
-    for name, tensor in empty.tensors().items():
-        expected = longer.tensors()[name]
-        assert_close(tensor, expected if name == "tokens" else expected[:, 7 - mem_len :])
-    assert empty.tensors().keys() == shorter.tensors().keys()
-
-
 @torch.no_grad()
 def test_a_model_in_bf16_reads_its_fp32_state() -> None:
     model = small_model(memory="tokens", pre_lnorm=True).to(torch.bfloat16)

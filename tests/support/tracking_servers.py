@@ -1,7 +1,7 @@
-"""A real PostgreSQL server for one test, which it can stop and start again.
+"""MLflow's server as an administrator starts it, on a real PostgreSQL that a test can stop.
 
-The server listens only on a Unix socket in a new directory. It refuses to run as root, so
-its processes get the user of Debian's package, or an unprivileged one.
+PostgreSQL listens only on a Unix socket in a new directory. It refuses to run as root, so its
+processes get the user of Debian's package, or an unprivileged one.
 """
 
 import os
@@ -9,15 +9,18 @@ import pwd
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import wait_until
+from tests.support.commands import ENVIRONMENT, wait_until
+from tests.support.nodes import free_port
 
 USERS = ("postgres", "nobody")
 DATABASE = "postgres"
@@ -128,3 +131,40 @@ def _unprivileged_user() -> str:
         except KeyError:
             continue
     pytest.skip("PostgreSQL refuses to run as root, and no other user exists")
+
+
+@contextmanager
+def mlflow_server(database_uri: str, directory: Path) -> Iterator[str]:
+    """`mlflow server` on 127.0.0.1; yields its URI once it responds. Its files are in `directory`.
+
+    It creates its tables first, which takes seconds.
+    """
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    log = directory / "mlflow.log"
+    command = (
+        *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--workers", "1", "--default-artifact-root", str(directory / "artifacts")),
+        *("--backend-store-uri", database_uri),
+    )
+    environment = {**ENVIRONMENT, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # 8 processes
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            command, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+    try:
+        wait_until(lambda: _responds(uri, server, log), timeout_seconds=120, poll_seconds=0.25)
+        yield uri
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # it starts its workers in the same group
+        server.wait()
+
+
+def _responds(uri: str, server: subprocess.Popen[bytes], log: Path) -> bool:
+    assert server.poll() is None, log.read_text()
+    try:
+        with urllib.request.urlopen(f"{uri}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False

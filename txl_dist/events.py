@@ -94,14 +94,10 @@ class EventLog:
         line = event.model_dump_json(exclude_defaults=True).encode() + b"\n"
         try:
             # Opened for each event: launcher and rank 0 may be on different hosts.
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            descriptor = os.open(self.path, flags, 0o644)
-            try:
-                size = os.fstat(descriptor).st_size
-                is_cut_off = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-                os.write(descriptor, b"\n" * is_cut_off + line)
-            finally:
-                os.close(descriptor)
+            with self.path.open("a+b", buffering=0) as file:
+                size = file.tell()
+                is_cut_off = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+                file.write(b"\n" * is_cut_off + line)
         except OSError as error:
             log.warning(
                 "%s cannot be written (%s): the run continues, and txl status and txl report do "

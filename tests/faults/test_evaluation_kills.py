@@ -26,7 +26,7 @@ def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(model: Path, dataset: Path, scores: Path, *others: object) -> tuple[object, ...]:
     """16 batches, each of a fraction of a second."""
     options = ("--batch", 1, "--tgt-len", 6, "--on", "processes", "--json")
-    return ("eval", model, dataset, "--scores", scores, *options, *others)
+    return ("eval", model, dataset, "--out", scores, *options, *others)
 
 
 def finished(scores: Path) -> int:

@@ -308,8 +308,6 @@ def _check_group(request: ReclRequest) -> None:
     """Check what can be checked before weights are loaded. Raises ConfigError or DataError."""
     if len(set(request.names)) < len(request.names):
         raise ConfigError(f"the models need different names, got {', '.join(request.names)}")
-    if bad := [r for r in request.r_values if not 0 < r <= 1]:
-        raise ConfigError(f"--r {bad[0]:g} must be above 0 and at most 1")
     models = [find_model(spec.checkpoint, weights=spec.weights) for spec in request.specs]
     first = models[0]
     for model in models:

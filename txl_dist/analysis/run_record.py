@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from data_pipeline.system.strict import first_problem
-from txl_dist.config.config_file import flatten_settings
-from txl_dist.config.yaml_file import YamlTextError, read_yaml
+from txl_dist.config.config_file import YamlTextError, flatten_settings, read_yaml
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.result import Result
 from txl_dist.evaluation.scores import kept_results

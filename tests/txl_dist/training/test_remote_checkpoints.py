@@ -25,6 +25,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.events import read_events
 from txl_dist.runtime.world import World
+from txl_dist.training import saving
 from txl_dist.training.build import build_trainer
 from txl_dist.training.goodput import WallTime
 from txl_dist.training.loop import Trainer
@@ -175,8 +176,11 @@ def test_a_spec_that_does_not_fit_the_copies_gets_none_of_their_files(
 def train_with_refused_uploads(
     world: World, spec: TrainSpec, until_step: int | None
 ) -> tuple[int, str, bool]:
-    """Answer all uploads with an error, until a step if one is given; whether that happened."""
-    upload, refused = RemotePath.write_from, []
+    """Answer all uploads with an error, until a step if one is given; whether that happened.
+
+    Without one, the end of the run waits 3 seconds for them.
+    """
+    upload, refused, wait_seconds = RemotePath.write_from, [], saving.UPLOAD_SECONDS
 
     def refuse_uploads(trainer: Trainer) -> None:
         def refuse(target: RemotePath, source: Path) -> None:
@@ -187,10 +191,12 @@ def train_with_refused_uploads(
 
         RemotePath.write_from = refuse  # type: ignore[method-assign]
 
+    saving.UPLOAD_SECONDS = 3.0 if until_step is None else wait_seconds
     try:
         return *train_changed(world, spec, refuse_uploads), bool(refused)
     finally:
         RemotePath.write_from = upload  # type: ignore[method-assign]
+        saving.UPLOAD_SECONDS = wait_seconds
 
 
 @pytest.mark.slow
@@ -281,14 +287,11 @@ def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
     tmp_path: Path,
     aws: dict[str, str],  # noqa: F811
 ) -> None:
-    hasty = (*SETTINGS, "training.checkpoint_upload_timeout_seconds=3")
-    ends = ranks(2).run(
-        in_cloud, aws, train_with_refused_uploads, tiny_spec(dataset, tmp_path, *hasty), None
-    )
+    spec = tiny_spec(dataset, tmp_path, *SETTINGS)
+    ends = ranks(2).run(in_cloud, aws, train_with_refused_uploads, spec, None)
     for code, message, _ in ends:
         assert code == 4
         assert f"could not be copied to {URL}: ConnectionError: 503" in message
         assert "The same command repeats the upload" in message
     assert CheckpointDirectory(tmp_path).steps() == [15, 20]
-    spec = tiny_spec(dataset, tmp_path, *SETTINGS)
     assert ranks(2).run(in_cloud, aws, train, spec) == [0, 0], "the same command uploads"

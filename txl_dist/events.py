@@ -23,7 +23,7 @@ versions, and what an attempt writes after a newer one has begun (checkpoint/att
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -115,7 +115,13 @@ def read_events(run: Path) -> list[Event]:
         lines = (run / EVENTS).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return list(_of_newest_attempts(filter(None, map(parse_event, lines))))
+    events: list[Event] = []
+    newest = 0
+    for event in filter(None, map(parse_event, lines)):
+        if event.attempt >= newest:  # not what a replaced attempt still writes
+            newest = event.attempt
+            events.append(event)
+    return events
 
 
 def parse_event(line: bytes | str) -> Event | None:
@@ -124,14 +130,6 @@ def parse_event(line: bytes | str) -> Event | None:
         return Event.model_validate_json(line)
     except ValidationError:
         return None
-
-
-def _of_newest_attempts(events: Iterable[Event]) -> Iterator[Event]:
-    newest = 0
-    for event in events:
-        if event.attempt >= newest:
-            newest = event.attempt
-            yield event
 
 
 def of_kind(events: Iterable[Event], *kinds: Kind) -> list[Event]:

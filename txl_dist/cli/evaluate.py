@@ -257,10 +257,7 @@ def _score(
     planned = [spec for sweep in sweeps for specs in sweep for spec in specs]
     with staged_output(out, RESULT_NAME) as staged:
         with (
-            stoppable(
-                "no score was computed. Finished chunks of a run, and with --out DIR of other "
-                "models, are kept: run the same command with --resume to continue"
-            ),
+            stoppable(_resume_advice(planned)),
             open_workers(on, workers, use_gpus=True) as pool,
             work_progress(TOKENS, pool) as progress,
         ):
@@ -310,3 +307,14 @@ def _watch(run: Path, split: str, on: str, workers: int) -> None:
 
 def _note(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def _resume_advice(planned: "Sequence[PlannedEvaluation]") -> str:
+    paths = [each.finished.path for each in planned]
+    places = ", ".join(sorted({str(path.parent) for path in paths if path is not None}))
+    if None in paths:
+        return "no score was computed. With --out DIR, finished chunks are kept for --resume"
+    return (
+        f"no score was computed. Finished chunks are kept in {places}: run the same command with "
+        "--resume to continue"
+    )

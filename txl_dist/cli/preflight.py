@@ -114,10 +114,11 @@ def _print_files(files: dict[str, Path]) -> None:
     """Print names, each with the first sentence of the header of its file."""
     width = max(map(len, files)) + 2
     for name, path in files.items():
-        text = path.read_text("utf-8").removeprefix("#!/bin/bash\n")
-        header = itertools.takewhile(lambda line: line.strip("# "), text.splitlines())
-        sentences = " ".join(line.removeprefix("#").strip() for line in header)
-        print(f"{name:<{width}}{re.split(r'(?<=[.]) (?=[A-Z])', sentences, maxsplit=1)[0]}")
+        lines = path.read_text("utf-8").removeprefix("#!/bin/bash\n").splitlines()
+        header = itertools.takewhile(lambda line: line.strip("# "), lines)
+        text = " ".join(line.removeprefix("#").strip() for line in header)
+        first, *_ = re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)
+        print(f"{name:<{width}}{first}")
 
 
 @app.command()

@@ -376,7 +376,7 @@ def _text_of(comparison: dict[str, Any]) -> str:
     lines = [
         f"{comparison['experiment']}, {comparison['split']}, "
         f"{comparison['metric'].replace('_', ' ')}",
-        *["  a smoke run of a tiny model (--shrink): NO REPRODUCTION"] * comparison["shrunk"],
+        *(["  a tiny model (--shrink): NO REPRODUCTION"] if comparison["shrunk"] else []),
         f"  this run   {'no score' if score is None else f'{score:.4f}'}",
         f"  the paper  {'no result' if published is None else f'{published} ({source})'}",
         *(f"  not the paper's data: {each}" for each in comparison["not_the_papers_data"]),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -40,6 +40,10 @@ def generate(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Largest number of tokens to write.")
     ] = LIMITS.max_tokens,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text. Can be given several times."),
+    ] = None,
     stop_token: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,15 +74,17 @@ def generate(
 ) -> None:
     """Continue a prompt. The text is printed while it is generated.
 
-    It ends at the end of its document, at --stop-token, or after --max-tokens.
+    It ends at the end of its document, at --stop or --stop-token, or after --max-tokens.
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
     if prompts and prompt:
         raise ConfigError("--prompt and --prompts: give one of them")
     try:
-        prompt.encode()  # bytes that are not UTF-8 reach Python as lone surrogates
+        # Bytes that are not UTF-8 reach Python as lone surrogates, which cannot be encoded.
+        "".join((prompt, *(stop or ()))).encode()
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        limits = TextLimits(max_tokens=max_tokens, stop=tuple(stop or ()))
     except ValueError as error:
         raise ConfigError(f"txl generate: {error}") from None
     given = read_prompts(prompts) if prompts else [prompt]
@@ -91,7 +97,7 @@ def generate(
         model, tokenizer = stored.load_with_tokenizer()
         model = model.to(default_device())
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
-    limits = TextLimits(max_tokens=max_tokens, stop_tokens=stop_tokens)
+    limits = replace(limits, stop_tokens=stop_tokens)
     ids = [*_ids_of_prompts(given, prompts, tokenizer)]
     options: dict[str, Any] = {"sampling": sampling, "tgt_len": stored.tgt_len}
     if not prompts and not as_json:
@@ -123,7 +129,7 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     if not is_one:
         raise ConfigError(
             f"--stop-token {token!r} is not one token of this model, nor one of its "
-            f"{tokenizer.vocab_size} ids"
+            f"{tokenizer.vocab_size} ids. To end before a longer text: --stop {token!r}"
         )
     return ids[0]
 

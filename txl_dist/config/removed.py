@@ -108,8 +108,6 @@ COMMANDS: dict[str, str] = {
     "generate --batch": "leave it out: 8 prompts are continued at a time",
     "generate --precision": 'leave it out for fp32; bf16 is generate_texts(..., precision="bf16") '
     "in Python",
-    "generate --stop": "end at a token by --stop-token, or cut the text; in Python generate_texts "
-    "with TextLimits(stop=...)",
     "generate --out": "redirect the output: txl generate RUN --prompts FILE > results.jsonl",
     "prepare --min-freq": "leave out rare symbols by --vocab-size; recipe lm1b keeps its minimum",
     "recl --batch": "leave it out: 16 windows are read at a time",

@@ -57,7 +57,7 @@ def test_the_same_seed_generates_the_same_text(run: Path) -> None:
 def test_a_file_of_prompts_gives_the_text_of_each_prompt_alone(run: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f(\nimport\nx\n")
-    options = ("--max-tokens", 12)
+    options = ("--max-tokens", 12, "--stop", "e")
     code, output = run_txl("generate", run, "--prompts", prompts, *options, "--seed", 4)
     assert code == 0
     results = [json.loads(line) for line in output.splitlines()]
@@ -66,6 +66,7 @@ def test_a_file_of_prompts_gives_the_text_of_each_prompt_alone(run: Path, tmp_pa
         alone = ("--prompt", result["prompt"], "--seed", result["seed"], "--json")
         expected = json.loads(run_txl("generate", run, *options, *alone)[1])
         assert result["text"] == expected["text"]
+        assert "e" not in result["text"]
 
 
 def test_ids_are_given_and_read_as_prompts_and_a_stop_token_can_be_a_text(
@@ -99,6 +100,7 @@ def test_what_cannot_be_generated_is_refused_by_name(run: Path, tmp_path: Path) 
         assert cause in message
     for words, reason in (
         (("--prompts", prompts, "--prompt", "x"), "give one of them"),
+        (("--stop", ""), "a stop string is empty"),
         (("--stop-token", 257), "nor one of its 257 ids"),
         (("--stop-token", "ab"), "--stop-token 'ab' is not one token of this model"),
     ):

@@ -204,11 +204,14 @@ class RunSaver:
         self.wait()
         if self._config.checkpoint_url is None:
             return
-        uploader = self._uploader
         self._step.world.activity.name = "upload of checkpoints"
         failure = do_on_rank_zero(
             self._step.world,
-            lambda: uploader.finish(UPLOAD_SECONDS, retry=require_copies) if uploader else None,
+            lambda: (
+                self._uploader.finish(UPLOAD_SECONDS, retry=require_copies)
+                if self._uploader
+                else None
+            ),
             name="the upload of checkpoints",
         )
         if failure is None:

@@ -91,15 +91,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "recurrent+tokens": ("modern/quickstart", "model.memory=recurrent+tokens", *TWO_SEGMENTS),
     "adamw": ("modern/quickstart", "optimizer.name=adamw", "optimizer.lr=4e-3"),
     "layernorm": ("modern/quickstart", "model.norm=layernorm"),
-    "no-qk-norm": (
-        "modern/quickstart", "model.qk_norm=false", "model.attention_scale=null",
-    ),
-    "scale-1/sqrt(K)": ("modern/quickstart", "model.attention_scale=null"),
-    "no-output-gate": ("modern/quickstart", "model.output_gate=false"),
+    "no-qk-norm": ("modern/quickstart", "model.qk_norm=false"),
+    "2-heads-of-keys": ("modern/quickstart", "model.n_kv_head=2"),
+    "unscaled": ("modern/quickstart", "model.scale_embedding=false"),
     "relu2": ("modern/quickstart", "model.feed_forward=relu2", "model.d_inner=512"),
     "relu": ("modern/quickstart", "model.feed_forward=relu", "model.d_inner=512"),
     "biases": ("modern/quickstart", "model.biases=true"),
-    "no-residual-scalars": ("modern/quickstart", "model.residual_scalars=false"),
     "tied": ("modern/quickstart", "model.tie_weight=true"),
     "sinusoidal": ("modern/quickstart", "model.distance_encoding=sinusoidal"),
     **{
@@ -186,14 +183,12 @@ def train(name: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]
 
 def readings(model: TransformerXL, data: Path) -> dict[str, tuple[float, float]]:
     """Held-out nats of each way to read, and its CPU-microseconds per token."""
-    _, held_out, _ = texts(data)
     ways: dict[str, Callable[[], float]] = {
         f"{SEGMENT} given {memory}": partial(segment_nats, model, data, SEGMENT, memory)
         for memory in MEMORIES
     }
     for length in OVERLAPPING:
-        nats_of = partial(window_nats, model)
-        ways[f"half of {length}"] = partial(rival_gpt.held_out_nats, nats_of, held_out, length)
+        ways[f"half of {length}"] = partial(held_out_window_nats, model, data, length)
     scores = {}
     for way, score in ways.items():
         start = time.process_time()
@@ -212,6 +207,12 @@ def segment_nats(
         export(model, data, tgt_len, out)
         spec = evaluation_spec(out, data, max_tokens=SCORED_TOKENS, mem_len=mem_len, batch=32)
         return evaluate(spec).sums.nats_per_token
+
+
+def held_out_window_nats(model: TransformerXL, data: Path, length: int) -> float:
+    """Held-out nats in windows of `length` that overlap by half, without memory."""
+    _, held_out, _ = texts(data)
+    return rival_gpt.held_out_nats(partial(window_nats, model), held_out, length)
 
 
 def export(model: TransformerXL, data: Path, tgt_len: int, out: Path) -> None:

@@ -67,7 +67,8 @@ class TokenBytes(dict[int, bytes]):
 
     def __missing__(self, id_: int) -> bytes:
         token = self._library.id_to_token(id_)
-        assert token is not None, f"no token has id {id_}"
+        if token is None:  # an id that the model has and its tokenizer has not
+            return b""
         raw = token.encode()
         for step in self._steps:
             match step["type"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,6 +24,8 @@ def _pretrained(content: dict[str, Any]) -> Tokenizer:
     return PretrainedTokenizer.from_description(content)
 
 
+OWN_NAME = "txl_tokenizer.json"
+"""The file of this project where tokenizer.json is that of the `tokenizers` library."""
 KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
     "byte": ByteTokenizer.from_description,
     "char": CharTokenizer.from_description,
@@ -34,14 +37,44 @@ KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
 
 
 def load_tokenizer(source: str | DatasetPath | dict[str, Any]) -> Tokenizer:
-    """Load the tokenizer from the path or URL of a `tokenizer.json`, or from its parsed content.
+    """Load the tokenizer from the path or URL of a `tokenizer.json`, or from its parsed content, or
+    from the directory of a model of transformers.
 
     Raises DataError if it is missing, damaged, or of an unknown kind or version.
     """
     if isinstance(source, dict):
         return tokenizer_of(source, source="the tokenizer description")
     path = dataset_path(source)
+    if isinstance(path, Path) and path.suffix != ".json" and (found := directory_tokenizer(path)):
+        return found
     return tokenizer_of(read_description(path), source=str(path))
+
+
+def directory_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a model of transformers in this directory; None without a tokenizer.json.
+
+    It has as many ids as the model, and documents begin with the token that ends texts there: the
+    first `eos_token_id` of config.json. Raises DataError.
+    """
+    from data_pipeline.tokenizers.pretrained import from_library_json, is_library_json
+
+    if (own := directory / OWN_NAME).exists():
+        return tokenizer_of(read_description(own), source=str(own))
+    path, config_path = directory / "tokenizer.json", directory / "config.json"
+    if not path.exists():
+        return None
+    content = read_description(path)
+    if not is_library_json(content):
+        return tokenizer_of(content, source=str(path))
+    config = read_description(config_path)
+    end, size = config.get("eos_token_id"), config.get("vocab_size")
+    end = end[0] if isinstance(end, list) and end else end
+    if type(end) is not int or type(size) is not int:
+        raise DataError(
+            f"{config_path} has eos_token_id={end!r:.40} and vocab_size={size!r:.40}; expected the "
+            "id of the token that ends a text, and the number of ids. Add them to the file."
+        )
+    return from_library_json(content, str(path), end=end, vocab_size=size)
 
 
 def read_description(path: DatasetPath) -> Any:

@@ -5,6 +5,7 @@ gigatoken encodes byte-level BPE with GPT-2's pattern: the same ids in less time
 first, because the library would encode their names in a text as the special tokens.
 """
 
+import json
 from collections import Counter
 from contextlib import suppress
 from functools import cached_property
@@ -19,7 +20,8 @@ from pydantic import Field
 from data_pipeline.errors import DataError
 from data_pipeline.system.strict import StrictModel
 from data_pipeline.system.strict_json import canonical_json
-from data_pipeline.tokenizers.decoding import TokenBytes, bytes_are_exact, decoder_steps
+from data_pipeline.tokenizers.byte_char_word import ByteTokenizer
+from data_pipeline.tokenizers.decoding import BYTE_OF, TokenBytes, bytes_are_exact, decoder_steps
 from data_pipeline.tokenizers.encoders import (
     GigatokenEncoder,
     reason_without_gigatoken,
@@ -41,12 +43,20 @@ HARD_STRINGS = (
 """Texts on which implementations of byte-level BPE have differed, to compare two of them."""
 
 
+END_OF_TEXT = "<|endoftext|>"
+"""The name that other programs get for an end-of-document without one."""
+
+
 class PretrainedDescription(StrictModel):
     """Content of `tokenizer.json`."""
 
     type: Literal["bpe", "file"]
     version: Literal[1] = 1
     end_of_document: int = Field(ge=0)
+    vocab_size: int | None = Field(default=None, ge=1, exclude_if=lambda size: size is None)
+    """Ids of the model, if it has more of them than the tokenizer has tokens."""
+    special_tokens: dict[str, int] = Field(default={}, exclude_if=lambda tokens: not tokens)
+    """Those of a model of another program, for the next program. No text encodes to them here."""
     tokenizer: dict[str, Any]
     """The JSON of the library, without special tokens, truncation, padding and templates."""
 
@@ -68,11 +78,12 @@ class PretrainedTokenizer(Tokenizer):
         self._library = library_tokenizer(canonical_json(content))
         tokens = self._library.get_vocab(with_added_tokens=True)
         ids = sorted({*tokens.values(), self.end_of_document})
-        if ids != [*range(len(ids))] or len({*tokens.values()}) != len(tokens):
-            raise ValueError(f"its ids are not 0 to {len(tokens) - 1}, each once")
+        self.vocab_size = description.vocab_size or len(ids)
+        has_gaps = description.vocab_size is None and ids != [*range(len(ids))]
+        if has_gaps or ids[-1] >= self.vocab_size or len({*tokens.values()}) != len(tokens):
+            raise ValueError(f"its ids are not 0 to {self.vocab_size - 1}, each once")
         if content["model"].get("dropout"):
             raise ValueError("its model has dropout: the same text has several encodings")
-        self.vocab_size = len(ids)
         end = next((token for token, id_ in tokens.items() if id_ == self.end_of_document), None)
         self.slow_reason, self.cuts = reason_without_gigatoken(), "space"
         try:
@@ -172,15 +183,18 @@ def is_library_json(content: object) -> bool:
     return isinstance(content, dict) and "model" in content and "type" not in content
 
 
-def from_library_json(content: dict[str, Any], source: str) -> PretrainedTokenizer:
+def from_library_json(
+    content: dict[str, Any], source: str, *, end: int | None = None, vocab_size: int | None = None
+) -> PretrainedTokenizer:
     """The tokenizer of the library's JSON. `source` names it in errors.
 
-    End-of-document is a new id after the vocabulary. There is one exception: if the file has
-    exactly one special token, and no text encodes to it, end-of-document is the id of that token.
-    Raises DataError.
+    `end`: the id of end-of-document, which no text may encode to. None: a new id after the
+    vocabulary. There is one exception: if the file has exactly one special token, and no text
+    encodes to it, end-of-document is the id of that token. `vocab_size`: the number of ids; None is
+    that of the tokens. Raises DataError.
     """
     try:
-        return _convert(content)
+        return _convert(content, end, vocab_size)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{source} is not a usable tokenizer: {error}. Give a tokenizer.json as the tokenizers "
@@ -188,7 +202,9 @@ def from_library_json(content: dict[str, Any], source: str) -> PretrainedTokeniz
         ) from error
 
 
-def _convert(content: dict[str, Any]) -> PretrainedTokenizer:
+def _convert(
+    content: dict[str, Any], given_end: int | None, vocab_size: int | None
+) -> PretrainedTokenizer:
     added = content.get("added_tokens") or []
     special = [entry["content"] for entry in added if entry["special"]]
     plain = {
@@ -209,7 +225,17 @@ def _convert(content: dict[str, Any]) -> PretrainedTokenizer:
         if model.get("type") != "BPE" or _moved(plain, id_of):
             raise ValueError(f"its special tokens precede other tokens, such as {moved[0][:40]!r}")
     new_id = max(_ids(plain).values(), default=-1) + 1
-    description = PretrainedDescription(type="file", end_of_document=new_id, tokenizer=plain)
+    description = PretrainedDescription(
+        type="file",
+        end_of_document=new_id if given_end is None else given_end,
+        vocab_size=vocab_size,
+        special_tokens={
+            token: id_
+            for token, id_ in id_of.items()
+            if given_end is not None and (id_ == given_end or token in special)
+        },
+        tokenizer=plain,
+    )
     tokenizer = PretrainedTokenizer(description)
 
     def is_written(token: str) -> bool:
@@ -219,6 +245,12 @@ def _convert(content: dict[str, Any]) -> PretrainedTokenizer:
 
     if moved and any(map(is_written, special)):
         raise ValueError("a text encodes to its special tokens, which precede other tokens")
+    if given_end is not None:
+        name = next((token for token, id_ in id_of.items() if id_ == given_end), None)
+        if name is None or is_written(name):
+            raise ValueError(f"{given_end} is not the id of a token that no text has")
+        require_same_ids(tokenizer)
+        return tokenizer
     end = id_of[special[0]] if len(special) == 1 else new_id
     # Text with unknown characters encodes to the unknown token.
     if end < new_id and end != _unknown_id(model, id_of):
@@ -227,6 +259,38 @@ def _convert(content: dict[str, Any]) -> PretrainedTokenizer:
         tokenizer = PretrainedTokenizer(description.model_copy(update={"end_of_document": end}))
     require_same_ids(tokenizer)
     return tokenizer
+
+
+def library_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The JSON of the library with which other programs give the same ids; None for words and ids.
+
+    The special tokens of a tokenizer that was read from such a file are in it again.
+    """
+    end, special = tokenizer.end_of_document, {}
+    if isinstance(tokenizer, PretrainedTokenizer):
+        content, special = tokenizer.description.tokenizer, tokenizer.description.special_tokens
+    elif isinstance(tokenizer, ByteTokenizer):
+        content = _bytes_as_library_json()
+    else:
+        return None
+    name_of = {id_: name for name, id_ in _ids(content).items()}
+    special = special or {name_of.get(end, END_OF_TEXT): end}
+    added = [
+        {"id": id_, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}
+        for name, id_ in special.items()
+    ]  # fmt: skip
+    whole = [*(content.get("added_tokens") or []), *added]
+    return {**content, "added_tokens": sorted(whole, key=lambda entry: entry["id"])}
+
+
+def _bytes_as_library_json() -> dict[str, Any]:
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(BYTE_OF), merges=[]))
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = level
+    library.decoder = tokenizers.decoders.ByteLevel()
+    content: dict[str, Any] = json.loads(library.to_str())
+    return content
 
 
 def _ids(content: dict[str, Any]) -> dict[str, int]:

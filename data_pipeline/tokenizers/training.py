@@ -171,9 +171,11 @@ def ready_tokenizer(settings: TokenizerSettings, file: Path | None = None) -> To
         )
     if file is None:
         return ByteTokenizer(opens_documents=recipe_of(settings.recipe).opens_documents)
-    from data_pipeline.tokenizers.loading import read_description, tokenizer_of
+    from data_pipeline.tokenizers.loading import load_tokenizer, read_description, tokenizer_of
     from data_pipeline.tokenizers.pretrained import from_library_json, is_library_json
 
+    if file.is_dir():
+        return load_tokenizer(file)
     content = read_description(file)
     if is_library_json(content):
         return from_library_json(content, str(file))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.model.choices import RECIPES
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import ModelConfig, RotaryScaling
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -15,13 +15,20 @@ VOCAB_SIZE = 11
 
 MODERN: dict[str, dict[str, Any]] = {
     "modern": RECIPES["modern"] | {"init_std": 0.4},
-    "gated": {"feed_forward": "relu2", "output_gate": True},
+    "grouped": {
+        "n_head": 4,
+        "n_kv_head": 2,
+        "qkv_biases": True,
+        "distance_encoding": "rotary",
+        "rotary_base": 50.0,
+        "rotary_scaling": RotaryScaling(kind="llama3", factor=3.0, original_len=16),
+        "feed_forward": "relu2",
+    },
     "normed": {
         "qk_norm": True,
-        "attention_scale": 2.0,
         "norm": "rmsnorm",
+        "norm_epsilon": 1e-3,
         "biases": False,
-        "residual_scalars": True,
         "cutoffs": (4, 9),
     },
 }
@@ -31,7 +38,7 @@ SHORT_AND_LONG: dict[str, Any] = {"mem_shares": (0.4, 1.0)}
 """Layers with memories of another length."""
 
 
-CONSTANT_AT_START = ("attention.gate.weight", "residual_scalars", "update_bias")
+CONSTANT_AT_START = ("gain_K", "query.bias", "key_value.bias")
 
 
 def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
@@ -52,7 +59,8 @@ def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
     model = TransformerXL(ModelConfig(**(sizes | options)), seed=seed).double()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith(CONSTANT_AT_START):
+        is_rms_gain = model.config.norm == "rmsnorm" and name.endswith("norm.weight")
+        if is_rms_gain or name.endswith(CONSTANT_AT_START):
             with torch.no_grad():
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
     return model

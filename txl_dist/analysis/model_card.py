@@ -1,4 +1,4 @@
-"""The model card of `txl export --format hf`: what a checkpoint and its run tell.
+"""The model card of `txl export --format transformers | hf`: what a checkpoint and its run tell.
 
     checkpoint   model, settings, steps, digests of the data, ranks
     run          seconds and device (events.jsonl), scores (evaluations/)
@@ -35,11 +35,22 @@ _TRAINING = (
     "model.dropatt",
 )  # fmt: skip
 """Settings in the table; those of the optimizer follow."""
-_LIMITS = f"""The model continues text in the manner of its training data, whatever that contains.
+_LIMITS = """The model continues text in the manner of its training data, whatever that contains.
 The objective of its training was the next token, and nothing else: not to follow instructions, to
 be correct, or to refuse. What this card does not list was not measured for it. The licence of the
-weights and the languages of the data are not recorded by the program that wrote it. `{FILE_NAME}`
-computes without a cache or kernels: it is made to be read and to be correct, not to be fast."""
+weights and the languages of the data are not recorded by the program that wrote it."""
+_STANDALONE_LIMITS = f"""`{FILE_NAME}` computes without a cache or kernels: it is made to be read
+and to be correct, not to be fast."""
+_WITH_TRANSFORMERS = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+ids = tokenizer(tokenizer.bos_token + {prompt}, return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=100)[0]))
+```
+
+Documents began with `tokenizer.bos_token` in training. The window of its attention, if config.json
+has one, is the memory of its training. With txl-dist this directory is a model like any other."""
 _HOW_TO_RUN = """`{file}` has the model, its memory, the tokenizer and generation in one
 file of Python. It needs `pip install torch`{library}, and no other package. Nothing here is a
 pickle, and nothing needs `trust_remote_code`: you import the file yourself, and can read it first.
@@ -67,14 +78,17 @@ def card(
     tokenizer: Tokenizer,
     *,
     scores: Sequence[Path] = (),
+    for_transformers: bool = False,
 ) -> str:
     """The text of README.md. The run directory of the checkpoint may be gone.
 
     `scores`: results of `txl eval --json`; without them all that the run keeps of these weights.
+    `for_transformers`: of a directory that transformers loads, not of the standalone file.
     Raises ConfigError for a model that the standalone file cannot compute, and CheckpointError for
     the score of another model.
     """
-    require_supported(manifest.architecture)
+    if not for_transformers:
+        require_supported(manifest.architecture)
     stored, run = find_model(checkpoint), run_of(checkpoint)
     state = load_state(checkpoint, manifest)
     results = [read_result(path, stored.digest) for path in scores]
@@ -86,11 +100,12 @@ def card(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     is_text = not isinstance(tokenizer, IdTokenizer)
     description = tokenizer.description.model_dump()
-    how_to_run = _HOW_TO_RUN.format(
+    how_to_run = (_WITH_TRANSFORMERS if for_transformers else _HOW_TO_RUN).format(
         file=FILE_NAME,
         library=" and `pip install tokenizers`" if "tokenizer" in description else "",
         prompt=json.dumps("Once upon a time" if is_text else "60 62 64"),
     )
+    limits = _LIMITS if for_transformers else f"{_LIMITS} {_STANDALONE_LIMITS}"
     model_rows = {
         "parameters": f"{num_parameters:,}",
         **_architecture(manifest),
@@ -99,7 +114,12 @@ def card(
     }
     score_texts = [*map(_score_of_result, results), *_score_of_training(run, manifest.step)]
     parts = [
-        _front_matter(name, results, is_text=is_text),
+        _front_matter(
+            name,
+            results,
+            library="transformers" if for_transformers else "pytorch",
+            is_text=is_text,
+        ),
         f"# {name}",
         f"A Transformer-XL language model with {num_parameters:,} parameters, trained with "
         f"txl-dist for {manifest.step:,} steps on {state.tokens:,} tokens. It carries a memory "
@@ -110,14 +130,14 @@ def card(
         f"## Training\n\n{_table(('', ''), _training(run, manifest, state))}",
         "## Scores",
         *(score_texts or ["None were computed for these weights."]),
-        f"## Intended use and limits\n\n{_LIMITS}",
+        f"## Intended use and limits\n\n{limits}",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(name: str, results: Sequence[Result], *, is_text: bool) -> str:
+def _front_matter(name: str, results: Sequence[Result], *, library: str, is_text: bool) -> str:
     # JSON is YAML: strings from names of runs and datasets need no other escaping.
-    content: dict[str, Any] = {"library_name": "pytorch"}
+    content: dict[str, Any] = {"library_name": library}
     if is_text:
         content["pipeline_tag"] = "text-generation"
     content["tags"] = ["transformer-xl", "recurrent-memory", "txl-dist"]

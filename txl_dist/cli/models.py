@@ -2,19 +2,21 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from txl_dist.cli.options import AsJson, Checkpoint, SavedCheckpoint, path_argument, print_result
+from txl_dist.cli.options import AsJson, Checkpoint, path_argument, print_result
 from txl_dist.cli.progress import running
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.text import Sampling, TextLimits, read_prompts, stream_text
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
+    from txl_dist.convert.stored_model import StoredModel
+    from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
 
 SAMPLING, LIMITS = Sampling(), TextLimits()
@@ -163,8 +165,9 @@ def import_(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="A TransfoXL directory of transformers, or a state dict of the paper's code as "
-            ".npz, with its constructor arguments as config_json.",
+            help="A directory of transformers (Llama, Mistral, Qwen2, Qwen3, TransfoXL), or a "
+            "state dict of the paper's code as .npz, with its constructor arguments as "
+            "config_json.",
             parser=path_argument,
         ),
     ],
@@ -173,9 +176,10 @@ def import_(
 ) -> None:
     """Convert weights of other systems.
 
-    Writes model.safetensors and config.json. No code in the source is executed.
+    Writes model.safetensors, config.json and, if the source has one, the tokenizer. No code in the
+    source is executed.
 
-    Example: txl import downloads/transfo-xl-wt103 --out models/wt103
+    Example: txl import downloads/Qwen3-0.6B --out models/qwen3
     """
     from txl_dist.convert import require_source
 
@@ -183,28 +187,60 @@ def import_(
     from txl_dist.convert.other_programs import read_model
     from txl_dist.convert.stored_model import write_exported
 
-    model, kind = read_model(source)
-    write_exported(out, model, tokenizer=None)
-    _print_model({"source": str(source), "format": kind}, out, model, as_json=as_json)
+    found = read_model(source)
+    write_exported(out, found.model, found.tokenizer, found.reading)
+    origin = {"source": str(source), "format": found.format}
+    _print_model(origin, out, found.model, as_json=as_json, note=_reach(found.model.config))
+
+
+def _reach(config: "ModelConfig") -> str:
+    """What a reader should know of the window of a model that was trained without one."""
+    if not config.encoding.rotates:
+        return ""
+    if config.same_length:
+        return f"\na token sees {config.mem_len:,} tokens per layer, itself included (mem_len)"
+    return (
+        "\nit has no window: it is the same function for documents of up to "
+        f"{config.mem_len:,} tokens (mem_len) and a segment; to train it or to read longer ones, "
+        "choose a memory: model.mem_len, txl eval --mem-len"
+    )
 
 
 def export(
-    checkpoint: SavedCheckpoint,
+    checkpoint: Checkpoint,
     out: Out,
     format_: Annotated[
-        Literal["txl", "hf"],
+        Literal["txl", "transformers", "hf"],
         typer.Option(
             "--format",
-            help="`txl`: weights, config and tokenizer. `hf`: also a model card and one Python "
-            "file that runs the model with torch alone, as model hubs expect.",
+            help="`txl`: weights, config and tokenizer. `transformers`: what "
+            "AutoModelForCausalLM.from_pretrained loads, as Qwen3, Qwen2, Mistral or Llama. `hf`: "
+            "of other models, with one Python file that runs the model with torch alone.",
         ),
     ] = "txl",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option(help="With `transformers`: of the weights."),
+    ] = "float32",
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With `transformers`: keys that a token sees, for a model trained without "
+            "same_length. Default: with --data the best of several, else mem_len + tgt_len / 2.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="With `transformers`: a dataset to choose the window."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split of --data.")] = "valid",
     scores: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="With `hf`: a result of txl eval --json for the card; can be repeated. Default: "
-            "all results of these weights that txl eval has kept in the run.",
+            help="A result of txl eval --json for the model card; can be repeated. Default: all "
+            "results of these weights that txl eval has kept in the run.",
             parser=path_argument,
         ),
     ] = None,
@@ -217,8 +253,16 @@ def export(
 
     Example: txl export runs/quickstart --out models/quickstart
     """
-    if scores and format_ != "hf":
-        raise ConfigError("--scores is for the model card of --format hf; add it")
+    if scores and format_ == "txl":
+        raise ConfigError(
+            "--scores is for the model card; add --format hf or --format transformers"
+        )
+    if (window or data or dtype != "float32") and format_ != "transformers":
+        raise ConfigError("--dtype, --window and --data need --format transformers; add it")
+    if format_ == "transformers":
+        choice = _Window(given=window, data=data, split=split)
+        _export_for_transformers(checkpoint, out, choice, dtype, scores or [], as_json=as_json)
+        return
     from txl_dist.checkpoint.directory import resolve_checkpoint
     from txl_dist.checkpoint.reader import load_model
     from txl_dist.convert.stored_model import Reading, write_exported
@@ -238,10 +282,81 @@ def export(
     _print_model({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Window:
+    """The options of `--format transformers`."""
+
+    given: int | None
+    data: str | None
+    split: str
+
+    def choose(self, stored: "StoredModel", *, is_run: bool) -> tuple[int | None, dict[int, float]]:
+        """The window, None for all tokens, and nats per token by window if any were scored.
+
+        A model that was trained with `same_length` has one. Others see more keys at the end of a
+        segment than at its start, which no window does.
+        """
+        config, tgt_len = stored.config, stored.tgt_len
+        if self.given is not None or config.mem_len == 0:
+            return self.given, {}
+        if config.same_length:
+            return min(config.mem_lens), {}
+        if self.data is not None:
+            from txl_dist.evaluation.distributed import evaluate
+            from txl_dist.evaluation.spec import evaluation_spec
+
+            nats = {}
+            for window in sorted({config.mem_len + tgt_len * n // 4 for n in (0, 1, 2, 3, 4)}):
+                spec = evaluation_spec(
+                    stored.path, self.data, split=self.split, mem_len=window, same_length=True
+                )
+                nats[window] = evaluate(spec).sums.nats_per_token
+            return min(nats, key=nats.__getitem__), nats
+        return (config.mem_len + tgt_len // 2 if is_run else None), {}
+
+
+def _export_for_transformers(
+    checkpoint: Path,
+    out: Path,
+    window: _Window,
+    dtype: str,
+    scores: list[Path],
+    *,
+    as_json: bool,
+) -> None:
+    import torch
+
+    from txl_dist.analysis.model_card import card
+    from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
+    from txl_dist.convert.hub import write_for_transformers
+    from txl_dist.convert.llama_family import require_family
+    from txl_dist.convert.stored_model import find_model
+
+    stored = find_model(checkpoint)
+    require_family(stored.config)  # before anything is scored
+    is_run = (stored.path / MANIFEST_NAME).is_file()
+    chosen, nats = window.choose(stored, is_run=is_run)
+    model, tokenizer = stored.load(stored.config)
+    text = None
+    if is_run and tokenizer is not None:
+        manifest = load_checkpoint_manifest(stored.path)
+        text = card(stored.path, manifest, model, tokenizer, scores=scores, for_transformers=True)
+    write_for_transformers(
+        out, model, tokenizer, stored.tgt_len, window=chosen, dtype=getattr(torch, dtype), card=text
+    )
+    note = f"\nwindow: {chosen or 'none'}"
+    if nats:
+        scored = ", ".join(f"{each} {value:.5f}" for each, value in nats.items())
+        note += f"; nats per token of {window.split} by window: {scored}"
+    origin = {"source": str(checkpoint), "format": "transformers", "window": chosen}
+    _print_model(origin, out, model, as_json=as_json, note=note)
+
+
 def _print_model(
-    origin: dict[str, str], out: Path, model: "TransformerXL", *, as_json: bool
+    origin: dict[str, Any], out: Path, model: "TransformerXL", *, as_json: bool, note: str = ""
 ) -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     text = f"{out}: {num_parameters:,} parameters, from {origin['source']} ({origin['format']})"
+    text += note
     content = {**origin, "out": str(out), "parameters": num_parameters}
     print_result(content, text, as_json=as_json)

@@ -265,12 +265,13 @@ def _tokenizer_file(tokenizer: str) -> Path | None:
     """The file of `--tokenizer PATH`, or None for a kind of tokenizer."""
     if tokenizer in ("byte", "char", "word", "bpe"):
         return None
-    if not Path(require_local(tokenizer)).is_file():
+    path = Path(require_local(tokenizer))
+    if not path.is_file() and not (path / "tokenizer.json").is_file():
         raise ConfigError(
             f"--tokenizer {tokenizer!r} is neither byte, char, word or bpe nor a file. Give one of "
-            "these, or the path of a tokenizer.json."
+            "these, the path of a tokenizer.json, or the directory of a model."
         )
-    return Path(tokenizer)
+    return path
 
 
 def _vocabulary_of_ids(tokenizer: str | None) -> "IdTokenizer | None":
@@ -279,6 +280,8 @@ def _vocabulary_of_ids(tokenizer: str | None) -> "IdTokenizer | None":
     from data_pipeline.tokenizers.loading import read_description, tokenizer_of
 
     if tokenizer is None or tokenizer == "ids" or not (path := _tokenizer_file(tokenizer)):
+        return None
+    if path.is_dir():
         return None
     content = read_description(path)
     if not isinstance(content, dict) or content.get("type") != "ids":

@@ -19,12 +19,19 @@ class Removed(NamedTuple):
 
 _ASSOCIATIVE = "it belonged to `model.memory: associative`; use `tokens` or `recurrent+tokens`"
 _USELESS = "leave it out: the loss was the same or lower without it"
+_OLD_BLOCK = (
+    "the recipe `modern` is the block of Qwen3 now, which does not have it; read models of the old "
+    "block with txl-dist 0.10"
+)
 SETTINGS: dict[str, Removed] = {
     "model.d_memory_key": Removed((32,), _ASSOCIATIVE),
     "model.memory_decay": Removed((0.9,), _ASSOCIATIVE),
     "model.embedding_norm": Removed((False,), _USELESS),
     "model.zero_init": Removed((False,), _USELESS),
     "model.softcap": Removed((None,), _USELESS),
+    "model.output_gate": Removed((False,), _OLD_BLOCK),
+    "model.residual_scalars": Removed((False,), _OLD_BLOCK),
+    "model.attention_scale": Removed((None,), _OLD_BLOCK),
     "model.residual_gate": Removed(("none",), _USELESS),
     "data.train_split": Removed(
         ("train",), "prepare the data with names of splits: txl prepare train=PATH valid=PATH"

@@ -2,10 +2,12 @@
 
 other_programs.py: reads .npz of the paper's code and directories of transformers
 original_model.py: the paper's Transformer-XL in both: its config and the names of its tensors
+llama_family.py:   Llama, Mistral, Qwen2 and Qwen3 of transformers: config and tensors, both ways
 checks.py:         config -> ModelConfig, tensors -> checked -> TransformerXL, for every format
 stored_model.py:   the export format (txl export, txl import), and `find_model`: a checkpoint or an
                    exported model, for evaluation and generation
-hub.py:            a directory for others (txl export --format hf), whose code is standalone.py
+hub.py:            directories for others (txl export --format transformers, or hf, whose code is
+                   standalone.py)
 """
 
 from pathlib import Path
@@ -13,8 +15,8 @@ from pathlib import Path
 from txl_dist.errors import CheckpointError
 
 FORMATS = (
-    "give a TransfoXL directory of transformers (config.json and the weights), or the original's "
-    "state dict as .npz"
+    "give a directory of transformers (config.json and the weights) of a Llama, Mistral, Qwen2, "
+    "Qwen3 or TransfoXL, or the original's state dict as .npz"
 )
 
 

@@ -5,7 +5,7 @@ the name of what is wrong. It knows no format; those of other programs use it, a
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +81,28 @@ def check_tensors(
     """The tensors in fp32. Raises CheckpointError unless names and shapes are those of `expected`
     and all values are finite.
     """
-    differences = {
-        "misses": expected.keys() - tensors.keys(),
-        "has tensors unknown to this architecture:": tensors.keys() - expected.keys(),
-    }
-    problems = [f"{problem} {_list(names)}" for problem, names in differences.items() if names]
-    if problems:
-        raise CheckpointError(
-            f"{origin} {' and '.join(problems)}; the config is not that of these weights"
-        )
+    check_names(tensors.keys(), expected.keys(), origin=origin)
     return {
-        name: _checked(tensors[name], expected[name], origin=f"{origin}: {name}")
+        name: checked_tensor(tensors[name], expected[name], origin=f"{origin}: {name}")
         for name in expected
     }
 
 
-def _checked(tensor: object, expected: Tensor, *, origin: str) -> Tensor:
+def check_names(names: Set[str], expected: Set[str], *, origin: str) -> None:
+    """Raises CheckpointError that lists the tensors that are missing or unknown."""
+    differences = {
+        "misses": expected - names,
+        "has tensors unknown to this architecture:": names - expected,
+    }
+    problems = [f"{problem} {_list(some)}" for problem, some in differences.items() if some]
+    if problems:
+        raise CheckpointError(
+            f"{origin} {' and '.join(problems)}; the config is not that of these weights"
+        )
+
+
+def checked_tensor(tensor: object, expected: Tensor, *, origin: str) -> Tensor:
+    """The tensor in fp32. Raises CheckpointError for another shape or kind, and for NaN."""
     # Another layout can come from a pickle, and the checks below would fail on it.
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         raise CheckpointError(f"{origin} is {tensor!r:.40}, expected a dense tensor")
@@ -108,7 +114,9 @@ def _checked(tensor: object, expected: Tensor, *, origin: str) -> Tensor:
         raise CheckpointError(f"{origin} is {tensor.dtype}, expected floating-point numbers")
     # fp32 for every format: fp16 and bf16 convert exactly, and parameters are trained in fp32.
     tensor = tensor.detach().to(torch.float32)
-    if num_bad := int((~tensor.isfinite()).sum()):
+    # Two numbers first: a mask of every value of a large table takes as much memory as it.
+    if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+        num_bad = int((~tensor.isfinite()).sum())
         raise CheckpointError(
             f"{origin} is NaN or Inf in {num_bad:,} of {tensor.numel():,} values; the model it "
             "was saved from had diverged, or the file is damaged"

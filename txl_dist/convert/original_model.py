@@ -35,8 +35,8 @@ _SAME_NAME_OPTIONAL = (
 )
 
 BLOCK_SETTINGS = (
-    *("norm", "final_norm", "qk_norm", "attention_scale", "output_gate", "feed_forward"),
-    *("biases", "residual_scalars", "memory", "mem_shares", "distance_encoding"),
+    *("norm", "final_norm", "qk_norm", "qkv_biases", "n_kv_head", "feed_forward", "biases"),
+    *("memory", "mem_shares", "distance_encoding", "scale_embedding"),
 )
 """Settings of the block that the original does not have: its models have their defaults."""
 

@@ -9,42 +9,67 @@
            Names may have the prefix `sd/`; then arrays without it are ignored.
 directory  of transformers: config.json, and model.safetensors or pytorch_model.bin, a pickle that
            torch loads without running code from it (`weights_only`). Unlike the original, it counts
-           the clusters of the adaptive softmax forwards (docs/decisions/0007).
+           the clusters of the adaptive softmax forwards (docs/decisions/0007). Other models of
+           transformers are in llama_family.py.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from data_pipeline.tokenizers import Tokenizer
 from txl_dist.convert import FORMATS, require_source
 from txl_dist.convert.checks import parse_json, read_json
+from txl_dist.convert.llama_family import is_family
 from txl_dist.convert.original_model import (
     model_from_original,
     original_config,
     transformers_config,
 )
-from txl_dist.convert.stored_model import FORMAT
+from txl_dist.convert.stored_model import (
+    DEFAULT_READING,
+    FAMILY_READING,
+    FORMAT,
+    Reading,
+    find_model,
+)
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 
 
-def read_model(source: Path) -> tuple[TransformerXL, str]:
-    """The model and the name of the format.
+@dataclass(frozen=True, slots=True)
+class ForeignModel:
+    """What a source has, with the name of its format."""
+
+    model: TransformerXL
+    format: str
+    tokenizer: Tokenizer | None = None
+    reading: Reading = DEFAULT_READING
+
+
+def read_model(source: Path) -> ForeignModel:
+    """The model of another program.
 
     Raises CheckpointError for invalid files, ConfigError for an invalid config.
     """
     require_source(source)
     if source.is_file() and source.suffix == ".npz":
-        return read_original(source), "original"
+        return ForeignModel(read_original(source), "original")
     if (source / "config.json").is_file():
-        if read_json(source / "config.json").get("format") == FORMAT:
+        options = read_json(source / "config.json")
+        if is_family(options):
+            stored = find_model(source)
+            model, tokenizer = stored.load(stored.config)
+            return ForeignModel(model, str(options["model_type"]), tokenizer, FAMILY_READING)
+        if options.get("format") == FORMAT:
             raise ConfigError(
                 f"{source} is a model of txl export, which needs no import: txl eval {source} "
                 f"DATA, txl generate {source} --prompt TEXT"
             )
-        return read_transformers(source), "transformers"
+        return ForeignModel(read_transformers(source), "transformers")
     hint = ""
     if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
         hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"

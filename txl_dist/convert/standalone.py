@@ -51,31 +51,32 @@ class Weights(dict[str, Tensor]):
     def linear(self, name: str, x: Tensor) -> Tensor:
         return functional.linear(x, self[f"{name}.weight"], self.get(f"{name}.bias"))
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        """LayerNorm, or RMS norm, which has no weights."""
-        if (weight := self.get(f"{name}.weight")) is None:
-            return rms_norm(x)
-        return functional.layer_norm(x, weight.shape, weight, self[f"{name}.bias"])
+    def norm(self, name: str, x: Tensor, epsilon: float) -> Tensor:
+        """LayerNorm, or RMS norm, which has no bias."""
+        weight, bias = self[f"{name}.weight"], self.get(f"{name}.bias")
+        if bias is None:
+            return rms_norm(x, weight, epsilon)
+        return functional.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
 # --- a layer --------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + 1e-6), in fp32 at least (arXiv:1910.07467)."""
+def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """g x / sqrt(mean(x^2) + epsilon), in fp32 at least (arXiv:1910.07467)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    return (wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * gain).to(x.dtype)
 
 
 def layer(c: Any, w: Weights, x: Tensor, memory: Tensor, mask_BTS: Tensor, biases: Any) -> Tensor:
     """Attention and feed-forward, each with a residual, and a norm before (pre) or after it."""
 
     def sublayer(name: str, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        y = function(w.norm(f"{name}_norm", x) if c.pre_lnorm else x)
-        return x + y if c.pre_lnorm else w.norm(f"{name}_norm", x + y)
+        y = function(w.norm(f"{name}_norm", x, c.norm_epsilon) if c.pre_lnorm else x)
+        return x + y if c.pre_lnorm else w.norm(f"{name}_norm", x + y, c.norm_epsilon)
 
     if c.pre_lnorm:
-        memory = w.norm("attention_norm", memory)
+        memory = w.norm("attention_norm", memory, c.norm_epsilon)
     within = w.below("attention"), w.below("feed_forward")
     x = sublayer("attention", x, lambda x: attention(c, within[0], x, memory, mask_BTS, biases))
     return sublayer("feed_forward", x, lambda x: feed_forward(c, within[1], x))
@@ -100,19 +101,21 @@ def attention(c: Any, w: Weights, x: Tensor, memory: Tensor, mask: Tensor, biase
     context_BSD, heads = torch.cat([memory, x], dim=1), (c.n_head, c.d_head)
     num_queries, num_keys = mask.shape[1:]
     q = w.linear("query", x).unflatten(-1, heads)  # [B, T, H, K]
-    k, v = w.linear("key_value", context_BSD).unflatten(-1, (2, *heads)).unbind(2)
+    kv_heads = (c.n_kv_head or c.n_head, c.d_head)
+    k, v = w.linear("key_value", context_BSD).unflatten(-1, (2, *kv_heads)).unbind(2)
     if c.qk_norm:
-        q, k = rms_norm(q), rms_norm(k)
-    if c.attention_scale is not None:  # in place of 1 / sqrt(K), which follows
-        q = q * (c.attention_scale * c.d_head ** (-0.5 if c.qk_norm else 0.5))
+        q = rms_norm(q, w["query_gain_K"], c.norm_epsilon)
+        k = rms_norm(k, w["key_gain_K"], c.norm_epsilon)
     if c.distance_encoding == "rotary":
-        q, k = rotate(q, num_keys), rotate(k, num_keys)
+        q, k = rotate(c, q, num_keys), rotate(c, k, num_keys)
+    # Each head of keys and values serves equally many heads of queries (arXiv:2305.13245).
+    k, v = (y.repeat_interleave(c.n_head // y.shape[2], dim=2) for y in (k, v))
     distance_S = distances(num_keys, x, c.clamp_len)
     q_r, r_SHK, by_distance = q, None, torch.zeros((), dtype=x.dtype, device=x.device)
     if c.distance_encoding == "sinusoidal":
         own = w.below("distances")
         u_HK, v_HK = biases or (own["content_bias_HK"], own["distance_bias_HK"])
-        r = own.linear("project", sinusoids(distance_S, c.d_model).to(x.dtype))
+        r = own.linear("project", sinusoids(distance_S, frequencies(c.d_model, x)).to(x.dtype))
         q, q_r, r_SHK = q + u_HK, q + v_HK, r.unflatten(-1, heads)
     elif c.distance_encoding == "shaw":
         own, row_S = w.below("distances"), distance_S.long()
@@ -128,8 +131,6 @@ def attention(c: Any, w: Weights, x: Tensor, memory: Tensor, mask: Tensor, biase
     score = torch.einsum("bthk,bshk->bhts", q, k) + align(by_distance.expand(shape))
     score = (score * c.d_head**-0.5).masked_fill(mask[:, None], -torch.inf)
     mixed = torch.einsum("bhts,bshk->bthk", score.softmax(dim=-1), v)
-    if c.output_gate:  # of each head; 2 sigmoid is 1 at 0
-        mixed = mixed * (2 * w.linear("gate", x).sigmoid())[..., None]
     return w.linear("out", mixed.flatten(-2))
 
 
@@ -139,10 +140,15 @@ def distances(num_keys: int, like: Tensor, clamp_len: int | None = None) -> Tens
     return distance_S if clamp_len is None else distance_S.clamp(max=clamp_len)
 
 
-def sinusoids(distance_S: Tensor, width: int) -> Tensor:
+def frequencies(width: int, like: Tensor, base: float = 10000.0) -> Tensor:
+    """Angles per token of `width / 2` planes, the fastest first."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=like.device) / width
+    return base**-exponent
+
+
+def sinusoids(distance_S: Tensor, frequency: Tensor) -> Tensor:
     """Sines, then cosines: [S, width]."""
-    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=distance_S.device) / width
-    angle = distance_S[:, None] * 10000.0**-exponent
+    angle = distance_S[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
@@ -153,10 +159,16 @@ def align(by_distance: Tensor) -> Tensor:
     return flat.unflatten(-1, (num_queries, num_keys))
 
 
-def rotate(x_BNHK: Tensor, num_keys: int) -> Tensor:
+def rotate(c: Any, x_BNHK: Tensor, num_keys: int) -> Tensor:
     """Rotary positions (arXiv:2104.09864) of the last N of S = `num_keys`."""
     position_N = -distances(num_keys, x_BNHK)[-x_BNHK.shape[1] :]
-    table_N1K = sinusoids(position_N, x_BNHK.shape[-1]).to(x_BNHK.dtype)[:, None]
+    frequency = frequencies(c.d_head, x_BNHK, c.rotary_base)
+    if (scaling := c.rotary_scaling) is not None:  # arXiv:2306.15595, and that of Llama 3.1
+        turns = scaling["original_len"] * frequency / (2 * math.pi)
+        low, high = scaling["low_turns"], scaling["high_turns"]
+        share = ((turns - low) / (high - low)).clamp(0, 1) * (scaling["kind"] == "llama3")
+        frequency = torch.lerp(frequency / scaling["factor"], frequency, share)
+    table_N1K = sinusoids(position_N, frequency).to(x_BNHK.dtype)[:, None]
     (sin, cos), (x, y) = table_N1K.chunk(2, dim=-1), x_BNHK.chunk(2, dim=-1)
     return torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
 
@@ -206,14 +218,11 @@ class TransformerXL:
         x, seen_BT = self.embed(ids_BT), age_BT
         if num_added:
             x, seen_BT = self.add_tokens(x, age_BT, memory["tokens"])
-        first, hidden, biases = x, [], None
+        hidden, biases = [], None
         mask_of = {mem_len: self.mask(seen_BT, mem_len) for mem_len in self.mem_lens}
         if c.distance_encoding == "sinusoidal" and not c.untie_r:  # shared by all layers
             biases = w["content_bias_HK"], w["distance_bias_HK"]
         for n in range(c.n_layer):
-            if c.residual_scalars:
-                a, b = w["residual_scalars"][n]
-                x = a * x + b * first
             hidden.append(x)
             past_BMD, mask_BTS = memory[f"layer-{n}"], mask_of[self.mem_lens[n]]
             x = layer(c, w.below(f"layers.{n}"), x, past_BMD, mask_BTS, biases)
@@ -226,7 +235,7 @@ class TransformerXL:
             # A copy: a view would keep the whole segment.
             after[f"layer-{n}"] = rows_BND[:, rows_BND.shape[1] - mem_len :].clone()
         x = x[:, own]
-        return self.logits(w.norm("final_norm", x) if c.final_norm else x), after
+        return self.logits(w.norm("final_norm", x, c.norm_epsilon) if c.final_norm else x), after
 
     def add_tokens(self, x: Tensor, age_BT: Tensor, tokens_BmD: Tensor) -> tuple[Tensor, Tensor]:
         """The segment [B, T, D] between tokens that read and tokens that write, and all ages.
@@ -237,7 +246,8 @@ class TransformerXL:
         m, w = self.num_added, self.w.below("added_tokens")
         read_BmD = tokens_BmD.to(x.dtype)
         is_old_BT = age_BT > torch.arange(age_BT.shape[1], device=age_BT.device)
-        read_BmD = w.norm("norm", read_BmD) if self.c.pre_lnorm else read_BmD
+        if self.c.pre_lnorm:
+            read_BmD = w.norm("norm", read_BmD, self.c.norm_epsilon)
         write_BmD = torch.where(is_old_BT[:, -1:, None], read_BmD, w["initial_mD"])
         slot_m = torch.arange(m, device=x.device)
         read_age_Bm, age_BT = age_BT[:, :1] + slot_m, age_BT + m * is_old_BT
@@ -262,9 +272,10 @@ class TransformerXL:
             if (projection := w.get(f"projections.{table}")) is not None:
                 rows = functional.linear(rows, projection)
             x = x.masked_scatter(inside_BT[..., None], rows)
-        x = x * c.d_model**0.5
+        x = x * c.d_model**0.5 if c.scale_embedding else x
         if c.distance_encoding == "absolute":
-            x = x + sinusoids(distances(x.shape[1], x, c.clamp_len), c.d_model).to(x.dtype)
+            distance_T, frequency = distances(x.shape[1], x, c.clamp_len), frequencies(c.d_model, x)
+            x = x + sinusoids(distance_T, frequency).to(x.dtype)
         return x
 
     def logits(self, x_BTD: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ name.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +34,12 @@ from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import first_problem
 from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
-from data_pipeline.tokenizers.loading import StoredTokenizer, differences
+from data_pipeline.tokenizers.loading import (
+    OWN_NAME,
+    StoredTokenizer,
+    differences,
+    directory_tokenizer,
+)
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -50,14 +56,13 @@ from txl_dist.convert.checks import (
     empty_model,
     read_json,
 )
+from txl_dist.convert.llama_family import family_config, is_family, read_family
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
 FORMAT: Literal["txl-model"] = "txl-model"
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
-HUB_TOKENIZER_NAME = "txl_tokenizer.json"
-"""In a directory in which tokenizer.json is the file of the `tokenizers` library, or missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +76,8 @@ class Reading:
 
 
 DEFAULT_READING = Reading()
+FAMILY_READING = Reading(reset="document")
+"""Of models of transformers, which read one document at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +106,28 @@ def write_exported(
     `more_files`: texts by name. Raises CheckpointError if a parameter is NaN or Inf, ConfigError if
     the directory is not empty.
     """
-    directory = Path(directory)
     state = model.state_dict()
     weights = check_tensors(state, state, origin="the model to write")
+    with new_directory(Path(directory)) as staging:
+        arrays = {name: weight.numpy() for name, weight in weights.items()}
+        entry = write_tensors(staging / WEIGHTS_NAME, arrays)
+        if tokenizer is not None:
+            write_synced(staging / tokenizer_name, tokenizer.to_json().encode())
+        for name, content in more_files.items():
+            write_synced(staging / name, content.encode())
+        config = ExportedConfig(
+            weights_sha256=entry.sha256, model=asdict(model.config), reading=reading
+        )
+        text = json.dumps(asdict(config), indent=1) + "\n"
+        write_synced(staging / CONFIG_NAME, text.encode())
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """A folder whose files appear in the new or empty `directory` at the end, config.json last.
+
+    Raises ConfigError if the directory is not empty.
+    """
     with StagedDirectory(directory, last=CONFIG_NAME) as staged:
         if names := sorted(entry.name for entry in directory.iterdir()):
             raise ConfigError(
@@ -109,19 +135,7 @@ def write_exported(
             )
         with explain_disk_errors("writing the model", directory):
             staging = staged.stage()
-            arrays = {name: weight.numpy() for name, weight in weights.items()}
-            entry = write_tensors(staging / WEIGHTS_NAME, arrays)
-            if tokenizer is not None:
-                write_synced(staging / tokenizer_name, tokenizer.to_json().encode())
-            for name, content in more_files.items():
-                write_synced(staging / name, content.encode())
-            config = ExportedConfig(
-                weights_sha256=entry.sha256,
-                model=asdict(model.config),
-                reading=reading,
-            )
-            text = json.dumps(asdict(config), indent=1) + "\n"
-            write_synced(staging / CONFIG_NAME, text.encode())
+            yield staging
             staged.publish([path.name for path in staging.iterdir()])
 
 
@@ -173,15 +187,19 @@ def load_exported(
 
 
 def _tokenizer_path(directory: Path) -> Path:
-    path = directory / HUB_TOKENIZER_NAME
+    path = directory / OWN_NAME
     return path if path.exists() else directory / TOKENIZER_NAME
 
 
 def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
     if not path.exists():
         return None
-    tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size != config.vocab_size:
+    return _fitting(load_tokenizer(path), path, config)
+
+
+def _fitting(tokenizer: Tokenizer | None, path: Path, config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer, if there is one. Raises CheckpointError for that of another model."""
+    if tokenizer is not None and tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
             f"{path} has vocab_size={tokenizer.vocab_size}, {CONFIG_NAME} has "
             f"vocab_size={config.vocab_size}: it is the tokenizer of another model. Replace it, "
@@ -256,6 +274,8 @@ def find_model(path: str | Path, *, weights: Weights = "auto") -> StoredModel:
         raise ConfigError(f"weights={weights!r}: expected one of {', '.join(get_args(Weights))}")
     # A directory with a manifest is a checkpoint, whatever else is in it.
     if (path / CONFIG_NAME).is_file() and not (path / MANIFEST_NAME).is_file():
+        if is_family(options := read_json(path / CONFIG_NAME)):
+            return _of_transformers(path, options)
         if weights == "averaged":
             raise CheckpointError(
                 f"{path} is an exported model with one set of weights; leave the option out"
@@ -279,6 +299,22 @@ def find_model(path: str | Path, *, weights: Weights = "auto") -> StoredModel:
         reset=manifest.run["data.reset"],
         weights=chosen,
         load=lambda config: load_model(path, config=config, weights=chosen)[:2],
+    )
+
+
+def _of_transformers(path: Path, options: Mapping[str, Any]) -> StoredModel:
+    """A directory of transformers, read as `txl import` reads it."""
+    config = family_config(options, origin=str(path / CONFIG_NAME))
+    tokenizer = _fitting(directory_tokenizer(path), path, config)
+    files = sorted(path.glob("*.safetensors"))
+    return StoredModel(
+        path=path,
+        digest=sha256_of([asdict(config), *map(sha256_file, files)]),
+        config=config,
+        tokenizer=StoredTokenizer(path, tokenizer.digest) if tokenizer else None,
+        tgt_len=FAMILY_READING.tgt_len,
+        reset=FAMILY_READING.reset,
+        load=lambda changed: (read_family(path, changed), tokenizer),
     )
 
 

@@ -48,6 +48,8 @@ class EncodingFacts:
     needs_clamp_len: bool = False
     """It learns a vector per distance up to `clamp_len`, which is therefore fixed by training."""
     allows_clamp_len: bool = True
+    rotates: bool = False
+    """It rotates queries and keys, and has no other terms: all heads have the same."""
     even_size: Literal["d_model", "d_head"] | None = None
     """The size that must be even, because sines and cosines fill it in pairs."""
     has_position_biases: bool = False
@@ -130,7 +132,10 @@ DISTANCE_ENCODINGS = {
         multiplies_distances=True,
     ),
     "rotary": EncodingFacts(
-        implementation="txl_dist.model.encodings:Rotary", even_size="d_head", allows_clamp_len=False
+        implementation="txl_dist.model.encodings:Rotary",
+        rotates=True,
+        even_size="d_head",
+        allows_clamp_len=False,
     ),
     "alibi": EncodingFacts(implementation="txl_dist.model.encodings:Alibi"),
     "absolute": EncodingFacts(
@@ -152,14 +157,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},
     "modern": {
         "norm": "rmsnorm",
+        "norm_epsilon": 1e-6,
         "pre_lnorm": True,
         "final_norm": True,
         "qk_norm": True,
-        "attention_scale": 15.4,
-        "output_gate": True,
         "feed_forward": "swiglu",
         "biases": False,
-        "residual_scalars": True,
         "distance_encoding": "rotary",
         "tie_weight": False,
         "init_std": 0.03,

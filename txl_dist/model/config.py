@@ -22,6 +22,30 @@ from txl_dist.model.choices import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryScaling:
+    """How a model of longer texts turns its rotary planes more slowly than it first did."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    kind: str
+    """`linear`: all planes, by `factor`. `llama3`: planes that turn less than `low_turns` times in
+    `original_len` tokens by `factor`, those of more than `high_turns` not at all, a mean between.
+    """
+    factor: float
+    low_turns: float = 1.0
+    high_turns: float = 4.0
+    original_len: int = 8192
+
+    def __post_init__(self) -> None:
+        _require_known("rotary_scaling.kind", self.kind, ("linear", "llama3"))
+        if self.factor < 1 or not 0 < self.low_turns < self.high_turns or self.original_len < 1:
+            raise ValueError(
+                f"rotary_scaling={self} needs a factor of at least 1, 0 < low_turns < high_turns "
+                "and a length of at least 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """All options that determine the parameters of a model and the function it computes."""
 
@@ -29,9 +53,9 @@ class ModelConfig:
 
     recipe: str = "paper"
     """Where a run's YAML has no value for a setting of `model` or `optimizer`: `paper`, the
-    defaults listed here, or `modern`: a pre-norm block with RMSNorm, rotary distances, SwiGLU,
-    QK-norm, output gates, residual scalars and an untied softmax, trained with Muon (`RECIPES` has
-    the values). In Python only a name: use `of_recipe`."""
+    defaults listed here, or `modern`: the block of Qwen3 (pre-norm with RMSNorm, norms of queries
+    and keys, rotary distances, SwiGLU, no biases), trained with Muon (`RECIPES` has the values). In
+    Python only a name: use `of_recipe`."""
     vocab_size: int | None = 0
     """Number of token ids. 0 in a run's YAML: the vocabulary size of the data. null: a model of
     vectors, without embedding and softmax, for a loop of your own."""
@@ -41,6 +65,9 @@ class ModelConfig:
     """Width of the input and the output of each layer."""
     n_head: int = 4
     """Attention heads per layer."""
+    n_kv_head: int | None = None
+    """Heads of keys and values, each of which `n_head / n_kv_head` heads of queries read; null is
+    `n_head`. Fewer need a distance encoding of `rotary`."""
     d_head: int = 32
     """Width of queries, keys and values of one head."""
     d_inner: int = 512
@@ -73,6 +100,13 @@ class ModelConfig:
     """Larger distances are encoded as this one; null encodes every distance."""
     same_length: bool = False
     """Every query sees exactly `mem_len` keys, its own included."""
+    rotary_base: float = 10000.0
+    """Of `rotary` distances: the slowest plane turns by about 1 / `rotary_base` per token."""
+    rotary_scaling: RotaryScaling | None = None
+    """Of `rotary` distances of models that were trained on longer texts in the end, such as Llama
+    3.1: {kind: llama3, factor: 8} or {kind: linear, factor: 2}."""
+    scale_embedding: bool = True
+    """Multiply the vectors of tokens by sqrt(d_model), as the paper's code does."""
     tie_weight: bool = True
     """Share the weights of embedding and softmax. The softmax has biases in either case."""
     cutoffs: tuple[int, ...] = ()
@@ -87,22 +121,20 @@ class ModelConfig:
     pre_lnorm: bool = False
     """Normalise the input of each sublayer (pre-norm) instead of its output (post-norm)."""
     norm: str = "layernorm"
-    """`layernorm`, or `rmsnorm`: divide by the root mean square, without parameters."""
+    """`layernorm`, or `rmsnorm`: divide by the root mean square. Both have gains."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance, or the mean square, that a norm divides by the root of."""
     final_norm: bool = False
     """Normalise the output of the last layer."""
     qk_norm: bool = False
-    """Divide queries and keys, those of the memory too, by their length."""
-    attention_scale: float | None = None
-    """Multiplies the products of queries with keys and distances, not u and v. null, the
-    usual choice without `qk_norm`: 1 / sqrt(d_head), or sqrt(d_head) with it."""
-    output_gate: bool = False
-    """Multiply the output of each head by a gate between 0 and 2 that depends on its input."""
+    """RMS norm of each head's queries and keys, those of the memory too, with gains that all heads
+    share, before they are rotated."""
+    qkv_biases: bool = False
+    """Queries, keys and values have biases, as those of Qwen2."""
     feed_forward: str = "relu"
     """Activation of the feed-forward sublayer: `relu`, `relu2` (its square) or `swiglu`."""
     biases: bool = True
     """The feed-forward and the softmax have biases."""
-    residual_scalars: bool = False
-    """Each layer reads a x + b x_0 instead of x, with learned a and b; x_0 is the embedding."""
     dropout: float = 0.0
     """Dropout of embeddings, encoded distances, hidden layers, sublayers and the model's output."""
     dropatt: float = 0.0
@@ -111,7 +143,8 @@ class ModelConfig:
     """The implementation of attention: `triton` (kernels for GPUs), `sdpa` (torch's), `cpu`,
     `reference` (plain operations), or `auto`, the fastest that fits."""
     init_std: float = 0.02
-    """Standard deviation of initial weights, position biases and LayerNorm gains."""
+    """Standard deviation of initial weights, position biases and LayerNorm gains. The gains of RMS
+    norms start at 1, those of queries and keys at 3.9 / d_head^(1/4)."""
     proj_init_std: float = 0.01
     """Standard deviation of the initial projections of embedding and softmax."""
 
@@ -144,9 +177,14 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise ValueError(f"{name}={value} must be at least {minimum}")
-        scale = self.attention_scale
-        if scale is not None and not 0 < scale < float("inf"):
-            raise ValueError(f"attention_scale={scale} must be above 0, or null")
+        for name in ("norm_epsilon", "rotary_base"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.n_head % self.num_kv_heads:
+            raise ValueError(
+                f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}: each head of keys "
+                "and values belongs to equally many heads of queries"
+            )
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) <= 0.99:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 0.99]")
@@ -182,6 +220,17 @@ class ModelConfig:
             raise ValueError(
                 f"mem_len={self.mem_len} is not supported by distance_encoding={name}, which "
                 "encodes positions in the segment only; use 0, or another distance_encoding"
+            )
+        for setting, neutral in _ROTARY_ONLY.items():
+            if getattr(self, setting) != neutral and not encoding.rotates:
+                raise ValueError(
+                    f"{setting}={getattr(self, setting)} is not supported by distance_encoding="
+                    f"{name}; leave it out, or use rotary"
+                )
+        if self.num_kv_heads < self.n_head and not encoding.rotates:
+            raise ValueError(
+                f"n_kv_head={self.n_kv_head} for n_head={self.n_head} is not supported by "
+                f"distance_encoding={name}, whose scores differ by head; use rotary"
             )
         if self.untie_r and not encoding.has_position_biases:
             raise ValueError(
@@ -305,14 +354,9 @@ class ModelConfig:
         return tuple(lens[layer % len(lens)] for layer in range(self.n_layer))
 
     @property
-    def query_scale(self) -> float:
-        """What queries are multiplied by, besides the 1 / sqrt(d_head) of every implementation.
-
-        With `qk_norm` queries and keys have length sqrt(d_head), for which that is exact.
-        """
-        if self.attention_scale is None:
-            return 1.0
-        return self.attention_scale * self.d_head ** (-0.5 if self.qk_norm else 0.5)
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     @property
     def num_clusters(self) -> int:
@@ -351,8 +395,11 @@ class ModelConfig:
         return self.div_val > 1 or self.embedding_width != self.d_model
 
 
+_ROTARY_ONLY = {"rotary_base": 10000.0, "rotary_scaling": None}
+"""Settings of the rotary encoding, and what they are for others."""
 _MINIMUMS = {
-    **dict.fromkeys(("n_layer", "d_model", "n_head", "d_head", "d_inner", "d_embed"), 1),
+    **dict.fromkeys(("n_layer", "d_model", "n_head", "n_kv_head", "d_head", "d_inner"), 1),
+    "d_embed": 1,
     **dict.fromkeys(("vocab_size", "mem_len", "compressed_len"), 0),
     **{"memory_tokens": 1, "compression_rate": 2, "clamp_len": 1},
 }

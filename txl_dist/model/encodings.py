@@ -16,6 +16,7 @@ implementations of attention share are at the end of this module.
 Sources: Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B; those of each class.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +29,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import ModelConfig, RotaryScaling
 
 # Shapes: B lanes, T segment tokens, S keys, N either, D d_model, H heads, K d_head
 
@@ -150,7 +151,8 @@ class Rotary(DistanceEncoding):
     """Queries and keys are rotated in planes, by angles proportional to their positions.
 
     The planes are the channel pairs (i, i + K / 2). Source: Su et al. 2021, arXiv:2104.09864,
-    section 3.2.
+    section 3.2; scaled frequencies: Chen et al. 2023, arXiv:2306.15595 (linear), and the code of
+    Llama 3.1.
     """
 
     @staticmethod
@@ -160,7 +162,13 @@ class Rotary(DistanceEncoding):
         """Positions count back from the newest key; scores depend on differences only."""
         # The encoding of the paper holds exactly the sines and cosines of the rotation angles.
         encoded_SK = encode_distances(
-            num_keys, config.d_head, clamp_len=None, dtype=like.dtype, device=like.device
+            num_keys,
+            config.d_head,
+            clamp_len=None,
+            dtype=like.dtype,
+            device=like.device,
+            base=config.rotary_base,
+            scaling=config.rotary_scaling,
         )
         sin_SK, cos_SK = (half.repeat(1, 2) for half in encoded_SK.chunk(2, dim=-1))
         # Distances count down where positions count up, hence the sign.
@@ -255,6 +263,8 @@ def encode_distances(
     clamp_len: int | None,
     dtype: torch.dtype,
     device: torch.device | str,
+    base: float = 10000.0,
+    scaling: RotaryScaling | None = None,
 ) -> Tensor:
     """Encodings [S, D] of the distances S - 1, ..., 1, 0: sines, then cosines.
 
@@ -265,8 +275,21 @@ def encode_distances(
         # In float64, because float32 angles of distances in the thousands are inaccurate.
         distance_S = distances(num_keys, clamp_len=clamp_len, device=device)
         exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
-        angle = distance_S[:, None] * 10000.0 ** -exponent[None, :]
+        frequency = base ** -exponent[None, :]
+        if scaling is not None:
+            frequency = scaled_frequency(frequency, scaling)
+        angle = distance_S[:, None] * frequency
         return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
+
+
+def scaled_frequency(frequency: Tensor, scaling: RotaryScaling) -> Tensor:
+    """Angles per token of planes that turned by `frequency` before `scaling`."""
+    slow = frequency / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.original_len * frequency / (2 * math.pi)
+    share = (turns - scaling.low_turns) / (scaling.high_turns - scaling.low_turns)
+    return torch.lerp(slow, frequency, share.clamp(0, 1))
 
 
 def align_distances(by_distance: Tensor) -> Tensor:

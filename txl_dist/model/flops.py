@@ -73,7 +73,7 @@ def training_flops(
     without gradient.
 
     The inputs of two products need no gradient, the projections of distances and of memory: their
-    backward is one product. Under `pre_lnorm` the memory passes a norm whose gains need a gradient.
+    backward is one product. Before LayerNorm the memory has no gradient, but its gains and biases.
     """
     segment_len = tgt_len // num_segments
     # The rows of tails count once, however they are divided.
@@ -100,10 +100,9 @@ def _memory(config: ModelConfig, num_lanes: int) -> int:
 
 
 def _queries_and_feed_forward(config: ModelConfig, tokens: int) -> int:
-    """Per layer: projections of the queries and of the mixed values, the feed-forward, gates."""
+    """Per layer: projections of the queries and of the mixed values, the feed-forward."""
     width = config.n_head * config.d_head
     columns = 2 * width + config.d_inner * (3 if config.feed_forward == "swiglu" else 2)
-    columns += config.n_head if config.output_gate else 0
     return 2 * tokens * config.d_model * columns
 
 
@@ -115,7 +114,7 @@ def _scores_and_mixing(config: ModelConfig, num_pairs: int) -> int:
 
 
 def _keys_and_values(config: ModelConfig, tokens: int) -> int:
-    return 2 * tokens * config.d_model * 2 * config.n_head * config.d_head
+    return 2 * tokens * config.d_model * 2 * config.num_kv_heads * config.d_head
 
 
 def _tails(config: ModelConfig, tail_rows: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from txl_dist.model.attention import Attention, SegmentContext, StackedLinear
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, DropoutMasks
-from txl_dist.model.norms import new_norm
+from txl_dist.model.norms import RmsNorm, new_norm
 
 # Shapes: B lanes, T segment tokens, N = B T, D d_model, I d_inner
 
@@ -84,8 +84,13 @@ class Layer(nn.Module):
         if self.pre_lnorm:
             norm = self.attention_norm
             # The memory holds inputs from before the norm; a cache holds keys computed after it.
-            memory = norm(memory) if isinstance(memory, Tensor) else memory
-            mixed_BTD = self.attention_dropout(self.attention(norm(x_BTD), memory, context), masks)
+            gain_D = None
+            if isinstance(memory, Tensor) and isinstance(norm, RmsNorm):
+                memory, gain_D = norm(memory, gains_apart=True)
+            elif isinstance(memory, Tensor):
+                memory = norm(memory)
+            mixed_BTD = self.attention(norm(x_BTD), memory, context, gain_D)
+            mixed_BTD = self.attention_dropout(mixed_BTD, masks)
             x_BTD = x_BTD + mixed_BTD
             out_BTD = self.feed_forward(self.feed_forward_norm(x_BTD), masks)
             return x_BTD + self.feed_forward_dropout(out_BTD, masks)

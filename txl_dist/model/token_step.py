@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
-from txl_dist.model.attention import head_gates
+from txl_dist.model.attention import fold_groups
 from txl_dist.model.encodings import DistanceTerms, apply_rotary, scaled_query
 from txl_dist.model.layer import Layer
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.recurrent import KVCache, LayerKVCache
-from txl_dist.model.norms import normalise
+from txl_dist.model.norms import RmsNorm, normalise
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
 
@@ -83,12 +83,11 @@ class TokenStep:
 
     def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
         x_BD: Tensor = self._model.embed(token_B)
-        first_BD, masks = x_BD, self._full_masks
+        masks = self._full_masks
         if min(ages) < self._num_past:
             masks = {num_past: self._compute_mask(ages, num_past, x_BD) for num_past in masks}
         with self._kernels():
-            for number, layer in enumerate(self._layers):
-                x_BD = self._model.layer_input(number, x_BD, first_BD)
+            for layer in self._layers:
                 x_BD = layer(x_BD, masks[layer.num_past])
         return self._model.output(x_BD)
 
@@ -111,6 +110,7 @@ class _LayerStep:
         attention, feed_forward = layer.attention, layer.feed_forward
         self.num_past = cache.mem_len
         self._pre_lnorm, self._heads = layer.pre_lnorm, attention.heads
+        self._num_kv_heads = attention.kv_heads[0]
         self._cache, self._terms = cache, terms
         self._rotary_SK = terms.rotary_SK
         u_HK, self._v_HK, r_HSK, b_HS = (
@@ -122,9 +122,9 @@ class _LayerStep:
         self._u_H1K = None if u_HK is None else u_HK[:, None]
         self._r_HKS = None if r_HSK is None else r_HSK.transpose(1, 2)
         self._b_H1S = None if b_HS is None else b_HS[:, None]
-        self._query, self._key_value = attention.query.weight, attention.key_value.weight
+        self._query = attention.query.weight, attention.query.bias
+        self._key_value = attention.key_value.weight, attention.key_value.bias
         self._out, self._attention = attention.out.weight, attention
-        self._has_norms = attention.qk_norm or attention.query_scale != 1
         self._up = feed_forward.up.weight, feed_forward.up.bias
         self._down = feed_forward.down.weight, feed_forward.down.bias
         self._activate = feed_forward.activate
@@ -148,23 +148,26 @@ class _LayerStep:
 
     def _attend(self, x_BD: Tensor, mask_B1S: Tensor | None) -> Tensor:
         num_lanes, (num_heads, d_head) = len(x_BD), self._heads
-        q_HBK = linear(x_BD, self._query).view(num_lanes, num_heads, d_head).transpose(0, 1)
-        key_value_B2H1K = linear(x_BD, self._key_value).view(num_lanes, 2, num_heads, 1, d_head)
+        q_HBK = linear(x_BD, *self._query).view(num_lanes, num_heads, d_head).transpose(0, 1)
+        key_value = linear(x_BD, *self._key_value)
+        key_value_B2H1K = key_value.view(num_lanes, 2, self._num_kv_heads, 1, d_head)
         k_HB1K, v_HB1K = key_value_B2H1K.permute(1, 2, 0, 3, 4).unbind()
-        if self._attention.qk_norm:
-            k_HB1K = normalise(k_HB1K)
+        has_norms = self._attention.qk_norm
+        if has_norms:
+            k_HB1K = normalise(k_HB1K, self._attention.key_gain_K, self._attention.norm_epsilon)
         k_HBSK, v_HBSK = self._cache.append(k_HB1K, v_HB1K)
         if self._rotary_SK is not None:
             k_HBSK = apply_rotary(k_HBSK, self._rotary_SK)
-        if self._rotary_SK is not None or self._has_norms:
-            q_HBK = self._attention.scaled_queries(q_HBK.unsqueeze(2), self._terms).squeeze(2)
+        if self._rotary_SK is not None or has_norms:
+            q_HBK = self._attention.normed_queries(q_HBK.unsqueeze(2), self._terms).squeeze(2)
         bias_HB1S = self._score_bias(q_HBK, mask_B1S)
         query_HB1K = (q_HBK if self._u_H1K is None else q_HBK + self._u_H1K).unsqueeze(2)
+        if num_heads > self._num_kv_heads:
+            query_HB1K = fold_groups(query_HB1K, self._num_kv_heads)
+            assert bias_HB1S is not None  # a mask: rotary distances have no scores
+            bias_HB1S = bias_HB1S.expand(-1, query_HB1K.shape[2], -1)
         mixed_HB1K = scaled_dot_product_attention(query_HB1K, k_HBSK, v_HBSK, attn_mask=bias_HB1S)
-        mixed_BHK = mixed_HB1K.squeeze(2).transpose(0, 1)
-        if self._attention.gate is not None:
-            mixed_BHK = mixed_BHK * head_gates(self._attention.gate(x_BD))
-        return linear(mixed_BHK.reshape(num_lanes, -1), self._out)
+        return linear(mixed_HB1K.transpose(0, 1).reshape(num_lanes, -1), self._out)
 
     def _score_bias(self, q_HBK: Tensor, mask_B1S: Tensor | None) -> Tensor | None:
         """What is added to the content scores, [H, B or 1, 1, S]; None if that is nothing."""
@@ -184,4 +187,5 @@ def _functional(norm: nn.Module) -> Callable[[Tensor], Tensor]:
     if isinstance(norm, nn.LayerNorm):
         settings = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         return lambda x_BD: layer_norm(x_BD, *settings)
-    return normalise
+    assert isinstance(norm, RmsNorm)
+    return partial(normalise, gain=norm.weight, epsilon=norm.eps)

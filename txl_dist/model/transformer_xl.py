@@ -4,9 +4,8 @@
     x_(l+1) = layer_l(x_l, memory_l)       memory_l: x_l of the previous mem_len tokens, no gradient
     nats    = softmax(x_L, targets)
 
-With `residual_scalars` layer l reads x_l' = a_l x_l + b_l x_0, and its memory holds x_l'. Layers
-are in layer.py. Every model takes vectors x_0 in place of ids; one without a vocabulary takes
-nothing else, and has no softmax.
+Layers are in layer.py. Every model takes vectors x_0 in place of ids; one without a vocabulary
+takes nothing else, and has no softmax.
 
 The model has no state: `forward` takes the memory and returns the next one. The data decides with
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
@@ -63,15 +62,11 @@ class TransformerXL(nn.Module):
         self.recompute_layers = recompute_layers
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
-        self.compute_input = _compute_input
-        """The same for a layer's input."""
         self.recorded_layers: RunLayers | None = None
         """Takes the place of `run_layers` (training/cuda_graphs.py)."""
         self.encoding = encoding_class(config)
         if config.vocab_size is not None:
             self.table = AdaptiveEmbedding(config)
-        if config.residual_scalars:
-            self.residual_scalars = nn.Parameter(torch.empty(config.n_layer, 2))  # a and b
         if config.shares_biases:
             heads = (config.n_head, config.d_head)
             self.content_bias_HK = nn.Parameter(torch.empty(heads))  # u of all layers
@@ -172,20 +167,14 @@ class TransformerXL(nn.Module):
         x_BTD: Tensor,
         pasts: Iterable[Any],
         contexts: Sequence[SegmentContext],
-        first_BTD: Tensor | None = None,
         *,
         start: int = 0,
     ) -> list[Tensor]:
-        """The input of each layer from `start` on, as many as `pasts`, and the last output.
-
-        `first_BTD`: x_0, if `x_BTD` is not.
-        """
-        first_BTD = x_BTD if first_BTD is None else first_BTD
-        hidden = []
+        """The input of each layer from `start` on, as many as `pasts`, and the last output."""
+        hidden = [x_BTD]
         for number, (past, context) in enumerate(zip(pasts, contexts, strict=True), start):
-            hidden.append(self.layer_input(number, x_BTD, first_BTD))
-            x_BTD = self._run_layer(self.layers[number], hidden[-1], past, context)
-        return [*hidden, x_BTD]
+            hidden.append(self._run_layer(self.layers[number], hidden[-1], past, context))
+        return hidden
 
     def embed(self, input_BT: Tensor) -> Tensor:
         """x_0 before dropout, [B, T, D]."""
@@ -194,13 +183,6 @@ class TransformerXL(nn.Module):
         x_BTD = input_BT.to(self.weight.dtype) if is_vectors else self.table(input_BT)
         # Only absolute positions change the input; other encodings act on the scores.
         return self.encoding.add_to_input(self.config, x_BTD)
-
-    def layer_input(self, number: int, x_BTD: Tensor, first_BTD: Tensor) -> Tensor:
-        """What layer `number` reads: a x + b x_0, or x without `residual_scalars`."""
-        if not self.config.residual_scalars:
-            return x_BTD
-        compute_input = self.compute_input if torch.is_grad_enabled() else _compute_input
-        return compute_input(x_BTD, first_BTD, self.residual_scalars[number])
 
     def output(self, x_BTD: Tensor) -> Tensor:
         """The model's output before dropout, from that of the last layer."""
@@ -251,6 +233,7 @@ class TransformerXL(nn.Module):
                 age_BT,
                 num_past=num_past,
                 same_length=config.same_length,
+                num_groups=config.n_head // config.num_kv_heads,
                 mask_dtype=x_BTD.dtype if needs_mask else None,
             ),
             dropout_masks=dropout_masks,
@@ -304,9 +287,9 @@ def _compute_layer(layer: nn.Module, x_BTD: Tensor, past: Any, context: SegmentC
     return output_BTD
 
 
-def _compute_input(x_BTD: Tensor, first_BTD: Tensor, scalars_2: Tensor) -> Tensor:
-    a, b = scalars_2.unbind()
-    return a * x_BTD + b * first_BTD
+QK_GAIN = 15.4**0.5
+"""Of a d_head of 1. So scores are at most 15.4 at first, for any d_head: the product of a query and
+a key of length sqrt(K), times both gains, over sqrt(K) (docs/experiments/model.md)."""
 
 
 def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
@@ -315,12 +298,11 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
         matrices, u and v                          normal(0, init_std)
         projections of embedding and softmax       normal(0, proj_init_std)
         gains of LayerNorm                         normal(1, init_std)
+        gains of RMS norms                         1; of queries and keys, `QK_GAIN`
         biases                                     0
-        gates of heads                             0, so that each gate is 1
-        residual scalars a and b                   1 and 0
 
-    as in the paper's training script. One generator draws all parameters in their order, so every
-    rank has the same weights without a broadcast.
+    as in the paper's training script, which has no RMS norms. One generator draws all parameters in
+    their order, so every rank has the same weights without a broadcast.
     """
     # A separate generator on the CPU: the weights depend neither on global state nor on the device.
     generator = torch.Generator().manual_seed(seed)
@@ -328,11 +310,13 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
         with torch.no_grad():
             if "projections." in name:
                 parameter.normal_(0.0, config.proj_init_std, generator=generator)
-            elif name.endswith("norm.weight"):
+            elif name.endswith("norm.weight") and config.norm == "layernorm":
                 parameter.normal_(1.0, config.init_std, generator=generator)
-            elif name == "residual_scalars":
-                parameter.copy_(torch.tensor([1.0, 0.0]).expand_as(parameter))
-            elif name.endswith((".bias", "cluster_bias", "attention.gate.weight")):
+            elif name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith("gain_K"):
+                parameter.fill_(QK_GAIN * config.d_head**-0.25)
+            elif name.endswith((".bias", "cluster_bias")):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, config.init_std, generator=generator)

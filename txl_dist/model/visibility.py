@@ -39,14 +39,16 @@ class Visibility:
         *,
         num_past: int,
         same_length: bool,
+        num_groups: int = 1,
         mask_dtype: torch.dtype | None,
     ) -> Self:
-        """`mask_dtype`: None leaves out the mask."""
+        """`mask_dtype`: None leaves out the mask. `num_groups`: it has T rows for each of them."""
         reach_BT = age_BT.clamp(max=num_past - 1) if same_length else age_BT
         if mask_dtype is None:
             return cls(reach_BT=reach_BT, mask_BTS=None)
         visible_BTS = visible_keys(age_BT, num_past=num_past, same_length=same_length)
-        return cls(reach_BT=reach_BT, mask_BTS=mask_scores(visible_BTS, mask_dtype))
+        mask_BTS = mask_scores(visible_BTS, mask_dtype).repeat(1, num_groups, 1)
+        return cls(reach_BT=reach_BT, mask_BTS=mask_BTS)
 
     @property
     def mask(self) -> Tensor:

@@ -90,7 +90,7 @@ def find_on_host(target_BT: Tensor, bounds: Sequence[tuple[int, int]]) -> list[T
 
 
 class AdaptiveEmbedding(nn.Module):
-    """forward(token_BT) -> x_BTD, scaled by sqrt(d_model) as the paper's code does.
+    """forward(token_BT) -> x_BTD, scaled by sqrt(d_model) if the config says so.
 
     `weights[i]` [ids, E] and `projections[i]` [D, E] are those of the ids in `bounds[i]`. Without
     `div_val` and `d_embed` there are no projections, because E equals D.
@@ -108,7 +108,7 @@ class AdaptiveEmbedding(nn.Module):
             for width in config.table_widths
             if config.has_projection
         )
-        self.scale = config.d_model**0.5
+        self.scale = config.d_model**0.5 if config.scale_embedding else 1.0
 
     def forward(self, token_BT: Tensor) -> Tensor:
         if len(self.weights) == 1:

@@ -86,7 +86,6 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
     )
     # dynamic=False: all segments have one shape.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
-    model.compute_input = torch.compile(model.compute_input, dynamic=False)
 
 
 def _run_once(

@@ -64,12 +64,10 @@ class RecordedLayers:
         if not torch.is_grad_enabled():
             return self._model.run_layers(x_BTD, pasts, contexts)
         pasts = tuple(pasts)
-        first = (x_BTD,) if self._model.config.residual_scalars else ()
         starts = range(0, len(self._model.layers), LAYERS_PER_GRAPH)
         ranges = [slice(start, start + LAYERS_PER_GRAPH) for start in starts]
         inputs = [
-            (x_BTD, pasts[layers], tuple(map(_tensors_of, contexts[layers])), *first)
-            for layers in ranges
+            (x_BTD, pasts[layers], tuple(map(_tensors_of, contexts[layers]))) for layers in ranges
         ]
         kinds = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tree_leaves(inputs)]
         addresses = [x.data_ptr() for x in _parameters(self._model, self._model.layers)]
@@ -96,7 +94,7 @@ class RecordedLayers:
 
 
 class LayerGroup:
-    """group(x_BTD, pasts, tensors of contexts, x_0 if needed) -> the last layer's output."""
+    """group(x_BTD, pasts, tensors of contexts) -> the last layer's output."""
 
     hidden: list[Tensor]
     """The input of each layer, without gradient; a replay overwrites them."""
@@ -128,7 +126,7 @@ class LayerGroup:
 
     def forward(self) -> None:
         """Compute the layers from `self.inputs`."""
-        x_BTD, pasts, tensors, *first = tree_unflatten(self.inputs, self._structure)
+        x_BTD, pasts, tensors = tree_unflatten(self.inputs, self._structure)
         model = self._model
         with _exchanged(model, self.parameters, self._own_leaves):
             contexts = [
@@ -143,9 +141,7 @@ class LayerGroup:
                     self._contexts, tensors, strict=True
                 )
             ]
-            *hidden, self.output_BTD = model.run_layers(
-                x_BTD, pasts, contexts, *first, start=self._start
-            )
+            *hidden, self.output_BTD = model.run_layers(x_BTD, pasts, contexts, start=self._start)
         self.hidden = [x.detach() for x in hidden]
 
     def backward(self) -> None:
@@ -255,10 +251,7 @@ def recorded(compute: Callable[[], None], pool: Any) -> Callable[[], None]:
 
 def _parameters(model: TransformerXL, layers: nn.Module) -> list[nn.Parameter]:
     """Those that `layers` of the model read."""
-    shared = [*(model.shared_biases or ())]
-    if model.config.residual_scalars:
-        shared.append(model.residual_scalars)
-    return [*layers.parameters(), *shared]
+    return [*layers.parameters(), *(model.shared_biases or ())]
 
 
 def _tensors_of(context: SegmentContext) -> tuple[Any, ...]:

@@ -69,8 +69,8 @@ def test_text_that_yaml_1_1_converts_stays_text(load: Any, text: str) -> None:
 
 def test_a_recipe_gives_what_the_file_leaves_out(load: Any) -> None:
     paper = load(SMALL)
-    modern = load(SMALL, "model.recipe=modern", "model.attention_scale=null", "optimizer.lr=0.5")
-    for name, value in (MODEL_RECIPES["modern"] | {"attention_scale": None}).items():
+    modern = load(SMALL, "model.recipe=modern", "model.norm=layernorm", "optimizer.lr=0.5")
+    for name, value in (MODEL_RECIPES["modern"] | {"norm": "layernorm"}).items():
         assert getattr(modern.model, name) == value, name
     for name, value in (OPTIMIZER_RECIPES["modern"] | {"lr": 0.5}).items():
         assert getattr(modern.optimizer, name) == value, name

@@ -200,7 +200,7 @@ def test_import(source: Path, tmp_path: Path) -> None:
     code, output = run_txl("import", source, "--out", out, "--json")
     assert (code, json.loads(output)["out"]) == (0, str(out))
     loaded, tokenizer = load_exported(out)
-    assert_same(loaded, read_model(source)[0])
+    assert_same(loaded, read_model(source).model)
     assert tokenizer is None
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
 

@@ -100,7 +100,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
     [
         {},
         {"untie_r": False},
-        {"distance_encoding": "rotary", "residual_scalars": True, "pre_lnorm": True},
+        {"distance_encoding": "rotary", "qk_norm": True, "pre_lnorm": True, "norm": "rmsnorm"},
         {"distance_encoding": "alibi", "mem_shares": (0.4, 1.0)},
         {"distance_encoding": "shaw", "clamp_len": 4},
     ],

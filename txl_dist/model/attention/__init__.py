@@ -10,13 +10,16 @@ Each is an `AttentionFunction` of its name, with the same result:
 Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.functional import linear
 
 from txl_dist.model.attention.reference import reference_weights
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, AttentionImplementation
@@ -92,7 +95,8 @@ class SegmentContext:
     """The implementation that `choose_implementation` has chosen."""
     attention_of_projections: AttentionFunction | None
     """The same of keys and values as they are projected, [B, N, 2 H K] of memory and segment, for
-    an implementation that `needs_triton`; None for others. The former take dropout as bits."""
+    an implementation that `needs_triton`; None for others. The former take dropout as bits, and
+    fewer heads of keys than of queries."""
     visibility: Visibility
     """Which keys each query may see. It has a mask if `attention` or the callback needs one."""
     dropout_masks: DropoutMasks | None
@@ -113,31 +117,48 @@ class StackedLinear(nn.Linear):
         super().__init__(in_features, num_stacked * out_features, bias=bias)
         self.num_stacked = num_stacked
 
+    def forward(self, x: Tensor, gain_D: Tensor | None = None) -> Tensor:
+        """The maps of x, or of x times `gain_D` [in_features] without a product of that size."""
+        weight = self.weight if gain_D is None else self.weight * gain_D
+        return linear(x, weight, self.bias)
+
 
 class Attention(nn.Module):
     """Multi-head attention of a segment over [stop-gradient memory ; segment].
 
     forward(x_BTD, memory, context) -> out_BTD, without the residual. `memory` is either the layer's
     inputs [B, M, D], from which keys and values are projected with the current weights, or a
-    LayerKVCache, which holds keys and values and works without gradients only.
+    LayerKVCache, which holds keys and values and works without gradients only. Inputs are still to
+    be multiplied by `gain_D`, if that is not None.
+
+    If H heads of queries share fewer heads of keys and values, those of a group are rows of one
+    query matrix (`fold_groups`), so keys are not copied. Source: Ainslie et al. 2023,
+    arXiv:2305.13245.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        width = config.n_head * config.d_head
+        width, biases = config.n_head * config.d_head, config.qkv_biases
         self.heads = (config.n_head, config.d_head)
-        self.query = nn.Linear(config.d_model, width, bias=False)
-        self.key_value = StackedLinear(config.d_model, width, num_stacked=2)
+        self.kv_heads = (config.num_kv_heads, config.d_head)
+        self.query = nn.Linear(config.d_model, width, bias=biases)
+        self.key_value = StackedLinear(
+            config.d_model, math.prod(self.kv_heads), num_stacked=2, bias=biases
+        )
         self.distances = encoding_class(config)(config)
         self.out = nn.Linear(width, config.d_model, bias=False)
-        self.qk_norm, self.query_scale = config.qk_norm, config.query_scale
-        self.gate = (
-            nn.Linear(config.d_model, config.n_head, bias=False) if config.output_gate else None
-        )
+        self.qk_norm, self.norm_epsilon = config.qk_norm, config.norm_epsilon
+        if config.qk_norm:
+            self.query_gain_K = nn.Parameter(torch.empty(config.d_head))
+            self.key_gain_K = nn.Parameter(torch.empty(config.d_head))
         self.weight_dropout = Dropout(config.dropatt, layer=layer, place="attention weights")
 
     def forward(
-        self, x_BTD: Tensor, memory: Tensor | LayerKVCache, context: SegmentContext
+        self,
+        x_BTD: Tensor,
+        memory: Tensor | LayerKVCache,
+        context: SegmentContext,
+        gain_D: Tensor | None = None,
     ) -> Tensor:
         q_HBTK = self.query(x_BTD).unflatten(-1, self.heads).permute(2, 0, 1, 3)
         if isinstance(memory, LayerKVCache):
@@ -148,25 +169,29 @@ class Attention(nn.Module):
         else:
             # Two projections, because one of both inputs would compute a gradient for the memory:
             # 4 % more operations in a training step of benchmarks/model_speed.py.
-            projected = self.key_value(memory), self.key_value(x_BTD)
+            projected = self.key_value(memory, gain_D), self.key_value(x_BTD)
             terms = self._terms(context)
             if (read := self._attend_to_projections(context, terms)) is not None:
-                q_HBTK = self.scaled_queries(q_HBTK, terms)
                 keep = self._dropout_scale(x_BTD, context, memory.shape[1] + x_BTD.shape[1])
                 mixed_BTHK = read(q_HBTK, *projected, terms, context.visibility, keep)
-                return self._output(x_BTD, mixed_BTHK)
-            k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
+                return self.out(mixed_BTHK.flatten(-2))
+            k_HBSK, v_HBSK = pack_heads(*projected, self.kv_heads)
             if self.qk_norm:
-                k_HBSK = normalise(k_HBSK, rotary_SK=terms.rotary_SK)
+                k_HBSK = normalise(k_HBSK, self.key_gain_K, self.norm_epsilon, terms.rotary_SK)
             elif terms.rotary_SK is not None:
                 k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
-        q_HBTK = self.scaled_queries(q_HBTK, terms)
+        q_HBTK = self.normed_queries(q_HBTK, terms)
         if context.on_attention_weights is not None:
-            weights = reference_weights(q_HBTK, k_HBSK, terms, context.visibility.mask)
+            folded_HBTK = fold_groups(q_HBTK, len(k_HBSK))
+            weights = reference_weights(folded_HBTK, k_HBSK, terms, context.visibility.mask)
+            weights = weights.unflatten(2, (-1, x_BTD.shape[1])).flatten(1, 2)
             context.on_attention_weights(self.weight_dropout.layer, weights)
-        keep_BHTS = self._dropout_scale(x_BTD, context, k_HBSK.shape[2])
-        mixed_BTHK = context.attention(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep_BHTS)
-        return self._output(x_BTD, mixed_BTHK)
+        keep = self._dropout_scale(x_BTD, context, k_HBSK.shape[2])
+        attend = context.attention
+        if len(q_HBTK) > len(k_HBSK) and context.attention_of_projections is None:
+            attend = partial(attend_by_groups, attend)
+        mixed_BTHK = attend(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep)
+        return self.out(mixed_BTHK.flatten(-2))
 
     def _attend_to_projections(
         self, context: SegmentContext, terms: DistanceTerms
@@ -177,22 +202,17 @@ class Attention(nn.Module):
             return None
         return context.attention_of_projections
 
-    def _output(self, x_BTD: Tensor, mixed_BTHK: Tensor) -> Tensor:
-        if self.gate is not None:
-            mixed_BTHK = mixed_BTHK * head_gates(self.gate(x_BTD))
-        return self.out(mixed_BTHK.flatten(-2))
-
     def keys_and_values(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the segment as a cache stores them, [H, B, T, K]: normed, not rotated."""
-        k_HBTK, v_HBTK = heads_first(self.key_value(x_BTD), self.heads)
-        return normalise(k_HBTK) if self.qk_norm else k_HBTK, v_HBTK
-
-    def scaled_queries(self, q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
-        """Queries normed, multiplied by `ModelConfig.query_scale` and rotated, as far as set."""
+        k_HBTK, v_HBTK = heads_first(self.key_value(x_BTD), self.kv_heads)
         if self.qk_norm:
-            return normalise(q_HBTK, self.query_scale, terms.rotary_SK)
-        if self.query_scale != 1:
-            q_HBTK = q_HBTK * self.query_scale
+            k_HBTK = normalise(k_HBTK, self.key_gain_K, self.norm_epsilon)
+        return k_HBTK, v_HBTK
+
+    def normed_queries(self, q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
+        """Queries normed and rotated, as far as set."""
+        if self.qk_norm:
+            return normalise(q_HBTK, self.query_gain_K, self.norm_epsilon, terms.rotary_SK)
         return q_HBTK if terms.rotary_SK is None else apply_rotary(q_HBTK, terms.rotary_SK)
 
     def _terms(self, context: SegmentContext) -> DistanceTerms:
@@ -211,12 +231,33 @@ class Attention(nn.Module):
         return self.weight_dropout.scale(like_BHTS, context.dropout_masks)
 
 
-def head_gates(x_BTH: Tensor) -> Tensor:
-    """Gates [B, T, H, 1] of the heads' outputs: 1 at 0, as the weights start.
+def fold_groups(q_HBTK: Tensor, num_kv_heads: int) -> Tensor:
+    """The queries of a group of G heads as rows for their head of keys: [H / G, B, G T, K].
 
-    Source: Qiu et al. 2025, arXiv:2505.06708, per head; twice the sigmoid.
+    Head h of the queries reads head h // G of the keys.
     """
-    return (2 * x_BTH.sigmoid())[..., None]
+    return q_HBTK.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def attend_by_groups(
+    attention: AttentionFunction,
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    terms: DistanceTerms,
+    visibility: Visibility,
+    keep_BHTS: Any,
+) -> Tensor:
+    """An `AttentionFunction` for equally many heads of queries and keys, for fewer heads of keys.
+
+    The mask has the rows of all groups. [B, T, H, K]
+    """
+    num_queries, num_kv_heads = q_HBTK.shape[2], len(k_HBSK)
+    if keep_BHTS is not None:
+        keep_BHTS = keep_BHTS.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+    folded_HBTK = fold_groups(q_HBTK, num_kv_heads)
+    mixed_BTHK = attention(folded_HBTK, k_HBSK, v_HBSK, terms, visibility, keep_BHTS)
+    return mixed_BTHK.unflatten(1, (-1, num_queries)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def pack_heads(memory_BMX: Tensor, segment_BTX: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:

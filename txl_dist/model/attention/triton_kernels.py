@@ -56,7 +56,7 @@ def forward_kernel(
     stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
     num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
-    SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
     HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -67,10 +67,10 @@ def forward_kernel(
     lane, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
-    k1 += head * stride_k1h + lane * stride_k1b
-    v1 += head * stride_v1h + lane * stride_v1b
-    k2 += head * stride_k2h + lane * stride_k2b
-    v2 += head * stride_v2h + lane * stride_v2b
+    k1 += head // GROUP * stride_k1h + lane * stride_k1b
+    v1 += head // GROUP * stride_v1h + lane * stride_v1b
+    k2 += head // GROUP * stride_k2h + lane * stride_k2b
+    v2 += head // GROUP * stride_v2h + lane * stride_v2b
     by_distance += head * stride_dh + lane * stride_db
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
@@ -127,7 +127,8 @@ def query_gradient_kernel(
     stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
     num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
-    SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr, WANTS_DISTANCE_GRADIENT: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
+    WANTS_DISTANCE_GRADIENT: tl.constexpr,
     HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -139,10 +140,10 @@ def query_gradient_kernel(
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     d_q += row * num_queries * d_head
-    k1 += head * stride_k1h + lane * stride_k1b
-    v1 += head * stride_v1h + lane * stride_v1b
-    k2 += head * stride_k2h + lane * stride_k2b
-    v2 += head * stride_v2h + lane * stride_v2b
+    k1 += head // GROUP * stride_k1h + lane * stride_k1b
+    v1 += head // GROUP * stride_v1h + lane * stride_v1b
+    k2 += head // GROUP * stride_k2h + lane * stride_k2b
+    v2 += head // GROUP * stride_v2h + lane * stride_v2b
     by_distance += head * stride_dh + lane * stride_db
     num_rows = tl.cdiv(num_queries, NUM_CLASSES)
     class_columns = (num_rows * num_columns).to(tl.int64) * num_lanes
@@ -218,14 +219,13 @@ def key_value_gradient_kernel(
     stride_k2h, stride_k2b, stride_k2s, stride_v2h, stride_v2b, stride_v2s,
     stride_dh, stride_dj, stride_db, stride_dn,
     num_heads, num_lanes, num_queries, mem_len, d_head, num_columns,
-    SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
+    GROUP: tl.constexpr, SPLIT: tl.constexpr, HAS_DISTANCE: tl.constexpr,
     HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of BLOCK_S keys, with strides of k and v. Tiles are transposed."""
     lane, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row, num_keys = head * num_lanes + lane, mem_len + num_queries
-    q += row * num_queries * d_head
+    num_keys = mem_len + num_queries
     k1 += head * stride_k1h + lane * stride_k1b
     v1 += head * stride_v1h + lane * stride_v1b
     k2 += head * stride_k2h + lane * stride_k2b
@@ -234,9 +234,6 @@ def key_value_gradient_kernel(
     d_v1 += head * stride_v1h + lane * stride_v1b
     d_k2 += head * stride_k2h + lane * stride_k2b
     d_v2 += head * stride_v2h + lane * stride_v2b
-    by_distance += head * stride_dh + lane * stride_db
-    keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
-    d_out += (lane * num_queries * num_heads + head) * d_head
 
     first = tl.program_id(0) * BLOCK_S
     s = first + tl.arange(0, BLOCK_S)
@@ -252,36 +249,47 @@ def key_value_gradient_kernel(
     d_v_SK = tl.zeros([BLOCK_S, BLOCK_K], ACC)
     # Key s is in the future of queries before s - M.
     start = tl.maximum(first - mem_len, 0) // BLOCK_T * BLOCK_T
-    for t_first in range(start, num_queries, BLOCK_T):
-        t = t_first + tl.arange(0, BLOCK_T)
-        reach_T = load_reach(reach + lane * num_queries, t, num_queries)
-        q_TK = load_rows(q, t, d_head, num_queries, d_head, BLOCK_K)
-        d_out_TK = load_rows(d_out, t, num_heads * d_head, num_queries, d_head, BLOCK_K)
-        pointers = row * num_queries + t
-        logsumexp_T = tl.load(logsumexp + pointers, mask=t < num_queries, other=float("inf"))
-        mean_T = tl.load(mean + pointers, mask=t < num_queries, other=0.0)
-        free_start = first_free_key(t, reach_T, num_queries, mem_len)
-        is_free = (first >= free_start) & (first + BLOCK_S - 1 <= mem_len + t_first)
-        score = tile_scores(
-            k_SK, q_TK, t[None, :], s[:, None], reach_T[None, :], is_free, by_distance, stride_dj,
-            stride_dn, num_queries, mem_len, num_columns, HAS_DISTANCE, ACC, PRECISION,
-        )  # fmt: skip
-        weight = tl.exp2(score * LOG2_E - logsumexp_T[None, :])
-        d_weight = tl.dot(v_SK, tl.trans(d_out_TK), input_precision=PRECISION, out_dtype=ACC)
-        used = weight
-        if HAS_KEEP:
-            kept_TS = load_keep(
-                keep, t, first, num_queries, num_keys, BLOCK_T, BLOCK_S,
-                k_SK.dtype.primitive_bitwidth > 16,
+    for member in range(GROUP):  # the heads of queries of this head of keys
+        query_head = head * GROUP + member
+        row = query_head * num_lanes + lane
+        out_start = (lane * num_queries * num_heads + query_head) * d_head
+        distance_start = query_head * stride_dh + lane * stride_db
+        keep_start = (lane * num_heads + query_head) * num_queries * ((num_keys + 15) // 16)
+        for t_first in range(start, num_queries, BLOCK_T):
+            t = t_first + tl.arange(0, BLOCK_T)
+            reach_T = load_reach(reach + lane * num_queries, t, num_queries)
+            q_TK = load_rows(
+                q + row * num_queries * d_head, t, d_head, num_queries, d_head, BLOCK_K
+            )
+            d_out_TK = load_rows(
+                d_out + out_start, t, num_heads * d_head, num_queries, d_head, BLOCK_K
+            )
+            pointers = row * num_queries + t
+            logsumexp_T = tl.load(logsumexp + pointers, mask=t < num_queries, other=float("inf"))
+            mean_T = tl.load(mean + pointers, mask=t < num_queries, other=0.0)
+            free_start = first_free_key(t, reach_T, num_queries, mem_len)
+            is_free = (first >= free_start) & (first + BLOCK_S - 1 <= mem_len + t_first)
+            score = tile_scores(
+                k_SK, q_TK, t[None, :], s[:, None], reach_T[None, :], is_free,
+                by_distance + distance_start, stride_dj, stride_dn, num_queries, mem_len,
+                num_columns, HAS_DISTANCE, ACC, PRECISION,
             )  # fmt: skip
-            kept = tl.trans(kept_TS)
-            used = tl.where(kept, weight, 0.0)
-            d_weight = tl.where(kept, d_weight * KEEP_FACTOR - mean_T[None, :], -mean_T[None, :])
-        else:
+            weight = tl.exp2(score * LOG2_E - logsumexp_T[None, :])
+            d_weight = tl.dot(v_SK, tl.trans(d_out_TK), input_precision=PRECISION, out_dtype=ACC)
+            used = weight
+            if HAS_KEEP:
+                kept_TS = load_keep(
+                    keep + keep_start, t, first, num_queries, num_keys, BLOCK_T, BLOCK_S,
+                    k_SK.dtype.primitive_bitwidth > 16,
+                )  # fmt: skip
+                kept = tl.trans(kept_TS)
+                used = tl.where(kept, weight, 0.0)
+                d_weight = tl.where(kept, d_weight * KEEP_FACTOR, 0.0)
             d_weight -= mean_T[None, :]
-        d_v_SK += tl.dot(used.to(v_SK.dtype), d_out_TK, input_precision=PRECISION, out_dtype=ACC)
-        d_score = (weight * d_weight).to(q_TK.dtype)
-        d_k_SK += tl.dot(d_score, q_TK, input_precision=PRECISION, out_dtype=ACC)
+            used = used.to(v_SK.dtype)
+            d_v_SK += tl.dot(used, d_out_TK, input_precision=PRECISION, out_dtype=ACC)
+            d_score = (weight * d_weight).to(q_TK.dtype)
+            d_k_SK += tl.dot(d_score, q_TK, input_precision=PRECISION, out_dtype=ACC)
     store_keys(
         d_k1, d_k2, first, stride_k1s, stride_k2s, mem_len, num_keys, d_head, d_k_SK,
         BLOCK_S, BLOCK_K, SPLIT,

@@ -105,7 +105,8 @@ def padded_channels(d_head: int) -> int:
 class Keys(NamedTuple):
     """Keys and values [H, B, N, K]: of memory and segment, or of both as `k1` and `v1`.
 
-    Their strides are any, but 1 between channels.
+    H may be fewer than that of the queries: each serves a group of heads of queries. Their strides
+    are any, but 1 between channels.
     """
 
     k1: Tensor
@@ -160,6 +161,7 @@ class _Call(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     numbers: tuple[int, ...]
+    num_kv_heads: int
     num_keys: int
     split: int
     """How many of them are in the first matrix."""
@@ -198,9 +200,11 @@ class _Call(NamedTuple):
                 d_head,
                 num_columns,
             ),
+            num_kv_heads=len(k1),
             num_keys=num_keys,
             split=split,
             constants={
+                "GROUP": num_heads // len(k1),
                 "HAS_DISTANCE": distance_HCBNW is not None,
                 "HAS_KEEP": keep_words is not None,
                 # A constant, because triton passes numbers that are arguments as fp32.
@@ -225,13 +229,14 @@ class _Call(NamedTuple):
             has_distance=self.constants["HAS_DISTANCE"],
         )
         blocks = {"BLOCK_T": tiles.num_rows, "BLOCK_S": tiles.num_columns}
+        num_heads, num_lanes = q_HBTK.shape[:2]
         if kernel is key_value_gradient_kernel:
+            num_heads = self.num_kv_heads
             blocks = {"BLOCK_T": tiles.num_columns, "BLOCK_S": tiles.num_rows}
         if self.split == self.num_keys:
             constants["SPLIT"] = 0
         else:
             constants["SPLIT"] = 2 if self.split % blocks["BLOCK_S"] else 1
-        num_heads, num_lanes = q_HBTK.shape[:2]
         # Heads and lanes on axes of their own: those after the first end at 65,535.
         assert num_lanes < 2**16, f"{num_lanes:,} lanes for {kernel.__name__}, at most 65,535"
         grid = (triton.cdiv(num_rows, tiles.num_rows), num_lanes, num_heads)

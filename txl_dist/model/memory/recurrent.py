@@ -263,7 +263,7 @@ class KVCache(SequenceState):
     @classmethod
     def of_lengths(cls, config: ModelConfig, num_lanes: int, mem_lens: Sequence[int]) -> Self:
         """An empty cache whose layers keep these numbers of tokens."""
-        heads, width = config.n_head, config.d_head
+        heads, width = config.num_kv_heads, config.d_head
         return cls(tuple(LayerKVCache(heads, num_lanes, mem_len, width) for mem_len in mem_lens))
 
     @property

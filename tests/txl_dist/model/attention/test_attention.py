@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.attention_implementations import SLOW_IN_TRITON, TORCH_IMPLEMENTATIONS
 from tests.support.attention_inputs import TERMS, Inputs
-from tests.support.small_models import random_text, small_model
+from tests.support.small_models import MODERN, random_text, small_model
 from txl_dist.errors import ConfigError
 from txl_dist.model import devices
 from txl_dist.model.attention import choose_implementation
@@ -20,6 +21,7 @@ from txl_dist.model.attention.reference import reference, reference_scores
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, DISTANCE_ENCODINGS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason
+from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.runtime.device import require_triton
 
 DIFFERENT_SIZES = st.lists(st.integers(1, 7), min_size=5, max_size=5, unique=True)
@@ -144,6 +146,50 @@ def test_every_encoding_runs_in_every_form_in_bf16(name: str, implementation: st
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         again_BT, _ = model(text_BT, text_BT, age_BT, model.inference_state(2))
     assert_close(again_BT, exact_BT.detach(), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("implementation", SLOW_IN_TRITON)
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_fewer_heads_of_keys_are_heads_that_are_equal(
+    num_kv_heads: int, implementation: str
+) -> None:
+    """Nats, gradients with dropout, and attention weights are those of repeated keys and values."""
+    block = MODERN["grouped"] | {"n_kv_head": num_kv_heads, "dropatt": 0.3}
+    grouped = small_model(**block, attention=implementation)
+    whole = small_model(**(block | {"n_kv_head": None}), attention="reference")
+    repeats = grouped.config.n_head // num_kv_heads
+
+    def repeated(weight: Tensor) -> Tensor:
+        heads = weight.unflatten(0, (2, num_kv_heads, -1))
+        return heads.repeat_interleave(repeats, dim=1).flatten(0, 2)
+
+    state = {
+        name: repeated(weight) if "key_value" in name else weight
+        for name, weight in grouped.state_dict().items()
+    }
+    whole.load_state_dict(state)
+    masks, age_BT = LaneDropoutMasks(seed=3, step=5, lanes=[4, 2]), torch.tensor([[4, 0, 1]] * 2)
+    results = []
+    for model in (grouped, whole):
+        text_BT, memory = random_text(2, 3), model.empty_memory(2)
+        for _ in range(2):
+            nats_BT, memory = model(text_BT, text_BT, age_BT, memory, masks)
+        nats_BT.sum().backward()
+        weights: list[Tensor] = []
+        with torch.no_grad():
+            model.eval()
+            seen = weights.append
+            model.hidden(text_BT, age_BT, memory, None, lambda _, w, seen=seen: seen(w))
+        results.append([nats_BT.detach(), *weights])
+    assert_close(*results)
+    gradients = (dict(model.named_parameters()) for model in (grouped, whole))
+    for (name, own), other in zip(next(gradients).items(), next(gradients).values(), strict=True):
+        assert other.grad is not None
+        expected = other.grad
+        if "key_value" in name:
+            heads = expected.unflatten(0, (2, num_kv_heads, repeats, -1))
+            expected = heads.sum(2).flatten(0, 2)
+        assert_close(own.grad, expected, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_learned_scores_without_distances_are_refused_where_they_have_no_gradient() -> None:

@@ -49,9 +49,8 @@ def by_hand(model: TransformerXL, text_N: Tensor, age: list[int], mem_len: int) 
         write = model.added_tokens.initial_mD if is_new else read
         tokens = [("read", n) for n in range(M)] + [("text", n) for n in positions]
         tokens += [("write", n) for n in range(M)]
-        first = x = torch.cat([read, model.embed(text_N[None, start : last + 1])[0], write])
+        x = torch.cat([read, model.embed(text_N[None, start : last + 1])[0], write])
         for number, layer in enumerate(model.layers):
-            x = model.layer_input(number, x, first)
             before = past[number][-mem_len:] if mem_len else []
             keys = [("past", n) for n, _ in before] + tokens
             rows = torch.stack([*(row for _, row in before), *x])
@@ -72,7 +71,7 @@ def by_hand(model: TransformerXL, text_N: Tensor, age: list[int], mem_len: int) 
 
 
 @pytest.mark.parametrize("kind", ["tokens", "recurrent+tokens"])
-@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True, "residual_scalars": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True, "norm": "rmsnorm"}], ids=str)
 @torch.no_grad()
 def test_losses_are_those_of_attention_written_out(kind: str, options: dict[str, Any]) -> None:
     model = small_model(memory=kind, **options)

@@ -37,8 +37,7 @@ import torch.distributed as dist
 from training_step import OLD, TrainingStep, zipf_segment
 
 from data_pipeline.streams.segments import Batch
-from txl_dist.config.config_file import load_run_config
-from txl_dist.config.named_configs import named_configs
+from txl_dist.config.config_file import load_run_config, named_configs
 from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.model.attention import choose_implementation
 from txl_dist.model.config import ModelConfig

@@ -38,12 +38,15 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobTy
 
 from cluster.connection import lines_of
 from data_pipeline.system.sources import shown
-from txl_dist.cli.options import paths_of_another_machine
-from txl_dist.config.config_file import dump_run_config, flatten_config, load_run_config
-from txl_dist.config.named_configs import find_config
+from txl_dist.config.config_file import (
+    dump_run_config,
+    find_config,
+    flatten_config,
+    load_run_config,
+    read_text,
+)
 from txl_dist.config.redaction import HIDDEN, redact
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.yaml_file import read_text
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
 from txl_dist.runtime.process import PACKAGES
 
@@ -106,8 +109,7 @@ def plan_job(
     if not posixpath.isabs(root):
         raise ConfigError(f"--root {root}: give an absolute path on the cluster")
     _refuse_secrets(words)
-    with paths_of_another_machine():
-        context = program.commands[name].make_context(f"txl {name}", list(words[1:]))
+    context = program.commands[name].make_context(f"txl {name}", list(words[1:]))
     if any(re.match(r"--on(=|$)", word) for word in words):
         raise ConfigError("--on is not an option of a job, which runs on the cluster it is sent to")
     arguments, stop_seconds = list(words[1:]), STOP_SECONDS

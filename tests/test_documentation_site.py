@@ -15,8 +15,8 @@ import txl_dist
 from tests.support.documents import leaf_commands
 from txl_dist.cli.app import app
 from txl_dist.config import optimizer_config
-from txl_dist.config.config_file import documentation_of
 from txl_dist.config.run_config import RunConfig
+from txl_dist.config.starting_file import documentation_of
 from txl_dist.model import choices, config
 
 ROOT = Path(__file__).parents[1]

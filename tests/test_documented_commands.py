@@ -28,8 +28,7 @@ from tests.support.documents import (
 from txl_dist.cli import prepare as prepare_command
 from txl_dist.cli.app import app
 from txl_dist.cli.reproduce import experiments
-from txl_dist.config.config_file import load_run_config
-from txl_dist.config.named_configs import named_configs
+from txl_dist.config.config_file import load_run_config, named_configs
 from txl_dist.config.run_config import RunConfig
 
 COMMANDS = [*documented_commands()]

@@ -23,7 +23,7 @@ versions, and what an attempt writes after a newer one has begun (checkpoint/att
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -96,14 +96,10 @@ class EventLog:
         line = event.model_dump_json(exclude_defaults=True).encode() + b"\n"
         try:
             # Opened for each event: launcher and rank 0 may be on different hosts.
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            descriptor = os.open(self.path, flags, 0o644)
-            try:
-                size = os.fstat(descriptor).st_size
-                is_cut_off = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-                os.write(descriptor, b"\n" * is_cut_off + line)
-            finally:
-                os.close(descriptor)
+            with self.path.open("a+b", buffering=0) as file:
+                size = file.tell()
+                is_cut_off = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+                file.write(b"\n" * is_cut_off + line)
         except OSError as error:
             log.warning(
                 "%s cannot be written (%s): the run continues, and txl status and txl report do "
@@ -121,7 +117,13 @@ def read_events(run: Path) -> list[Event]:
         lines = (run / EVENTS).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return list(_of_newest_attempts(filter(None, map(parse_event, lines))))
+    events: list[Event] = []
+    newest = 0
+    for event in filter(None, map(parse_event, lines)):
+        if event.attempt >= newest:  # not what a replaced attempt still writes
+            newest = event.attempt
+            events.append(event)
+    return events
 
 
 def parse_event(line: bytes | str) -> Event | None:
@@ -130,14 +132,6 @@ def parse_event(line: bytes | str) -> Event | None:
         return Event.model_validate_json(line)
     except ValidationError:
         return None
-
-
-def _of_newest_attempts(events: Iterable[Event]) -> Iterator[Event]:
-    newest = 0
-    for event in events:
-        if event.attempt >= newest:
-            newest = event.attempt
-            yield event
 
 
 def of_kind(events: Iterable[Event], *kinds: Kind) -> list[Event]:

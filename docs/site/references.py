@@ -19,8 +19,8 @@ from sources import ROOT
 from data_pipeline.shards.manifest import InputSummary, ShardEntry, ShardManifest, SplitEntry
 from txl_dist import errors
 from txl_dist.checkpoint.manifest import CheckpointManifest, ParameterEntry, Slice
-from txl_dist.config.config_file import documentation_of
 from txl_dist.config.removed import removed_list
+from txl_dist.config.starting_file import documentation_of
 
 _MANIFESTS: dict[str, tuple[type[BaseModel], ...]] = {
     "a dataset": (ShardManifest, SplitEntry, ShardEntry, InputSummary),

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from txl_dist.config import optimizer_config
-from txl_dist.config.config_file import documentation_of
 from txl_dist.config.run_config import RunConfig
+from txl_dist.config.starting_file import documentation_of
 from txl_dist.model import choices
 from txl_dist.model.config import ModelConfig
 

@@ -22,7 +22,7 @@ SOON_SECONDS = 20  # generous: seconds where the machine is quiet
 def words(model: Path, dataset: Path, scores: Path, *others: object) -> tuple[object, ...]:
     """16 batches, each of a fraction of a second."""
     options = ("--batch", 1, "--tgt-len", 6, "--on", "processes", "--json")
-    return ("eval", model, dataset, "--scores", scores, *options, *others)
+    return ("eval", model, dataset, "--out", scores, *options, *others)
 
 
 def finished(scores: Path) -> int:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import typer.main
 import yaml
 
 from txl_dist.cli.app import app
-from txl_dist.cli.options import paths_of_another_machine
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
@@ -171,7 +171,7 @@ def parse(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """The command that these words run, and its parameters. Raises UsageError, like txl."""
     root, parsed = _recording_commands()
     parsed.clear()
-    with paths_of_another_machine():
+    with patch.object(Path, "exists", return_value=True):  # their checkpoints are no files here
         root(list(words[1:]), prog_name="txl", standalone_mode=False)
     (only,) = parsed
     return only

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from txl_dist.config.config_file import flatten_settings
-from txl_dist.config.yaml_file import YamlTextError, read_yaml
+from txl_dist.config.config_file import YamlTextError, flatten_settings, read_yaml
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result, table_columns
 from txl_dist.evaluation.scores import SCORES

@@ -5,18 +5,16 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from txl_dist.cli import (
-    bench,
     data,
     evaluate,
-    generate,
     job,
-    measure_context,
+    measure,
     models,
     preflight,
     prepare,
@@ -43,16 +41,16 @@ app.add_typer(preflight.app, name="config")
 app.command("estimate")(preflight.estimate)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
-app.command("recl")(measure_context.recl)
-app.command("attention")(measure_context.attention)
-app.command("generate")(generate.generate)
+app.command("recl")(measure.recl)
+app.command("attention")(measure.attention)
+app.command("generate")(models.generate)
 app.command("report")(runs.report)
 app.command("status")(runs.status)
 app.command("reproduce")(reproduce.reproduce)
-app.add_typer(models.app, name="checkpoint")
+app.add_typer(runs.checkpoint_app, name="checkpoint")
 app.add_typer(runs.track_app, name="track")
 app.add_typer(job.app, name="job")
-app.add_typer(bench.app, name="bench")
+app.add_typer(measure.bench_app, name="bench")
 app.command("doctor")(preflight.doctor)
 app.command("import")(models.import_)
 app.command("export")(models.export)
@@ -100,7 +98,7 @@ def main() -> None:
 
 
 def _usage_error(error: TyperException) -> TxlError:
-    """The error of a command line that typer has refused: what it found, and what it expects."""
+    """The error of a command line that typer has refused."""
     for name, instead in COMMANDS.items():
         if _has_words(sys.argv[1:], name):
             return ConfigError(f"txl {name} was removed; {instead} ({PAGE})")
@@ -111,24 +109,15 @@ def _usage_error(error: TyperException) -> TxlError:
     if message == context.get_help().rstrip("."):  # no words at all
         print(error.format_message(), file=sys.stderr)
         raise SystemExit(error.exit_code)
-    command: Any = context.command
-    expected = ""
-    if message.startswith("No such command") and "Did you mean" not in message:
-        expected = f". {context.command_path} has the commands {', '.join(command.commands)}"
-    elif message.startswith("No such option") and "Possible options" not in message:
-        options = [each.opts[0] for each in command.params if each.param_type_name == "option"]
-        expected = f". {context.command_path} has the options {', '.join([*options, '--help'])}"
-    elif find_errors := getattr(error.__cause__, "errors", None):  # pydantic's ValidationError
-        expected = f", found {find_errors()[0]['input']}"
-    elif not message.startswith(("No such", "Invalid value")):
-        expected = f". {' '.join(context.get_usage().split())}"
-    return ConfigError(f"{message}{expected} (see {context.command_path} -h)")
+    if find_errors := getattr(error.__cause__, "errors", None):  # pydantic's ValidationError
+        message += f", found {find_errors()[0]['input']}"
+    return ConfigError(f"{message} (see {context.command_path} -h)")
 
 
 def _has_words(words: Sequence[str], name: str) -> bool:
     """Whether a command line has the words of a removed command, or an option of it anywhere."""
     *command, last = name.split()
-    rest = words[len(command) :]
+    rest = [word.partition("=")[0] for word in words[len(command) :]]
     return list(words[: len(command)]) == command and last in (
         rest if last.startswith("-") else rest[:1]
     )

@@ -1,6 +1,7 @@
 """`txl data`: verify, inspect, push and mix prepared datasets."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,6 @@ from txl_dist.cli.options import (
     NumWorkers,
     On,
     Overrides,
-    dataset_address,
     open_workers,
     path_argument,
 )
@@ -27,26 +27,13 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Verify, inspect and copy prepared datasets.", no_args_is_help=True)
 
 Dataset = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR",
-        help="Directory that `txl prepare` wrote, or its URL.",
-        parser=dataset_address,
-    ),
-]
-Directory = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.", parser=path_argument),
+    str, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote, or its URL.")
 ]
 
 
 @app.command()
 def verify(
-    dataset: Dataset,
-    *,
-    workers: NumWorkers = 1,
-    on: On = "processes",
-    as_json: AsJson = False,
+    dataset: Dataset, *, workers: NumWorkers = 1, on: On = "processes", as_json: AsJson = False
 ) -> None:
     """Hash every file again; list damaged, missing and extra ones.
 
@@ -80,7 +67,9 @@ def _raise_problems(directory: "DatasetPath", verified: "Verified") -> None:
     from data_pipeline.shards.shard_files import what_to_check
     from data_pipeline.system.remote_path import RemotePath
 
-    unread = f"{len(verified.unread)} could not be read now:{_listed(verified.unread)}"
+    problems = "".join(f"\n  {problem}" for problem in verified.problems)
+    unread = "".join(f"\n  {file}" for file in verified.unread)
+    unread = f"{len(verified.unread)} could not be read now:{unread}"
     retry = f"Check {what_to_check(directory)}, then run this again."
     if verified.problems:
         repair = (
@@ -91,18 +80,13 @@ def _raise_problems(directory: "DatasetPath", verified: "Verified") -> None:
             "again: the same corpus and options give the same bytes."
         )
         raise DataError(
-            f"{directory}: {counted(len(verified.problems), 'problem')}:"
-            f"{_listed(verified.problems)}\n"
+            f"{directory}: {counted(len(verified.problems), 'problem')}:{problems}\n"
             f"Do not train on it. {repair}" + (f"\n{unread}\n{retry}" if verified.unread else "")
         )
     if verified.unread:
         raise ReadFailureError(
             f"{directory}: {unread}\nNo damage in the files that were read. {retry}"
         )
-
-
-def _listed(problems: list[str]) -> str:
-    return "".join(f"\n  {problem}" for problem in problems)
 
 
 @app.command()
@@ -144,10 +128,13 @@ def inspect(
 
 @app.command()
 def push(
-    directory: Directory,
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Directory that `txl prepare` wrote.", parser=path_argument
+        ),
+    ],
     url: Annotated[str, typer.Argument(metavar="URL", help="s3:// or gs:// URL to copy it to.")],
-    *,
-    as_json: AsJson = False,
 ) -> None:
     """Copy a dataset to object storage, manifest last. Never overwrites another dataset.
 
@@ -158,12 +145,8 @@ def push(
 
     with work_progress(MIB) as progress:
         manifest = push_dataset(directory, url, progress=progress)
-    target = dataset_path(url)
-    if as_json:
-        print(json.dumps({"status": "complete", **totals(target, manifest)}))
-    else:
-        print(f"{printable(str(target))}: complete")
-        print_totals(manifest)
+    print(f"{printable(str(dataset_path(url)))}: complete")
+    print_totals(manifest)
 
 
 @app.command()
@@ -172,8 +155,6 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
 
     Example: txl data mix run.yaml data.mixture.web.weight=3
     """
-    from dataclasses import asdict
-
     from txl_dist.config.config_file import load_run_config
     from txl_dist.training.data import first_phase, open_corpora
     from txl_dist.training.phases import realised_shares

@@ -17,10 +17,7 @@ from data_pipeline.system.files import (
 from txl_dist.cli.options import (
     CHECKPOINT_HELP,
     AsJson,
-    Batch,
-    ClampLen,
     MemLen,
-    PrecisionOption,
     TgtLen,
     checkpoint_path,
     listed_names,
@@ -43,7 +40,7 @@ def evaluate(
         typer.Argument(
             metavar="CHECKPOINT...",
             help=CHECKPOINT_HELP,
-            parser=checkpoint_path,
+            parser=path_argument,  # those of a job need not exist here
             show_default=False,
         ),
     ] = None,
@@ -62,7 +59,7 @@ def evaluate(
             help="Instead of checkpoints: score each checkpoint of this run whose evaluation is "
             "due, by the settings of its config.yaml, until the run has ended. BEST moves to the "
             "best one. Uses --workers and --on, and --split if the config names no split.",
-            parser=checkpoint_path,
+            parser=path_argument,
         ),
     ] = None,
     split: Annotated[
@@ -81,19 +78,20 @@ def evaluate(
     ] = "exact",
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
-    clamp_len: ClampLen = None,
+    clamp_len: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Larger distances share one encoding; 0: no limit. Default: as in training."
+        ),
+    ] = None,
     same_length: Annotated[
         bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
     ] = False,
-    precision: PrecisionOption = "fp32",
-    batch: Batch = 8,
-    weights: Annotated[
-        Literal["auto", "averaged", "last"],
-        typer.Option(
-            help="averaged: the average over steps (optimizer.averaging); last: those of the last "
-            "step; auto: the average if the checkpoint has one."
-        ),
-    ] = "auto",
+    precision: Annotated[
+        Literal["fp32", "bf16"],
+        typer.Option(help="Precision of matrix products; sums are always fp32."),
+    ] = "fp32",
+    batch: Annotated[int, typer.Option(min=1, help="Chunks per batch.")] = 8,
     workers: Annotated[
         int,
         typer.Option(
@@ -117,15 +115,6 @@ def evaluate(
             "--resume", help="Do not score again the chunks that a stopped command has finished."
         ),
     ] = False,
-    scores: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where the sums of finished chunks are kept. Default: RUN/evaluations for the "
-            "checkpoints of a run; for other models they are not kept.",
-            parser=path_argument,
-        ),
-    ] = None,
     details: Annotated[
         bool,
         typer.Option(
@@ -156,7 +145,8 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write what --json prints to result.json in this directory.",
+            help="Write what --json prints to result.json in this directory. There, chunks of "
+            "models without a run are kept for --resume; of a run, in RUN/evaluations.",
             parser=path_argument,
         ),
     ] = None,
@@ -179,16 +169,18 @@ def evaluate(
     """
     on = on or ("processes" if workers == 1 else "ray")
     if watch is not None:
-        _watch(watch, split, on, workers)
+        _watch(checkpoint_path(str(watch)), split, on, workers)
         return
     if not checkpoints or data is None:
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
+    for path in checkpoints:
+        checkpoint_path(str(path))  # before torch is imported
     with running("loading torch"):
         from txl_dist.cli.evaluation_output import print_results
         from txl_dist.evaluation.distributed import default_scores_directory, plan_spec
         from txl_dist.evaluation.spec import combinations, evaluation_spec, parse_sweep
 
-    options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
+    options: dict[str, Any] = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = parse_sweep(sweep or [])
     if twice := [name for name in swept if options[name] is not None]:
         raise ConfigError(f"--sweep {twice[0]}=... and one value of {twice[0]}: give one of them")
@@ -209,13 +201,11 @@ def evaluate(
             same_length=same_length,
             batch=batch,
             precision=precision,
-            weights=weights,
             **{**options, **setting},
         )
-        directory = scores or default_scores_directory(spec.checkpoint.resolve())
         return plan_spec(
             spec,
-            directory,
+            default_scores_directory(spec.checkpoint.resolve()) or out,
             resume=resume,
             details=details,
             per_document=per_document is not None,
@@ -321,7 +311,7 @@ def _resume_advice(planned: "Sequence[PlannedEvaluation]") -> str:
     paths = [each.finished.path for each in planned]
     places = ", ".join(sorted({str(path.parent) for path in paths if path is not None}))
     if None in paths:
-        return "no score was computed. With --scores DIR, finished chunks are kept for --resume"
+        return "no score was computed. With --out DIR, finished chunks are kept for --resume"
     return (
         f"no score was computed. Finished chunks are kept in {places}: run the same command with "
         "--resume to continue"

@@ -1,91 +1,157 @@
-"""Models that are stored: `txl checkpoint`, `txl import` and `txl export`."""
+"""What a trained model is for: `txl generate`, `txl import` and `txl export`."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from data_pipeline.errors import counted
-from txl_dist.cli.options import (
-    AsJson,
-    Checkpoint,
-    Run,
-    SavedCheckpoint,
-    path_argument,
-    print_result,
-)
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.cli.options import AsJson, Checkpoint, path_argument, print_result
+from txl_dist.cli.progress import running
+from txl_dist.errors import ConfigError, DataError
+from txl_dist.generation.text import Sampling, TextLimits, read_prompts, stream_text
 
 if TYPE_CHECKING:
+    from data_pipeline.tokenizers import Tokenizer
     from txl_dist.convert.stored_model import StoredModel
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
 
-app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
+SAMPLING, LIMITS = Sampling(), TextLimits()
 
 
-@app.command("list")
-def list_(run: Run, as_json: AsJson = False) -> None:
-    """List the complete checkpoints of a run, oldest first.
+# --- txl generate ---------------------------------------------------------------------------------
 
-    Example: txl checkpoint list runs/quickstart
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue; empty: start a new document.")
+    ] = "",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
+            'key "prompt", "text" or "ids" (token ids). The results are lines of JSON.',
+            parser=path_argument,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens to write.")
+    ] = LIMITS.max_tokens,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text. Can be given several times."),
+    ] = None,
+    stop_token: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID|TOKEN",
+            help="End before this token: an id, or a name or text that is one token. Can be given "
+            "several times.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 always takes the most likely token.")
+    ] = SAMPLING.temperature,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")
+    ] = SAMPLING.top_k,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most likely tokens whose probabilities add up to p."),
+    ] = SAMPLING.top_p,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=2**62,
+            help="The same seed gives the same text. Prompt i of a file: seed + i.",
+        ),
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt. The text is printed while it is generated.
+
+    It ends at the end of its document, at --stop or --stop-token, or after --max-tokens.
+
+    Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
-    from txl_dist.checkpoint.directory import CheckpointDirectory
-    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-    from txl_dist.training.scores import ScoreTable
-    from txl_dist.training.state import load_state
+    if prompts and prompt:
+        raise ConfigError("--prompt and --prompts: give one of them")
+    try:
+        # Bytes that are not UTF-8 reach Python as lone surrogates, which cannot be encoded.
+        "".join((prompt, *(stop or ()))).encode()
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        limits = TextLimits(max_tokens=max_tokens, stop=tuple(stop or ()))
+    except ValueError as error:
+        raise ConfigError(f"txl generate: {error}") from None
+    given = read_prompts(prompts) if prompts else [prompt]
+    with running(f"loading {checkpoint}"):
+        from txl_dist.convert.stored_model import find_model
+        from txl_dist.generation.generate import generate_from_ids, generate_tokens
+        from txl_dist.runtime.device import default_device
 
-    directory = CheckpointDirectory(run)
-    if not directory.path.is_dir():
-        raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
-    pointers = directory.pointers_by_step()
-    scores, rows = ScoreTable(directory, is_due=lambda step: False), []
-    for step in directory.steps():
-        path = directory.at(step)
-        row: dict[str, Any] = {"step": step, "path": str(path), "pointers": pointers.get(step, [])}
+        stored = find_model(checkpoint)
+        model, tokenizer = stored.load_with_tokenizer()
+        model = model.to(default_device())
+    stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
+    limits = replace(limits, stop_tokens=stop_tokens)
+    ids = [*_ids_of_prompts(given, prompts, tokenizer)]
+    options: dict[str, Any] = {"sampling": sampling, "tgt_len": stored.tgt_len}
+    if not prompts and not as_json:
+        new_tokens = generate_tokens(model, ids[0], seed=seed, **options)
+        print(prompt, end="")
+        for text in stream_text(new_tokens, tokenizer, limits, after=ids[0][-1]):
+            print(text, end="", flush=True)
+        print()
+        return
+    seeds = range(seed, seed + len(ids))
+    texts = generate_from_ids(model, tokenizer, ids, seeds=seeds, limits=limits, **options)
+    if not prompts:
+        content = {"checkpoint": str(stored.path), "prompt": prompt, **asdict(next(texts))}
+        print(json.dumps(content))
+        return
+    for line, (of_line, generated) in enumerate(zip(given, texts, strict=True), start=1):
+        result = {"line": line, "prompt": of_line, "seed": seed + line - 1}
+        print(json.dumps({**result, **asdict(generated)}), flush=True)
+
+
+def _token_of(token: str, tokenizer: "Tokenizer") -> int:
+    """The id of a `--stop-token`. Raises ConfigError for another text than that of one token."""
+    if token.isascii() and token.isdecimal():
+        ids = [int(token)]
+        is_one = ids[0] < tokenizer.vocab_size
+    else:
+        ids = tokenizer.encode(token).tolist()
+        is_one = len(ids) == 1 and tokenizer.decode(ids) == token
+    if not is_one:
+        raise ConfigError(
+            f"--stop-token {token!r} is not one token of this model, nor one of its "
+            f"{tokenizer.vocab_size} ids. To end before a longer text: --stop {token!r}"
+        )
+    return ids[0]
+
+
+def _ids_of_prompts(
+    given: "Sequence[str | list[int]]", file: Path | None, tokenizer: "Tokenizer"
+) -> Iterator[list[int]]:
+    """The token ids of each prompt. Raises an error that names the first one without any."""
+    from txl_dist.generation.generate import prompt_tokens
+
+    for line, prompt in enumerate(given, start=1):
         try:
-            manifest = load_checkpoint_manifest(path)
-            score = scores.get(step)
-            row |= {
-                "bytes": sum(entry.bytes for entry in manifest.files.values()),
-                "tokens": load_state(path, manifest).tokens,
-                "num_ranks": manifest.num_ranks,
-                "nats_per_token": score and score.nats_per_token,
-            }
-        except CheckpointError as error:  # One damaged checkpoint must not hide the others.
-            row["damage"] = str(error)
-        rows.append(row)
-    content = {"run": str(run), "checkpoints": rows}
-    text = "\n".join(map(_line, rows)) or f"{run} has no complete checkpoint yet"
-    print_result(content, text, as_json=as_json)
+            yield prompt_tokens(tokenizer, prompt)
+        except ValueError as error:
+            if file:
+                raise DataError(f"{file}, line {line}: {error}") from None
+            raise ConfigError(f"--prompt: {error}") from None
 
 
-def _line(row: dict[str, Any]) -> str:
-    nats = row.get("nats_per_token")
-    summary = row.get("damage") or (
-        f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  "
-        + counted(row["num_ranks"], "rank")
-        + ("" if nats is None else f"  validation loss {nats:.4f}")
-    )
-    return "  ".join([f"{row['path']}  {summary}", *row["pointers"]])
-
-
-@app.command()
-def verify(checkpoint: SavedCheckpoint, as_json: AsJson = False) -> None:
-    """Hash every file and compare it with the manifest. Damage is listed; exit code 4.
-
-    Example: txl checkpoint verify runs/quickstart
-    """
-    from txl_dist.checkpoint.directory import resolve_checkpoint
-    from txl_dist.checkpoint.reader import verify_checkpoint
-
-    path = resolve_checkpoint(checkpoint)
-    manifest = verify_checkpoint(path)
-    size = sum(entry.bytes for entry in manifest.files.values())
-    content = {"path": str(path), "step": manifest.step, "bytes": size}
-    text = f"{path}: complete, {len(manifest.files)} files, {size:,} bytes, all hashes match"
-    print_result(content, text, as_json=as_json)
+# --- txl import and txl export -------------------------------------------------------------------
 
 
 Out = Annotated[

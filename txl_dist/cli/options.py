@@ -7,11 +7,11 @@ successful, and its output would be lost with the machine.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,8 +21,6 @@ from txl_dist.errors import CheckpointError, PreemptedError
 if TYPE_CHECKING:
     from data_pipeline.system.files import StagedDirectory
     from data_pipeline.system.workers import Workers
-
-_are_elsewhere = ContextVar("paths_are_elsewhere", default=False)
 
 
 def require_local(path: str) -> str:
@@ -43,90 +41,31 @@ def path_argument(text: str) -> Path:
     return Path(require_local(text))
 
 
-def config_argument(text: str) -> Path:
-    """A `parser=` for typer: a config file, or the name of a config of the package. Raises
-    ConfigError, before a command imports pydantic.
-    """
-    from txl_dist.config.named_configs import find_config
-
-    path = require_local(text)
-    return Path(path) if _are_elsewhere.get() else find_config(path)
-
-
-def _complete_config(incomplete: str) -> list[tuple[str, str]]:
-    """For shells: names of configs, each with its summary. If none fits, shells complete files."""
-    from txl_dist.config.named_configs import named_configs, summary
-
-    return [
-        (name, summary(path))
-        for name, path in named_configs().items()
-        if name.startswith(incomplete)
-    ]
-
-
-@contextmanager
-def paths_of_another_machine() -> Iterator[None]:
-    """Parse a command that will run elsewhere: its checkpoints and config need not exist here."""
-    token = _are_elsewhere.set(True)
-    try:
-        yield
-    finally:
-        _are_elsewhere.reset(token)
-
-
-def dataset_address(text: str) -> str:
-    """A `parser=` for typer: a directory with a manifest, or a URL. Raises DataError, before a
-    command imports numpy.
-    """
-    from data_pipeline.shards import require_manifest
-
-    if not _are_elsewhere.get():
-        require_manifest(text)
-    return text
-
-
 def checkpoint_path(text: str) -> Path:
     """A `parser=` for typer: a local path that exists. Raises CheckpointError, before a command
     imports torch.
     """
-    path = Path(require_local(text))
-    if not _are_elsewhere.get() and not path.exists():
+    path = path_argument(text)
+    if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
     return path
 
 
-T = TypeVar("T")
-
-
-def listed(option: str, text: str, parse: Callable[[str], T], *, expected: str) -> list[T]:
-    """The value of an option `X,X,...`. Raises ConfigError if `parse` raises ValueError."""
-    try:
-        return [parse(part.strip()) for part in text.split(",")]
-    except ValueError:
-        message = f"{option} {text!r}: expected {expected}, separated by commas"
-        raise ConfigError(message) from None
-
-
 def listed_names(option: str, text: str) -> list[str]:
     """The names in an option `NAME,NAME,...`."""
-
-    def parse(name: str) -> str:
-        if not name:
-            raise ValueError
-        return name
-
-    return listed(option, text, parse, expected="names")
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise ConfigError(f"{option} {text!r}: expected names, separated by commas")
+    return names
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
     """The numbers in an option `N,N,...`, each at least 1."""
-
-    def parse(number: str) -> int:
-        if not (number.isascii() and number.isdecimal() and int(number) > 0):
-            raise ValueError
-        return int(number)
-
-    return listed(option, text, parse, expected="whole numbers of at least 1")
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) if re.fullmatch("[0-9]{1,18}", part) else 0 for part in parts]
+    if not all(numbers):
+        raise ConfigError(f"{option} {text!r}: expected whole numbers above 0, separated by commas")
+    return numbers
 
 
 @contextmanager
@@ -158,7 +97,7 @@ def print_table(rows: Sequence[Sequence[str]], *, num_texts: int = 0) -> None:
             f"{cell:{'<' if number < num_texts else '>'}{width}}"
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        print("  ".join(cells))
+        print("  ".join(cells).rstrip())
 
 
 # --- options and arguments ------------------------------------------------------------------------
@@ -173,8 +112,7 @@ ConfigPath = Annotated[
     typer.Argument(
         metavar="CONFIG",
         help="YAML file of one run, or the name of a config of the package (txl config list).",
-        parser=config_argument,
-        autocompletion=_complete_config,
+        parser=path_argument,
     ),
 ]
 Overrides = Annotated[
@@ -188,10 +126,6 @@ CHECKPOINT_HELP = (
 )
 Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help=CHECKPOINT_HELP, parser=checkpoint_path)
-]
-Checkpoints = Annotated[
-    list[Path],
-    typer.Argument(metavar="CHECKPOINT...", help=CHECKPOINT_HELP, parser=checkpoint_path),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", parser=path_argument)]
 # For commands that need what exported models lack: the manifest, hashes, the state of training.
@@ -214,15 +148,12 @@ TgtLen = Annotated[
 MemLen = Annotated[
     int | None, typer.Option(min=0, help="Tokens of memory; default: as in training.")
 ]
-# Not named Precision: that is the type of the value, in config/run_config.py.
-PrecisionOption = Annotated[
-    Literal["fp32", "bf16"],
-    typer.Option("--precision", help="Precision of matrix products; sums are always fp32."),
-]
 
 NumWorkers = Annotated[
     int, typer.Option(min=1, help="Number of processes, or of Ray tasks at a time.")
 ]
+
+
 On = Annotated[
     str,
     typer.Option(
@@ -233,14 +164,6 @@ On = Annotated[
         callback=lambda on: "processes" if on == "local" else on,  # `local` of older scripts
     ),
 ]
-Batch = Annotated[int, typer.Option(min=1, help="Chunks or windows per batch.")]
-ClampLen = Annotated[
-    int | None,
-    typer.Option(
-        min=0, help="Larger distances share one encoding; 0: no limit. Default: as in training."
-    ),
-]
-Seed = Annotated[int, typer.Option(min=0, help="Of everything random: samples, texts, intervals.")]
 
 
 # --- workers --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Before a run: `txl config`, `txl estimate` and `txl doctor`."""
 
+import itertools
 import json
 import re
 from dataclasses import asdict
@@ -42,13 +43,12 @@ def init(
             show_default="data/NAME",
         ),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write NAME.yaml: a small model, with every setting documented. It overwrites nothing.
 
     Example: txl config init my-run --data data/stdlib
     """
-    from txl_dist.config.config_file import starting_file
+    from txl_dist.config.starting_file import starting_file
 
     path = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", path.stem, re.ASCII):
@@ -66,28 +66,24 @@ def init(
 
         manifest = load_manifest(data or f"data/{path.stem}")
     write_file(path, starting_file(path.stem, recipe, data=data, manifest=manifest).encode())
-    text = f"wrote {path}; check it after your changes: txl config validate {path}"
+    print(f"wrote {path}; check it after your changes: txl config validate {path}")
     if manifest is None:
-        text += (
-            f"\nThere is no data/{path.stem} yet. If it will have less than a megabyte of text, "
+        print(
+            f"There is no data/{path.stem} yet. If it will have less than a megabyte of text, "
             "prepare it first: the number of lanes depends on it"
         )
-    print_result({"config": str(path)}, text, as_json=as_json)
 
 
 @app.command("list")
-def list_(as_json: AsJson = False) -> None:
+def list_() -> None:
     """List the configs that the package brings. Every CONFIG can be one of these names.
 
     Example: txl config list
     """
-    from txl_dist.config.named_configs import named_configs
+    from txl_dist.config.config_file import named_configs
 
-    _print_files("configs", named_configs(), as_json=as_json)
-    if not as_json:
-        print(
-            "\nAll settings of one: txl config show NAME. To change some: txl train NAME key=value"
-        )
+    _print_files(named_configs())
+    print("\nAll settings of one: txl config show NAME. To change some: txl train NAME key=value")
 
 
 @app.command()
@@ -96,37 +92,33 @@ def deploy(
         str | None,
         typer.Argument(metavar="NAME", help="Which file. Without it, all are listed."),
     ] = None,
-    *,
-    as_json: AsJson = False,
 ) -> None:
     """Print a deployment file (Slurm, Kubernetes, clouds, image).
 
     Example: txl config deploy slurm > slurm.sh
     """
-    from txl_dist.config.named_configs import deployment_files, find_deployment_file
-
+    directory = Path(__file__).parents[2] / "cluster" / "deploy"  # in a wheel, too
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    files = {path.relative_to(directory).with_suffix("").as_posix(): path for path in paths}
     if name is None:
-        _print_files("files", deployment_files(), as_json=as_json)
-        if not as_json:
-            print("\nTo write one: txl config deploy NAME > FILE. Which to take: NAME is README")
+        _print_files(dict(sorted(files.items(), key=lambda item: (item[0].count("/"), item[0]))))
+        print("\nTo write one: txl config deploy NAME > FILE. Which to take: NAME is README")
         return
-    path = find_deployment_file(name)
-    text = path.read_text("utf-8")
-    print(json.dumps({"path": str(path), "text": text}) if as_json else text, end="\n" * as_json)
+    path = files.get(name) or directory / name  # with or without the suffix
+    if path not in paths:
+        raise ConfigError(f"no deployment file {name}; expected one of {', '.join(sorted(files))}")
+    print(path.read_text("utf-8"), end="")
 
 
-def _print_files(kind: str, files: dict[str, Path], *, as_json: bool) -> None:
-    from txl_dist.config.named_configs import summary
-
-    rows = [
-        {"name": name, "summary": summary(path), "path": str(path)} for name, path in files.items()
-    ]
-    if as_json:
-        print(json.dumps({kind: rows}))
-        return
-    width = max(len(row["name"]) for row in rows) + 2
-    for row in rows:
-        print(f"{row['name']:<{width}}{row['summary']}")
+def _print_files(files: dict[str, Path]) -> None:
+    """Print names, each with the first sentence of the header of its file."""
+    width = max(map(len, files)) + 2
+    for name, path in files.items():
+        lines = path.read_text("utf-8").removeprefix("#!/bin/bash\n").splitlines()
+        header = itertools.takewhile(lambda line: line.strip("# "), lines)
+        text = " ".join(line.removeprefix("#").strip() for line in header)
+        first, *_ = re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)
+        print(f"{name:<{width}}{first}")
 
 
 @app.command()
@@ -136,12 +128,12 @@ def show(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = F
     Example: txl config show quickstart optimizer.lr=1e-3 model.n_layer=6
     """
     from txl_dist.config.config_file import dump_run_config
-    from txl_dist.config.redaction import redact
+    from txl_dist.config.redaction import redact_values
     from txl_dist.training.origin import load_run_config
 
     resolved = load_run_config(config, overrides or ())
     if as_json:
-        print(json.dumps(redact(resolved.model_dump(mode="json"))))
+        print(json.dumps(redact_values(resolved.model_dump(mode="json"))))
     else:
         print(dump_run_config(resolved), end="")
 

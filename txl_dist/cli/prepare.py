@@ -1,6 +1,7 @@
 """`txl prepare`: turn input files into a dataset of shards."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,144 +32,123 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
-InputsArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="INPUT...",
-        help="Files (also .gz, .zst, .bz2, .xz), folders, archives (.zip, .tar, .tar.gz, ...), "
-        "parts of archives ('a.zip/train/*'), patterns ('data/**/*.jsonl', 's-{00..99}.tar') "
-        "and URLs (s3, gs, http, https); or all with their splits: train=A valid=B test=C.",
-    ),
-]
-OutOption = Annotated[
-    Path,
-    typer.Option(
-        metavar="DIR",
-        help="Output directory: new, empty, or that of an interrupted run.",
-        parser=path_argument,
-    ),
-]
-FormatOption = Annotated[
-    str,
-    typer.Option(
-        help="auto (by suffix and content of each file; .json must hold JSON lines), or one of "
-        f"{', '.join(format_names())}. "
-        "tar reads the samples of a WebDataset, every other format the files of an archive."
-    ),
-]
-TextKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Key of the text in a JSON line, or column in Parquet. Default: text; ids with "
-        "--format ids."
-    ),
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="byte|char|word|bpe|PATH",
-        help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint. "
-        "Default: that of --recipe, or byte. One of token ids implies --format ids, and gives "
-        "size, end-of-document id and names.",
-    ),
-]
-RecipeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Conventions and tokenizer of a dataset of the paper: wt103, wt2, ptb, lm1b "
-        "(words), or enwik8, text8 (one document with fixed splits)."
-    ),
-]
-VocabSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Maximum number of ids. Default for bpe: 32768, else none. With --format ids: "
-        "the number of ids."
-    ),
-]
-EndOfDocumentOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ID|NAME",
-        help="--format ids: the id that begins documents, and separates them in arrays.",
-    ),
-]
-PaddingOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ID|NAME",
-        help="--format ids: the id that fills up rows of different lengths. It is dropped.",
-    ),
-]
-NamesOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="--format ids: JSON with the names of the ids, for text that people read.",
-        parser=path_argument,
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="--format ids: type of the integers in raw .bin files, such as uint16."),
-]
-MinFreqOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Minimum count of a symbol, or of a pair to merge. Default: 3 with --recipe lm1b, "
-        "else none."
-    ),
-]
-SplitOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME=FRACTION,...|none",
-        help="Fractions to hold out, such as valid=0.01,test=0.01. The rest is train. Default: "
-        "the splits in the names of files and folders (train, valid, test, ...); none merges "
-        "them.",
-    ),
-]
-SplitByOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="document|file|position",
-        help="--split keeps these together. Default: documents, and the parts of one work in a "
-        "file. position: cut the only document, held-out parts at its end.",
-    ),
-]
-ShuffleOption = Annotated[
-    int | None, typer.Option(metavar="SEED", help="Shuffle the documents with this seed.")
-]
-MaxRejectRateOption = Annotated[
-    float,
-    typer.Option(help="Fraction of records that may be unusable. 1 also allows broken files."),
-]
-DedupOption = Annotated[
-    str, typer.Option(help="none, or exact: keep the first of documents with the same text.")
-]
-ShardSizeOption = Annotated[int, typer.Option(metavar="MIB", help="Maximum MiB of text per shard.")]
-
-
 def prepare(
-    inputs: InputsArgument,
-    out: OutOption,
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files (also .gz, .zst, .bz2, .xz), folders, archives (.zip, .tar, .tar.gz, ...), "
+            "parts of archives ('a.zip/train/*'), patterns ('data/**/*.jsonl', 's-{00..99}.tar') "
+            "and URLs (s3, gs, http, https); or all with their splits: train=A valid=B test=C.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Output directory: new, empty, or that of an interrupted run.",
+            parser=path_argument,
+        ),
+    ],
     *,
-    format: FormatOption = "auto",
-    text_key: TextKeyOption = None,
-    tokenizer: TokenizerOption = None,
-    recipe: RecipeOption = None,
-    vocab_size: VocabSizeOption = None,
-    end_of_document: EndOfDocumentOption = None,
-    padding: PaddingOption = None,
-    names: NamesOption = None,
-    dtype: DtypeOption = None,
-    min_freq: MinFreqOption = None,
-    split: SplitOption = "",
-    split_by: SplitByOption = None,
-    shuffle: ShuffleOption = None,
-    max_reject_rate: MaxRejectRateOption = 0.001,
-    dedup: DedupOption = "none",
-    shard_size: ShardSizeOption = 64,
+    format: Annotated[
+        str,
+        typer.Option(
+            help="auto (by suffix and content of each file; .json must hold JSON lines), or one of "
+            f"{', '.join(format_names())}. "
+            "tar reads the samples of a WebDataset, every other format the files of an archive."
+        ),
+    ] = "auto",
+    text_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key of the text in a JSON line, or column in Parquet. Default: text; ids with "
+            "--format ids."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="byte|char|word|bpe|PATH",
+            help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint. "
+            "Default: that of --recipe, or byte. One of token ids implies --format ids, and gives "
+            "size, end-of-document id and names.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Conventions and tokenizer of a dataset of the paper: wt103, wt2, ptb, lm1b "
+            "(words), or enwik8, text8 (one document with fixed splits)."
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of ids. Default for bpe: 32768, else none. With --format ids: "
+            "the number of ids."
+        ),
+    ] = None,
+    end_of_document: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID|NAME",
+            help="--format ids: the id that begins documents, and separates them in arrays.",
+        ),
+    ] = None,
+    padding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID|NAME",
+            help="--format ids: the id that fills up rows of different lengths. It is dropped.",
+        ),
+    ] = None,
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="--format ids: JSON with the names of the ids, for text that people read.",
+            parser=path_argument,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="--format ids: type of the integers in raw .bin files, such as uint16."),
+    ] = None,
+    split: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=FRACTION,...|none",
+            help="Fractions to hold out, such as valid=0.01,test=0.01. The rest is train. Default: "
+            "the splits in the names of files and folders (train, valid, test, ...); none merges "
+            "them.",
+        ),
+    ] = "",
+    split_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="document|file|position",
+            help="--split keeps these together. Default: documents, and the parts of one work in a "
+            "file. position: cut the only document, held-out parts at its end.",
+        ),
+    ] = None,
+    shuffle: Annotated[
+        int | None, typer.Option(metavar="SEED", help="Shuffle the documents with this seed.")
+    ] = None,
+    max_reject_rate: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Fraction of records that may be unusable. 1 also allows broken files.",
+        ),
+    ] = 0.001,
+    dedup: Annotated[
+        str, typer.Option(help="none, or exact: keep the first of documents with the same text.")
+    ] = "none",
+    shard_size: Annotated[
+        int, typer.Option(metavar="MIB", help="Maximum MiB of text per shard.")
+    ] = 64,
     workers: NumWorkers = 1,
     on: On = "processes",
     as_json: AsJson = False,
@@ -191,9 +171,7 @@ def prepare(
     tokenizer_file = None if tokenizer is None or given_ids else _tokenizer_file(tokenizer)
     if names and not is_ids:
         raise ConfigError("--names is for --format ids; omit it")
-    end_id, padding_id = _ids_of(
-        {"--end-of-document": end_of_document, "--padding": padding}, names
-    )
+    end_id = _id_of("--end-of-document", end_of_document, names)
     if vocabulary:
         end_id = _only("--end-of-document", end_id, vocabulary.end_of_document)
     settings = _settings(
@@ -203,9 +181,8 @@ def prepare(
         recipe=recipe,
         vocab_size=32768 if tokenizer == "bpe" and vocab_size is None else vocab_size,
         end_of_document=end_id,
-        padding=padding_id,
+        padding=_id_of("--padding", padding, names),
         dtype=dtype,
-        min_freq=min_freq,
         split=_fractions("" if split == "none" else split),
         merge_splits=split == "none",
         split_by=split_by,
@@ -213,8 +190,6 @@ def prepare(
         dedup=dedup,
         shard_bytes=shard_size * _MIB,
     )
-    if not 0 <= max_reject_rate <= 1:
-        raise ConfigError(f"--max-reject-rate {max_reject_rate} must be in [0, 1]")
     from data_pipeline.preparation.prepare import prepare_dataset
 
     advice = (
@@ -275,19 +250,14 @@ def _status(report: "PrepareReport") -> str:
 
 def _fractions(split: str) -> dict[str, float]:
     """Parse `valid=0.01,test=0.01`."""
-    fractions: dict[str, float] = {}
-    for part in filter(None, split.split(",")):
-        name, _, number = part.partition("=")
-        name = name.strip()
-        try:
-            fraction = float(number)
-        except ValueError:
-            raise ConfigError(
-                f"--split {split!r}: {part!r} is not NAME=FRACTION; write valid=0.01,test=0.01"
-            ) from None
-        if name in fractions:
-            raise ConfigError(f"--split {split!r} has {name!r} twice")
-        fractions[name] = fraction
+    parts = [part.partition("=") for part in split.split(",") if part]
+    try:
+        fractions = {name.strip(): float(number) for name, _, number in parts}
+    except ValueError:
+        message = f"--split {split!r}: expected NAME=FRACTION, such as valid=0.01,test=0.01"
+        raise ConfigError(message) from None
+    if len(fractions) < len(parts):
+        raise ConfigError(f"--split {split!r} has a name twice")
     return fractions
 
 
@@ -321,21 +291,19 @@ def _vocabulary_of_ids(tokenizer: str | None) -> "IdTokenizer | None":
     return loaded
 
 
-def _ids_of(options: dict[str, str | None], names: Path | None) -> list[int | None]:
-    """The ids of options that are an id or one of the names in the file."""
+def _id_of(option: str, value: str | None, names: Path | None) -> int | None:
+    """The id of an option that is an id or one of the names in the file."""
     from data_pipeline.tokenizers.ids import read_names
 
     by_name = {name: id_ for id_, name in read_names(names).items()} if names else {}
-    ids: list[int | None] = []
-    for option, value in options.items():
-        if value is None or value in by_name:
-            ids.append(None if value is None else by_name[value])
-        elif value.isascii() and value.isdecimal() and len(value) < 11:
-            ids.append(int(value))
-        else:
-            hint = "" if names else "; give --names for names"
-            raise ConfigError(f"{option} {value!r} is no token id, and no name of one{hint}")
-    return ids
+    if value is None:
+        return None
+    if value in by_name:
+        return by_name[value]
+    if re.fullmatch("[0-9]{1,10}", value):
+        return int(value)
+    hint = "" if names else "; give --names for names"
+    raise ConfigError(f"{option} {value!r} is no token id, and no name of one{hint}")
 
 
 def _only(option: str, value: int | None, expected: int) -> int:
@@ -361,7 +329,7 @@ def _settings(**values: Any) -> "PrepareSettings":
         field = str(first["loc"][0]) if first["loc"] else reason.partition(": ")[0]
         reason = reason.removeprefix(f"{field}: ")
         option = {"shard_bytes": "shard-size"}.get(field, field.replace("_", "-"))
-        value = "" if values[field] is None else f" {values[field]!r}"
+        value = "" if values.get(field) is None else f" {values[field]!r}"
         raise ConfigError(
             f"--{option}{value}: {reason}. See txl prepare --help for what is supported."
         ) from None

@@ -1,10 +1,10 @@
-"""Progress of long commands: a live line on a terminal, plain lines elsewhere.
+"""Progress of long commands: a live line on a terminal, plain lines elsewhere, on standard error.
 
-    run_progress     training: the lines of rank 0's log, on standard output
     work_progress    work in bytes, tokens or other units: amount, rate, time left
     running          work without steps: its name, and the time
 
-rich is imported only where a display is drawn: `txl --help` imports this module.
+rich is imported only where a display is drawn: `txl --help` imports this module. `txl train` prints
+the lines of rank 0's log, which have step, loss, speed and time left.
 """
 
 import sys
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -24,40 +23,6 @@ Show: TypeAlias = Callable[[str, int, int], None]
 
 SILENT_SECONDS = 4.0
 """Before each plain line: shorter work is not named."""
-BAR_COLUMNS = 20
-
-
-@contextmanager
-def run_progress(run: Path, num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield `on_line(line)`, to be called with every line of a run's log.
-
-    The lines are printed. On a terminal a row below them has a bar, the step, the loss, the speed
-    and the time left, as metrics.jsonl says.
-    """
-    if quiet:
-        yield lambda line: None
-        return
-    if not sys.stdout.isatty():
-        yield lambda line: print(line, flush=True)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    from txl_dist.analysis.run_status import last_values, progress_text
-    from txl_dist.tracking.journal import JOURNAL
-
-    columns = BarColumn(BAR_COLUMNS), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=(console := Console())) as display:
-        row = display.add_task("starting", total=num_steps)
-
-        def on_line(line: str) -> None:
-            # The terminal breaks long lines: a line that is copied stays one.
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-            if values := last_values(run / JOURNAL):
-                text = ", ".join(progress_text(values, num_steps))
-                display.update(row, completed=values.get("step", 0), description=text)
-
-        yield on_line
 
 
 @contextmanager
@@ -108,13 +73,6 @@ class _Work:
         if total:
             self.done, self.total = done, total
 
-    @property
-    def current(self) -> int:
-        """`done`, with the bytes of the units that workers are at, at most `total`."""
-        if self.workers is None or self.unit is not MIB:
-            return self.done
-        return min(self.done + self.workers.unfinished_bytes(), self.total)
-
     def line(self) -> str:
         """`reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left`.
 
@@ -128,7 +86,9 @@ class _Work:
             return f"waiting {waited:,.0f} s for {missing}"
         if not self.total:
             return f"starting, {waited:,.0f} s"
-        current, total = self.current, self.total
+        current, total = self.done, self.total
+        if self.workers and unit is MIB:  # with the bytes of units that are not finished
+            current = min(current + self.workers.unfinished_bytes(), total)
         amounts = f"{unit.show(current)} of {unit.show(total)} {unit.name} ({current / total:.0%})"
         if not has_rate:
             return f"{self.label}: {amounts}, {waited:,.0f} s"
@@ -142,13 +102,15 @@ def _shown(line: Callable[[], str]) -> Iterator[None]:
     """Show `line()` again and again, on standard error, while the context is open."""
     if sys.stderr.isatty():
         from rich.console import Console
+        from rich.live import Live
         from rich.text import Text
 
-        class Line:
-            def __rich__(self) -> Text:
-                return Text(line())
-
-        with Console(stderr=True).status(Line()):
+        with Live(
+            console=Console(stderr=True),
+            get_renderable=lambda: Text(line()),
+            refresh_per_second=10,
+            transient=True,
+        ):
             yield
         return
     ended = threading.Event()

@@ -23,14 +23,12 @@ import typer
 
 from data_pipeline.errors import DataError, printable
 from data_pipeline.system.files import write_file
-from txl_dist.cli.options import AsJson, Overrides, path_argument, print_result
-from txl_dist.config.named_configs import configs_directory
+from txl_dist.cli.options import AsJson, Overrides, path_argument, print_result, print_table
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import ShardManifest
 
-RESULT = "reproduction.json"
 SHRUNK = (
     *("model.n_layer=2", "model.d_model=64", "model.n_head=2", "model.d_head=32"),
     *("model.d_inner=128", "data.num_lanes=4", "data.tgt_len=32", "training.num_steps=20"),
@@ -42,7 +40,6 @@ SHRUNK = (
 """What --shrink changes in every config. A row's own settings replace these."""
 SHRUNK_LENGTHS = {"tgt_len": 128, "mem_len": 32}
 """The largest lengths of the evaluation with --shrink."""
-NOTE_OF_SHRUNK = "a smoke run of a tiny model (--shrink): NO REPRODUCTION, its score means nothing"
 
 
 # --- the experiments and their files --------------------------------------------------------------
@@ -102,6 +99,8 @@ class Experiment:
 def experiments() -> dict[str, Experiment]:
     """Return all experiments that can be run, by name."""
     from pydantic import TypeAdapter
+
+    from txl_dist.config.config_file import configs_directory
 
     path = configs_directory() / "paper" / "experiments.toml"
     content = tomllib.loads(path.read_text("utf-8"))
@@ -361,7 +360,7 @@ def reproduce(
         _run_command(program, commands["eval"])
     result = json.loads((plan.out / experiment.split / RESULT_NAME).read_text())
     comparison = plan.comparison(differences, result)
-    write_file(plan.out / RESULT, f"{json.dumps(comparison, indent=1)}\n".encode())
+    write_file(plan.out / "reproduction.json", f"{json.dumps(comparison, indent=1)}\n".encode())
     print_result(comparison, _text_of(comparison), as_json=as_json)
 
 
@@ -377,7 +376,7 @@ def _text_of(comparison: dict[str, Any]) -> str:
     lines = [
         f"{comparison['experiment']}, {comparison['split']}, "
         f"{comparison['metric'].replace('_', ' ')}",
-        *([f"  {NOTE_OF_SHRUNK}"] if comparison["shrunk"] else []),
+        *(["  a tiny model (--shrink): NO REPRODUCTION"] if comparison["shrunk"] else []),
         f"  this run   {'no score' if score is None else f'{score:.4f}'}",
         f"  the paper  {'no result' if published is None else f'{published} ({source})'}",
         *(f"  not the paper's data: {each}" for each in comparison["not_the_papers_data"]),
@@ -393,7 +392,11 @@ def _print_list(*, as_json: bool) -> None:
     if as_json:
         print(json.dumps({name: asdict(row) for name, row in experiments().items()}))
         return
-    for name, row in experiments().items():
-        published = "-" if row.published is None else f"{row.published:g}"
-        metric = f"{row.split} {row.metric.replace('_', ' ')}"
-        print(f"{name:26}{metric:26}{published:>6}  {row.table:8} {row.corpus.source}")
+    rows = [
+        [
+            *(name, row.split, row.metric.replace("_", " "), f"{row.published or '-'}"),
+            *(row.table, row.corpus.source),
+        ]
+        for name, row in experiments().items()
+    ]
+    print_table(rows, num_texts=6)

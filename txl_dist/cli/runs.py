@@ -1,19 +1,22 @@
-"""What runs do and have written: `txl report`, `txl status` and `txl track`."""
+"""What runs do and have written: `txl status`, `report`, `checkpoint` and `track`."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from data_pipeline.errors import counted
 from data_pipeline.system.files import write_file
-from txl_dist.cli.options import AsJson, Run, path_argument, print_result
+from txl_dist.cli.options import AsJson, Run, SavedCheckpoint, path_argument, print_result
 from txl_dist.cli.progress import running
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 
+checkpoint_app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 track_app = typer.Typer(help="Tracking of runs in MLflow.", no_args_is_help=True)
 
-COMPARISON = "comparison.html"
+SYNC_SECONDS = 600.0
+"""How long `txl track sync` tries."""
 MLFLOW_SECONDS = 120.0
 """For the import of mlflow."""
 
@@ -35,7 +38,6 @@ def report(
             parser=path_argument,
         ),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about a run, or about several.
 
@@ -48,11 +50,11 @@ def report(
     from txl_dist.analysis.run_report import read_run, run_page
 
     records = [read_run(run) for run in runs]
-    path = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / COMPARISON)
+    path = out or runs[0].parent / "comparison.html"
+    if out is None and len(runs) == 1:
+        path = runs[0] / "report.html"
     write_file(path, run_page(records).encode())
-    newest = [{"run": each.name, "step": each.last_step} for each in records]
-    content = {**newest[0], "report": str(path), "runs": newest}
-    print_result(content, f"wrote {path}; open it in a browser", as_json=as_json)
+    print(f"wrote {path}; open it in a browser")
 
 
 def status(
@@ -89,20 +91,82 @@ def status(
         print("no run in runs/; give run directories: txl status RUN")
 
 
-# --- tracking -------------------------------------------------------------------------------------
+# --- txl checkpoint -------------------------------------------------------------------------------
+
+
+@checkpoint_app.command("list")
+def list_(run: Run, as_json: AsJson = False) -> None:
+    """List the complete checkpoints of a run, oldest first.
+
+    Example: txl checkpoint list runs/quickstart
+    """
+    from txl_dist.checkpoint.directory import CheckpointDirectory
+    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+    from txl_dist.training.scores import ScoreTable
+    from txl_dist.training.state import load_state
+
+    directory = CheckpointDirectory(run)
+    if not directory.path.is_dir():
+        raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
+    pointers = directory.pointers_by_step()
+    scores, rows = ScoreTable(directory, is_due=lambda step: False), []
+    for step in directory.steps():
+        path = directory.at(step)
+        row: dict[str, Any] = {"step": step, "path": str(path), "pointers": pointers.get(step, [])}
+        try:
+            manifest = load_checkpoint_manifest(path)
+            score = scores.get(step)
+            row |= {
+                "bytes": sum(entry.bytes for entry in manifest.files.values()),
+                "tokens": load_state(path, manifest).tokens,
+                "num_ranks": manifest.num_ranks,
+                "nats_per_token": score and score.nats_per_token,
+            }
+        except CheckpointError as error:  # One damaged checkpoint must not hide the others.
+            row["damage"] = str(error)
+        rows.append(row)
+    content = {"run": str(run), "checkpoints": rows}
+    text = "\n".join(map(_line, rows)) or f"{run} has no complete checkpoint yet"
+    print_result(content, text, as_json=as_json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    nats = row.get("nats_per_token")
+    summary = row.get("damage") or (
+        f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  "
+        + counted(row["num_ranks"], "rank")
+        + ("" if nats is None else f"  validation loss {nats:.4f}")
+    )
+    return "  ".join([f"{row['path']}  {summary}", *row["pointers"]])
+
+
+@checkpoint_app.command()
+def verify(checkpoint: SavedCheckpoint, as_json: AsJson = False) -> None:
+    """Hash every file and compare it with the manifest. Damage is listed; exit code 4.
+
+    Example: txl checkpoint verify runs/quickstart
+    """
+    from txl_dist.checkpoint.directory import resolve_checkpoint
+    from txl_dist.checkpoint.reader import verify_checkpoint
+
+    path = resolve_checkpoint(checkpoint)
+    manifest = verify_checkpoint(path)
+    size = sum(entry.bytes for entry in manifest.files.values())
+    content = {"path": str(path), "step": manifest.step, "bytes": size}
+    text = f"{path}: complete, {len(manifest.files)} files, {size:,} bytes, all hashes match"
+    print_result(content, text, as_json=as_json)
+
+
+# --- txl track ------------------------------------------------------------------------------------
 
 
 @track_app.command("sync")
-def sync(
-    run: Run,
-    timeout_seconds: Annotated[float, typer.Option(min=1, help="Give up after this time.")] = 600.0,
-    as_json: AsJson = False,
-) -> None:
+def sync(run: Run) -> None:
     """Deliver to MLflow what a run has not delivered.
 
-    Metrics, settings, checkpoints, and scores, also those of txl eval. For a run that has ended;
-    one that is training delivers by itself. Points that MLflow has are not sent again, so it can be
-    repeated. The copy of a run directory gets its own MLflow run.
+    Metrics, settings, checkpoints, and scores, also those of txl eval, for 10 minutes at most. For
+    a run that has ended; one that is training delivers by itself. Points that MLflow has are not
+    sent again, so it can be repeated. The copy of a run directory gets its own MLflow run.
 
     Example: txl track sync runs/quickstart
     """
@@ -130,9 +194,9 @@ def sync(
             f"{run} was tracked at {request.server}, whose credentials are not stored. Give them: "
             "MLFLOW_TRACKING_URI=URI txl track sync RUN"
         ) from None
-    words = (str(run), "--flush-seconds", str(timeout_seconds))
+    words = (str(run), "--flush-seconds", str(SYNC_SECONDS))
     with running(f"delivering {run} to MLflow"):
-        reason = run_sender(*words, timeout_seconds=timeout_seconds + MLFLOW_SECONDS)
+        reason = run_sender(*words, timeout_seconds=SYNC_SECONDS + MLFLOW_SECONDS)
     state = TrackingState.load(run / STATE)
     if reason or state is None or not state.delivered:
         raise TxlError(
@@ -140,6 +204,4 @@ def sync(
             f"metrics are in {run / 'metrics.jsonl'}. If the run is training, it delivers by "
             f"itself (see {run / LOG}); else check the server, and run the command again"
         )
-    content = {"run": str(run), "mlflow_run_id": state.run_id, "status": state.status}
-    text = f"MLflow run {state.run_id} has all metrics of {run} (status: {state.status})"
-    print_result({**content, "delivered": True}, text, as_json=as_json)
+    print(f"MLflow run {state.run_id} has all metrics of {run} (status: {state.status})")

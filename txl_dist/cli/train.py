@@ -1,13 +1,11 @@
 """`txl train`: start or resume a run, on this machine or on a cluster, and show its log."""
 
-import difflib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from data_pipeline.errors import counted
 from txl_dist.cli.options import ConfigPath, Overrides, require_local
-from txl_dist.cli.progress import run_progress
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,14 +125,13 @@ def train(
             print(f"WARNING: {warning}")
         return
     RunDirectory(spec.run_path).create()
-    with run_progress(spec.run_path, spec.config.num_steps, quiet=quiet) as on_line:
-        launcher.train(
-            spec,
-            num_ranks=rank_range.maximum,
-            min_ranks=rank_range.minimum,
-            on_line=on_line,
-            max_restarts=max_restarts,
-        )
+    launcher.train(
+        spec,
+        num_ranks=rank_range.maximum,
+        min_ranks=rank_range.minimum,
+        on_line=(lambda line: None) if quiet else (lambda line: print(line, flush=True)),
+        max_restarts=max_restarts,
+    )
     if not quiet:
         print(f"done: {spec.run_path} (checkpoints, metrics.jsonl, logs)")
 
@@ -143,13 +140,10 @@ def _require_known_settings(spec: "TrainSpec") -> None:
     """Raises ConfigError if `--allow-change` names a setting that does not exist."""
     if not spec.allow_change:
         return
-    from txl_dist.config.config_file import flatten_config
+    from txl_dist.config.config_file import flatten_config, nearest_setting
     from txl_dist.training.compatibility import MIXTURE
 
     # A misspelt key would allow nothing, and the ranks would refuse the change much later.
-    settings = {*flatten_config(spec.config), MIXTURE}
-    for key in spec.allow_change:
-        if key not in settings:
-            nearest = difflib.get_close_matches(key, settings, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "see txl config show CONFIG"
-            raise ConfigError(f"--allow-change {key}: there is no such setting; {hint}")
+    for key in {*spec.allow_change} - {*flatten_config(spec.config), MIXTURE}:
+        hint = nearest_setting(key)
+        raise ConfigError(f"--allow-change {key}: there is no such setting; {hint}")

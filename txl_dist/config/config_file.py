@@ -1,52 +1,51 @@
-"""Run configs as files: read, changed by overrides, checked, and written.
+"""Run configs as files: found, read, changed by overrides, checked, and written.
 
 `load_run_config` reads one YAML file, applies `a.b.c=value` overrides and validates the result as a
 `RunConfig`. It reports all wrong settings together, each with its line or override: first those of
-single settings, and when there are none, those between settings. The rules of YAML are in
-`yaml_file.py`.
+single settings, and when there are none, those between settings.
 
-`starting_file` is the file that `txl config init` writes: every setting with its value and, as its
-documentation, the docstring under it in the code. What the recipe decides is commented out: a value
-in the file would win over that of another recipe.
+A config of the package has a name: its path below configs/ without the suffix, such as `quickstart`
+or `paper/wt103-base`. In the repository the files are in configs/, which the wheel has as
+txl_dist/configs (setup.py).
+
+YAML is 1.2, by ruamel.yaml. Refused, with the line: repeated keys, keys that are not text, tags,
+anchors and aliases (nested ones expand exponentially), and numbers that are not finite.
 """
 
-import ast
 import difflib
-import inspect
+import io
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.tokens import AliasToken, AnchorToken, TagToken
 
-from data_pipeline.system.remote_path import dataset_path
 from txl_dist.config import optimizer_config
-from txl_dist.config.data_config import lanes_for
-from txl_dist.config.named_configs import find_config
-from txl_dist.config.redaction import redact, redact_field
+from txl_dist.config.redaction import redact, redact_field, redact_values
 from txl_dist.config.removed import PAGE, SETTINGS, without_removed
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.yaml_file import (
-    KeyPath,
-    YamlTextError,
-    dotted,
-    dump_yaml,
-    read_text,
-    read_yaml,
-)
 from txl_dist.errors import ConfigError
 from txl_dist.model import config as model_config
 
-if TYPE_CHECKING:
-    from data_pipeline.shards.manifest import ShardManifest  # imports numpy
-
-_REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
+REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
 """The settings without a default, with some legal value for each."""
+MAX_BYTES = 256 * 1024
+"""A longer file is not a run config, and is not read."""
+_PACKAGE = Path(__file__).parents[1]
+_SUFFIX = ".yaml"
+_TEXT = "tag:yaml.org,2002:str"
 
 Scalar = str | int | float | bool | None
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices that lead to a value from the top."""
 
 
 def load_run_config(
@@ -74,18 +73,18 @@ def dump_run_config(config: RunConfig) -> str:
     Secrets become `***`, because run directories are copied and uploaded. Set them in the
     environment (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_PASSWORD`, `MLFLOW_TRACKING_TOKEN`).
     """
-    return dump_yaml(redact(config.model_dump(mode="json")))
+    return dump_yaml(redact_values(config.model_dump(mode="json")))
 
 
 def flatten_config(config: RunConfig) -> dict[str, Scalar]:
     """All settings by dotted name, e.g. `optimizer.lr`. Lists are JSON text, secrets are `***`."""
-    return flatten_settings(redact(config.model_dump(mode="json")))
+    return flatten_settings(redact_values(config.model_dump(mode="json")))
 
 
 def default_settings() -> dict[str, Scalar]:
     """All settings that have a default, by dotted name."""
-    settings = flatten_config(RunConfig.model_validate(_REQUIRED))
-    required = flatten_settings(_REQUIRED)
+    settings = flatten_config(RunConfig.model_validate(REQUIRED))
+    required = flatten_settings(REQUIRED)
     return {key: value for key, value in settings.items() if key not in required}
 
 
@@ -99,6 +98,70 @@ def flatten_settings(values: Mapping[str, Any]) -> dict[str, Scalar]:
         else:
             flat[name] = json.dumps(value) if isinstance(value, list) else value
     return flat
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def configs_directory() -> Path:
+    """The directory of the package's configs, in a wheel or in a checkout."""
+    in_wheel = _PACKAGE / "configs"
+    return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / "configs"
+
+
+@cache
+def named_configs() -> dict[str, Path]:
+    """Path by name, sorted: first those of the top level."""
+    directory = configs_directory()
+    paths = [*sorted(directory.glob("*.yaml")), *sorted(directory.glob("*/*.yaml"))]
+    return {path.relative_to(directory).with_suffix("").as_posix(): path for path in paths}
+
+
+def find_config(given: str | Path) -> Path:
+    """The file `given`, or the package's config of that name.
+
+    A file wins. `configs/NAME.yaml` is also the name NAME, so that commands of the documents work
+    in every directory. Raises ConfigError if there is neither, or if a name may mean two files.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path
+    name = path.as_posix().removeprefix("configs/").removesuffix(_SUFFIX)
+    named = named_configs().get(name)
+    if named is None:
+        raise ConfigError(f"{path} is not a config file{_suggestion(path)}")
+    # `txl config init quickstart` writes quickstart.yaml.
+    namesake = Path(f"{given}{_SUFFIX}")
+    if namesake.is_file() and not namesake.samefile(named):
+        raise ConfigError(
+            f"{path} is a config of the package, and there is a file {namesake}. Write {namesake} "
+            f"for the file, or configs/{name}{_SUFFIX} for that of the package"
+        )
+    return named
+
+
+def _suggestion(path: Path) -> str:
+    directory = path if path.is_dir() else path.parent
+    files = {config.stem: str(config) for config in directory.glob("*.yaml")}
+    names = [name for name in named_configs() if name.endswith(f"/{path.stem}")]
+    similar = [files[stem] for stem in difflib.get_close_matches(path.stem, files, n=1)]
+    similar = similar or names or difflib.get_close_matches(path.stem, named_configs(), n=3)
+    meant = f"; did you mean {' or '.join(similar)}?" if similar else "."
+    return f"{meant} Configs of the package: txl config list"
+
+
+def read_text(path: Path) -> str:
+    """The text of a config file. Raises ConfigError if it is none."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path} is longer than {MAX_BYTES:,} bytes: not a run config")
+        # Some Windows editors start a file with a byte order mark; "utf-8-sig" removes it.
+        return path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a text file in UTF-8: {error}") from None
+
+
+# --- overrides and checks -------------------------------------------------------------------------
 
 
 class _Source:
@@ -152,7 +215,7 @@ class _Source:
         try:
             # As JSON, because only there strict mode accepts mappings for dataclasses and
             # lists for tuples.
-            value = json.dumps(_with_recipe(self.value))
+            value = json.dumps(with_recipe(self.value))
             return RunConfig.model_validate_json(value, strict=True)
         except ValidationError as error:
             problems: dict[str, None] = {}
@@ -171,12 +234,12 @@ class _Source:
         return next((self._origins[key] for key in above if key in self._origins), str(self.path))
 
 
-def _with_recipe(value: dict[str, Any]) -> dict[str, Any]:
+def with_recipe(value: dict[str, Any]) -> dict[str, Any]:
     """The config with the settings of its `model.recipe` for those that it leaves out.
 
     A section without any setting is YAML's null: all its settings may be in comments.
     """
-    sections = RunConfig.model_validate(_REQUIRED).model_dump()
+    sections = RunConfig.model_validate(REQUIRED).model_dump()
     result = {
         key: {} if it is None and isinstance(sections.get(key), dict) else it
         for key, it in value.items()
@@ -206,7 +269,7 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         if name in SETTINGS:
             yield f"{name}={_show(name, value)} was removed; {SETTINGS[name].instead} ({PAGE})"
         else:
-            yield f"unknown key {name}; {_nearest_key(path)}"
+            yield f"unknown key {name}; {nearest_setting(name)}"
     elif kind == "missing":
         yield f"{name} is missing; give it a value (example: txl config show quickstart)"
     elif kind in ("model_type", "dataclass_type", "dict_type"):
@@ -220,11 +283,11 @@ def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
         yield f"{name} is {_show(name, value)}; {rule}{hint}"
 
 
-def _nearest_key(path: KeyPath) -> str:
-    """A hint for an unknown key: the same one in another section, or a similar one."""
-    legal = [*flatten_settings(_REQUIRED), *default_settings(), "data.mixture.NAME.weight"]
-    same = [key for key in legal if key.endswith(f".{path[-1]}")]
-    nearest = same or difflib.get_close_matches(dotted(path), legal, n=1)
+def nearest_setting(name: str) -> str:
+    """A hint for an unknown name: the same one in another section, or a similar one."""
+    legal = [*flatten_settings(REQUIRED), *default_settings(), "data.mixture.NAME.weight"]
+    same = [key for key in legal if key.endswith(f".{name.rpartition('.')[2]}")]
+    nearest = same or difflib.get_close_matches(name, legal, n=1)
     return f"did you mean {nearest[0]}?" if nearest else "all settings: txl config show quickstart"
 
 
@@ -234,98 +297,105 @@ def _show(name: str, value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-START: dict[str, dict[str, dict[str, Any]]] = {
-    "modern": {"model": {"d_inner": 342}, "optimizer": {"warmup_steps": 20}},
-    "paper": {"optimizer": {"lr": 2e-3, "warmup_steps": 100}},
-}
-"""By recipe: what the model of the default size needs besides. As in configs/modern/quickstart.yaml
-and configs/quickstart.yaml."""
-START_ROWS, START_TGT_LEN = 32, 64
-WORD_CUTOFFS = (20_000, 40_000, 200_000)
-"""The paper's for WikiText-103: the softmax of all words would take nearly all of the time."""
+# --- YAML -----------------------------------------------------------------------------------------
 
 
-def starting_file(
-    name: str,
-    recipe: str = "modern",
-    *,
-    data: str | None = None,
-    manifest: "ShardManifest | None" = None,
-) -> str:
-    """YAML of a run `name`, which trains on `data`, by default data/NAME, and writes to runs/NAME.
-
-    `name` must not contain characters with a meaning in YAML or in paths. `manifest` is that of
-    `data`, if it exists. Raises DataError if it has no split `train`.
-    """
-    data = data or f"data/{name}"
-    tokens = manifest.split("train", dataset_path(data)).tokens if manifest else None
-    lanes, rows = lanes_for(tokens, rows=START_ROWS, tgt_len=START_TGT_LEN)
-    given: dict[str, dict[str, Any]] = {
-        "data": {
-            "path": data, "num_lanes": lanes, "lanes_per_step": rows, "tgt_len": START_TGT_LEN
-        },
-        "model": {"recipe": recipe},
-        "training": {"num_steps": 800, "checkpoint_interval_steps": 100},
-        "evaluation": {"interval_steps": 400, "max_tokens": 200_000},
-        "tracking": {"experiment": name},
-    }  # fmt: skip
-    for section, settings in START[recipe].items():
-        given[section] = given.get(section, {}) | settings
-    if manifest and manifest.settings.tokenizer == "word":
-        given["model"]["cutoffs"] = [id_ for id_ in WORD_CUTOFFS if id_ < manifest.vocab_size]
-    other = next(each for each in START if each != recipe)
-    text = "any long text; for a shorter one run txl config init after txl prepare"
-    if tokens is not None:
-        text = f"{tokens:,} training tokens"
-    header = f"""\
-# The settings of one run: a small model, for minutes on two CPU cores. Those in comments have the
-# value of model.recipe or their default; remove the "# " to change one.
-#
-#   txl prepare CORPUS --out {data} --split valid=0.01
-#   txl config validate {name}.yaml
-#   txl train {name}.yaml
-#
-# {lanes} lanes for {text} (docs/how_to/choose_settings.md).
-# The other recipe: txl config init NAME --recipe {other}. Other sizes, to compare: txl config list.
-
-"""
-    return header + "\n".join(_settings({"directory": f"runs/{name}", **given})) + "\n"
+_REFUSED = {TagToken: "a YAML tag", AnchorToken: "an anchor", AliasToken: "an alias"}
 
 
-def _settings(given: dict[str, Any]) -> Iterator[str]:
-    """The lines of all settings; those that are not given are comments."""
-    config = RunConfig.model_validate(_with_recipe(given))
-    documentation = documentation_of(RunConfig)
-    for name, value in config.model_dump(mode="json").items():
-        if not isinstance(value, dict):
-            yield from _setting(name, value, documentation[name], indent="", in_use=name in given)
-            continue
-        yield from ("", f"{name}:")
-        for key, text in documentation_of(type(getattr(config, name))).items():
-            in_use = key in given.get(name, {})
-            yield from _setting(key, value[key], text, indent="  ", in_use=in_use)
+class YamlTextError(Exception):
+    """Text that cannot be read. `place` is `:LINE:COLUMN`, from 1, or empty."""
+
+    def __init__(self, message: str, mark: Any = None) -> None:
+        super().__init__(
+            f"not valid YAML: {message}. Quote text that contains ': ', '#' or brackets, and "
+            "indent with spaces"
+        )
+        self.place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
 
 
-def _setting(name: str, value: Any, text: str, *, indent: str, in_use: bool) -> Iterator[str]:
-    comment = f"{indent}# "
-    yield from textwrap.wrap(text, 100, initial_indent=comment, subsequent_indent=comment)
-    # JSON is YAML, but text without quotes is easier to read where YAML allows it.
-    line = json.dumps(value)
-    if isinstance(value, str | float):
-        line = dump_yaml({"": value}).partition(": ")[2].strip()
-    yield f"{indent if in_use else comment}{name}: {line}"
+class YamlDocument(NamedTuple):
+    """The value of a text, and the line (from 1) of every value and key."""
+
+    value: Any
+    lines: Mapping[KeyPath, int]
 
 
-def documentation_of(section: type) -> dict[str, str]:
-    """The docstring under each setting of a section, in their order."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
-    for statement, following in zip(definition.body, definition.body[1:], strict=False):
-        match statement, following:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                texts[name] = " ".join(text.split())
-    return texts
+class _Representer(SafeRepresenter):
+    def represent_str(self, text: str) -> Any:
+        # Without double quotes these line ends are written unescaped, and read as spaces.
+        style = '"' if any(end in text for end in "\x85\u2028\u2029") else None
+        return self.represent_scalar(_TEXT, text, style)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
+def _yaml() -> YAML:
+    yaml: Any = YAML(typ="safe", pure=True)  # its attributes have no declared types
+    yaml.Representer = _Representer
+    yaml.allow_duplicate_keys = True  # `_record_lines` refuses them, without their values.
+    yaml.default_flow_style, yaml.width = False, 100
+    yaml.sort_base_mapping_type_on_output = False
+    return yaml
+
+
+def read_yaml(text: str) -> YamlDocument:
+    """Read one YAML document. Raises YamlTextError."""
+    yaml = _yaml()
+    try:
+        for token in yaml.scan(text):
+            if kind := _REFUSED.get(type(token)):
+                raise YamlTextError(
+                    f"{kind} is not supported; write the value out", token.start_mark
+                )
+        node = yaml.compose(text)
+        lines: dict[KeyPath, int] = {}
+        if node is None:
+            return YamlDocument(None, {})
+        _record_lines(node, (), lines)
+        value = yaml.constructor.construct_document(node)
+        json.dumps(value, allow_nan=False)  # raises ValueError
+        return YamlDocument(value, lines)
+    except MarkedYAMLError as error:
+        raise YamlTextError(str(error.problem), error.problem_mark) from None
+    except (YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
+        raise YamlTextError(str(error).splitlines()[0]) from None
+    except RecursionError:
+        raise YamlTextError("nested too deeply") from None
+
+
+def dump_yaml(value: Mapping[str, Any]) -> str:
+    """YAML text in the order of the mapping. `read_yaml` of it gives an equal value."""
+    text = io.StringIO()
+    _yaml().dump(dict(value), text)
+    return text.getvalue()
+
+
+def _record_lines(node: Node, path: KeyPath, lines: dict[KeyPath, int]) -> None:
+    """Add the lines of a composed node and of all in it. Refuses what is not supported."""
+    # For a mapping's value the line of its key is already there: the better one to show.
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, SequenceNode):
+        for number, item in enumerate(node.value):
+            _record_lines(item, (*path, number), lines)
+    elif isinstance(node, MappingNode):
+        for key_node, value_node in node.value:
+            key, mark = key_node.value, key_node.start_mark
+            if key_node.tag != _TEXT:
+                raise YamlTextError(f"a key must be text, found {key!s:.40}; quote it", mark)
+            if first := lines.get((*path, key)):
+                name = dotted((*path, key))
+                raise YamlTextError(f"{name} is given twice, first on line {first}; keep one", mark)
+            lines[(*path, key)] = mark.line + 1
+            _record_lines(value_node, (*path, key), lines)
+    elif str(node.tag).endswith(":timestamp"):
+        node.tag = _TEXT
+
+
+def dotted(path: KeyPath) -> str:
+    """`("a", "b", 0)` as `a.b[0]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

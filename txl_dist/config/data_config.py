@@ -1,6 +1,6 @@
 """Section, the base of all sections, and the section `data`: corpora, and how lanes read them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -146,18 +146,3 @@ def lanes_for(num_tokens: int | None, *, rows: int, tgt_len: int) -> tuple[int, 
     lanes = min(max(fitting, 1), MAX_LANES)
     rows = min(rows, lanes)
     return lanes - lanes % rows, rows
-
-
-def dataset_paths(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Path or URL of each corpus by its name, from settings by dotted name.
-
-    The name of a single one is empty. Settings of another version may have none.
-    """
-    if settings.get("data.path"):
-        return {"": str(settings["data.path"])}
-    prefix, end = "data.mixture.", ".path"
-    return {
-        key.removeprefix(prefix).removesuffix(end): str(value)
-        for key, value in settings.items()
-        if key.startswith(prefix) and key.endswith(end)
-    }

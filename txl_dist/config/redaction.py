@@ -10,7 +10,7 @@ Not covered: a secret in a field with another name, or in free text without a ke
 
 import re
 from collections.abc import Mapping
-from typing import Any, overload
+from typing import Any
 
 HIDDEN = "***"
 
@@ -36,16 +36,15 @@ _ASSIGNMENT = re.compile(
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
 
 
-@overload
-def redact(value: str) -> str: ...
-@overload
-def redact(value: Mapping[str, Any]) -> dict[str, Any]: ...
-def redact(value: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """The same text or mapping, with `***` instead of every secret."""
-    if isinstance(value, str):
-        text = _BEARER.sub(rf"\1{HIDDEN}", _redact_urls(value))
-        return _ASSIGNMENT.sub(rf"\1{HIDDEN}", text)
-    return {name: redact_field(str(name), item) for name, item in value.items()}
+def redact(text: str) -> str:
+    """The same text, with `***` instead of every secret."""
+    text = _BEARER.sub(rf"\1{HIDDEN}", _redact_urls(text))
+    return _ASSIGNMENT.sub(rf"\1{HIDDEN}", text)
+
+
+def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values by name, with `***` instead of every secret."""
+    return {name: redact_field(str(name), value) for name, value in values.items()}
 
 
 def redact_field(name: str, value: Any) -> Any:
@@ -53,16 +52,12 @@ def redact_field(name: str, value: Any) -> Any:
     is_secret = any(word.lower() in _SECRET_WORDS for word in _WORD.findall(name))
     if is_secret and value and isinstance(value, (str, bytes, list, tuple)):
         return HIDDEN
-    return _redact_inside(value)
-
-
-def _redact_inside(value: Any) -> Any:
     if isinstance(value, str):
         return _redact_urls(value)
     if isinstance(value, Mapping):
-        return redact(value)
+        return redact_values(value)
     if isinstance(value, (list, tuple)):
-        return [_redact_inside(item) for item in value]
+        return [redact_field("", item) for item in value]
     return value
 
 

@@ -67,6 +67,14 @@ SETTINGS: dict[str, Removed] = {
         "stop the run at that step (training.num_steps), and continue it with the new settings and "
         "--allow-change, for example --allow-change data.num_lanes",
     ),
+    "training.checkpoint_upload_timeout_seconds": Removed(
+        (600.0,), "leave it out: it is 600 s, and the same command repeats the upload"
+    ),
+    "tracking.end_timeout_seconds": Removed(
+        (30.0,),
+        "set training.grace_seconds, the time that the end of a run also waits for MLflow; txl "
+        "track sync RUN delivers the rest",
+    ),
     "training.memory_device": Removed(
         ("default",), "the memory is stored with the weights; training.memory_dtype=bf16 halves it"
     ),
@@ -96,7 +104,29 @@ COMMANDS: dict[str, str] = {
     "bench recall --data": "leave it out: recall reads random token ids; txl recl measures on text",
     "bench recall --split": "leave it out, as bench recall --data",
     "data export": "write the documents as JSON lines with examples/export_documents.py",
+    "attention --tgt-len": "leave it out: the text is read in segments as in training",
+    "bench recall --batch": "leave it out: 16 windows are read at a time",
+    "bench recall --seed": "leave it out: it is 0",
+    "bench recall --tgt-len": "leave it out: the text is read in segments as in training",
+    "config deploy --json": "take the names in the first column",
+    "config init --json": "leave it out: the file is NAME.yaml",
+    "config list --json": "take the names in the first column",
+    "data push --json": "txl data inspect URL --json",
+    "eval --scores": "leave it out: chunks of a run are kept in RUN/evaluations, those of other "
+    "models in the directory of --out",
+    "eval --weights": "leave it out for the average; for the weights of the last step use "
+    'evaluation_spec(..., weights="last") in Python',
+    "generate --batch": "leave it out: 8 prompts are continued at a time",
+    "generate --precision": 'leave it out for fp32; bf16 is generate_texts(..., precision="bf16") '
+    "in Python",
     "generate --out": "redirect the output: txl generate RUN --prompts FILE > results.jsonl",
+    "prepare --min-freq": "leave out rare symbols by --vocab-size; recipe lm1b keeps its minimum",
+    "recl --batch": "leave it out: 16 windows are read at a time",
+    "recl --clamp-len": "leave it out: models are read with their own clamp_len",
+    "recl --precision": "leave it out: losses are computed in fp32",
+    "recl --r": "leave it out: r is 0.1, 0.5 and 1; in Python relative_effective_context_length "
+    "takes any",
+    "recl --seed": "leave it out: it is 0",
     "report --generate": "let the newest checkpoint continue a text by txl generate RUN --prompt",
     "report --results": "score the checkpoint in its run directory, whose results are shown; the "
     "tables and figures of txl recl and txl attention are in their --out",
@@ -106,6 +136,9 @@ COMMANDS: dict[str, str] = {
     "doctor --min-free-gib": "leave it out: the free space is shown, less than 10 GiB is noted",
     "report --to-mlflow": "mlflow artifacts log-artifact --local-file RUN/report.html --run-id ID "
     "with MLFLOW_TRACKING_URI; txl status RUN says both",
+    "report --json": "txl status RUN --json; the page is RUN/report.html",
+    "track sync --json": "exit code 0: MLflow has everything; RUN/tracking.json has the run's id",
+    "track sync --timeout-seconds": "leave it out, and end the command earlier by Ctrl-C",
     "data rebuild": "prepare the corpus again: the same corpus and options give the same bytes",
 }
 """What to use instead, by the words of the command after `txl`."""

@@ -4,7 +4,6 @@ DeepSpeed ignores top-level keys that it does not know, so a typo would be silen
 decide the value of most keys, and some change the numbers: `extra` takes only those that do not.
 """
 
-from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -34,14 +33,13 @@ class TrainingConfig(Section):
     checkpoint_url: str | None = Field(default=None, pattern=r"^(s3|gs)://[^/]")
     """Also copy checkpoints and metrics to this s3:// or gs:// URL, and resume from there if the
     run directory has no newer checkpoint; null: no copies. One URL per run."""
-    checkpoint_upload_timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long the end of a run waits for the copies at `checkpoint_url`."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long others wait for a rank that does not respond: a rank in a collective or for
     background work of all ranks, and the launcher, 10 seconds longer, if none of them responds."""
     grace_seconds: float = Field(default=25.0, gt=0)
     """How long a stop request waits for the step and its checkpoint; then the run ends without that
-    checkpoint. The default is 5 seconds less than what Kubernetes grants by default."""
+    checkpoint. The end of a run waits as long for MLflow. The default is 5 seconds less than what
+    Kubernetes grants by default."""
     backprop_segments: int = Field(default=1, ge=1)
     """Read the `data.tgt_len` tokens of a step in this many equal segments; gradients pass through
     the memory from one to the next. 1: they stop at every segment, as in the paper."""
@@ -113,10 +111,6 @@ class TrackingConfig(Section):
         default="txl", max_length=250, pattern=r"^(?!(.*/)?\.\.(/|$))[\w/][\w .:@/+-]*\Z"
     )
     """Name of the MLflow experiment that contains the run."""
-    end_timeout_seconds: float = Field(default=30.0, ge=0)
-    """How long `txl train` waits at its end until MLflow has everything, in a stop no longer than
-    `training.grace_seconds` after the request. The rest is delivered by the next start, or by
-    `txl track sync RUN`."""
 
 
 class RayConfig(Section):
@@ -185,8 +179,16 @@ class DeepSpeedConfig(Section):
 
     @model_validator(mode="after")
     def _reject_ignored_offload(self) -> Self:
-        for problem in refused_offload(self.offload, zero_stage=self.zero_stage):
-            raise ValueError(problem)
+        if self.offload == "optimizer" and self.zero_stage == 0:
+            raise ValueError(
+                "offload=optimizer at zero_stage=0 would be ignored: there is no partition to "
+                "move. Use zero_stage 1, 2 or 3"
+            )
+        if self.offload == "parameters" and self.zero_stage < 3:
+            raise ValueError(
+                f"offload=parameters at zero_stage={self.zero_stage} would be ignored: DeepSpeed "
+                "moves parameters at stage 3 only. Use zero_stage=3, or offload=optimizer"
+            )
         return self
 
     def computed_stage(self, *, num_ranks: int, on_gpu: bool) -> int:
@@ -210,17 +212,3 @@ class DeepSpeedConfig(Section):
             overlaps = num_ranks > 1 and stage != 2
             defaults = {"overlap_comm": overlaps, "reduce_bucket_size": GPU_BUCKET_SIZE}
         return {**defaults, **self.extra.get("zero_optimization", {})}
-
-
-def refused_offload(offload: str, *, zero_stage: int) -> Iterator[str]:
-    """A message if DeepSpeed would ignore `deepspeed.offload` at this stage."""
-    if offload == "optimizer" and zero_stage == 0:
-        yield (
-            "offload=optimizer at zero_stage=0 would be ignored: there is no partition to move. "
-            "Use zero_stage 1, 2 or 3"
-        )
-    if offload == "parameters" and zero_stage < 3:
-        yield (
-            f"offload=parameters at zero_stage={zero_stage} would be ignored: DeepSpeed moves "
-            "parameters at stage 3 only. Use zero_stage=3, or offload=optimizer"
-        )

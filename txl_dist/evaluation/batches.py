@@ -117,7 +117,7 @@ class FinishedScores:
         except OSError as error:
             log.warning(
                 "%s cannot be written (%s): if this evaluation is stopped, it starts again. Give "
-                "another directory with --scores DIR",
+                "another directory with --out DIR",
                 path,
                 error.strerror,
             )

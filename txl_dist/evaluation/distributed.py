@@ -115,7 +115,7 @@ def plan_spec(
     if directory is None and resume:
         raise ConfigError(
             f"--resume: {spec.checkpoint} is not in a run directory, so there is no default place "
-            "for the scores of finished chunks. Give one: --scores DIR"
+            "for the scores of finished chunks. Give one: --out DIR"
         )
     counted = counted_split(manifest, spec.settings.split) if details else None
     description = {

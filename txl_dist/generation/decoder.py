@@ -173,7 +173,7 @@ def next_tokens(
     if not largest_B1.isfinite().all():
         raise TxlError(
             "the model's logits are NaN or Inf, so no token can be drawn. Its training has "
-            "diverged, or its precision is too low: try --precision fp32"
+            "diverged, or its precision is too low"
         )
     scaled_BV = (logits_BV.double() - largest_B1) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scaled_BV.shape[-1]:

@@ -17,7 +17,7 @@ import math
 import re
 from pathlib import Path
 
-from txl_dist.config.redaction import redact
+from txl_dist.config.redaction import redact, redact_values
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result
 from txl_dist.tracking.tracker import (
@@ -79,7 +79,7 @@ def _record(
     scores = {"nats": result.nats, **counts, **result.known_scores}
     left_out = {"nats", *_COUNTS, *result.scores, "details", "protocol", "save_id"}
     settings = {key: value for key, value in content.items() if key not in left_out}
-    settings = redact({**settings, "checkpoint": checkpoint})
+    settings = redact_values({**settings, "checkpoint": checkpoint})
     dataset = TrackedDataset(
         name=dataset_name(result.data, result.split),
         digest=result.data_sha256,

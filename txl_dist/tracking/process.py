@@ -118,7 +118,7 @@ class TrackingProcess:
         run on the server.
         """
         self._run_dir = run_dir
-        self._flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
+        self._flush_seconds = max(FLUSH_SECONDS, config.training.grace_seconds)
         self._sender: subprocess.Popen[bytes] | None = None
         self._status: str | None = None
         try:
@@ -203,21 +203,19 @@ def wait_for_delivery(
 ) -> None:
     """Wait until the sender has ended, then print if something is undelivered. Never raises.
 
-    Called by the launcher after the ranks have ended. Waits `tracking.end_timeout_seconds` at most,
-    and after a stop request no longer than `training.grace_seconds` since then. A stop request
-    during the wait ends it.
+    Called by the launcher after the ranks have ended. Waits `training.grace_seconds` at most, since
+    a stop request if there was one. A stop request during the wait ends it.
     """
     if not config.tracking.enabled or not (run_dir / LOCK).exists():
         return
-    seconds, was_stopped = config.tracking.end_timeout_seconds, bool(signals)
+    seconds, was_stopped = config.training.grace_seconds, bool(signals)
     if was_stopped:
-        left_seconds = config.training.grace_seconds - signals.seconds_since_request
-        seconds = max(0.0, min(seconds, left_seconds))
+        seconds = max(0.0, seconds - signals.seconds_since_request)
     deadline = time.monotonic() + seconds
     if _is_sending(run_dir):
         print_line(
             f"waiting up to {seconds:.0f} s for MLflow to receive the last metrics "
-            "(tracking.end_timeout_seconds); Ctrl-C ends the wait"
+            "(training.grace_seconds); Ctrl-C ends the wait"
         )
     while is_sending := _is_sending(run_dir):
         if time.monotonic() >= deadline or (signals and not was_stopped):

@@ -42,6 +42,8 @@ from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
+UPLOAD_SECONDS = 600.0
+"""How long the end of a run waits for the copies at `training.checkpoint_url`."""
 CLOSE_TIMEOUT_SECONDS = 10.0
 """How long a save may take to complete after an error that ends the run."""
 
@@ -195,18 +197,20 @@ class RunSaver:
     def finish(self, *, require_copies: bool) -> None:
         """`wait`, then wait until the copies at the URL are complete. Collective.
 
-        While the object storage fails, the uploads are repeated, for at most
-        `checkpoint_upload_timeout_seconds`. After that, CheckpointError on every rank. Without
-        `require_copies` a failure is logged.
+        While the object storage fails, the uploads are repeated, for at most UPLOAD_SECONDS. After
+        that, CheckpointError on every rank. Without `require_copies` a failure is logged.
         """
         self.wait()
         if self._config.checkpoint_url is None:
             return
-        uploader, limit_seconds = self._uploader, self._config.checkpoint_upload_timeout_seconds
         self._step.world.activity.name = "upload of checkpoints"
         failure = do_on_rank_zero(
             self._step.world,
-            lambda: uploader.finish(limit_seconds, retry=require_copies) if uploader else None,
+            lambda: (
+                self._uploader.finish(UPLOAD_SECONDS, retry=require_copies)
+                if self._uploader
+                else None
+            ),
             name="the upload of checkpoints",
         )
         if failure is None:
@@ -214,8 +218,7 @@ class RunSaver:
         message = (
             f"the checkpoints could not be copied to {shown(self._config.checkpoint_url)}: "
             f"{failure}. They are complete in {self._checkpoints.directory.path}. The same command "
-            "repeats the upload; or increase training.checkpoint_upload_timeout_seconds="
-            f"{limit_seconds:g}"
+            "repeats the upload"
         )
         if require_copies:
             raise CheckpointError(message)

@@ -1,7 +1,6 @@
 """Every command of `txl`: its help, and where `--json` is declared."""
 
 import errno
-import os
 import re
 import subprocess
 import sys
@@ -34,11 +33,6 @@ def commands(command: click.Command, *words: str) -> Iterator[tuple[str, ...]]:
 COMMANDS = list(commands(typer.main.get_command(app)))
 
 
-def test_all_commands_are_found() -> None:
-    assert {("train",), ("data", "verify"), ("bench", "recall")} <= set(COMMANDS)
-    assert len(COMMANDS) >= 17
-
-
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*words, "--help"])
@@ -60,6 +54,7 @@ def test_help_fits_a_terminal_of_80_columns(words: tuple[str, ...]) -> None:
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """The exit code of a command line."""
     monkeypatch.setattr(sys, "argv", ["txl", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -96,13 +91,10 @@ def test_a_file_that_cannot_be_written_ends_with_path_reason_and_advice(
 def test_an_error_of_the_system_that_names_no_file_keeps_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, data: bytes) -> None:
-        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-
-    monkeypatch.setattr(preflight, "write_file", fail)
-    monkeypatch.setattr(sys, "argv", ["txl", "config", "init", str(tmp_path / "a")])
+    reset = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+    monkeypatch.setattr(preflight, "write_file", Mock(side_effect=reset))
     with pytest.raises(ConnectionResetError):
-        main()
+        run_main(monkeypatch, "config", "init", tmp_path / "a")
 
 
 def test_an_output_on_a_full_disk_ends_with_the_reason_alone() -> None:
@@ -154,40 +146,30 @@ def test_an_error_goes_to_standard_error_with_its_exit_code(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("train --no-such", "No such option: --no-such. txl train has the options --on, --ranks, "),
-        ("status --jsn", "No such option: --jsn (Possible options: --json) (see txl status -h)\n"),
-        ("foo", "No such command 'foo'. txl has the commands prepare, "),
-        ("data verfy x", "No such command 'verfy'. Did you mean 'verify'? (see txl data -h)\n"),
-        ("data verify", "Missing argument 'DIR'. Usage: txl data verify [OPTIONS] {DIR} (see "),
-        ("estimate x --gpus", "Option '--gpus' requires an argument (see txl COMMAND -h)\n"),
-        ("bench eval-speed --rounds 0", "equal to 1, found 0 (see txl bench eval-speed -h)\n"),
-        ("generate x --seed x", "Invalid value for '--seed': Input should be a valid integer"),
-        ("job submit -- train x --rankz 2", "(Possible options: --ranks) (see txl train -h)\n"),
+        ("train --no-such", "No such option: --no-such (see txl train -h)"),
+        ("status --jsn", "No such option: --jsn (Possible options: --json) (see txl status -h)"),
+        ("data verfy x", "No such command 'verfy'. Did you mean 'verify'? (see txl data -h)"),
+        ("data verify", "Missing argument 'DIR' (see txl data verify -h)"),
+        ("estimate x --gpus", "Option '--gpus' requires an argument (see txl COMMAND -h)"),
+        ("bench eval-speed --rounds 0", "equal to 1, found 0 (see txl bench eval-speed -h)"),
+        ("job submit -- train x --rankz 2", "(Possible options: --ranks) (see txl train -h)"),
     ],
-)  # fmt: skip
+)
 def test_a_usage_error_has_the_form_of_other_errors(
-    words: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["txl", *words.split()])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    output = capsys.readouterr()
-    assert (ended.value.code, output.out) == (2, "")
-    assert output.err.startswith("ConfigError: ")
-    assert message in output.err
-    assert output.err.count("\n") == 1
+    assert run_main(monkeypatch, *words.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("ConfigError: ")
+    assert printed.err.endswith(f"{message}\n")
+    assert printed.err.count("\n") == 1
 
 
 def test_a_group_without_a_command_prints_its_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["txl", "data"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert run_main(monkeypatch, "data") == 2
     assert "verify   Hash every file again" in capsys.readouterr().err
 
 
@@ -198,27 +180,6 @@ def test_what_is_no_run_directory_is_a_usage_error(words: tuple[str, ...], tmp_p
     assert "is not a run directory" in output
 
 
-def completions(text: str) -> list[str]:
-    """What a shell offers after `text`."""
-    words = f"txl {text}"
-    environment = {
-        "_TXL_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(words.count(" ")),
-    }
-    return txl(environment=environment).stdout.split()
-
-
-def test_a_shell_completes_commands_and_names_of_configs() -> None:
-    assert completions("tr") == ["train", "track"]
-    assert completions("estimate paper/wt103-l") == ["paper/wt103-large"]
-    assert completions("train ./mine") == [], "then the shell completes files"
-
-
-def test_completion_is_installed_for_the_shell_that_runs_it(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m txl_dist --install-completion; exit $?"
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    subprocess.run(["bash", "-c", command], check=True, capture_output=True, env=environment)
-    script = tmp_path / ".bash_completions" / "txl.sh"
-    assert str(script) in (tmp_path / ".bashrc").read_text()
-    assert "_TXL_COMPLETE=complete_bash" in script.read_text()
+def test_a_shell_completes_commands() -> None:
+    environment = {"_TXL_COMPLETE": "complete_bash", "COMP_WORDS": "txl tr", "COMP_CWORD": "1"}
+    assert txl(environment=environment).stdout.split() == ["train", "track"]

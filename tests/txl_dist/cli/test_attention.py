@@ -12,7 +12,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.commands import run_txl
 from tests.txl_dist.checkpoint import saving
-from txl_dist.convert.stored_model import write_exported
+from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.model.transformer_xl import TransformerXL
 
 WRITTEN = ["attention.json", "attention.png", "attention.svg"]
@@ -82,8 +82,9 @@ def test_a_second_time_takes_the_place_of_the_first(
 
 def test_a_model_without_memory(dataset: Path, tmp_path: Path) -> None:
     config = replace(saving.CONFIG, mem_len=0, distance_encoding="absolute")
-    write_exported(tmp_path / "vanilla", TransformerXL(config), None)
-    words = ("attention", tmp_path / "vanilla", dataset, "--tgt-len", 6, "--out", tmp_path / "out")
+    reading = Reading(tgt_len=6, reset="document")
+    write_exported(tmp_path / "vanilla", TransformerXL(config), None, reading)
+    words = ("attention", tmp_path / "vanilla", dataset, "--out", tmp_path / "out")
     assert run_txl(*words)[0] == 0
     content = json.loads((tmp_path / "out" / "attention.json").read_text())
     assert len(content["distances"]) == 6
@@ -94,7 +95,6 @@ def test_a_model_without_memory(dataset: Path, tmp_path: Path) -> None:
     ("words", "code", "named"),
     [
         (("--split", "nowhere"), 3, "nowhere"),
-        (("--max-tokens", 1), 2, "max-tokens"),
         (("--mem-len", -1), 2, "mem-len"),
     ],
 )

@@ -125,40 +125,14 @@ def test_a_split_that_is_too_short_is_a_data_error(dataset: Path, run: Path) -> 
     assert "--tgt-len" in output
 
 
-@pytest.mark.slow  # test_breakdown.py and test_evaluation_output.py have the parts
-def test_details_are_written_and_agree_with_the_score(
-    dataset: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("txl_dist.evaluation.bootstrap.MIN_DOCUMENTS", 2)  # the split has 6
-    options = ("--split", "train", "--tgt-len", 512, "--mem-len", 0)
-    plain = score("eval", run, dataset, *options)
-    out = tmp_path / "out"
-    out.mkdir()
-    code, output = run_txl("eval", run, dataset, "--details", "--out", out, *options)
-    assert code == 0, output
-    assert "95 % interval" in output
-    result = json.loads((out / "result.json").read_text())
-    details = result.pop("details")
-    assert result == plain
-    tables = ("document_position", "segment_position", "token_frequency")
-    assert [path.name for path in out.iterdir()] == ["result.json"]
-    for name in tables:
-        rows = details[f"by_{name}"]
-        assert sum(row["tokens"] for row in rows) == result["tokens_scored"]
-        assert sum(row["nats"] for row in rows) == pytest.approx(result["nats"], rel=1e-9)
-    low, high = details["interval"]["nats_per_token"]
-    assert low < result["nats_per_token"] < high
-    assert details["token_frequency_counted_on"] == "train"
-
-
 def test_the_documents_of_several_splits_are_in_one_file(
     dataset: Path, run: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "documents.jsonl"
+    path, out = tmp_path / "documents.jsonl", tmp_path / "out"
     path.write_text("of an earlier evaluation")
-    results = score(
-        "eval", run, dataset, "--split", "valid,train", "--tgt-len", 64, "--per-document", path
-    )
+    words = ("eval", run, dataset, "--split", "valid,train", "--tgt-len", 64, "--details")
+    results = score(*words, "--per-document", path, "--out", out)
+    assert json.loads((out / "result.json").read_text()) == results
     documents = [json.loads(line) for line in path.read_text().splitlines()]
     for result in results:
         own = [each for each in documents if each["split"] == result["split"]]
@@ -166,22 +140,17 @@ def test_the_documents_of_several_splits_are_in_one_file(
         assert sum(each["bytes"] for each in own) == result["bytes_scored"]
         assert sum(each["nats"] for each in own) == pytest.approx(result["nats"], rel=1e-12)
         assert {each["checkpoint"] for each in own} == {result["checkpoint"]}
+        for table in ("document_position", "segment_position", "token_frequency"):
+            rows = result["details"][f"by_{table}"]
+            assert sum(row["tokens"] for row in rows) == result["tokens_scored"]
     assert len({each["id"] for each in documents}) == len(documents)
 
 
 def test_a_sweep_selects_on_the_first_split_and_reports_on_the_second(
     dataset: Path, run: Path, tmp_path: Path
 ) -> None:
-    options = (
-        "--split",
-        "valid,train",
-        "--sweep",
-        "mem_len=0,64",
-        "--sweep",
-        "clamp_len=0,8",
-        "--tgt-len",
-        256,
-    )
+    values = ("--sweep", "mem_len=0,64", "--sweep", "clamp_len=0,8")
+    options = (*values, "--split", "valid,train", "--tgt-len", 256)
     result = score("eval", run, dataset, *options, "--out", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     best = min(result["candidates"], key=lambda each: each["nats"])
@@ -194,38 +163,31 @@ def test_a_sweep_selects_on_the_first_split_and_reports_on_the_second(
     assert len(result["candidates"]) == 4
 
 
-def test_scoring_text_of_another_tokenizer_is_a_data_error(
-    dataset: Path, run: Path, tmp_path: Path
-) -> None:
-    manifest = next((run / "checkpoints").glob("step-*")) / "manifest.json"
-    copy = tmp_path / "checkpoints" / manifest.parent.name
-    copy.mkdir(parents=True)
-    for path in manifest.parent.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    rewrite_tokenizer_digest(copy / "manifest.json")
+# --- checkpoints that must not be scored ----------------------------------------------------------
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of the newest checkpoint, which a test may damage."""
+    source = sorted((run / "checkpoints").glob("step-*"))[-1]
+    return shutil.copytree(source, tmp_path / source.name)
+
+
+def test_scoring_text_of_another_tokenizer_is_a_data_error(dataset: Path, copy: Path) -> None:
+    manifest = load_checkpoint_manifest(copy).model_copy(update={"tokenizer_digest": "f" * 64})
+    (copy / "manifest.json").write_bytes(manifest.to_json())
     code, output = run_txl("eval", copy, dataset)
-    assert code == 3
-    assert "tokenizer" in output
-
-
-def rewrite_tokenizer_digest(path: Path) -> None:
-    manifest = load_checkpoint_manifest(path.parent)
-    other = manifest.model_copy(update={"tokenizer_digest": "f" * 64})
-    path.write_bytes(other.to_json())
+    assert (code, "tokenizer" in output) == (3, True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(
-    dataset: Path, run: Path, tmp_path: Path, value: float
+    dataset: Path, copy: Path, value: float
 ) -> None:
-    source = sorted((run / "checkpoints").glob("step-*"))[-1]
-    copy = shutil.copytree(source, tmp_path / source.name)
-    weights = copy / "weights-rank-00000.safetensors"
+    weights, manifest = copy / "weights-rank-00000.safetensors", load_checkpoint_manifest(copy)
     tensors = load_file(weights)
-    name = sorted(tensors)[2]
-    tensors[name].view(-1)[1] = value
+    tensors[sorted(tensors)[2]].view(-1)[1] = value
     save_file(tensors, weights)
-    manifest = load_checkpoint_manifest(copy)
     entry = manifest.files[weights.name].model_copy(
         update={"bytes": weights.stat().st_size, "sha256": sha256_file(weights)}
     )
@@ -239,17 +201,12 @@ def test_weights_that_are_not_finite_are_refused_by_name(
 
 def test_a_missing_checkpoint_says_what_to_give(dataset: Path, tmp_path: Path) -> None:
     code, output = run_txl("eval", tmp_path / "nowhere", dataset)
-    assert code == 4
-    assert "run directory" in output
+    assert (code, "run directory" in output) == (4, True)
 
 
-def test_a_damaged_checkpoint_is_not_evaluated(dataset: Path, run: Path, tmp_path: Path) -> None:
-    source = sorted((run / "checkpoints").glob("step-*"))[-1]
-    for path in source.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights = tmp_path / "weights-rank-00000.safetensors"
+def test_a_damaged_checkpoint_is_not_evaluated(dataset: Path, copy: Path) -> None:
+    weights = copy / "weights-rank-00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    code, output = run_txl("eval", tmp_path, dataset)
-    assert code == 4
-    assert "weights-rank-00000.safetensors" in output
-    assert run_txl("checkpoint", "verify", tmp_path)[0] == 4
+    code, output = run_txl("eval", copy, dataset)
+    assert (code, weights.name in output) == (4, True)
+    assert run_txl("checkpoint", "verify", copy)[0] == 4

@@ -226,18 +226,6 @@ def test_a_text_with_an_unknown_character_has_no_bytes_of_its_own(tmp_path: Path
 
 
 @pytest.mark.parametrize("spec", ["byte"], indirect=True)
-def test_the_words_of_a_model_of_bytes_have_no_perplexity(
-    spec: EvaluationSpec, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned = [plan_spec(spec)]
-    (content,) = record_results(planned, evaluate_on_workers(planned, InProcess()), 1)
-    print_results([content])
-    assert "word perplexity" not in capsys.readouterr().out
-    assert content.scores["word_perplexity"] is None
-    assert content.words_scored
-
-
-@pytest.mark.parametrize("spec", ["byte"], indirect=True)
 def test_a_new_score_is_one_function(
     spec: EvaluationSpec,
     monkeypatch: pytest.MonkeyPatch,

@@ -10,9 +10,8 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import train_tokenizer
 from tests.support.commands import run_txl, txl
 from tests.support.small_models import small_model
-from txl_dist.cli.generate import generate
+from txl_dist.cli.models import generate
 from txl_dist.convert.stored_model import Reading, write_exported
-from txl_dist.generation.generate import generate_texts
 from txl_dist.generation.text import Sampling, TextLimits
 
 
@@ -30,7 +29,6 @@ def test_the_defaults_are_those_of_python() -> None:
     sampling = {name: options[name] for name in ("temperature", "top_k", "top_p")}
     assert Sampling(**sampling) == Sampling()
     assert TextLimits(max_tokens=options["max_tokens"]) == TextLimits()
-    assert options["batch"] == inspect.signature(generate_texts).parameters["batch_size"].default
 
 
 def test_unknown_words_are_said_with_their_number(word_model: Path, tmp_path: Path) -> None:
@@ -69,8 +67,6 @@ def test_a_file_of_prompts_gives_the_text_of_each_prompt_alone(run: Path, tmp_pa
         expected = json.loads(run_txl("generate", run, *options, *alone)[1])
         assert result["text"] == expected["text"]
         assert "e" not in result["text"]
-    more = ("--batch", 2, "--seed", 4)
-    assert run_txl("generate", run, "--prompts", prompts, *options, *more) == (0, output)
 
 
 def test_ids_are_given_and_read_as_prompts_and_a_stop_token_can_be_a_text(

@@ -13,22 +13,17 @@ WORDS = {
     "prepare-out": ("prepare", "in.txt", "--out", URL),
     "prepare-tokenizer": ("prepare", "in.txt", "--out", "o", "--tokenizer", URL),
     "push": ("data", "push", URL, "s3://bucket/y"),
-    "mix": ("data", "mix", URL),
     "train": ("train", URL),
     "train-directory": ("train", "run.yaml", f"directory={URL}", "--dry-run"),
     "train-resume": ("train", "run.yaml", "--resume", URL),
-    "show": ("config", "show", URL),
     "validate": ("config", "validate", "run.yaml", f"directory={URL}"),
     "eval": ("eval", URL, "data"),
-    "attention": ("attention", URL, "data"),
     "attention-out": ("attention", "run", "data", "--out", URL),
     "generate": ("generate", URL),
     "list": ("checkpoint", "list", URL),
-    "verify": ("checkpoint", "verify", URL),
     "import": ("import", URL, "--out", "o"),
     "import-out": ("import", "model", "--out", URL),
     "export": ("export", URL, "--out", "o"),
-    "export-out": ("export", "run", "--out", URL),
 }
 
 

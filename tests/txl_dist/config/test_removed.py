@@ -1,11 +1,12 @@
 """What was removed is refused with the way that works, unless it changes nothing."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import txl
+from txl_dist.cli.app import main
 from txl_dist.config.config_file import default_settings, load_run_config
 from txl_dist.config.removed import COMMANDS, PAGE, SETTINGS, Removed, without_removed
 from txl_dist.errors import CheckpointError, ConfigError
@@ -57,10 +58,15 @@ def default_and(settings: dict[str, Any]) -> dict[str, Any]:
     return {**default_settings(), **settings}
 
 
-def test_a_removed_command_is_answered_by_what_to_use_instead() -> None:
-    for words, instead in COMMANDS.items():
-        *command, last = words.split()
-        order = ("PATH", last) if last.startswith("--") else (last, "PATH")
-        result = txl(*command, *order, "--an-option")
-        assert result.returncode == ConfigError.exit_code
-        assert f"txl {words} was removed; {instead} ({PAGE})" in " ".join(result.stderr.split())
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_removed_command_is_answered_by_what_to_use_instead(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *command, last = words.split()
+    order = ("PATH", f"{last}=1") if last.startswith("--") else (last, "PATH")
+    monkeypatch.setattr(sys, "argv", ["txl", *command, *order, "--an-option"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == ConfigError.exit_code
+    message = f"txl {words} was removed; {COMMANDS[words]} ({PAGE})"
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -243,11 +243,11 @@ def test_a_directory_that_cannot_be_written_is_only_a_warning(
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
         assert resume(spec, scores=tmp_path / "file") == ([expected], NUM_BATCHES)
-    assert "--scores DIR" in caplog.text
+    assert "--out DIR" in caplog.text
 
 
 def test_resume_without_a_place_for_scores_is_refused(spec: EvaluationSpec) -> None:
-    with pytest.raises(ConfigError, match="--scores DIR"):
+    with pytest.raises(ConfigError, match="--out DIR"):
         evaluate([spec], InProcess(), resume=True)
 
 

@@ -265,7 +265,7 @@ def test_a_real_run_has_its_data_and_the_commit_of_the_code(dataset: Path, run_d
     run = run_dir.with_name("real")
     done = txl(
         *("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes"),
-        "tracking={enabled: true, experiment: real, end_timeout_seconds: 200}",
+        *("tracking={enabled: true, experiment: real}", "training.grace_seconds=200"),
         timeout_seconds=400,
     )
     assert done.returncode == 0, done.stderr

@@ -108,7 +108,7 @@ def test_a_sender_that_died_during_the_run_is_replaced_at_its_end(
     dataset: Path, run_dir: Path, server: MlflowServer
 ) -> None:
     server.open()
-    settings = (NO_EVALUATION, "training.num_steps=400", "tracking.end_timeout_seconds=100")
+    settings = (NO_EVALUATION, "training.num_steps=400", "training.grace_seconds=100")
     with start_txl(*_train(dataset, run_dir, server.uri, *settings)) as training:
         wait_until(lambda: num_lines(run_dir / "metrics.jsonl") > 5)
         (sender,) = senders_of(run_dir)
@@ -125,14 +125,14 @@ def test_a_sender_that_died_during_the_run_is_replaced_at_its_end(
 def test_the_wait_at_the_end_has_a_limit_and_the_rest_is_delivered_by_the_next_start(
     dataset: Path, run_dir: Path, server: MlflowServer
 ) -> None:
-    settings = (NO_EVALUATION, "tracking.end_timeout_seconds=0.5")
+    settings = (NO_EVALUATION, "training.grace_seconds=0.5")
     ended = txl(*_train(dataset, run_dir, server.uri, *settings), timeout_seconds=300)
     assert ended.returncode == 0, ended.stderr
     assert f"txl track sync {run_dir}" in ended.stdout
     for sender in senders_of(run_dir):
         os.kill(sender, signal.SIGKILL)
     server.open()
-    settings = (NO_EVALUATION, "tracking.end_timeout_seconds=200")
+    settings = (NO_EVALUATION, "training.grace_seconds=200")
     again = txl(*_train(dataset, run_dir, server.uri, *settings), timeout_seconds=300)
     assert "this run is finished" in again.stdout
     run_id = run_id_of(run_dir)
@@ -146,14 +146,15 @@ def test_the_wait_at_the_end_has_a_limit_and_the_rest_is_delivered_by_the_next_s
 def test_a_stop_does_not_wait_longer_than_its_grace_period(
     dataset: Path, run_dir: Path, on: str
 ) -> None:
-    """The server accepts connections and never responds; without a stop the wait is unlimited."""
+    """The server accepts connections and never responds."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         settings = (
             *(NO_EVALUATION, "training.num_steps=100000", "training.grace_seconds=15"),
-            *("tracking.end_timeout_seconds=100000", "--on", on),
+            "--on",
+            on,
         )
         with start_txl(*_train(dataset, run_dir, uri, *settings)) as training:
             wait_until(lambda: num_lines(run_dir / "metrics.jsonl") > 5)

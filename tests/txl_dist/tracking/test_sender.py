@@ -1,7 +1,6 @@
 """The sender: every point arrives exactly once, also by a failing server and `txl track sync`."""
 
 import getpass
-import json
 import os
 import random
 import shlex
@@ -215,14 +214,13 @@ def test_sync_delivers_what_an_ended_run_did_not(
     assert "credentials are not stored" in output
     server.open()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    code, output = run_txl("track", "sync", run_dir, "--json")
+    code, output = run_txl("track", "sync", run_dir)
     assert code == 0, output
     assert state_of(run_dir).delivered
     run_id = run_id_of(run_dir)
     assert recorded_steps(server.database, run_id) == list(range(1, 11))
     assert tags_of(server.database, run_id)["txl.status"] == "preempted"
-    expected = {"run": str(run_dir), "mlflow_run_id": run_id, "status": "preempted"}
-    assert json.loads(output) == {**expected, "delivered": True}
+    assert f"MLflow run {run_id} has all metrics of {run_dir} (status: preempted)" in output
 
 
 def test_the_end_is_stored_if_a_call_returns_only_after_the_deadline(

@@ -18,7 +18,7 @@ LINES = "the grey sea ; 潮 は 満ちる\n\nit isn't far , don't wait <unk> <eo
 KINDS = {
     "char": ["--tokenizer", "char"],
     "bpe": ["--tokenizer", "bpe", "--vocab-size", 300],
-    "word": ["--tokenizer", "word", "--min-freq", 2],
+    "word": ["--tokenizer", "word", "--vocab-size", 2000],
     "wt103": ["--tokenizer", "word", "--recipe", "wt103"],
     "lm1b": ["--tokenizer", "word", "--recipe", "lm1b", "--vocab-size", 16],
     "text8": ["--tokenizer", "char", "--recipe", "text8"],

@@ -15,7 +15,7 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
 from tests.support.commands import start_txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, metrics
-from txl_dist.config.config_file import starting_file
+from txl_dist.config.starting_file import starting_file
 
 CLEARLY_BELOW = 0.92
 """The parts of a text differ by a few percent: a run that learned nothing ended at 0.95."""

@@ -1,0 +1,83 @@
+"""The file that `txl config init` writes: the best known small setting, all of it usable."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from txl_dist.config.config_file import flatten_config, load_run_config, read_yaml
+from txl_dist.config.run_config import RunConfig
+from txl_dist.config.starting_file import START, starting_file
+from txl_dist.model.choices import RECIPES as MODEL_RECIPES
+from txl_dist.training.data import TrainingData
+
+
+def init(path: Path, *arguments: Any, **options: Any) -> RunConfig:
+    path.write_text(starting_file("mine", *arguments, **options))
+    return load_run_config(path)
+
+
+@pytest.mark.parametrize(("recipe", "other"), [("modern", "paper"), ("paper", "modern")])
+def test_the_starting_file_leaves_to_the_recipe_what_it_decides(
+    recipe: str, other: str, tmp_path: Path
+) -> None:
+    given = {"recipe", *(key for section in START[recipe].values() for key in section)}
+    written = read_yaml(starting_file("mine", recipe)).value
+    assert {*(written["model"] or {}), *written["optimizer"]} == given
+    assert init(tmp_path / "mine.yaml", recipe).warnings == []
+    # So another recipe in the same file is that recipe.
+    changed = load_run_config(tmp_path / "mine.yaml", [f"model.recipe={other}"])
+    # But not at its rate, if the file has the other one's: that is warned of.
+    assert ["size" in warning for warning in changed.warnings] == [True] * (recipe == "paper")
+    named = ("name", "schedule", "gradient_clipping")
+    of_other = init(tmp_path / "other.yaml", other)
+    assert [getattr(changed.optimizer, name) for name in named] == [
+        getattr(of_other.optimizer, name) for name in named
+    ]
+    for name in MODEL_RECIPES["modern"]:
+        assert getattr(changed.model, name) == getattr(of_other.model, name), name
+
+
+def test_the_starting_file_is_the_best_known_small_setting(tmp_path: Path) -> None:
+    ours = {"directory", "seed", "data.path", "evaluation.split", "tracking.experiment"}
+    settings = flatten_config(init(tmp_path / "mine.yaml"))
+    quickstart = flatten_config(load_run_config("modern/quickstart"))
+    assert {key for key in settings if settings[key] != quickstart[key]} == ours
+    assert settings["tracking.experiment"] == "mine"
+    paper, shipped = init(tmp_path / "mine.yaml", "paper"), load_run_config("quickstart")
+    assert (paper.model, paper.optimizer) == (shipped.model, shipped.optimizer)
+    assert paper.data == load_run_config(tmp_path / "mine.yaml", ["model.recipe=modern"]).data
+
+
+def test_the_starting_file_fits_its_data(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("to be or not to be that is the question " * 3000)
+    for tokenizer in ("byte", "word"):
+        settings = PrepareSettings(tokenizer=tokenizer)
+        prepare_dataset([tmp_path / "text"], tmp_path / tokenizer, settings)
+    manifest = load_manifest(tmp_path / "byte")
+    config = init(tmp_path / "mine.yaml", data=str(tmp_path / "byte"), manifest=manifest)
+    assert config.data.path == str(tmp_path / "byte")
+    # 120,000 bytes are 117 lanes of 16 segments; 96 are three turns of 32.
+    assert (config.data.num_lanes, config.data.rows) == (96, 32)
+    TrainingData.open(config, num_ranks=32)
+    # Words are sorted by frequency, as an adaptive softmax needs them. Here they are few.
+    assert init(tmp_path / "mine.yaml").model.cutoffs == ()
+    words = load_manifest(tmp_path / "word")
+    assert init(tmp_path / "mine.yaml", manifest=words).model.cutoffs == ()
+    many = words.model_copy(update={"vocab_size": 50_000})
+    assert init(tmp_path / "mine.yaml", manifest=many).model.cutoffs == (20_000, 40_000)
+
+
+def test_every_setting_in_a_comment_can_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(starting_file("mine"))
+    settings = load_run_config(path).model_dump(mode="json")
+    names = [name for section in settings.values() if isinstance(section, dict) for name in section]
+    setting = re.compile(rf"^( *)# ((?:{'|'.join([*settings, *names])}): )", re.M)
+    path.write_text(setting.sub(r"\1\2", path.read_text()))
+    assert read_yaml(path.read_text()).value == settings
+    assert load_run_config(path).model_dump(mode="json") == settings

@@ -1,9 +1,9 @@
 """`txl prepare`: the stages from input files to a published dataset, in order.
 
 The input is read once, to hash each document and to copy its text. One process then assigns all
-documents to shards from their locations alone, before they are tokenized. The same input and settings
-give the same bytes for any number of workers. Finished units stay in the staging directory when the
-program is stopped or killed, and a rerun of the same command reuses them.
+documents to shards from their locations alone, before they are tokenized. The same input and
+settings give the same bytes for any number of workers. Finished units stay in the staging directory
+when the program is stopped or killed, and a rerun of the same command reuses them.
 """
 
 import itertools
@@ -227,9 +227,10 @@ def _train_tokenizer(
         contexts = [
             settings.model_copy(update={"train_bytes": size}) for size in left if size > 0
         ]
+    pairs = enumerate(zip(contexts, train, strict=False))
     units = (
-        BatchUnit("count", "train", number, context.model_dump_json(), documents.take(train[number]))
-        for number, context in enumerate(contexts)
+        BatchUnit("count", "train", number, context.model_dump_json(), documents.take(numbers))
+        for number, (context, numbers) in pairs
     )
     results = runner.run("counting", units, starts[len(contexts)])
     paths = sorted(runner.staging / result["counts"] for _, result in results)

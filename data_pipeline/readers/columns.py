@@ -94,17 +94,23 @@ def _parquet_values(source: Source) -> Iterator[Any]:
         )
     file = ParquetFile(source.stream, page_checksum_verification=True)
     _require_column(file.schema_arrow, source)
-    metadata, num_rows = file.metadata, 0
-    num_bytes = sum(
-        metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
-    )
-    row_bytes = num_bytes // max(metadata.num_rows, 1) + 1
-    batch_rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES // row_bytes))
-    for batch in file.iter_batches(batch_rows, columns=[source.text_key], use_threads=False):
-        yield from batch.column(0)
-        num_rows += len(batch)
-    if num_rows != metadata.num_rows:  # a damaged page header can drop rows without an error
-        raise ValueError(f"it has {num_rows} rows, not {metadata.num_rows}")
+    groups = range(file.metadata.num_row_groups)
+    total = sum(file.metadata.row_group(group).num_rows for group in groups)
+    if total != file.metadata.num_rows:
+        raise ValueError(f"its row groups have {total} rows, not {file.metadata.num_rows}")
+    for group in groups:
+        metadata = file.metadata.row_group(group)
+        row_bytes = metadata.total_byte_size // max(metadata.num_rows, 1) + 1
+        rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+        missing = metadata.num_rows
+        batches = file.iter_batches(
+            rows, row_groups=[group], columns=[source.text_key], use_threads=False
+        )
+        for batch in batches:
+            yield from batch.column(0)
+            missing -= len(batch)
+        if missing:  # a damaged page header can drop rows without an error
+            raise ValueError(f"row group {group} lacks {missing} of its rows")
 
 
 def _arrow_values(source: Source) -> Iterator[Any]:
@@ -169,7 +175,8 @@ def _require_column(schema: Any, source: Source) -> None:
     if not (_holds_ids(kind) if source.file.ids else _holds_text(kind)):
         content = "lists of integers" if source.file.ids else "strings"
         hint = " (for token ids: --format ids)" * (not source.file.ids and _holds_ids(kind))
-        raise BrokenStreamError(f'column "{source.text_key}" is not of {content} but of {kind}{hint}')
+        reason = f'column "{source.text_key}" is not of {content} but of {kind}{hint}'
+        raise BrokenStreamError(reason)
 
 
 def _index_of_column(columns: list[str], text_key: str) -> int:

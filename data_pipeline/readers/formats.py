@@ -204,10 +204,10 @@ def _require_json_lines(file: InputFile) -> None:
     if not is_array and (is_short or any(isinstance(_parsed(line), dict) for line in lines)):
         return
     raise DataError(
-        f"{shown(file.place)} does not have one JSON object per line. Convert such files and give the "
-        "results: jq -c '.[]' FILE.json > FILE.jsonl for one array, jq -c . for objects over several "
-        "lines. Or exclude them by a pattern such as 'in/**/*.jsonl'. To read raw JSON as text, as in "
-        "source code: --format text"
+        f"{shown(file.place)} does not have one JSON object per line. Convert such files and give "
+        "the results: jq -c '.[]' FILE.json > FILE.jsonl for one array, jq -c . for objects over "
+        "several lines. Or exclude them by a pattern such as 'in/**/*.jsonl'. To read raw JSON as "
+        "text, as in source code: --format text"
     )
 
 

@@ -260,7 +260,7 @@ def _belongs_to_sample(member: Member) -> bool:
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a member describes the dataset: its path is `__NAME__`, or begins with this folder."""
+    """Whether a member describes the dataset: its path is `__NAME__`, or is in such a folder."""
     return _METADATA.match(name) is not None
 
 

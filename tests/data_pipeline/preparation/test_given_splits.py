@@ -179,7 +179,9 @@ GIVEN_INPUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("inputs", "splits"), GIVEN_INPUTS.items(), ids=map("+".join, GIVEN_INPUTS))
+@pytest.mark.parametrize(
+    ("inputs", "splits"), GIVEN_INPUTS.items(), ids=map("+".join, GIVEN_INPUTS)
+)
 def test_a_given_folder_counts_first_if_several_differ_and_otherwise_last(
     inputs: tuple[str, ...],
     splits: dict[str, str],

@@ -15,7 +15,6 @@ from pyarrow import parquet
 
 from data_pipeline.errors import DataError
 from data_pipeline.readers import Reject, scan_ranges
-from tests.data_pipeline.readers.id_inputs import RULES
 from tests.data_pipeline.readers.reading import (
     Document,
     find,

@@ -243,6 +243,7 @@ def test_an_input_that_would_be_misread_is_refused_with_what_to_do(
         (tmp_path / "in" / "b.idx").write_bytes(b"MMIDIDX\0\0")
     ids = IdRules(2**16, 0, "<u2") if ".bin" in name else None
     for address in (tmp_path / "in", tmp_path / "in" / name):
-        with pytest.raises(DataError, match=rf"{tmp_path}/in/{re.escape(name)} (is|has) an?") as refused:
+        place = re.escape(f"{tmp_path}/in/{name}")
+        with pytest.raises(DataError, match=f"{place} (is|has) an?") as refused:
             one_file(address, "ids" if ids else "auto", ids)
         assert instead in str(refused.value)

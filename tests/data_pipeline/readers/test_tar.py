@@ -65,6 +65,7 @@ def test_samples_are_documents_with_their_keys(tmp_path: Path, suffix: str) -> N
         member("./sub/0.json", b'{"text": "not used"}'),
         member("./sub/0.txt", b"one"),
         member("1.json", b'{"text": "two"}\n'),
+        member("2.json", b'{"text": "three"}'),
         member("__meta__.json", b"{}"),
         member(".hidden.txt"),
         member("x" * 200 + ".txt", "fünf".encode()),
@@ -73,9 +74,9 @@ def test_samples_are_documents_with_their_keys(tmp_path: Path, suffix: str) -> N
     path = tmp_path / f"in{suffix}"
     path.write_bytes(packed(content))
     records = read(one_file(path))
-    assert texts(records) == ["one", "two", "fünf", "six"]
-    assert keys(records) == ["sub/0", "1", "x" * 200, "ü/y"]
-    assert [record.line for record in records] == [1, 2, 3, 4]
+    assert texts(records) == ["one", "two", "three", "fünf", "six"]
+    assert keys(records) == ["sub/0", "1", "2", "x" * 200, "ü/y"]
+    assert [record.line for record in records] == [1, 2, 3, 4, 5]
 
 
 def test_names_with_underscores_are_documents_if_they_have_text(tmp_path: Path) -> None:

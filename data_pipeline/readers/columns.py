@@ -80,8 +80,7 @@ def text_of_scalar(source: Source, value: Any) -> str:
             raise BadRecordError(f'"{source.text_key}" is null')
         return text.decode() if isinstance(text, bytes) else str(text)
     except UnicodeDecodeError as error:
-        reason = f"invalid UTF-8 at byte {error.start} of the text"
-        raise BadRecordError(reason) from None
+        raise BadRecordError(f"invalid UTF-8 at byte {error.start} of the text") from None
 
 
 def _parquet_values(source: Source) -> Iterator[Any]:
@@ -175,8 +174,9 @@ def _require_column(schema: Any, source: Source) -> None:
     if not (_holds_ids(kind) if source.file.ids else _holds_text(kind)):
         content = "lists of integers" if source.file.ids else "strings"
         hint = " (for token ids: --format ids)" * (not source.file.ids and _holds_ids(kind))
-        reason = f'column "{source.text_key}" is not of {content} but of {kind}{hint}'
-        raise BrokenStreamError(reason)
+        raise BrokenStreamError(
+            f'column "{source.text_key}" is not of {content} but of {kind}{hint}'
+        )
 
 
 def _index_of_column(columns: list[str], text_key: str) -> int:
@@ -250,8 +250,9 @@ def _bounded_lines(source: Source, stream: TextIO) -> Iterator[str]:
 
 def _text_of_row(row: list[str], *, column: int, num_columns: int) -> str:
     if len(row) != num_columns:
-        reason = f"the row has {len(row)} fields, the first row has {num_columns}"
-        raise BadRecordError(reason)
+        raise BadRecordError(
+            f"the row has {len(row)} fields, the first row has {num_columns}"
+        )
     try:
         row[column].encode()
     except UnicodeEncodeError as error:

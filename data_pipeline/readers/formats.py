@@ -213,9 +213,8 @@ def _require_json_lines(file: InputFile) -> None:
 
 def _kind_of_ids(file: InputFile, rules: IdRules) -> Kind:
     """The kind of a file of token ids. Raises ConfigError for a raw file without --dtype."""
-    suffix = file.suffix
-    kinds = (kind for kind, each in ID_FORMATS.items() if suffix.name in each.suffixes)
-    kind = next(kinds, None)
+    suffix = file.suffix.name
+    kind = next((kind for kind, each in ID_FORMATS.items() if suffix in each.suffixes), None)
     if not kind:
         raise ConfigError(
             f"{shown(file.place)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with "

@@ -106,8 +106,10 @@ def text_of_npy(raw: bytes, rules: IdRules) -> str:
     except BrokenStreamError as error:
         raise BadRecordError(error.reason) from None
     if shape != ((len(raw) - start) / dtype.itemsize,):
-        reason = f"the array has shape {shape} and {len(raw) - start:,} bytes; a document has one "
-        raise BadRecordError(reason + "dimension")
+        raise BadRecordError(
+            f"the array has shape {shape} and {len(raw) - start:,} bytes; a document has one "
+            "dimension"
+        )
     return text_of_array(np.frombuffer(raw, dtype, offset=start), rules)
 
 

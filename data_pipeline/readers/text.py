@@ -178,9 +178,8 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can contain it, UTF-8 cannot
-        code = ord(text[error.start])
-        reason = f"lone surrogate U+{code:04X} at character {error.start} of the text"
-        raise BadRecordError(reason) from None
+        code, place = ord(text[error.start]), f"character {error.start} of the text"
+        raise BadRecordError(f"lone surrogate U+{code:04X} at {place}") from None
     return text
 
 

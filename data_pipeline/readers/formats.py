@@ -18,7 +18,8 @@ decides by
 The kinds `lines` and `blank_lines` are never chosen automatically. In a folder or pattern,
 `--format jsonl` reads the files that auto would read as jsonl.
 
-`--format ids` decides by the `suffixes` of `ID_FORMATS`, and for .json files by the first bytes.
+`--format ids` decides by the `suffixes` of `ID_FORMATS`, for .bin files by an index of Megatron-LM
+beside the file (`megatron.py`), and for .json files by the first bytes.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 from data_pipeline.readers.columns import read_csv, read_table
 from data_pipeline.readers.ids import read_bin, read_npy
+from data_pipeline.readers.megatron import MAGIC, index_path, read_pair
 from data_pipeline.readers.records import BrokenStreamError, IdRules, Record, Reject
 from data_pipeline.readers.source import InputFile, Source, mark_of
 from data_pipeline.readers.tar import read_tar
@@ -103,6 +105,7 @@ ID_FORMATS: dict[Kind, FileFormat] = {
     "arrow": FORMATS["arrow"],
     "tar": FORMATS["tar"],
     "bin": FileFormat(read=read_bin, suffixes=(".bin",), by_range=True),
+    "megatron": FileFormat(read=read_pair, by_range=True),
 }
 """The kinds of files that `--format ids` reads, with token ids instead of text."""
 
@@ -147,6 +150,11 @@ def with_kind(file: InputFile, rules: KindRules, *, in_folder: bool) -> InputFil
         kind = _kind_of(file, rules, in_folder=in_folder)
     if kind == "jsonl" and file.suffix.name == ".json":
         _require_json_lines(file)
+    if kind == "megatron":
+        index = index_path(file.path)
+        is_marked = file.mark and not (file.archive or scheme_of(index))
+        mark = f"{file.mark} {mark_of(index)}" if is_marked else file.mark
+        file = replace(file, next_paths=(index,), mark=mark)
     return replace(file, kind=kind, ids=rules.ids, keeps_nul=rules.format == "text")
 
 
@@ -227,14 +235,9 @@ def _kind_of_ids(file: InputFile, rules: IdRules) -> Kind:
         return "jsonl" if is_jsonl else "json"
     if kind != "bin":
         return kind
-    index = file.path.removesuffix(".bin") + ".idx"
-    if InputFile(index, index).first_bytes(7) == b"MMIDIDX":
-        raise DataError(
-            f"{shown(file.place)} has an index of Megatron-LM, {posixpath.basename(index)}, which "
-            "is not read. If each document ends with the end-of-document id, move the index to "
-            "another folder and give --dtype. Otherwise write the documents as JSON lines: "
-            "docs/removed.md has the lines of Python."
-        )
+    index = index_path(file.path)
+    if InputFile(index, index).first_bytes(len(MAGIC)) == MAGIC:
+        return "megatron"
     if int.from_bytes(file.first_bytes(4), "little") in _LLMC_NUMBERS:
         raise DataError(
             f"{shown(file.place)} is a file of llm.c, whose header would be read as ids; it is not "

@@ -37,7 +37,6 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import CHUNK_BYTES, DocumentBuilder, Source
 
-
 # --- the text of ids ------------------------------------------------------------------------------
 
 
@@ -144,7 +143,7 @@ def _read_separated(
     if is_inside:  # the id before the range is an end-of-document id or not
         offset += (-(-(source.start - start) // dtype.itemsize) - 1) * dtype.itemsize
         source.stream.seek(offset)
-    chunks = _chunks_of(source.stream, stop - offset, dtype)
+    chunks = chunks_of(source.stream, stop - offset, dtype)
     pieces = _between(chunks, source.id_rules.end_of_document, offset)
     for num_ends, document in groupby(pieces, key=lambda piece: piece[0]):
         if is_inside and not num_ends:  # of an earlier range
@@ -155,7 +154,7 @@ def _read_separated(
         if place >= source.stop:
             return
         source.lines += 1
-        yield _record(source, chain([first], (ids for *_, ids in document)), place)
+        yield record_of_chunks(source, chain([first], (ids for *_, ids in document)), place)
 
 
 def _between(
@@ -180,7 +179,7 @@ def _read_rows(source: Source, dtype: np.dtype, places: range) -> Iterator[Recor
         source.stream.seek(places.start + first * places.step)
     for place in places[first:stop]:
         source.lines += 1
-        row = np.concatenate(list(_chunks_of(source.stream, places.step, dtype)))
+        row = np.concatenate(list(chunks_of(source.stream, places.step, dtype)))
         text_of = partial(_text_of_row, rules=source.id_rules)
         yield source.record(text_of, row, line=source.lines, byte=place)
 
@@ -196,7 +195,7 @@ def _text_of_row(row: np.ndarray, rules: IdRules) -> str:
     return text_of_array(row, rules)
 
 
-def _record(source: Source, chunks: Iterator[np.ndarray], byte: int) -> Record | Reject:
+def record_of_chunks(source: Source, chunks: Iterator[np.ndarray], byte: int) -> Record | Reject:
     """The document of all chunks, which begins at this byte."""
     document = DocumentBuilder(source, byte, source.lines)
     try:
@@ -209,7 +208,7 @@ def _record(source: Source, chunks: Iterator[np.ndarray], byte: int) -> Record |
     return document.build()
 
 
-def _chunks_of(stream: BinaryIO, num_bytes: float, dtype: np.dtype) -> Iterator[np.ndarray]:
+def chunks_of(stream: BinaryIO, num_bytes: float, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Arrays of the next `num_bytes` of the stream; of all bytes to its end if infinite."""
     left, partial = num_bytes, 0
     # The stream is buffered: a short read is its end.

@@ -98,8 +98,8 @@ class InputFile:
     keeps_nul: bool = False
     """Whether NUL bytes are text (`--format text`), not the sign of a binary file."""
     next_paths: tuple[str, ...] = ()
-    """wikitext_rows: files in which the content of this one continues; `size` and `mark` include
-    theirs."""
+    """wikitext_rows: files in which the content of this one continues; `size` includes theirs.
+    megatron: the index. `mark` includes theirs."""
     archive: str = ""
     """The address of the archive from which `path` was unpacked; `mark` is then that of it."""
     member: str = ""
@@ -249,9 +249,7 @@ def lines_of(source: Source) -> Iterator[Line]:
             source.lines += 1
             yield Line(begin, source.lines, raw)
     except OSError as error:
-        raise BrokenStreamError(
-            reject_reason(error), line=source.lines + 1, byte=offset
-        ) from error
+        raise BrokenStreamError(reject_reason(error), line=source.lines + 1, byte=offset) from error
 
 
 class DocumentBuilder:

@@ -1,6 +1,7 @@
 """Files of token ids as other programs write them."""
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,20 @@ Documents = list[list[int]]
 def separated(documents: Documents) -> np.ndarray:
     """One stream, every document closed by the end-of-document id."""
     return np.array([id_ for document in documents for id_ in (*document, END)], "<u2")
+
+
+def megatron_index(documents: Documents, *, size: int = 2, code: int = 8) -> bytes:
+    """The .idx file of Megatron-LM for one sequence per document, by the published layout."""
+    lengths = np.array([len(document) for document in documents], np.int32)
+    pointers = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64) * size]).astype("<i8")
+    bounds = np.arange(len(documents) + 1, dtype=np.int64)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds))
+    return header + lengths.tobytes() + pointers.tobytes() + bounds.tobytes()
+
+
+def write_megatron(path: Path, documents: Documents) -> None:
+    path.write_bytes(b"".join(np.array(document, "<u2").tobytes() for document in documents))
+    path.with_suffix(".idx").write_bytes(megatron_index(documents))
 
 
 def write_parquet(path: Path, documents: Documents) -> None:
@@ -39,6 +54,7 @@ WRITERS: dict[str, Callable[[Path, Documents], object]] = {
     "npy": lambda path, documents: np.save(path, separated(documents)),
     "parquet": write_parquet,
     "arrow": write_arrow,
+    "megatron.bin": write_megatron,
     "bin": lambda path, documents: separated(documents).tofile(path),
 }
 """Suffix of the file, which decides the kind, and the function that writes it."""

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import struct
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from data_pipeline.readers import Reject
-from tests.data_pipeline.readers.id_inputs import RULES, separated
+from data_pipeline.errors import DataError
+from data_pipeline.readers import IdRules, Reject
+from tests.data_pipeline.readers.id_inputs import RULES, megatron_index, separated, write_megatron
 from tests.data_pipeline.readers.reading import Document, one_file, read, rejects
 from tests.support.hostile_pickle import Hostile
 
@@ -153,3 +156,37 @@ def test_a_file_cut_anywhere_never_raises_or_loses_ids_silently(
         (tmp_path / name).write_bytes(whole[:size])
         records = read(one_file(tmp_path / name, "ids", RULES))
         assert isinstance(records[-1], Reject), size
+
+
+INDEX = megatron_index([GOOD, [4]])
+Change = Callable[[bytes], bytes]
+BAD_INDEXES: dict[str, tuple[Change, str]] = {
+    "version": (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "has version 2"),
+    "floats": (lambda _: megatron_index([GOOD], code=7), "type code 7; supported are"),
+    "truncated": (lambda raw: raw[:-1], "is truncated, or has more than ids"),
+    "hostile count": (lambda raw: raw[:18] + b"\xff" * 7 + b"\0" + raw[26:], "is truncated"),
+    "modes": (lambda raw: raw + b"\0\0", "is truncated, or has more than ids"),
+    "negative": (lambda raw: raw[:34] + struct.pack("<i", -3) + raw[38:], "one after the other"),
+    "gap": (lambda _: megatron_index([GOOD, [4]], size=4), "one after the other"),
+    "bounds": (lambda raw: raw[:-8] + struct.pack("<q", 1), "do not cover its 2 sequences"),
+    "shorter": (lambda _: megatron_index([GOOD]), "has more than the 6 bytes of its index"),
+    "longer": (lambda _: megatron_index([GOOD, [4, 5]]), "truncated: 2 bytes of ids are missing"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD_INDEXES.values(), ids=BAD_INDEXES)
+def test_a_bad_index_is_rejected_by_name(tmp_path: Path, change: Change, reason: str) -> None:
+    (tmp_path / "in.bin").write_bytes(np.array([*GOOD, 4], "<u2").tobytes())
+    (tmp_path / "in.idx").write_bytes(change(INDEX))
+    records = read(one_file(tmp_path / "in.bin", "ids", IdRules(500, 0)))
+    assert isinstance(records[-1], Reject)
+    assert reason in records[-1].reason
+    assert records[-1].loses_rest
+
+
+def test_an_index_that_changes_is_a_change_of_its_file(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "in.bin", [GOOD, [4]])
+    file = one_file(tmp_path / "in.bin", "ids", IdRules(500, 0))
+    (tmp_path / "in.idx").write_bytes(megatron_index([[1, 2], [3, 4]]))
+    with pytest.raises(DataError, match="changed while it was being read"):
+        read(file)

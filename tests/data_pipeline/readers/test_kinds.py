@@ -226,7 +226,6 @@ def test_binary_files_are_refused_by_name(txl: Callable[..., Any], tmp_path: Pat
 REMOVED: dict[str, tuple[str, bytes, str]] = {
     "a web archive": ("CC-MAIN.warc.wet.gz", gzip.compress(b"WARC/1.0\r\n"), "as JSON lines"),
     "one that was renamed": ("pages", b"WARC/1.0\r\n", "as JSON lines"),
-    "a pair of Megatron-LM": ("b.bin", b"\1\0", "docs/removed.md"),
     "a shard of llm.c": ("a.bin", struct.pack("<3i", 20240520, 1, 4), "tail -c +1025"),
     "one of Llama 3": ("a.bin.gz", gzip.compress(struct.pack("<2i", 20240801, 7)), "tail -c +1025"),
 }

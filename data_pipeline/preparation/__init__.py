@@ -1,8 +1,8 @@
 """`txl prepare`: turn input files into a dataset of tokenized shards.
 
     input files
-      -> scan.py        locate and hash every document                  work units, in parallel
-      -> index.py       join all scans
+      -> scan.py        hash every document and copy its text           work units, in parallel
+                        join all scans
       -> output.py      refuse an input with too many rejects
       -> splits.py      drop repeats; documents -> splits, order, shards
       -> prepare.py     train char, word or bpe on train                 counting: work units

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, counted
-from data_pipeline.preparation.index import InputIndex
-from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, RECORDS, UNIT_BYTES
+from data_pipeline.preparation.documents import RECORDS
+from data_pipeline.preparation.scan import MAX_SHOWN_REJECTS, UNIT_BYTES, InputIndex
 from data_pipeline.readers import InputFile
 from data_pipeline.readers.split_names import list_names
 from data_pipeline.readers.unpack import UNPACKED

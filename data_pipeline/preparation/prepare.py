@@ -1,9 +1,9 @@
 """`txl prepare`: the stages from input files to a published dataset, in order.
 
-Each document is read twice: to locate and hash it, and to tokenize it into its shard. In between,
-one process assigns all documents to shards from their locations alone. The same input and settings
-give the same bytes for any number of workers. Finished units stay in the staging directory when the
-program is stopped or killed, and a rerun of the same command reuses them.
+The input is read once, to hash each document and to copy its text. One process then assigns all
+documents to shards from their locations alone, before they are tokenized. The same input and
+settings give the same bytes for any number of workers. Finished units stay in the staging directory
+when the program is stopped or killed, and a rerun of the same command reuses them.
 """
 
 import itertools
@@ -18,14 +18,13 @@ import numpy as np
 
 from data_pipeline.errors import printable
 from data_pipeline.preparation.documents import Documents
-from data_pipeline.preparation.index import InputIndex
 from data_pipeline.preparation.output import (
     claim_staging,
     find_existing,
     fingerprint_of,
     require_usable_input,
 )
-from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
+from data_pipeline.preparation.scan import InputIndex, ScanResult, ScanUnit, plan_scan, scan
 from data_pipeline.preparation.splits import (
     ShardAssignment,
     choose_given_splits,
@@ -220,22 +219,18 @@ def _train_tokenizer(
     Work units count the symbols of each shard: characters, words, or for bpe the words at the
     beginning of train. This process adds the counts and builds the vocabulary.
     """
-    contexts: list[str] = []
-    total_bytes = 0
-    for numbers in train:
-        context = settings
-        if settings.tokenizer == "bpe":
-            bytes_left = settings.train_bytes - total_bytes
-            if bytes_left <= 0:
-                break
-            context = settings.model_copy(update={"train_bytes": bytes_left})
-        contexts.append(context.model_dump_json())
-        total_bytes += int(documents.text_bytes[numbers].sum())
+    sizes = (int(documents.text_bytes[numbers].sum()) for numbers in train)
+    starts = [0, *itertools.accumulate(sizes)]
+    contexts = [settings] * len(train)
+    if settings.tokenizer == "bpe":
+        left = (settings.train_bytes - start for start in starts[:-1])
+        contexts = [settings.model_copy(update={"train_bytes": size}) for size in left if size > 0]
+    pairs = enumerate(zip(contexts, train, strict=False))
     units = (
-        BatchUnit("count", "train", number, context, documents.take(train[number]))
-        for number, context in enumerate(contexts)
+        BatchUnit("count", "train", number, context.model_dump_json(), documents.take(numbers))
+        for number, (context, numbers) in pairs
     )
-    results = runner.run("counting", units, total_bytes)
+    results = runner.run("counting", units, starts[len(contexts)])
     paths = sorted(runner.staging / result["counts"] for _, result in results)
     runner.progress("training the tokenizer", 0, 0)
     return tokenizer_of_counts(settings, sum_of_counts(paths))
@@ -272,7 +267,7 @@ def _summarize_input(
     units = plan_scan(files, settings.text_key)
     total_bytes, done_bytes = sum(unit.size for unit in units), 0
     scans: dict[int, ScanResult] = {}
-    for number, result in workers.map(scan, units):
+    for number, result in workers.map(_scan_alone, units):
         scans[number] = result
         done_bytes += units[number].size
         progress("reading", done_bytes, total_bytes)
@@ -282,6 +277,12 @@ def _summarize_input(
     if settings.dedup == "exact":
         first_of_each_text(index)
     return index.summary()
+
+
+def _scan_alone(unit: ScanUnit) -> ScanResult:
+    """The scan of a unit, without the texts."""
+    with Path(os.devnull).open("wb") as nowhere:
+        return scan(unit, nowhere)
 
 
 def list_read_as(read_as: dict[str, dict[str, int]]) -> str:

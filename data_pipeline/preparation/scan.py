@@ -1,14 +1,19 @@
-"""Scan units read the input once to locate and hash every document. `index.py` joins the results.
+"""Scan units read the input once: they locate and hash every document, and copy its text.
 
-A scan holds no text: location, size and sha256 of every document, about 70 bytes per document on
-disk. Its lines count from the start of a range. Texts that cannot be read again from their file
-(compressed files, Parquet, URLs, arrays of ids) are copied to the spill file of the unit.
+A scan holds no text: location, size and sha256 of every document, about 60 bytes per document on
+disk. The texts are in a file next to it, from which they are read for the vocabulary and the
+shards. Lines of a scan count from the start of a range.
+
+`InputIndex` joins the scans in input order. It has 48 bytes per document, so an input larger than
+RAM can be deduplicated, split and shuffled in one process.
 """
 
 import hashlib
+import itertools
 import json
 import struct
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -16,34 +21,30 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.readers import (
-    InputFile,
-    Record,
-    Reject,
-    Source,
-    read_records,
-    scan_ranges,
-)
+from data_pipeline.preparation.documents import TEXT_HASH_BYTES, Documents, document_id
+from data_pipeline.readers import InputFile, Reject, Source, read_records, scan_ranges
+from data_pipeline.shards.manifest import InputSummary
 
-RECORDS = "units"
-"""Directory in staging for files that are not part of the dataset."""
 UNIT_BYTES = 64 * 2**20
 MAX_RANGES_PER_UNIT = 4096
 """Maximum number of file ranges per unit. Limits the size of a unit of many small files."""
 MAX_REJECTS = 1_000_000
 """Maximum number of rejects per unit. A reject takes up to 1 kB of RAM."""
 MAX_SHOWN_REJECTS = 5
+_ROWS_PER_UPDATE = 8192
+"""Records whose contribution to the digest is held in RAM."""
 DOCUMENT, EMPTY, REJECT = 0, 1, 2
 RECORD = np.dtype(
     [
         ("range_index", "<u4"),  # the unit's file range that contains the record
         ("kind", "u1"),  # DOCUMENT, EMPTY or REJECT; for a reject, the fields below are 0
-        ("location", "<u8", 3),  # offset, size, line
+        ("offset", "<u8"),  # of the text in the file of texts
+        ("line", "<u8"),
         ("text_bytes", "<u8"),  # UTF-8 bytes of the text
         ("text_sha256", "u1", 32),
     ]
 )
-_ROW = struct.Struct("<IB3QQ32s")  # the same layout, without padding
+_ROW = struct.Struct("<IB3Q32s")  # the same layout, without padding
 
 
 class FileRange(NamedTuple):
@@ -74,10 +75,7 @@ class ScanUnit:
     @property
     def key(self) -> str:
         """Digest of everything that determines the result, except the content of the files."""
-        ranges = [
-            (each.number, each.file.name, each.file.is_spilled, each.start, each.stop)
-            for each in self.ranges
-        ]
+        ranges = [(each.number, each.file.name, each.start, each.stop) for each in self.ranges]
         # The row format is included so that a scan with other fields is not reused.
         content = json.dumps([_ROW.format, self.text_key, ranges])
         return hashlib.sha256(content.encode()).hexdigest()
@@ -130,17 +128,12 @@ def plan_scan(files: list[InputFile], text_key: str) -> list[ScanUnit]:
     return [ScanUnit(number, tuple(ranges), text_key) for number, ranges in enumerate(groups)]
 
 
-def spill_path(staging: Path, number: int) -> Path:
-    """The file with the texts of unit `number` that cannot be read from their input."""
-    return staging / RECORDS / f"spill-{number:06d}"
+def scan(unit: ScanUnit, texts: BinaryIO) -> ScanResult:
+    """Read a unit and write the texts of its documents to `texts`, which is empty.
 
-
-def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
-    """Read a unit. Records that cannot be used become rejects.
-
-    Texts of files that are spilled are written to `spill` if it is given; their locations then
-    refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
-    for more than MAX_REJECTS rejects: such an input has another format.
+    Records that cannot be used become rejects. Raises UnfinishedError when a disk or server fails
+    temporarily, and DataError for a changed file and for more than MAX_REJECTS rejects: such an
+    input has another format.
     """
     has_keys = any(each.file.kind == "tar" for each in unit.ranges)
     rows = bytearray()  # packed, because there may be millions
@@ -148,7 +141,7 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     rejects: list[Reject] = []
     keys: list[str] = []
     for number, (_, file, start, stop) in enumerate(unit.ranges):
-        source = Source(file, unit.text_key, start, stop, spill)
+        source = Source(file, unit.text_key, start, stop, texts)
         last_line = 0
         for record in read_records(source):
             last_line = record.line
@@ -156,9 +149,11 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
                 keys.append("" if isinstance(record, Reject) else record.key)
             if isinstance(record, Reject):
                 rejects.append(record)
-                rows += _ROW.pack(number, REJECT, 0, 0, 0, 0, b"")
+                rows += _ROW.pack(number, REJECT, 0, 0, 0, b"")
             else:
-                rows += _row(number, record, spill if file.is_spilled else None)
+                kind = DOCUMENT if record.size else EMPTY
+                place = record.offset, record.line, record.size
+                rows += _ROW.pack(number, kind, *place, record.sha256)
             if len(rejects) > MAX_REJECTS:
                 raise _too_many_rejects(file, rejects)
         # `source.lines` is 0 after a read error. The line numbers of the next range must still
@@ -172,19 +167,6 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     )
 
 
-def _row(number: int, record: Record, spill: BinaryIO | None) -> bytes:
-    """The row of a document. Its text is written to `spill` if given, unless it is there."""
-    offset, size, text_bytes = record.offset, record.size, record.size
-    if record.text is not None:
-        encoded = record.text.encode()
-        text_bytes = len(encoded)
-        if spill:
-            offset, size = spill.tell(), text_bytes
-            spill.write(encoded)
-    kind = DOCUMENT if text_bytes else EMPTY
-    return _ROW.pack(number, kind, offset, size, record.line, text_bytes, record.sha256)
-
-
 def _too_many_rejects(file: InputFile, rejects: list[Reject]) -> DataError:
     last = "".join(f"\n  {reject}" for reject in rejects[-MAX_SHOWN_REJECTS:])
     return DataError(
@@ -192,3 +174,102 @@ def _too_many_rejects(file: InputFile, rejects: list[Reject]) -> DataError:
         f"probably not {file.kind}.{last}\nNo dataset was written. Set its format with --format, "
         "or remove the file from the input."
     )
+
+
+class InputIndex:
+    """The documents with text, numbered in input order, and counts of everything else."""
+
+    documents: Documents
+
+    def __init__(
+        self,
+        files: list[InputFile],
+        units: Sequence[ScanUnit],
+        scans: Iterable[ScanResult],
+        reject_list: BinaryIO,
+    ) -> None:
+        """`scans` are the results of `units`, in order.
+
+        Rejects are written to `reject_list`, as the lines of `rejects.jsonl`.
+        """
+        self.files = files
+        self.empty = self.rejected = 0
+        self.duplicates = 0  # set by `first_of_each_text`
+        self.first_rejects: list[Reject] = []  # at most MAX_SHOWN_REJECTS
+        self.broken: dict[str, Reject] = {}  # by file, the first that loses the rest of the file
+        self._reject_list = reject_list
+        self._digest = hashlib.sha256()
+        if any(splits := [file.split for file in files]):
+            self._digest.update(json.dumps(splits).encode())
+        file_lines = np.zeros(len(files), np.uint64)
+        parts = [
+            self._add_scan(unit, scan, file_lines) for unit, scan in zip(units, scans, strict=True)
+        ]
+        self.documents = Documents.joined([file.name for file in files], parts)
+        self.num_documents = len(self.documents)  # also after the only one is cut
+
+    def summary(self) -> InputSummary:
+        """Counts, and a digest of given splits, of ids and texts of documents, and of rejects."""
+        return InputSummary(
+            digest=self._digest.hexdigest(),
+            files=len(self.files),
+            documents=self.num_documents,
+            empty=self.empty,
+            rejected=self.rejected,
+            duplicates=self.duplicates,
+        )
+
+    def _add_scan(self, unit: ScanUnit, scan: ScanResult, file_lines: np.ndarray) -> Documents:
+        """The documents of one unit, without the names of the files.
+
+        `file_lines` is uint64 [files], the lines of each file in earlier units; it is updated.
+        """
+        file_of_range = np.array([each.number for each in unit.ranges], np.uint32)
+        lines_before = file_lines[file_of_range]
+        # np.add.at, because one file may have several ranges in the unit.
+        np.add.at(file_lines, file_of_range, scan.range_lines.astype(np.uint64))
+        records = scan.records
+        file, shift = file_of_range[records["range_index"]], lines_before[records["range_index"]]
+        lines = records["line"] + np.where(records["line"] > 0, shift, 0).astype(np.uint64)
+        self._update_digest(scan, file, lines, shift)
+        self.empty += int((records["kind"] == EMPTY).sum())
+        is_document = records["kind"] == DOCUMENT
+        return Documents(
+            (),
+            file[is_document],
+            np.full(int(is_document.sum()), unit.number, np.uint32),
+            records["offset"][is_document],
+            lines[is_document],
+            records["text_bytes"][is_document],
+            records["text_sha256"][is_document, :TEXT_HASH_BYTES],
+            tuple(itertools.compress(scan.keys, is_document.tolist())),
+        )
+
+    def _update_digest(
+        self, scan: ScanResult, file: np.ndarray, lines: np.ndarray, shift: np.ndarray
+    ) -> None:
+        rejects = iter(scan.rejects)
+        keys = iter(scan.keys or itertools.repeat(""))
+        for start in range(0, len(file), _ROWS_PER_UPDATE):
+            rows = slice(start, start + _ROWS_PER_UPDATE)
+            columns = (scan.records["kind"][rows], file[rows], lines[rows], shift[rows])
+            sha256 = np.ascontiguousarray(scan.records["text_sha256"][rows]).view("V32")[:, 0]
+            values = zip(*(column.tolist() for column in (*columns, sha256)), strict=True)
+            content = []
+            # `values` first: zip must not take a key after the last value.
+            for (kind, number, line, lines_before, digest), key in zip(values, keys, strict=False):
+                if kind == REJECT:
+                    reject = next(rejects)
+                    if reject.line:
+                        reject = replace(reject, line=reject.line + lines_before)
+                    line_of_list = reject.to_json().encode() + b"\n"
+                    content.append(b"rejected\0" + line_of_list)
+                    self._reject_list.write(line_of_list)
+                    self.rejected += 1
+                    self.first_rejects = [*self.first_rejects, reject][:MAX_SHOWN_REJECTS]
+                    if reject.loses_rest:
+                        self.broken.setdefault(reject.file, reject)
+                else:
+                    id_ = document_id(self.files[number].name, line, key).encode()
+                    content.append(b"document\0%b\0%b\n" % (id_, digest))
+            self._digest.update(b"".join(content))

@@ -19,16 +19,17 @@ documents `STEM_1`, `STEM_2` or `STEM/1` of the same stem; otherwise the documen
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.preparation.documents import Documents
-from data_pipeline.preparation.index import InputIndex
-from data_pipeline.readers import InputFile, InputFiles, format_of
+from data_pipeline.preparation.documents import CHUNK_BYTES
+from data_pipeline.preparation.scan import InputIndex
+from data_pipeline.readers import InputFile, InputFiles
 from data_pipeline.readers.split_names import (
     TRAIN,
     count_by_split,
@@ -41,6 +42,9 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.training import FIXED_SPLIT, recipe_of
 
+Unit = Literal["bytes", "characters", "ids"]
+"""What the positions of `--split-by position` count."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardAssignment:
@@ -49,7 +53,7 @@ class ShardAssignment:
     index: InputIndex
     settings: PrepareSettings
     staging: Path
-    """Has the spill files, if the only document must be read to cut it."""
+    """Has the texts, if the only document must be read to cut it."""
     note: Callable[[str], None]
     """Receives messages for the user."""
 
@@ -117,7 +121,7 @@ class ShardAssignment:
     def _hash_works(self) -> np.ndarray:
         """uint64 [D]: the hash of the work of every document."""
         settings, num_documents = self.settings, len(self.index.documents)
-        works = _works(self.index.documents, settings.split_by)
+        works = _works(self.index, settings.split_by)
         hashes = (hash64(b"txl-split", work.encode()) for work in works)
         hash_of = np.fromiter(hashes, np.uint64, num_documents)
         num_works = len(np.unique(hash_of))
@@ -138,32 +142,36 @@ class ShardAssignment:
     def _cut_only_document(self) -> dict[str, list[np.ndarray]]:
         """Replace the only document by one document per split, each a shard.
 
-        Reads the text once to hash the parts, and with character tokens once more before that to
-        count characters. With byte tokens, a boundary inside a character moves to its first byte;
-        with token ids, the boundaries are between ids. Raises DataError if the input is not one
-        document or is too short.
+        With byte tokens, a boundary inside a character moves to its first byte; with token ids, the
+        boundaries are between ids. Raises DataError if the input is not one document or too short.
         """
         settings, documents = self.settings, self.index.documents
-        self._require_one_text()
-        is_ids = settings.format == "ids"
-        unit = "ids" if is_ids else "characters" if settings.tokenizer == "char" else "bytes"
-        length = documents.size
-        if unit != "bytes":
-            texts = documents.read_text(0, self.staging)
-            length = sum(text.count(" ") if is_ids else len(text) for text in texts) + is_ids
+        self._require_one_document()
+        name = settings.recipe or "the corpus"
+        unit: Unit = "bytes"
+        if settings.format == "ids" or settings.tokenizer == "char":
+            unit = "ids" if settings.format == "ids" else "characters"
+        text = documents.mapped_text(self.staging)
+        length = sum(map(len, _starts(text, unit))) if unit != "bytes" else len(text)
         try:
             bounds = _bounds(length, settings.split or FIXED_SPLIT)
-            cuts = [start for start, _ in bounds.values()][1:]
-            parts = _measure_parts(documents.read_text(0, self.staging), cuts, unit)
         except ValueError as error:
-            name = settings.recipe or "the corpus"
             raise DataError(
                 f"{documents.document_id(0)}: {error}. Give the whole text of {name}."
             ) from error
+        places = [_place_of(text, start, unit) for start, _ in bounds.values()]
+        # One blank separates two ids and is part of neither.
+        stops = [*(place - (unit == "ids") for place in places[1:]), len(text)]
+        parts = [
+            (start, stop, hashlib.sha256(text[start:stop].data).digest())
+            for start, stop in zip(places, stops, strict=True)
+        ]
+        if any(start == stop for start, stop, _ in parts):
+            raise DataError(f"{documents.document_id(0)}: too short for {len(parts)} splits.")
         self.index.documents = documents.cut(parts)
         return {name: [np.array([number])] for number, name in enumerate(bounds)}
 
-    def _require_one_text(self) -> None:
+    def _require_one_document(self) -> None:
         recipe, documents = self.settings.recipe, self.index.documents
         cause = f"recipe {recipe}" if recipe else "--split-by position"
         if len(documents) != 1:
@@ -173,22 +181,17 @@ class ShardAssignment:
                 f"the input has {len(documents)}: {names}{', ...' * (len(documents) > 3)}. Give "
                 "one file, with --format text if it is read as another format, or omit the option."
             )
-        file = documents.files[documents.file[0]]
-        if not file.is_spilled and format_of(file).stores == "json":
-            raise DataError(
-                f"{shown(file.place)} is read as {file.kind}; {cause} takes a text file or an "
-                "array of ids, which may be compressed."
-            )
 
 
-def _works(documents: Documents, split_by: str | None) -> Iterator[str]:
+def _works(index: InputIndex, split_by: str | None) -> Iterator[str]:
     """The work of every document, as a name; see the module docstring."""
+    documents = index.documents
+    names = documents.names
     if split_by == "document":
         return documents.ids()
-    names = [file.name for file in documents.files]
     if split_by == "file":
         return (names[file] for file in documents.file)
-    is_song = [bool(file.ids) and file.kind == "json" for file in documents.files]
+    is_song = [bool(file.ids) and file.kind == "json" for file in index.files]
     stems = [_stem(key) for key in documents.keys]
     if len({*stems}) < _MIN_STEMS:
         stems = []
@@ -285,9 +288,8 @@ def choose_given_splits(
 
 def _stem(key: str) -> str:
     """The key of a document in a tar file without the number of the part; "" without a key."""
-    sample = re.sub(r":\d+\Z", "", key)  # a line of a .jsonl member
-    part = re.fullmatch(r"(.*[^/_.-])[/_.-]+[a-z]*\d+", sample, re.IGNORECASE)
-    return part[1] if part else sample
+    part = re.fullmatch(r"(.*[^/_.-])[/_.-]+[a-z]*\d+", key, re.IGNORECASE)
+    return part[1] if part else key
 
 
 def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> np.ndarray:
@@ -321,40 +323,25 @@ def _bounds(length: int, fractions: dict[str, float]) -> dict[str, tuple[int, in
     return {name: (start, stop) for name, start, stop in bounds}
 
 
-def _measure_parts(
-    texts: Iterable[str], cuts: list[int], unit: str
-) -> list[tuple[int, int, bytes]]:
-    """(start, stop, sha256) in UTF-8 bytes of every part of a text; `cuts` are in units.
-
-    `unit` is bytes, characters, or ids, which are separated by one blank that belongs to no part.
-    """
-    parts, digest, start, at, seen = [], hashlib.sha256(), 0, 0, 0
-    cuts_left = [*cuts]
-    for text in texts:
-        rest = text
-        while rest:
-            head = _head(rest, cuts_left[0] - seen, unit) if cuts_left else rest
-            raw = head.encode()
-            digest.update(raw)
-            at += len(raw)
-            seen += {"bytes": len(raw), "characters": len(head), "ids": head.count(" ")}[unit]
-            rest = rest[len(head) :]
-            if cuts_left and rest:
-                parts.append((start, at, digest.digest()))
-                if unit == "ids":
-                    rest, at, seen = rest[1:], at + 1, seen + 1
-                digest, start = hashlib.sha256(), at
-                del cuts_left[0]
-    parts.append((start, at, digest.digest()))
-    if cuts_left or any(start == stop for start, stop, _ in parts):
-        raise ValueError(f"it is too short for {len(cuts) + 1} splits")
-    return parts
-
-
-def _head(text: str, room: int, unit: str) -> str:
-    """The beginning of a text, with at most `room` units; a text of ids ends before a blank."""
-    if unit == "characters":
-        return text[:room]
+def _place_of(text: np.ndarray, number: int, unit: Unit) -> int:
+    """The byte of `text`, its UTF-8, at which the unit with this number begins."""
     if unit == "bytes":
-        return text.encode()[:room].decode(errors="ignore")  # drops half a character
-    return " ".join(text.split(" ", room)[:room])
+        while text[number] & 0xC0 == 0x80:  # not the first byte of a character
+            number -= 1
+        return number
+    for starts in _starts(text, unit):
+        if number < len(starts):
+            return int(starts[number])
+        number -= len(starts)
+    raise IndexError(number)
+
+
+def _starts(text: np.ndarray, unit: Unit) -> Iterator[np.ndarray]:
+    """The bytes at which characters or ids begin, for one chunk of the text after another."""
+    if unit == "ids":
+        yield np.array([0])
+    for begin in range(0, len(text), CHUNK_BYTES):
+        chunk = text[begin : begin + CHUNK_BYTES]
+        is_id = unit == "ids"
+        is_start = chunk == ord(" ") if is_id else (chunk & 0xC0) != 0x80
+        yield begin + np.flatnonzero(is_start) + is_id

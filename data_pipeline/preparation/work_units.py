@@ -17,14 +17,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.documents import Documents, read_groups
+from data_pipeline.preparation.documents import RECORDS, Documents, read_groups, texts_path
 from data_pipeline.preparation.output import (
     FINGERPRINT,
     FinishedFile,
     load_finished,
     record_finished,
 )
-from data_pipeline.preparation.scan import RECORDS, ScanUnit, scan, spill_path
+from data_pipeline.preparation.scan import ScanUnit, scan
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_index import DocumentIds
@@ -38,7 +38,7 @@ from data_pipeline.system.files import (
 from data_pipeline.system.progress import Progress, count_bytes
 from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.system.workers import Workers
-from data_pipeline.tokenizers import Tokenizer, cuts_of, load_tokenizer, token_dtype
+from data_pipeline.tokenizers import Tokenizer, cuts_of, load_tokenizer
 from data_pipeline.tokenizers.interface import MAX_PART_CHARS, text_parts
 from data_pipeline.tokenizers.training import count_symbols
 
@@ -98,10 +98,8 @@ def run_unit(staging: Path, fingerprint: str, unit: Unit) -> Outcome:
     """
     _require_shared_staging(staging, fingerprint)
     # Without a version mark (a URL without time and tag), a changed file is not detected, and the
-    # spill file of an earlier scan could hold outdated texts. Such files are always scanned again.
-    unmarked = isinstance(unit, ScanUnit) and any(
-        each.file.is_spilled and not each.file.mark for each in unit.ranges
-    )
+    # texts of an earlier scan could be outdated. Such files are always scanned again.
+    unmarked = isinstance(unit, ScanUnit) and not all(each.file.mark for each in unit.ranges)
     result = None if unmarked else load_finished(staging, unit.name, unit.key)
     if result is not None:
         return Outcome(result, unit.size, reused=True)
@@ -138,14 +136,14 @@ def _require_shared_staging(staging: Path, fingerprint: str) -> None:
 
 
 def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
-    spill = scratch / spill_path(staging, unit.number).name
-    with spill.open("wb") as file:
+    texts = scratch / texts_path(staging, unit.number).name
+    with texts.open("wb") as file:
         data = scan(unit, file).to_bytes()
         file.flush()
         os.fsync(file.fileno())
     path = scratch / f"{unit.name}.safetensors"
     write_synced(path, data)
-    files = [_move_to_staging(each, staging) for each in (path, spill)]
+    files = [_move_to_staging(each, staging) for each in (path, texts)]
     return {"scan": files[0].path}, files
 
 
@@ -279,12 +277,7 @@ def tokenize_texts(
     marks = np.flatnonzero(tokens == tokenizer.end_of_document)
     if marks.size:
         raise _contains_end(tokenizer, ids.id_of(int(np.searchsorted(ends, marks[0], "right"))))
-    starts = ends - lengths + np.arange(len(ends))  # with one more token per earlier document
-    is_text = np.ones(len(tokens) + len(ends), bool)
-    is_text[starts] = False
-    opened = np.full(len(is_text), tokenizer.end_of_document, token_dtype(tokenizer.vocab_size))
-    opened[is_text] = tokens
-    return opened, lengths + 1
+    return np.insert(tokens, ends - lengths, tokenizer.end_of_document), lengths + 1
 
 
 def tokenize_document(

@@ -1,9 +1,8 @@
 """Readers: find the input files of a corpus and read documents from them.
 
-    find_files        lists the files and decides the format of each (find.py, kinds.py)
-    scan_ranges       cuts a file into byte ranges that can be read independently
-    read_records      reads the documents of one range, a Source: a Record or a Reject each
-    read_text_chunks  reads the text of one record again
+    find_files    lists the files and decides the format of each (find.py, formats.py)
+    scan_ranges   cuts a file into byte ranges that can be read independently
+    read_records  reads the documents of one range, a Source: a Record or a Reject each
 
 There is one module per format, listed in `formats.py`. To add one: docs/how_to/add_a_reader.md.
 """
@@ -14,15 +13,11 @@ from data_pipeline.readers.formats import (
     Format,
     Kind,
     format_names,
-    format_of,
     read_records,
-    read_text_chunks,
     scan_ranges,
-    text_of_stored,
 )
-from data_pipeline.readers.input_file import InputFile
 from data_pipeline.readers.records import IdRules, Record, Reject
-from data_pipeline.readers.source import Source
+from data_pipeline.readers.source import InputFile, Source
 
 __all__ = [
     "FORMATS",
@@ -36,9 +31,6 @@ __all__ = [
     "Source",
     "find_files",
     "format_names",
-    "format_of",
     "read_records",
-    "read_text_chunks",
     "scan_ranges",
-    "text_of_stored",
 ]

@@ -4,19 +4,18 @@ Braces are expanded first, as by a shell; then *, ? and [] match files, and ** f
 Files are listed in the order of the bytes of their paths, without hidden ones.
 """
 
-import fnmatch
 import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from braceexpand import braceexpand
+from fsspec.utils import glob_translate
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.input_file import ARCHIVES, InputFile, suffix_of
+from data_pipeline.readers.source import ARCHIVES, InputFile, mark_of, suffix_of
 from data_pipeline.readers.split_names import SPLIT_PATTERN, TRAIN
 from data_pipeline.system.sources import (
     file_system,
@@ -26,9 +25,6 @@ from data_pipeline.system.sources import (
     scheme_of,
     shown,
 )
-
-_MAX_EXPANDED = 100_000
-"""Maximum number of addresses of one brace pattern."""
 
 
 def parse_input(argument: str) -> tuple[str, str]:
@@ -79,18 +75,10 @@ def expand_braces(address: str) -> list[str]:
     local = local_path(address)
     if "{" not in address or (local and Path(local).exists()):
         return [address]
-    expanded: list[str] = []
-    if not re.search(r"\.\.-?\d{7}", address):  # braceexpand holds every range in RAM
-        try:
-            expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
-        except ValueError:  # the braces are not balanced
-            return [address]
-    if not 0 < len(expanded) <= _MAX_EXPANDED:
-        raise ConfigError(
-            f"{shown(address)}: the braces expand to more than {_MAX_EXPANDED:,} inputs. Give the "
-            "folder, or a pattern with * that matches the files that exist."
-        )
-    return expanded
+    try:
+        return list(braceexpand(address, escape=False))
+    except ValueError:  # the braces are not balanced
+        return [address]
 
 
 def is_pattern(address: str) -> bool:
@@ -101,15 +89,11 @@ def split_pattern(address: str) -> tuple[str, re.Pattern[str]]:
     """The folder before the first wildcard, and a regular expression for names relative to it."""
     parts = address.split("/")
     num_fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    regexes = []
-    for part in parts[num_fixed:]:
-        # `**` matches any number of folders, `*` no slash. Names have no empty parts.
-        translated = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
-        regexes.append("(?:[^/]+/)*" if part == "**" else translated.replace(".*", "[^/]*") + "/")
-    if parts[-1] == "**":
-        regexes.append("[^/]+/")
     root = "/".join(parts[:num_fixed]) or ("/" if address.startswith("/") else ".")
-    return root, re.compile("".join(regexes).removesuffix("/"), re.DOTALL)
+    try:
+        return root, re.compile(glob_translate("/".join(parts[num_fixed:])))
+    except ValueError as error:  # a**
+        raise ConfigError(f"{shown(address)}: {error}. Write **/NAME.") from error
 
 
 def split_archive(address: str) -> tuple[str, str]:
@@ -160,8 +144,7 @@ def local_file(root: Path, name: str) -> InputFile:
     """The file `name` below the folder `root`."""
     path = os.path.join(root, name) if str(root) != "." else name  # noqa: PTH118 - 20 times faster
     try:
-        status = os.stat(path)  # noqa: PTH116
-        size, mark = status.st_size, str(status.st_mtime_ns)
+        size, mark = os.stat(path).st_size, mark_of(path)  # noqa: PTH116
     except OSError:  # the reader reports the error
         size, mark = 0, ""
     return InputFile(path, name_in_utf8(name), size, mark)
@@ -171,19 +154,21 @@ def walk(folder: Path, out: Path) -> list[str]:
     """The relative paths of all visible files below `folder`, sorted by their bytes."""
     visited = {os.path.realpath(out)}
     names: list[str] = []
-    pending = [""]
-    while pending:
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         # If two links lead to one folder, the first in sorted order is used: ids stay the same.
-        below = pending.pop(0)
-        real_path = os.path.realpath(folder / below)
-        if real_path in visited:
+        folders.sort(key=os.fsencode)
+        if (real_path := os.path.realpath(root)) in visited:
+            folders.clear()
             continue
         visited.add(real_path)
-        with os.scandir(folder / below) as entries:
-            visible = [entry for entry in entries if not entry.name.startswith(".")]
-        for entry in sorted(visible, key=lambda entry: os.fsencode(entry.name)):
-            name = f"{below}/{entry.name}" if below else entry.name
-            (pending if entry.is_dir() else names).append(name)
+        folders[:] = (name for name in folders if not name.startswith("."))
+        below = os.path.relpath(root, folder) + "/"
+        visible = (name for name in files if not name.startswith("."))
+        names += (f"{below}{name}".removeprefix("./") for name in visible)
     return sorted(names, key=os.fsencode)
 
 

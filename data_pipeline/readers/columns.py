@@ -18,17 +18,20 @@ import csv
 import io
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, BinaryIO, TextIO
 
 from data_pipeline.errors import printable
+from data_pipeline.readers.ids import text_of_array
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     Record,
     Reject,
+    too_long,
 )
-from data_pipeline.readers.source import Source, read_exactly, too_long_error
+from data_pipeline.readers.source import Source, read_exactly
 from data_pipeline.system.sources import SourceError
 
 _BATCH_BYTES = 8 * 2**20
@@ -38,42 +41,55 @@ _END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 _TABS = (".tsv", ".tab")
 
 
-def read_parquet(source: Source) -> Iterator[Record | Reject]:
-    return _records_of_values(source, "Parquet", _parquet_values(source))
+def read_table(source: Source) -> Iterator[Record | Reject]:
+    """The rows of a Parquet or Arrow file."""
+    for value in values_of(source):
+        yield source.record(partial(text_of_scalar, source), value, line=source.lines)
 
 
-def read_arrow(source: Source) -> Iterator[Record | Reject]:
-    return _records_of_values(source, "Arrow", _arrow_values(source))
+def values_of(source: Source) -> Iterator[Any]:
+    """The values of the column as Arrow scalars, counted in `source.lines`.
 
-
-def _records_of_values(
-    source: Source, kind: str, values: Iterator[Any]
-) -> Iterator[Record | Reject]:
-    """A document per Arrow scalar. Raises BrokenStreamError for a damaged file."""
+    Raises BrokenStreamError for a damaged file.
+    """
     import pyarrow
 
+    is_arrow = "arrow" in (source.file.kind, source.file.suffix.name.removeprefix("."))
     try:
-        for value in values:
+        for value in (_arrow_values if is_arrow else _parquet_values)(source):
             source.lines += 1
-            yield _record_of_value(source, source.lines, value)
+            yield value
     except (BrokenStreamError, SourceError):
         raise
     except (pyarrow.ArrowException, OSError, ValueError, MemoryError, TypeError) as error:
         reason = printable(str(error).split("\n")[0])[:200]
         line = source.lines + bool(source.lines)
-        raise BrokenStreamError(line, 0, f"damaged {kind} file: {reason}") from error
+        kind = "Arrow" if is_arrow else "Parquet"
+        raise BrokenStreamError(f"damaged {kind} file: {reason}", line=line) from error
+
+
+def text_of_scalar(source: Source, value: Any) -> str:
+    """The text of a row, from its Arrow scalar. Raises BadRecordError."""
+    if source.file.ids and value.is_valid:
+        if value.values.null_count:
+            raise BadRecordError(f'"{source.text_key}" has null among its ids')
+        return text_of_array(value.values.to_numpy(zero_copy_only=False), source.file.ids)
+    try:
+        text = value.as_py()
+        if text is None:
+            raise BadRecordError(f'"{source.text_key}" is null')
+        return text.decode() if isinstance(text, bytes) else str(text)
+    except UnicodeDecodeError as error:
+        raise BadRecordError(f"invalid UTF-8 at byte {error.start} of the text") from None
 
 
 def _parquet_values(source: Source) -> Iterator[Any]:
-    """The values of the text column, as Arrow scalars."""
     from pyarrow.parquet import ParquetFile
 
     if not source.stream.seekable():
         raise BrokenStreamError(
-            0,
-            0,
             "Parquet needs random access, but this file is compressed as a whole or its server "
-            "has no byte ranges. Parquet compresses inside: use the plain file",
+            "has no byte ranges. Parquet compresses inside: use the plain file"
         )
     file = ParquetFile(source.stream, page_checksum_verification=True)
     _require_column(file.schema_arrow, source)
@@ -97,7 +113,7 @@ def _parquet_values(source: Source) -> Iterator[Any]:
 
 
 def _arrow_values(source: Source) -> Iterator[Any]:
-    """The values of the column, as Arrow scalars that are safe to read."""
+    """The values, safe to read."""
     import pyarrow
 
     is_file = source.stream.peek(len(_MAGIC))[: len(_MAGIC)] == _MAGIC  # type: ignore[attr-defined]
@@ -155,13 +171,12 @@ def _require_column(schema: Any, source: Source) -> None:
     """Raise BrokenStreamError if the Arrow schema has no column of texts, or of token ids."""
     _index_of_column(schema.names, source.text_key)
     kind = schema.field(source.text_key).type
-    holds, content = (
-        (_holds_ids, "lists of integers") if source.file.ids else (_holds_text, "strings")
-    )
-    if not holds(kind):
+    if not (_holds_ids(kind) if source.file.ids else _holds_text(kind)):
+        content = "lists of integers" if source.file.ids else "strings"
         hint = " (for token ids: --format ids)" * (not source.file.ids and _holds_ids(kind))
-        reason = f'column "{source.text_key}" is not of {content} but of {kind}{hint}'
-        raise BrokenStreamError(0, 0, reason)
+        raise BrokenStreamError(
+            f'column "{source.text_key}" is not of {content} but of {kind}{hint}'
+        )
 
 
 def _index_of_column(columns: list[str], text_key: str) -> int:
@@ -169,8 +184,7 @@ def _index_of_column(columns: list[str], text_key: str) -> int:
     if (count := columns.count(text_key)) != 1:
         problem = f'"{text_key}" names {count} columns' if count else f'no column "{text_key}"'
         listed = ", ".join(printable(name)[:40] for name in columns[:20]) or "none"
-        reason = f"{problem}; columns: {listed} (see --text-key and --format)"
-        raise BrokenStreamError(0, 0, reason)
+        raise BrokenStreamError(f"{problem}; columns: {listed} (see --text-key and --format)")
     return columns.index(text_key)
 
 
@@ -194,32 +208,7 @@ def _holds_text(kind: Any) -> bool:
     return any(test(plain) for test in tests)
 
 
-def _record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
-    """The document of a row, from its Arrow scalar. `row` is counted from 1."""
-    try:
-        text = _text_of_ids(source, value) if source.file.ids else value.as_py()
-        if text is None:
-            raise BadRecordError(0, f'"{source.text_key}" is null')
-        if isinstance(text, bytes):
-            text = text.decode("utf-8")
-        if len(text.encode()) > MAX_RECORD_BYTES:
-            raise too_long_error()
-        return Record.of(text, line=row)
-    except UnicodeDecodeError as error:
-        return source.reject(row, 0, f"invalid UTF-8 at byte {error.start} of the text")
-    except BadRecordError as error:
-        return source.reject(row, 0, error.reason)
-
-
-def _text_of_ids(source: Source, value: Any) -> str | None:
-    """The text of a list of ids; None for null. Raises BadRecordError."""
-    from data_pipeline.readers.ids import text_of_document
-
-    if not value.is_valid:
-        return None
-    if value.values.null_count:
-        raise BadRecordError(0, f'"{source.text_key}" has null among its ids')
-    return text_of_document(value.values.to_numpy(zero_copy_only=False), source.id_rules)
+# --- csv ------------------------------------------------------------------------------------------
 
 
 def read_csv(source: Source) -> Iterator[Record | Reject]:
@@ -232,15 +221,16 @@ def read_csv(source: Source) -> Iterator[Record | Reject]:
             rows = csv.reader(_bounded_lines(source, stream), strict=True, delimiter=delimiter)
             columns = next(rows, None)
             if not columns:
-                raise BrokenStreamError(0, 0, "it has no first row with the names of its columns")
+                raise BrokenStreamError("it has no first row with the names of its columns")
             column = _index_of_column(columns, source.text_key)
+            text_of = partial(_text_of_row, column=column, num_columns=len(columns))
             for row in rows:
                 if row:  # not a blank line
                     source.lines += 1
-                    yield _record_of_row(source, row, column, len(columns))
+                    yield source.record(text_of, row, line=source.lines)
     except csv.Error as error:
         reason = f"damaged CSV: {error}; is a quote not closed?"
-        raise BrokenStreamError(source.lines + 1, 0, reason) from error
+        raise BrokenStreamError(reason, line=source.lines + 1) from error
 
 
 def _bounded_lines(source: Source, stream: TextIO) -> Iterator[str]:
@@ -254,18 +244,16 @@ def _bounded_lines(source: Source, stream: TextIO) -> Iterator[str]:
             row, num_chars = source.lines, 0
         num_chars += len(line)
         if num_chars > MAX_RECORD_BYTES:
-            raise csv.Error(f"a row is {too_long_error().reason}")
+            raise csv.Error(f"a row is {too_long().reason}")
         yield line
 
 
-def _record_of_row(
-    source: Source, row: list[str], column: int, num_columns: int
-) -> Record | Reject:
+def _text_of_row(row: list[str], *, column: int, num_columns: int) -> str:
     if len(row) != num_columns:
-        reason = f"the row has {len(row)} fields, the first row has {num_columns}"
-        return source.reject(source.lines, 0, reason)
+        raise BadRecordError(f"the row has {len(row)} fields, the first row has {num_columns}")
     try:
-        return Record.of(row[column], line=source.lines)
+        row[column].encode()
     except UnicodeEncodeError as error:
         byte = len(row[column][: error.start].encode())
-        return source.reject(source.lines, 0, f"invalid UTF-8 at byte {byte} of the text")
+        raise BadRecordError(f"invalid UTF-8 at byte {byte} of the text") from None
+    return row[column]

@@ -1,6 +1,6 @@
 """Find the input files of paths, folders, patterns, archives and URLs, in a fixed order.
 
-`addresses.py` lists the files at an address, `unpack.py` unpacks archives, `kinds.py` decides the
+`addresses.py` lists the files at an address, `unpack.py` unpacks archives, `formats.py` decides the
 kind of each file, `split_names.py` the split that its name gives. This module decides which files
 are read, and makes their names distinct: they are the ids of documents.
 
@@ -33,14 +33,20 @@ from data_pipeline.readers.addresses import (
     split_archive,
     walk,
 )
-from data_pipeline.readers.formats import FORMATS, Format, Kind, suffixes_of
-from data_pipeline.readers.input_file import ANY_ARCHIVE, ARCHIVES, InputFile
-from data_pipeline.readers.kinds import KindRules, holds_json_lines, with_kind
-from data_pipeline.readers.lines import HEAD_BYTES
+from data_pipeline.readers.formats import (
+    FORMATS,
+    Format,
+    Kind,
+    KindRules,
+    holds_json_lines,
+    suffixes_of,
+    with_kind,
+)
 from data_pipeline.readers.records import IdRules
+from data_pipeline.readers.source import ANY_ARCHIVE, ARCHIVES, InputFile
 from data_pipeline.readers.split_names import with_splits_of_names
+from data_pipeline.readers.text import HEAD_BYTES, name_of_shards, next_shard
 from data_pipeline.readers.unpack import UNPACKED, holds_samples, unpack
-from data_pipeline.readers.wikitext import name_of_shards, next_shard
 from data_pipeline.system.sources import scheme_of, shown
 from data_pipeline.system.strict_json import parse_json
 
@@ -162,8 +168,6 @@ class _Search:
         self, files: list[InputFile], address: str, *, in_folder: bool
     ) -> list[InputFile]:
         """The files at an address without those that are ignored, which it counts."""
-        if self.rules.format == "ids":
-            files = _without_indexes(files)
         files = [
             file
             for file in _only_data_files(files, self.ignored)
@@ -231,18 +235,6 @@ class _Search:
 
 
 # --- files that are no data -----------------------------------------------------------------------
-
-
-def _without_indexes(files: list[InputFile]) -> list[InputFile]:
-    """Drop the indexes of pairs. Raises DataError for an .idx file without its .bin file."""
-    paths = {file.path for file in files}
-    for file in files:
-        if file.path.endswith(".idx") and file.path.removesuffix(".idx") + ".bin" not in paths:
-            raise DataError(
-                f"{shown(file.place)} is an index without its .bin file. Copy that, too, or remove "
-                "the index from the input."
-            )
-    return [file for file in files if not file.path.endswith(".idx")]
 
 
 def _only_data_files(files: list[InputFile], ignored: Counter[str]) -> list[InputFile]:
@@ -343,16 +335,14 @@ def _absolute_path(path: str) -> str:
 
 def _reject_ambiguous_names(files: list[InputFile]) -> None:
     """Raise DataError if a file would be read twice or two files would have the same name."""
-    by_name: dict[str, InputFile] = {}
-    by_path: set[str] = set()
-    for file in files:
-        for path in map(_absolute_path, (file.place, *file.next_paths)):
-            if path in by_path:
-                raise DataError(f"{shown(path)} would be read twice. Give every file only once.")
-            by_path.add(path)
-        if file.name in by_name:
-            raise DataError(
-                f"{shown(by_name[file.name].place)} and {shown(file.place)} would both be document "
-                f"{printable(file.name)!r}. Give a folder that contains both, or rename one."
-            )
-        by_name[file.name] = file
+    paths = Counter(_absolute_path(path) for f in files for path in (f.place, *f.next_paths))
+    path, count = paths.most_common(1)[0]
+    if count > 1:
+        raise DataError(f"{shown(path)} would be read twice. Give every file only once.")
+    name, count = Counter(file.name for file in files).most_common(1)[0]
+    if count > 1:
+        places = " and ".join(shown(file.place) for file in files if file.name == name)
+        raise DataError(
+            f"{places} would both be document {printable(name)!r}. Give a folder that contains "
+            "both, or rename one."
+        )

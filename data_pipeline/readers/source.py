@@ -1,36 +1,152 @@
-"""What a reader gets (`Source`), and how it reads lines and long documents from it.
+"""A file of the input, and what a reader of it gets (`Source`) to read lines and long documents.
 
-RAM is bounded: a line longer than MAX_RECORD_BYTES is cut, and a document longer than `HELD_BYTES`
-is decoded and hashed chunk by chunk instead of being held.
+Readers write the text of each document to `Source.texts`, one after another, so that it is read
+from the input once. RAM is bounded: a line longer than MAX_RECORD_BYTES is cut, and a
+`DocumentBuilder` checks, hashes and writes a document of any length chunk by chunk.
 """
 
 import codecs
 import hashlib
 import io
 import math
+import os
+import posixpath
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import BinaryIO, NamedTuple
+from itertools import islice
+from typing import BinaryIO, NamedTuple, TypeVar
 
-from data_pipeline.readers.input_file import InputFile
 from data_pipeline.readers.records import (
-    HELD_BYTES,
     MAX_RECORD_BYTES,
     BadRecordError,
     BrokenStreamError,
     IdRules,
     Record,
     Reject,
-    Utf8Decoder,
     decode,
+    not_utf8,
+    too_long,
 )
-from data_pipeline.system.sources import reject_reason
+from data_pipeline.system.sources import Compression, open_source, reject_reason
 
 CHUNK_BYTES = 2**20
 NUL_REASON = (
     "binary: it has a NUL byte. Convert UTF-16 with iconv -f UTF-16 -t UTF-8; if it is text with "
     "NUL, give --format text"
 )
+ARCHIVES = (".zip", ".tar")
+"""The suffixes of archives that are read."""
+ANY_ARCHIVE = {*ARCHIVES, ".7z", ".rar", ".lz4"}
+_COMPRESSIONS: dict[str, Compression] = {
+    **{".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"},
+    **{".bz2": "bz2", ".bz": "bz2", ".xz": "xz"},
+}
+_PACKED_TARS = {".tgz": ".gz", ".tzst": ".zst", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz"}
+_T = TypeVar("_T")
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+class Suffix(NamedTuple):
+    """The suffix of a file name in lower case, split at the compression."""
+
+    name: str
+    """The suffix without that of the compression."""
+    packed: str
+    """The suffix of the compression, or an empty string."""
+
+    def __str__(self) -> str:
+        return self.name + self.packed or "without suffix"
+
+
+def suffix_of(name: str) -> Suffix:
+    stem, last = posixpath.splitext(name.lower())
+    if last in _PACKED_TARS:
+        return Suffix(".tar", _PACKED_TARS[last])
+    if last in _COMPRESSIONS:
+        return Suffix(posixpath.splitext(stem)[1], last)
+    return Suffix(last, "")
+
+
+def mark_of(*paths: str) -> str:
+    """The version mark of local files: their sizes and modification times. Raises OSError."""
+    statuses = [os.stat(path) for path in paths]  # noqa: PTH116 - faster for many files
+    return " ".join(f"{status.st_size} {status.st_mtime_ns}" for status in statuses)
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file to read."""
+
+    path: str
+    """A local path or a URL."""
+    name: str
+    """The path relative to the input folder, always valid UTF-8."""
+    size: int = 0
+    """Stored bytes when the file was listed; 0 if unknown."""
+    mark: str = ""
+    """A version mark: that of `mark_of`, or the entity tag. "" if the file system has none."""
+    kind: str = ""
+    """A key of FORMATS, or of ID_FORMATS for files of token ids; "" until it is decided."""
+    ids: IdRules | None = None
+    """Set if the documents are token ids instead of text."""
+    split: str = ""
+    """The split that the input gives to the file (`split_names.py`); "" if it gives none."""
+    keeps_nul: bool = False
+    """Whether NUL bytes are text (`--format text`), not the sign of a binary file."""
+    next_paths: tuple[str, ...] = ()
+    """wikitext_rows: files in which the content of this one continues; `size` includes theirs.
+    megatron: the index. `mark` includes theirs."""
+    archive: str = ""
+    """The address of the archive from which `path` was unpacked; `mark` is then that of it."""
+    member: str = ""
+    """The path in this archive."""
+
+    @property
+    def suffix(self) -> Suffix:
+        return suffix_of(self.name)
+
+    @property
+    def compression(self) -> Compression:
+        return _COMPRESSIONS.get(self.suffix.packed, "")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All files that are read for this one; `mark` is of all."""
+        return (self.path, *self.next_paths)
+
+    @property
+    def place(self) -> str:
+        """The address for the user: `path`, or that of the member of an archive."""
+        return f"{self.archive}/{self.member}" if self.archive else self.path
+
+    def open(self) -> AbstractContextManager[BinaryIO]:
+        """The decompressed stream, as `open_source`."""
+        return open_source(self.path, self.compression)
+
+    def first_bytes(self, size: int) -> bytes:
+        """The first `size` decompressed bytes; fewer if there are fewer or reading fails."""
+        try:
+            with self.open() as stream:
+                return stream.read(size)
+        except OSError:  # the reader reports it
+            return b""
+
+    def first_lines(self, size: int) -> list[bytes]:
+        """The first two lines that are not blank, cut to `size` bytes; none if reading fails."""
+        try:
+            with self.open() as stream:
+                lines: Iterator[bytes] = iter(lambda: stream.readline(size), b"")
+                unmarked = (line.removeprefix(BOM_UTF8) for line in lines)
+                return list(islice((line for line in unmarked if line.strip()), 2))
+        except OSError:  # the reader reports the error
+            return []
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -41,9 +157,9 @@ class Source:
     text_key: str = "text"
     start: int = 0
     stop: float = math.inf
-    """Infinity for the last range: a file that has grown is read to its end."""
-    spill: BinaryIO | None = None
-    """Where long texts are written that cannot be read again from their place in the file."""
+    """Infinity for the last range."""
+    texts: BinaryIO = field(default_factory=io.BytesIO)
+    """Where the texts of the documents are written, one after another."""
     stream: BinaryIO = field(default_factory=io.BytesIO)
     """Decompressed and buffered, at its beginning."""
     lines: int = 0
@@ -61,23 +177,30 @@ class Source:
 
     def decode(self, raw: bytes) -> str:
         """The text of a record. Raises BadRecordError for NUL and for what is not UTF-8."""
-        if not self.file.keeps_nul and b"\0" in raw:
-            raise BadRecordError(raw.index(0), NUL_REASON)
+        self.require_no_nul(raw, 0)
         return decode(raw)
 
+    def require_no_nul(self, raw: bytes, byte: int) -> None:
+        """Raise BadRecordError if `raw`, the bytes of a record from `byte` on, is not text."""
+        if not self.file.keeps_nul and b"\0" in raw:
+            raise BadRecordError(NUL_REASON, byte=byte + raw.index(0))
+
     def record(
-        self, raw: bytes, text_of: Callable[[bytes], str], *, offset: int, line: int
+        self, text_of: Callable[[_T], str], content: _T, *, line: int, byte: int = 0, key: str = ""
     ) -> Record | Reject:
-        """The document whose text `text_of` finds in the bytes of a record, or why there is none.
+        """The document with the text of `content`, which begins at `byte`, or why there is none.
 
         `text_of` raises BadRecordError.
         """
         try:
+            raw = text_of(content).encode()
             if len(raw) > MAX_RECORD_BYTES:
-                raise too_long_error()
-            return Record.of(text_of(raw), offset=offset, size=len(raw), line=line)
+                raise too_long()
         except BadRecordError as error:
-            return self.reject(line, offset + error.byte, error.reason)
+            return self.reject(line, byte + error.byte, error.reason)
+        offset = self.texts.tell()
+        self.texts.write(raw)
+        return Record(offset, len(raw), line, hashlib.sha256(raw).digest(), key)
 
 
 def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
@@ -121,77 +244,58 @@ def lines_of(source: Source) -> Iterator[Line]:
             while end and not end.endswith(b"\n"):  # a line that is cut
                 end = stream.readline(CHUNK_BYTES)
                 offset += len(end)
-            if not begin and raw.startswith(codecs.BOM_UTF8):
-                begin, raw = len(codecs.BOM_UTF8), raw.removeprefix(codecs.BOM_UTF8)
+            if not begin and raw.startswith(BOM_UTF8):
+                begin, raw = len(BOM_UTF8), raw.removeprefix(BOM_UTF8)
             source.lines += 1
             yield Line(begin, source.lines, raw)
     except OSError as error:
-        raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
+        raise BrokenStreamError(reject_reason(error), line=source.lines + 1, byte=offset) from error
 
 
 class DocumentBuilder:
-    """Builds the Record of a document of any length, chunk by chunk.
+    """Builds the Record of a document of any length, chunk by chunk. Finish one, then begin one.
 
-    A text above HELD_BYTES is not held: the record has its hash and place only. The place is in the
-    file, or in `source.spill` if the file is spilled.
+    The document begins at `byte` of the file.
     """
 
-    def __init__(self, source: Source, offset: int, line: int) -> None:
-        self._source, self._offset, self._line = source, offset, line
-        self._spill = source.spill if source.file.is_spilled else None
-        self._spill_offset: int | None = None
+    def __init__(self, source: Source, byte: int, line: int) -> None:
+        self._source, self._byte, self._line = source, byte, line
+        self._offset = source.texts.tell()
         self._size = 0
-        self._undecoded = bytearray()
-        self._texts: list[str] = []
+        self._pending = bytearray()
         self._sha256 = hashlib.sha256()
-        self._decoder = Utf8Decoder()
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._error: BadRecordError | None = None
 
     def add(self, raw: bytes) -> None:
         """Append a chunk, such as the `raw` of a Line."""
         if len(raw) > MAX_RECORD_BYTES:
-            self._error = self._error or too_long_error()
-            return
-        self._size += len(raw)
-        self._undecoded += raw
-        if len(self._undecoded) >= CHUNK_BYTES:
-            self._decode()
-
-    def _decode(self, *, final: bool = False) -> None:
-        """Hash the new bytes and check that they are UTF-8."""
-        raw = bytes(self._undecoded)
-        self._undecoded.clear()
+            self._error = self._error or too_long()
         if self._error:
             return
+        self._pending += raw
+        if len(self._pending) >= CHUNK_BYTES:
+            self._write()
+
+    def _write(self, *, final: bool = False) -> None:
+        """Check, hash and write the pending bytes."""
+        raw, cut = bytes(self._pending), len(self._decoder.getstate()[0])
+        self._pending.clear()
         try:
-            if not self._source.file.keeps_nul and b"\0" in raw:
-                raise BadRecordError(self._size - len(raw) + raw.index(0), NUL_REASON)
-            self._texts.append(self._decoder.decode(raw, final=final))
+            self._source.require_no_nul(raw, self._size)
+            self._decoder.decode(raw, final)
+        except UnicodeDecodeError as error:
+            self._error = not_utf8(error, self._size - cut + error.start)
         except BadRecordError as error:
             self._error = error
         self._sha256.update(raw)
-        if self._size <= HELD_BYTES:
-            return
-        if self._spill:
-            if self._spill_offset is None:
-                self._spill_offset = self._spill.tell()
-            self._spill.write("".join(self._texts).encode())
-        self._texts = []
+        self._size += self._source.texts.write(raw)
 
     def build(self) -> Record | Reject:
         """The document of all chunks that were added."""
-        self._decode(final=True)
+        if not self._error:
+            self._write(final=True)
         if self._error:
-            at = self._offset + self._error.byte
-            return self._source.reject(self._line, at, self._error.reason)
-        text = "".join(self._texts) if self._size <= HELD_BYTES else None
-        offset = self._offset if self._spill_offset is None else self._spill_offset
-        return Record(text, offset, self._size, self._line, self._sha256.digest())
-
-
-def too_long_error() -> BadRecordError:
-    return BadRecordError(
-        0,
-        f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in RAM; "
-        "text files and arrays of ids may be of any size",
-    )
+            byte = self._byte + self._error.byte
+            return self._source.reject(self._line, byte, self._error.reason)
+        return Record(self._offset, self._size, self._line, self._sha256.digest())

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.input_file import InputFile, suffix_of
+from data_pipeline.readers.source import InputFile, suffix_of
 
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 TRAIN = "train"

@@ -6,7 +6,6 @@ document is `FILE:KEY`. Its text is that of the first of these members that the 
 1. the extension `--text-key`, such as `caption.txt`
 2. only with the default key: `.txt`, or `.npy` with `--format ids`
 3. `.json`: an object with the text at `--text-key`
-4. `.jsonl`: one document per line, with the ids `FILE:KEY:LINE`
 
 Other members (images, labels) are skipped, and samples named `__NAME__` that have no text, such as
 `__meta__.json`. Nothing is written to disk or loaded by name.
@@ -27,12 +26,13 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import PurePosixPath
 from typing import BinaryIO, NamedTuple
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.lines import text_of_line
+from data_pipeline.readers.ids import text_of_npy
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
@@ -40,20 +40,18 @@ from data_pipeline.readers.records import (
     Record,
     Reject,
     decode,
+    too_long,
 )
-from data_pipeline.readers.source import CHUNK_BYTES, Source, read_exactly, too_long_error
+from data_pipeline.readers.source import CHUNK_BYTES, Source, read_exactly
+from data_pipeline.readers.text import text_of_line
 from data_pipeline.system.sources import SourceError, require_plausible_ratio
 
-_MAX_KEY_BYTES = 4096
 _METADATA = re.compile(r"__[^/]*__(/|\Z)")
 """Members that webdataset skips too."""
 _FILES = {tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE}
-_NOT_FILES = {
-    tarfile.SYMTYPE: "a symbolic link",
-    tarfile.LNKTYPE: "a hard link",
-    tarfile.CHRTYPE: "a device",
-    tarfile.BLKTYPE: "a device",
-    tarfile.FIFOTYPE: "a named pipe",
+_LINKS_AND_DEVICES = {
+    *(tarfile.SYMTYPE, tarfile.LNKTYPE),
+    *(tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE),
 }
 
 
@@ -66,7 +64,7 @@ class Member(NamedTuple):
     """Of its header, in the decompressed archive."""
     size: int
     problem: str
-    """Why its content cannot be used, such as "a symbolic link"; "" for a regular file."""
+    """Why its content cannot be used, such as "a link or a device"; "" for a regular file."""
     is_folder: bool
     chunks: Callable[[], Iterator[bytes]]
     """The content, until the next member is taken."""
@@ -102,14 +100,15 @@ def _member(header: tarfile.TarInfo, blocks: "_Blocks") -> Member:
         raise blocks.broken("damaged extended header")
     if header.issparse() or any(key.startswith("GNU.sparse") for key in header.pax_headers):
         raise blocks.broken(f"member {shown} is sparse; archive it without --sparse")
-    is_known = header.type in _FILES or header.isdir() or header.type in _NOT_FILES
+    is_link = header.type in _LINKS_AND_DEVICES
+    is_known = header.type in _FILES or header.isdir() or is_link
     if not is_known or header.size < 0 or (header.size and header.type not in _FILES):
         raise blocks.broken(
             f"member {shown} of type {header.type!r} and size {header.size:,}: unsupported or "
             "damaged"
         )
     blocks.require_plausible(header.offset_data + header.size)
-    problem = _NOT_FILES.get(header.type, "") or path_problem(name)
+    problem = "a link or a device, not a file" if is_link else path_problem(name)
     return Member(
         name.removeprefix("./"),
         header.offset_data - tarfile.BLOCKSIZE,
@@ -197,7 +196,7 @@ class _Blocks:
             raise self.broken(error.reason) from error
 
     def broken(self, reason: str) -> BrokenStreamError:
-        return BrokenStreamError(0, self._position, reason)
+        return BrokenStreamError(reason, byte=self._position)
 
 
 def path_problem(name: str) -> str:
@@ -213,50 +212,46 @@ class _Sample:
     """The members of one key that were read so far."""
 
     key: str
-    wanted: list[str]
-    """The possible extensions of the text, the first choice first."""
     problem: str = ""
     offset: int = 0
     extensions: list[str] = field(default_factory=list)
-    rank: int = 99
-    """Position of the extension of `content` in `wanted`."""
-    content: bytes = b""
+    contents: dict[str, bytes] = field(default_factory=dict)
+    """Of the members that may be the text, by their extensions."""
 
-    def add(self, member: Member) -> None:
+    def add(self, member: Member, text_extensions: list[str]) -> None:
         extension = split_name(member.name)[1]
-        rank = self.wanted.index(extension) if extension in self.wanted else self.rank
+        is_text = extension in text_extensions
         problem = f"is {member.problem}" if member.problem else ""
         if extension in self.extensions:
             problem = problem or "occurs twice"
+        if is_text and member.size > MAX_RECORD_BYTES:
+            problem = problem or f"is {too_long().reason}"
         if not self.extensions:
             self.offset = member.offset
         self.extensions.append(extension)
-        if rank < self.rank and member.size > MAX_RECORD_BYTES:
-            problem = problem or f"is {too_long_error().reason}"
         if problem:
             self.problem = self.problem or f"member {printable(member.name)[:200]} {problem}"
-        elif rank < self.rank and not self.problem:
-            self.rank, self.content = rank, b"".join(member.chunks())
+        elif is_text:
+            self.contents[extension] = b"".join(member.chunks())
 
 
 def read_tar(source: Source) -> Iterator[Record | Reject]:
     seen = set[bytes]()  # digests, because keys may be long
-    wanted = sample_extensions(source.text_key, is_ids=source.file.ids is not None)
+    text_extensions = sample_extensions(source.text_key, is_ids=source.file.ids is not None)
     members = filter(_belongs_to_sample, members_of_tar(source.stream, source.file.size))
-    try:
-        for key, group in groupby(members, lambda member: split_name(member.name)[0]):
-            digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-            sample = _Sample(key, wanted)
-            if digest in seen:
-                sample.problem = "the key occurs twice; members of a sample must follow each other"
-            elif len(key.encode()) > _MAX_KEY_BYTES:
-                sample.problem = f"the key is longer than {_MAX_KEY_BYTES:,} bytes"
-            seen.add(digest)
-            for member in group:
-                sample.add(member)
-            yield from _documents(source, sample)
-    except BrokenStreamError as error:
-        raise BrokenStreamError(source.lines, error.byte, error.reason) from error
+    for key, group in groupby(members, lambda member: split_name(member.name)[0]):
+        digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+        sample = _Sample(key)
+        if digest in seen:
+            sample.problem = "the key occurs twice; members of a sample must follow each other"
+        seen.add(digest)
+        for member in group:
+            sample.add(member, text_extensions)
+        text_of, line = partial(_text_of, source, text_extensions), source.lines + 1
+        record = source.record(text_of, sample, line=line, byte=sample.offset, key=key)
+        if not (isinstance(record, Reject) and is_metadata(f"{posixpath.basename(key)}/")):
+            source.lines += 1
+            yield record
 
 
 def _belongs_to_sample(member: Member) -> bool:
@@ -265,15 +260,14 @@ def _belongs_to_sample(member: Member) -> bool:
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a member describes the dataset, as `__meta__.json`."""
+    """Whether a member describes the dataset: its path is `__NAME__`, or is in such a folder."""
     return _METADATA.match(name) is not None
 
 
 def sample_extensions(key: str, *, is_ids: bool) -> list[str]:
     """The extensions of members with the text of a sample, the first choice first."""
-    default = [("ids", "npy")] if is_ids else [("text", "txt")]
-    others = [extension for name, extension in default if key == name]
-    return [key, *others, "json", "jsonl"]
+    name, default = ("ids", "npy") if is_ids else ("text", "txt")
+    return [key, *[default] * (key == name), "json"]
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -283,50 +277,28 @@ def split_name(name: str) -> tuple[str, str]:
     return posixpath.join(directory, stem), extension
 
 
-def _documents(source: Source, sample: _Sample) -> Iterator[Record | Reject]:
-    """The documents of a complete sample: one, or one per line of .jsonl."""
-    name = posixpath.basename(sample.key)
-    may_be_metadata = name.startswith("__") and name.endswith("__")
-    extension = sample.wanted[sample.rank] if sample.rank < len(sample.wanted) else ""
-    if not sample.problem and not extension:
-        members = ", ".join(printable(each)[:40] or "none" for each in sample.extensions[:10])
-        sample.problem = (
-            f"no member .{', .'.join(sample.wanted)}; its extensions: {members} (see --text-key)"
-        )
-    parts = [(sample.key, sample.content)]
-    if extension == "jsonl" and sample.rank and not sample.problem:
-        lines = enumerate(sample.content.split(b"\n"), start=1)
-        parts = [(f"{sample.key}:{number}", line) for number, line in lines if line.strip()]
-    for key, content in parts:
-        document = _document(source, sample, key, content, extension)
-        if not (may_be_metadata and isinstance(document, Reject)):
-            source.lines += 1
-            yield document
-
-
-def _document(
-    source: Source, sample: _Sample, key: str, content: bytes, extension: str
-) -> Record | Reject:
-    line = source.lines + 1
+def _text_of(source: Source, text_extensions: list[str], sample: _Sample) -> str:
+    """The text of a complete sample. Raises BadRecordError."""
     try:
         if sample.problem:
-            raise BadRecordError(0, sample.problem)
-        text = _text_of(source, content, extension, is_text_key=sample.rank == 0)
+            raise BadRecordError(sample.problem)
+        for extension in text_extensions:
+            if extension in sample.contents:
+                return _text_of_member(source, extension, sample.contents[extension])
+        members = ", ".join(printable(each)[:40] or "none" for each in sample.extensions[:10])
+        raise BadRecordError(
+            f"no member .{', .'.join(text_extensions)}; its extensions: {members} (see --text-key)"
+        )
     except BadRecordError as error:
-        reason = f"key {printable(key)[:200]}: {error.reason}"
-        return source.reject(line, sample.offset, reason)
-    return Record.of(text, line=line, key=key)
+        raise BadRecordError(f"key {printable(sample.key)[:200]}: {error.reason}") from None
 
 
-def _text_of(source: Source, content: bytes, extension: str, *, is_text_key: bool) -> str:
-    is_json = extension in ("json", "jsonl") and not (is_text_key and not source.file.ids)
-    if is_json:
-        return text_of_line(content.rstrip() + b"\n", source.text_key, source.file.ids)
-    if not source.file.ids:
+def _text_of_member(source: Source, extension: str, content: bytes) -> str:
+    ids = source.file.ids
+    if extension == "json" and (ids or source.text_key != "json"):
+        return text_of_line(content.rstrip() + b"\n", source.text_key, ids)
+    if not ids:
         return decode(content)
     if extension != "npy" and not extension.endswith(".npy"):
-        raise BadRecordError(0, f"member .{printable(extension)[:40]} is not .npy, .json or .jsonl")
-    # Imported here: numpy is slow to import, and only these members need it.
-    from data_pipeline.readers.ids import ids_of_npy, text_of_document
-
-    return text_of_document(ids_of_npy(content), source.file.ids)
+        raise BadRecordError(f"member .{printable(extension)[:40]} is neither .npy nor .json")
+    return text_of_npy(content, ids)

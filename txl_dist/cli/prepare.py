@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.errors import ConfigError, printable
-from data_pipeline.readers import format_names
-from data_pipeline.readers.addresses import parse_input
 from data_pipeline.system.sources import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import (
@@ -55,7 +53,7 @@ def prepare(
         str,
         typer.Option(
             help="auto (by suffix and content of each file; .json must hold JSON lines), or one of "
-            f"{', '.join(format_names())}. "
+            "text, lines, blank_lines, jsonl, parquet, wikitext, tar, arrow, csv, ids. "
             "tar reads the samples of a WebDataset, every other format the files of an archive."
         ),
     ] = "auto",
@@ -337,6 +335,8 @@ def _settings(**values: Any) -> "PrepareSettings":
 
 def _absolute(argument: str) -> str:
     """Make a local path absolute: workers of a cluster have another working directory."""
+    from data_pipeline.readers.addresses import parse_input
+
     split, address = parse_input(argument)
     local = local_path(address)
     name = f"{split}=" if split else ""

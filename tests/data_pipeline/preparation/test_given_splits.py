@@ -10,12 +10,12 @@ import pytest
 from data_pipeline.errors import ConfigError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.splits import choose_given_splits
-from data_pipeline.readers import find_files
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
 from tests.data_pipeline.preparation.preparing import files_of, ids_of
+from tests.data_pipeline.readers.reading import find
 from tests.support.corpus_layouts import LAYOUTS, Layout, table_row
 
 Txl = Callable[..., Any]
@@ -69,7 +69,7 @@ def test_a_name_gives_a_split_or_none(name: str, split: str, tmp_path: Path) -> 
     path = tmp_path / "in" / name
     path.parent.mkdir(parents=True)
     path.write_text("text")
-    found = find_files([str(tmp_path / "in")], format="text", out=Path("/nowhere"))
+    found = find(tmp_path / "in", format="text")
     assert [file.split for file in found.files] == [split]
 
 
@@ -105,7 +105,7 @@ def splits_of(folder: Path, names: Iterable[str], settings: PrepareSettings = TE
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
-    found = find_files([str(folder)], format="auto", out=Path("/nowhere"))
+    found = find(folder)
     chosen = choose_given_splits(found, settings, lambda line: None)
     split_of = {file.name: file.split for file in chosen}
     return [split_of[name] for name in names]
@@ -135,8 +135,7 @@ def test_files_of_an_archive_and_of_several_inputs_are_refused_alike(tmp_path: P
         (["c.zip"], f"{tmp_path}/c.zip/c"),
         (["c/train.txt", "c/heldback.txt"], f"{tmp_path}/c"),
     ):
-        paths = [str(tmp_path / each) for each in inputs]
-        found = find_files(paths, format="auto", out=tmp_path / "out")
+        found = find(*(tmp_path / each for each in inputs), out=tmp_path / "out")
         with pytest.raises(ConfigError, match=f"train={place}/train.txt valid={place}/heldback"):
             choose_given_splits(found, TEXT, lambda line: None)
 
@@ -167,43 +166,33 @@ def test_folders_of_source_code_are_splits_only_next_to_a_folder_train(tmp_path:
     assert splits_of(tmp_path, names) == ["train", "test", "train"]
 
 
-def test_folders_given_one_by_one_are_splits_by_their_names(txl: Txl, tmp_path: Path) -> None:
-    for split, text in (("train", "aaa"), ("dev", "bb")):
-        (tmp_path / split).mkdir()
-        (tmp_path / split / f"{text}.txt").write_text(text)
-    out = tmp_path / "out"
-    ended = txl("prepare", tmp_path / "train", tmp_path / "dev", "--out", out)
-    assert "splits by the names of the files, 1 file: train; 1: valid" in ended.err
-    assert ids_of(out) == {"train": ["aaa.txt"], "valid": ["bb.txt"]}
-    # A single folder has one split, whatever it is called.
-    ended = txl("prepare", tmp_path / "dev", "--out", tmp_path / "single")
-    assert ids_of(tmp_path / "single") == {"train": ["bb.txt"]}
+IN_FOLDERS = {"d/train/a.txt": "train", "d/train/dev.txt": "train", "d/test/dev_y.txt": "test"}
+GIVEN_INPUTS = {
+    ("train", "dev"): {"train/a.txt": "train", "dev/b.txt": "valid"},
+    ("dev",): {"dev/b.txt": ""},  # a single folder has one split, whatever it is called
+    ("d/{train,test}",): IN_FOLDERS,
+    ("d/{train,test}/*.txt",): IN_FOLDERS,
+    ("d/train", "d/test"): IN_FOLDERS,
+    ("test/train.txt", "test/valid.txt", "test/other.txt"): {
+        "test/train.txt": "train", "test/valid.txt": "valid", "test/other.txt": "test",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "inputs", [["d/{train,test}"], ["d/{train,test}/*.txt"], ["d/train", "d/test"]]
+    ("inputs", "splits"), GIVEN_INPUTS.items(), ids=map("+".join, GIVEN_INPUTS)
 )
-def test_a_given_folder_counts_before_the_names_of_its_files(
-    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_given_folder_counts_first_if_several_differ_and_otherwise_last(
+    inputs: tuple[str, ...],
+    splits: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("train/a.txt", "train/dev.txt", "test/x.txt", "test/dev_y.txt"):
-        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "d" / name).write_text(name)
+    for name in splits:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
     monkeypatch.chdir(tmp_path)
-    found = find_files(inputs, format="auto", out=Path("/nowhere"))
-    assert [(Path(file.path).parent.name, file.split) for file in found.files] == [
-        *[("train", "train")] * 2,
-        *[("test", "test")] * 2,
-    ]
-
-
-def test_files_given_from_one_folder_are_split_by_their_own_names(tmp_path: Path) -> None:
-    (tmp_path / "test").mkdir()
-    paths = [tmp_path / "test" / f"{name}.txt" for name in ("train", "valid", "other")]
-    for path in paths:
-        path.write_text(path.name)
-    found = find_files([str(path) for path in paths], format="auto", out=Path("/nowhere"))
-    assert [file.split for file in found.files] == ["train", "valid", "test"]
+    assert {file.path: file.split for file in find(*inputs).files} == splits
 
 
 @pytest.fixture
@@ -281,6 +270,7 @@ WRONG = {
     "none is train": ["valid={0}/x.valid.txt", "test={0}/x.test.txt"],
     "the inputs are given with the names of their splits": ["train={0}/x.train.txt",
                                                             "--split", "none"],
+    "the splits valid, test, and none is train": ["{0}/x.valid.txt", "{0}/x.test.txt"],
     "would be read twice": ["train={0}/x.train.txt", "valid={0}"],
     "is for --split NAME=FRACTION": ["{0}", "--split-by", "file"],
 }  # fmt: skip
@@ -295,12 +285,6 @@ def test_contradictions_are_refused(
     assert ended.code in (2, 3)
     assert reason in ended.err
     assert not out.exists()
-
-
-def test_held_out_splits_without_train_are_refused(three: Path, tmp_path: Path) -> None:
-    (three / "x.train.txt").unlink()
-    with pytest.raises(ConfigError, match="the splits valid, test, and none is train"):
-        prepare_dataset([three], tmp_path / "out", PrepareSettings())
 
 
 def test_other_splits_of_the_same_files_are_another_dataset(

@@ -17,13 +17,13 @@ import zstandard
 from pyarrow import parquet
 
 from data_pipeline.errors import DataError
+from data_pipeline.preparation.documents import RECORDS
 from data_pipeline.preparation.output import (
     FINGERPRINT,
     FinishedFile,
     load_finished,
     record_finished,
 )
-from data_pipeline.preparation.scan import RECORDS
 from data_pipeline.shards.data_commands import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -44,9 +44,7 @@ Txl = Callable[..., Any]
 
 
 GOOD = b'{"text": "good"}\n'
-
-
-BAD_LINES = {
+BAD_LINES: dict[str, tuple[bytes, int, int | None, str]] = {
     "a broken line": (GOOD + b'{"text": }\n' + GOOD, 2, 17 + 9, "broken JSON"),
     "half a last line": (GOOD + b'{"text": "cut', 2, None, "truncated record"),
     "a list": (GOOD + b'["text"]\n', 2, 17, "not a JSON object but a list"),
@@ -59,49 +57,38 @@ BAD_LINES = {
     "deep nesting": (b"[" * 200_000 + b"\n", 1, 0, "unreadable JSON"),
     "a number of many digits": (b'{"text": ' + b"9" * 9999 + b"}\n", 1, 0, "unreadable JSON"),
 }
-
-
-@pytest.mark.fault_row(47)
-@pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_fails_with_its_file_line_byte_and_cause(
-    txl: Txl, tmp_path: Path, kind: str
-) -> None:
-    content, line, byte, cause = BAD_LINES[kind]
-    (tmp_path / "in.jsonl").write_bytes(content)
-    out = tmp_path / "out"
-    ended = txl("prepare", tmp_path / "in.jsonl", "--out", out)
-    assert ended.code == 3
-    assert f"in.jsonl:{line}:byte " in ended.err
-    assert cause in ended.err
-    assert "run this again" in ended.err
-    listed = json.loads((out / "rejects.jsonl").read_text())
-    assert (listed["file"], listed["line"]) == ("in.jsonl", line)
-    assert byte is None or listed["byte"] == byte
-    assert cause in listed["reason"]
-    assert [path.name for path in out.iterdir()] == ["rejects.jsonl"]
-
-
-BAD_FILES = {
-    "invalid UTF-8": (b"good \xc3\x28", "byte 5: invalid UTF-8: byte 0xc3"),
-    "invalid UTF-8 behind a mark": (b"\xef\xbb\xbfgo\xff", "byte 5: invalid UTF-8"),
-    "half a character at the end": ("né".encode()[:-1], "byte 1: invalid UTF-8"),
-    "UTF-16": ("words".encode("utf-16"), "iconv -f UTF-16"),
-    "an encoded surrogate": (b"\xed\xa0\x80", "byte 0: invalid UTF-8"),
-    "nothing": (b"", "holds no text"),
-    "only a mark": (b"\xef\xbb\xbf", "holds no text"),
+BAD_FILES: dict[str, tuple[bytes, int, int | None, str]] = {
+    "text, invalid UTF-8": (b"good \xc3\x28", 0, 5, "invalid UTF-8"),
+    "invalid UTF-8 behind a mark": (b"\xef\xbb\xbfgo\xff", 0, 5, "invalid UTF-8"),
+    "half a character at the end": ("né".encode()[:-1], 0, 1, "invalid UTF-8"),
+    "UTF-16": ("words".encode("utf-16"), 0, None, "iconv -f UTF-16"),
+    "an encoded surrogate": (b"\xed\xa0\x80", 0, 0, "invalid UTF-8"),
+    "nothing": (b"", 0, None, "holds no text"),
+    "only a mark": (b"\xef\xbb\xbf", 0, None, "holds no text"),
 }
 
 
-@pytest.mark.parametrize("kind", BAD_FILES)
-def test_a_single_bad_file_fails_with_its_byte_and_cause(
+@pytest.mark.fault_row(47)
+@pytest.mark.parametrize("kind", [*BAD_LINES, *BAD_FILES])
+def test_a_bad_line_fails_with_its_file_line_byte_and_cause(
     txl: Txl, tmp_path: Path, kind: str
 ) -> None:
-    content, cause = BAD_FILES[kind]
-    (tmp_path / "in.txt").write_bytes(content)
-    ended = txl("prepare", tmp_path / "in.txt", "--out", tmp_path / "out")
-    assert ended.code == 3
+    content, line, byte, cause = (BAD_LINES | BAD_FILES)[kind]
+    source, out = tmp_path / ("in.jsonl" if line else "in.txt"), tmp_path / "out"
+    source.write_bytes(content)
+    ended = txl("prepare", source, "--out", out)
+    assert (ended.code, ended.out) == (3, "")
     assert cause in ended.err
-    assert ended.out == ""
+    if cause == "holds no text":
+        assert not out.exists()
+        return
+    assert f"{source.name}:{line}:byte " * bool(line) in ended.err
+    assert "run this again" in ended.err
+    listed = json.loads((out / "rejects.jsonl").read_text())
+    assert (listed["file"], listed["line"] or 0) == (source.name, line)
+    assert byte is None or listed["byte"] == byte
+    assert cause in listed["reason"]
+    assert [path.name for path in out.iterdir()] == ["rejects.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +133,14 @@ def test_rejects_below_the_limit_are_listed_and_left_out(txl: Txl, tmp_path: Pat
     assert texts["in.jsonl:40"] == "document 39"
     assert texts["in.jsonl:42"] == "document 40"
     assert "in.jsonl:41" not in texts
+    lines.remove("{broken")
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    assert txl("prepare", tmp_path / "in.jsonl", "--out", out).code == 3, "another dataset"
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    (out / "rejects.jsonl").rename(failed / "rejects.jsonl")
+    assert txl("prepare", tmp_path / "in.jsonl", "--out", failed).code == 0
+    assert not (failed / "rejects.jsonl").exists()
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
@@ -175,15 +170,6 @@ def test_a_file_that_ends_early_is_accepted_only_with_rate_1(
     assert len(texts_of(out)) >= 999
 
 
-def test_a_repaired_corpus_leaves_no_list_of_rejects(txl: Txl, tmp_path: Path) -> None:
-    source, out = tmp_path / "in.jsonl", tmp_path / "out"
-    source.write_text("{broken\n")
-    assert txl("prepare", source, "--out", out).code == 3
-    source.write_text('{"text": "whole"}\n')
-    assert txl("prepare", source, "--out", out).code == 0
-    assert not (out / "rejects.jsonl").exists()
-
-
 def test_empty_documents_are_skipped_and_counted(txl: Txl, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("")
@@ -208,24 +194,6 @@ def test_files_without_a_byte_are_named(txl: Txl, tmp_path: Path) -> None:
     ended = txl("prepare", folder / "a.json", "--out", tmp_path / "ids", *ids)
     assert ended.code == 3
     assert "a.json:byte 1: broken JSON" in ended.err
-
-
-def test_an_empty_text_key_is_not_the_default(txl: Txl, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
-    ended = txl("prepare", tmp_path / "in.jsonl", "--out", tmp_path / "out", "--text-key", "")
-    assert ended.code == 3
-    assert 'no key ""; keys seen: text' in ended.err
-
-
-def test_a_second_run_finds_the_dataset_complete(txl: Txl, corpus: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    first = txl("prepare", corpus, "--out", out)
-    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    second = txl("prepare", corpus, "--out", out)
-    assert (first.code, second.code) == (0, 0)
-    assert "already complete" not in first.out
-    assert "already complete" in second.out
-    assert before == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
 
 
 def test_another_dataset_in_the_output_is_refused_with_the_differences(
@@ -348,22 +316,11 @@ def test_finished_work_of_other_settings_or_input_is_discarded(lines: Path, tmp_
     with pytest.raises(KeyboardInterrupt):
         prepare(lines, out, 500, settings=other, note=notes.append, workers=StopsAfter(5))
     (lines / "small.txt").write_text("another")
-    done = prepare(lines, out, 500, settings=other, note=notes.append)
-    assert done.reused_units == 0
-    assert "discarding the unfinished work" in notes[1]
-    assert "discarding the unfinished work" in notes[3]
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff"])
-def test_finished_work_with_a_damaged_fingerprint_is_discarded(
-    lines: Path, tmp_path: Path, content: bytes
-) -> None:
-    out, notes = tmp_path / "out", []
-    stop_after(7, lines, out)
-    (out / STAGING / RECORDS / FINGERPRINT).write_bytes(content)
-    done = prepare(lines, out, 500, note=notes.append)
-    assert done.reused_units == 0
-    assert "discarding the unfinished work" in notes[1]
+    with pytest.raises(KeyboardInterrupt):
+        prepare(lines, out, 500, settings=other, note=notes.append, workers=StopsAfter(5))
+    (out / STAGING / RECORDS / FINGERPRINT).write_bytes(b"\xff")
+    assert prepare(lines, out, 500, settings=other, note=notes.append).reused_units == 0
+    assert ["discarding the unfinished work" in note for note in notes] == [False, True] * 3
 
 
 def text_of(out: Path) -> str:

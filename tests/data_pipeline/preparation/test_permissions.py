@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import ConfigError
 from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.system.files import StagedDirectory
 from tests.support.commands import ENVIRONMENT
 
 Txl = Callable[..., Any]
@@ -47,16 +45,6 @@ def test_prepare_refuses_an_impossible_output_path(
     assert str(tmp_path / place) in ended.err
     assert reason in ended.err
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_staged_directory_cannot_be_created_at_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    for place in ("file", "file/below"):
-        with (
-            pytest.raises(ConfigError, match="Choose another directory"),
-            StagedDirectory(tmp_path / place, last="manifest.json"),
-        ):
-            pass
 
 
 @pytest.mark.fault_row(12)

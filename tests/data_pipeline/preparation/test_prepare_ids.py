@@ -12,7 +12,6 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from tests.data_pipeline.preparation.preparing import Backwards, files_of
 from tests.data_pipeline.readers.id_inputs import END, VOCAB_SIZE, WRITERS, Documents
-from txl_dist.errors import TxlError
 
 DOCUMENTS = [[1 + (7 * n + k) % (VOCAB_SIZE - 1) for k in range(1 + 5 * n)] for n in range(9)]
 SETTINGS = PrepareSettings(
@@ -85,20 +84,3 @@ def test_inspection_shows_ids_or_their_names(tmp_path: Path) -> None:
     (plain,), (named,) = (excerpts(tmp_path / name, documents=1) for name in ("plain", "named"))
     assert (plain.text, named.text) == ("1 2 3", "Pitch_60 2 Bar")
     assert np.array_equal(tokens_of(tmp_path / "plain"), tokens_of(tmp_path / "named"))
-
-
-@pytest.mark.parametrize(
-    ("names", "cause"), [('["a", "a"]', "two ids have the same name"), ("{", "no names")]
-)
-def test_bad_names_are_refused_before_any_input_is_read(
-    tmp_path: Path, names: str, cause: str
-) -> None:
-    WRITERS["jsonl"](tmp_path / "in.jsonl", [[1]])
-    (tmp_path / "names.json").write_text(names)
-    with pytest.raises(TxlError, match=rf"names\.json.*{cause}"):
-        prepare_dataset(
-            [tmp_path / "in.jsonl"],
-            tmp_path / "out",
-            SETTINGS,
-            tokenizer_file=tmp_path / "names.json",
-        )

@@ -14,38 +14,59 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.index import InputIndex
+from data_pipeline.preparation.documents import _COLUMNS
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.scan import plan_scan, scan
-from data_pipeline.readers import find_files
+from data_pipeline.preparation.scan import InputIndex, plan_scan, scan
 from data_pipeline.shards.data_commands import excerpts, verify_dataset
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.progress import counting_bytes
 from tests.data_pipeline.preparation.preparing import Backwards, files_of, prepare, write_corpus
+from tests.data_pipeline.readers.reading import find
 
 TEXTS = st.sampled_from(["one", "two words", "täler 潮", "a\nline\n\nor two", "long " * 90, " = x"])
-
-
-OPTIONS = {"shuffle": 5, "split": {"valid": 0.3}, "shard_bytes": 700, "block_bytes": 512}
+RAW_LINES = st.sampled_from(
+    [b'{"text": "%s"}' % word for word in (b"one", b"", "täler".encode(), b"long " * 90)]
+    + [b"", b"  ", b"{broken", b'{"text": "\xff"}', b'{"body": 1}', b'{"text": "cr"}\r']
+)
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=8),
-    unit_bytes=st.integers(20, 900),
+    raw_lines=st.lists(RAW_LINES, max_size=20),
+    unit_bytes=st.integers(10, 900),
     kind=st.sampled_from(["byte", "char", "word"]),
     format=st.sampled_from(["auto", "lines"]),
+    shuffle=st.sampled_from([None, 5]),
+    split=st.sampled_from([{}, {"valid": 0.3}]),
+    dedup=st.sampled_from(["none", "exact"]),
 )
-def test_no_byte_depends_on_how_files_of_any_format_are_cut(
-    texts: list[str], unit_bytes: int, kind: Any, format: str
+def test_no_byte_depends_on_how_the_input_is_cut_or_in_which_order_units_are_done(
+    texts: list[str],
+    raw_lines: list[bytes],
+    unit_bytes: int,
+    kind: Any,
+    format: str,
+    shuffle: int | None,
+    split: dict[str, float],
+    dedup: Any,
 ) -> None:
-    options = PrepareSettings(tokenizer=kind, format=format, **OPTIONS)
+    options = PrepareSettings(
+        tokenizer=kind,
+        format=format,
+        shuffle=shuffle,
+        split=split,
+        dedup=dedup,
+        shard_bytes=700,
+        block_bytes=512,
+    )
     with tempfile.TemporaryDirectory() as folder:
         source, whole, cut = (Path(folder) / name for name in ("in", "whole", "cut"))
         write_corpus(source, texts)
+        (source / "raw.jsonl").write_bytes(b"\n".join(raw_lines))
         prepare(source, whole, 10**7, settings=options)
         prepare(source, cut, unit_bytes, settings=options, workers=Backwards())
         assert files_of(cut) == files_of(whole)
@@ -111,11 +132,11 @@ def test_the_bytes_of_one_long_document_are_counted_while_it_is_read(
     packed = {"txt": text, "gz": gzip.compress(text, 1), "zst": zstandard.compress(text)}
     path = tmp_path / name
     path.write_bytes(packed[name.rpartition(".")[2]])
-    files = find_files([str(path)], format="auto", out=tmp_path / "out").files
+    files = find(path).files
     (unit,) = plan_scan(files, "text")
     reading = Recorder()
-    with counting_bytes(reading), (tmp_path / "spill").open("wb") as spill:
-        scan(unit, spill)
+    with counting_bytes(reading):
+        scan(unit, io.BytesIO())
     assert reading.value == unit.size == path.stat().st_size
     assert len(reading.values) > 4, "more than a value per document"
 
@@ -124,9 +145,9 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
     number = 20_000
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"x\n" * number)
-    files = find_files([str(source)], format="auto", out=tmp_path / "out").files
+    files = find(source).files
     units = plan_scan(files, "text")
-    (scan_result,) = (scan(unit) for unit in units)
+    (scan_result,) = (scan(unit, io.BytesIO()) for unit in units)
     with (tmp_path / "rejects").open("wb") as listed:
         tracemalloc.start()
         corpus = InputIndex(files, units, [scan_result], listed)
@@ -137,9 +158,10 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
     assert len((tmp_path / "rejects").read_bytes().splitlines()) == number
 
 
-def test_the_index_takes_56_bytes_per_document(lines: Path, tmp_path: Path) -> None:
-    files = find_files([str(lines)], format="auto", out=tmp_path / "out").files
+def test_the_index_takes_48_bytes_per_document(lines: Path, tmp_path: Path) -> None:
+    files = find(lines).files
     units = plan_scan(files, "text")
-    documents = InputIndex(files, units, map(scan, units), io.BytesIO()).documents
-    columns = (documents.file, documents.unit, documents.location, documents.text_bytes)
-    assert sum(column.nbytes for column in (*columns, documents.text_hash)) == 56 * len(documents)
+    scans = (scan(unit, io.BytesIO()) for unit in units)
+    documents = InputIndex(files, units, scans, io.BytesIO()).documents
+    columns = [getattr(documents, name) for name in _COLUMNS]
+    assert sum(column.nbytes for column in columns) == 48 * len(documents)

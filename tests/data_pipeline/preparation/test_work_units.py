@@ -2,20 +2,17 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
+from data_pipeline.preparation.documents import RECORDS
 from data_pipeline.preparation.output import FINGERPRINT
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.scan import RECORDS, FileRange, ScanUnit
+from data_pipeline.preparation.scan import FileRange, ScanUnit
 from data_pipeline.preparation.work_units import run_unit, tokenize_document
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.data_commands import verify_dataset
@@ -28,50 +25,6 @@ from data_pipeline.tokenizers import train_tokenizer
 from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
 from tests.data_pipeline.preparation.preparing import Backwards, compressed, files_of, prepare
 from tests.data_pipeline.tokenizers.sample_tokenizers import with_unknown_as_only_special
-
-RAW_LINES = st.sampled_from(
-    [b'{"text": "%s"}' % word for word in (b"one", b"two", b"", "täler".encode(), b"long " * 90)]
-    + [b"", b"  ", b"{broken", b'{"text": "\xff"}', b'{"body": 1}', b'{"text": "cr"}\r']
-)
-
-
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    lines=st.lists(RAW_LINES, max_size=30),
-    start=st.sampled_from([b"", b"\xef\xbb\xbf"]),
-    end=st.sampled_from([b"\n", b"", b"\n\n\n", b'\n{"text": "cut']),
-    unit_bytes=st.integers(1, 300),
-    shuffle=st.sampled_from([None, 5]),
-    split=st.sampled_from([{}, {"valid": 0.3}]),
-    dedup=st.sampled_from(["none", "exact"]),
-)
-def test_no_byte_depends_on_how_the_input_is_cut_or_in_which_order_units_are_done(
-    lines: list[bytes],
-    start: bytes,
-    end: bytes,
-    unit_bytes: int,
-    shuffle: int | None,
-    split: dict[str, float],
-    dedup: Any,
-) -> None:
-    options = PrepareSettings(
-        split=split, shuffle=shuffle, dedup=dedup, shard_bytes=700, block_bytes=512
-    )
-    first, last = b'{"text": "first"}\n', b'\n{"text": "last"}'
-    content = start + first + b"\n".join(lines) + last + end
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "in"
-        source.mkdir()
-        (source / "a.jsonl").write_bytes(content)
-        (source / "b.txt").write_text("one")
-        (source / "c.jsonl").write_bytes(content.replace(b"o", b"0"))
-        whole, cut = Path(folder) / "whole", Path(folder) / "cut"
-        prepare(source, whole, 10**6, settings=options)
-        prepare(source, cut, unit_bytes, settings=options, workers=Backwards())
-        assert files_of(cut) == files_of(whole)
-        assert verify_dataset(cut).problems == []
 
 
 def test_any_number_of_workers_gives_the_same_bytes(lines: Path, tmp_path: Path) -> None:
@@ -89,7 +42,7 @@ def test_any_number_of_workers_gives_the_same_bytes(lines: Path, tmp_path: Path)
 
 
 def test_a_split_may_have_any_name(lines: Path, tmp_path: Path) -> None:
-    names = ("scan", "input", "units", "spill")
+    names = ("scan", "input", "units", "texts")
     options = PrepareSettings(split=dict.fromkeys(names, 0.1))
     prepare(lines, tmp_path / "out", 500, settings=options)
     assert set(load_manifest(tmp_path / "out").splits) == {"train", *names}
@@ -97,19 +50,15 @@ def test_a_split_may_have_any_name(lines: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", ["", "a time or tag"])
-def test_a_scan_of_texts_that_are_spilled_is_reused_only_with_a_version_mark(
-    tmp_path: Path, mark: str
-) -> None:
+def test_a_scan_is_reused_only_with_a_version_mark(tmp_path: Path, mark: str) -> None:
     source = compressed(tmp_path / "in" / "a.txt.gz", "abcd")
     size = source.stat().st_size
-    file = InputFile(str(source), "a.txt.gz", size, mark, kind="text", is_spilled=True)
+    file = InputFile(str(source), "a.txt.gz", size, mark, kind="text", archive="c.zip")
     (tmp_path / RECORDS).mkdir()
     (tmp_path / RECORDS / FINGERPRINT).write_text("same")
     unit = ScanUnit(0, (FileRange(0, file, 0, file.size),), "text")
     reused = [run_unit(tmp_path, "same", unit).reused for _ in range(2)]
     assert reused == [False, bool(mark)]
-    plain = FileRange(0, replace(file, is_spilled=False), 0, file.size)
-    assert ScanUnit(0, (plain,), "text").key != unit.key, "its locations are in another file"
 
 
 def test_a_worker_that_does_not_see_the_staging_folder_is_refused(

@@ -40,6 +40,12 @@ def write_parquet(path: Path, documents: Documents) -> None:
     parquet.write_table(pa.table({"ids": lists}), path, row_group_size=2)
 
 
+def write_arrow(path: Path, documents: Documents) -> None:
+    table = pa.table({"ids": pa.array(documents, pa.large_list(pa.int16()))})
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
 WRITERS: dict[str, Callable[[Path, Documents], object]] = {
     "jsonl": lambda path, documents: path.write_text(
         "".join(json.dumps({"ids": document}) + "\n" for document in documents)
@@ -47,6 +53,7 @@ WRITERS: dict[str, Callable[[Path, Documents], object]] = {
     "json": lambda path, documents: path.write_text(json.dumps({"ids": documents})),
     "npy": lambda path, documents: np.save(path, separated(documents)),
     "parquet": write_parquet,
+    "arrow": write_arrow,
     "megatron.bin": write_megatron,
     "bin": lambda path, documents: separated(documents).tofile(path),
 }

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.readers import Record, Reject
+from data_pipeline.readers import Reject
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 BOM = b"\xef\xbb\xbf"
@@ -32,8 +32,7 @@ def test_every_line_that_is_not_empty_is_a_document_without_its_line_end(tmp_pat
     path.write_bytes(BOM + b"one\r\n\n two \x1b\x0c\r\r\n\r\n \nthree")
     records = read(one_file(path, "lines"))
     assert texts(records) == ["one", " two \x1b\x0c\r", " ", "three"]
-    places = [(record.line, record.offset, record.size) for record in records]
-    assert places == [(1, 3, 3), (3, 9, 8), (5, 21, 1), (6, 23, 5)]
+    assert [record.line for record in records] == [1, 3, 5, 6]
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,10 +86,9 @@ def jsonl(*texts: str) -> bytes:
 def test_a_key_twice_in_an_object_is_named(tmp_path: Path) -> None:
     lines = b'{"text": "a", "x": {"k": 1, "k": 1}}\n{"text": "b", "text": "c"}\n'
     (tmp_path / "in.jsonl").write_bytes(lines + jsonl("d"))
-    one, two, three = read(one_file(tmp_path / "in.jsonl"))
+    one, two, _ = read(one_file(tmp_path / "in.jsonl"))
     assert isinstance(one, Reject)
     assert 'key "k" twice' in one.reason
     assert isinstance(two, Reject)
     assert (two.line, two.byte) == (2, 37)
     assert 'key "text" twice' in two.reason
-    assert isinstance(three, Record)

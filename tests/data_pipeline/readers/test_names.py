@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_pipeline.readers import find_files
 from data_pipeline.readers.split_names import split_of_words, splits_of_names
 from tests.data_pipeline.preparation.preparing import texts_of
+from tests.data_pipeline.readers.reading import find
 from tests.data_pipeline.readers.test_columns import column
 
 
@@ -107,7 +107,7 @@ def test_the_cache_of_the_hub_is_read_once(tmp_path: Path) -> None:
     for name, blob in (("a.jsonl", "0a"), ("b.parquet", "0b")):
         (hub / "snapshots" / "12" / name).symlink_to(f"../../blobs/{blob}")
     for folder in (hub, hub.parent, hub.parent.parent):
-        found = find_files([str(folder)], format="auto", out=Path("/nowhere"))
+        found = find(folder)
         assert [file.name.rpartition("/")[2] for file in found.files] == ["a.jsonl", "b.parquet"]
         assert +found.ignored == {"blobs and refs": 3}
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.readers import find_files
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.data_pipeline.preparation.preparing import texts_of
 from tests.data_pipeline.preparation.test_prepare_ids import SETTINGS as IDS
 from tests.data_pipeline.preparation.test_prepare_ids import tokens_of
 from tests.data_pipeline.readers.id_inputs import END, WRITERS
-from tests.data_pipeline.readers.reading import read, texts
+from tests.data_pipeline.readers.reading import find, one_file, read, texts
 from tests.data_pipeline.readers.test_columns import TABLE, VALUES
 from tests.data_pipeline.readers.test_tar import GOOD, archive
 
@@ -27,6 +26,13 @@ def test_shards_of_webdataset(tmp_path: Path, suffix: str) -> None:
     import webdataset
 
     (tmp_path / "in").mkdir()
+    (tmp_path / "ids").mkdir()
+    ids = [[1 + n, 2, 3][: n % 3 + 1] for n in range(7)]
+    with webdataset.ShardWriter(str(tmp_path / "ids" / f"%02d.{suffix}"), verbose=0) as writer:
+        for number, document in enumerate(ids):
+            writer.write({"__key__": f"{number}", "npy": np.array(document)})
+    prepare_dataset([tmp_path / "ids" / "*"], tmp_path / "out-ids", IDS)
+    assert tokens_of(tmp_path / "out-ids") == [[END, *document] for document in ids]
     pattern = str(tmp_path / "in" / f"%02d.{suffix}")
     with webdataset.ShardWriter(pattern, maxcount=4, verbose=0) as writer:
         for number, (key, text) in enumerate(TEXTS.items()):
@@ -36,17 +42,6 @@ def test_shards_of_webdataset(tmp_path: Path, suffix: str) -> None:
     read_back = texts_of(tmp_path / "out")
     assert [id_.partition(":")[2] for id_ in read_back] == [*TEXTS]
     assert [*read_back.values()] == [*TEXTS.values()]
-
-
-def test_shards_of_webdataset_with_token_ids(tmp_path: Path) -> None:
-    import webdataset
-
-    documents = [[1 + n, 2, 3][: n % 3 + 1] for n in range(7)]
-    with webdataset.ShardWriter(str(tmp_path / "%02d.tar"), maxcount=4, verbose=0) as writer:
-        for number, document in enumerate(documents):
-            writer.write({"__key__": f"{number}", "npy": np.array(document)})
-    prepare_dataset([tmp_path / "*.tar"], tmp_path / "out", IDS)
-    assert tokens_of(tmp_path / "out") == [[END, *document] for document in documents]
 
 
 def test_a_saved_dataset_and_its_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,23 +74,12 @@ def test_every_container_is_read_from_object_storage(bucket: Any, tmp_path: Path
         "d.csv": [text for text in VALUES if text],
     }  # fmt: skip
     for name, wanted in expected.items():
-        (file,) = find_files(
-            [f"s3://bucket/{name}"],
-            format="auto",
-            out=Path("/nowhere"),
-        ).files
-        assert texts(read(file)) == wanted
+        assert texts(read(one_file(f"s3://bucket/{name}"))) == wanted
     documents = [[1, 2], [3]]
     for suffix, write in WRITERS.items():
         write(tmp_path / f"in.{suffix}", documents)
     for path in tmp_path.iterdir():
         bucket.pipe(f"bucket/ids/{path.name}", path.read_bytes())
-    found = find_files(
-        ["s3://bucket/ids"],
-        format="ids",
-        out=Path("/nowhere"),
-        ids=IDS.id_rules,
-    )
-    assert len(found.files) == len(WRITERS), "one of them has an index"
+    found = find("s3://bucket/ids", format="ids", ids=IDS.id_rules)
     for file in found.files:
-        assert texts(read(file, text_key="ids")) == ["1 2", "3"], file.name
+        assert texts(read(file)) == ["1 2", "3"], file.name

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data_pipeline.readers import InputFile, Record, Reject, Source, read_text_chunks
-from data_pipeline.readers.records import HELD_BYTES, MAX_RECORD_BYTES
+from data_pipeline.readers import InputFile, Reject, Source
+from data_pipeline.readers.records import MAX_RECORD_BYTES
 from data_pipeline.readers.source import CHUNK_BYTES, lines_of
-from tests.data_pipeline.readers.reading import one_file, read, texts
+from tests.data_pipeline.readers.reading import Document, one_file, read, texts
 
 
 class CountsBytes(io.BytesIO):
@@ -39,50 +39,34 @@ def test_a_line_of_many_ranges_is_read_twice_at_most(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("format_", ["text", "wikitext"])
-def test_a_document_too_long_to_hold_is_checked_and_read_in_chunks(
-    tmp_path: Path, format_: str
-) -> None:
-    body = ("é😀x" * (HELD_BYTES // 7 + 100)).encode()  # no chunk ends between characters
-    raw = (b" = T = \n" if format_ == "wikitext" else b"") + body
+def test_a_document_of_many_chunks_is_checked_and_written(tmp_path: Path, format_: str) -> None:
+    body = "é😀x" * (3 * CHUNK_BYTES // 7 + 100)  # no chunk ends between characters
+    raw = " = T = \n" * (format_ == "wikitext") + body
     path = tmp_path / "in.txt"
-    path.write_bytes(b"short\n" * (format_ != "text") + raw)
-    file = one_file(path, format_)
-    record = read(file)[-1]
-    assert isinstance(record, Record)
-    assert record.text is None
-    assert record.sha256 == hashlib.sha256(raw).digest()
-    place = (record.offset, record.size, record.line)
-    pieces = list(read_text_chunks(file, place))
-    assert max(len(piece.encode()) for piece in pieces) <= CHUNK_BYTES + 3
-    assert "".join(pieces).encode() == raw
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="ends 1 bytes before"):
-        list(read_text_chunks(file, place))
+    path.write_text("short\n" * (format_ != "text") + raw)
+    record = read(one_file(path, format_))[-1]
+    assert isinstance(record, Document)
+    assert record.text == raw
+    assert record.sha256 == hashlib.sha256(raw.encode()).digest()
 
 
-def test_a_bad_byte_of_a_long_document_is_named(tmp_path: Path) -> None:
-    at = HELD_BYTES + 12_345
-    content = bytearray(b"x" * (HELD_BYTES + 2 * CHUNK_BYTES))
-    content[at : at + 2] = b"\xc3\x28"
+TORN = b"x" * (2 * CHUNK_BYTES - 1) + "é".encode()
+BAD_BYTES = {
+    "inside": (b"x" * 1_500_000 + b"\xc3\x28", 1_500_000),
+    "second half of a character": (TORN[:-1] + b"\xff", len(TORN) - 2),
+    "half a character at the end": (TORN[:-1], len(TORN) - 2),
+    "after a split character": (TORN + b"\xff", len(TORN)),
+    "NUL": (TORN + b"\0", len(TORN)),
+}
+
+
+@pytest.mark.parametrize(("content", "at"), BAD_BYTES.values(), ids=BAD_BYTES)
+def test_a_bad_byte_of_a_long_document_is_located(tmp_path: Path, content: bytes, at: int) -> None:
     (tmp_path / "in.txt").write_bytes(content)
-    (records,) = read(one_file(tmp_path / "in.txt"))
-    assert (records.byte, records.line) == (at, 0)
-    assert "invalid UTF-8: byte 0xc3" in records.reason
-
-
-def test_a_bad_byte_after_a_split_character_is_located(
-    tmp_path: Path,
-) -> None:
-    torn = b"x" * (HELD_BYTES + 2 * CHUNK_BYTES - 1) + "é".encode()
-    for content, at in (
-        (torn[:-1] + b"\xff", len(torn) - 2),
-        (torn[:-1], len(torn) - 2),
-        (torn + b"\xff", len(torn)),
-    ):
-        (tmp_path / "in.txt").write_bytes(content)
-        (records,) = read(one_file(tmp_path / "in.txt"))
-        assert isinstance(records, Reject)
-        assert records.byte == at
+    (reject,) = read(one_file(tmp_path / "in.txt"))
+    assert isinstance(reject, Reject)
+    assert (reject.byte, reject.line) == (at, 0)
+    assert ("NUL" if content.endswith(b"\0") else "invalid UTF-8: byte 0x") in reject.reason
 
 
 @pytest.mark.parametrize(
@@ -93,7 +77,8 @@ def test_a_bad_byte_after_a_split_character_is_located(
 def test_a_line_above_the_limit_is_rejected_and_the_next_one_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: str, after: list[str], unit_bytes: int
 ) -> None:
-    monkeypatch.setattr("data_pipeline.readers.source.MAX_RECORD_BYTES", 40)
+    for module in ("records", "source"):
+        monkeypatch.setattr(f"data_pipeline.readers.{module}.MAX_RECORD_BYTES", 40)
     (tmp_path / "in").write_bytes(b'{"text": "' + b"x" * 500 + b'"}\n{"text": "next"}\n')
     reject, *good = read(one_file(tmp_path / "in", format_), unit_bytes=unit_bytes)
     assert isinstance(reject, Reject)
@@ -115,10 +100,12 @@ def test_a_line_of_a_gigabyte_is_read_or_refused_in_bounded_memory(
             stream.write(b"a" * 2**20)
         stream.write(b"\nsmall\n")
     code = (
-        "import resource, sys; from pathlib import Path\n"
-        "from tests.data_pipeline.readers.reading import one_file, read\n"
-        "import hashlib, pyarrow; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "for r in read(one_file(sys.argv[1], sys.argv[2])): print(type(r).__name__, r.line)\n"
+        "import resource, sys\n"
+        "from data_pipeline.readers import Source, read_records\n"
+        "from tests.data_pipeline.readers.reading import one_file\n"
+        "import pyarrow; before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "source = Source(one_file(sys.argv[1], sys.argv[2]), texts=open('/dev/null', 'wb'))\n"
+        "for r in read_records(source): print(type(r).__name__, r.line)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     command = [sys.executable, "-c", code, str(path), format_]

@@ -6,11 +6,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.readers import InputFile, Reject, find_files
-from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.shards.shard_reader import open_split
-from tests.data_pipeline.readers.reading import one_file, read, texts
+from data_pipeline.readers import InputFile, Reject
+from tests.data_pipeline.readers.reading import find, one_file, read, texts
 
 WIKI = (
     " \n = First = \n \n words of it \n = = A section = = \n more \n"
@@ -72,14 +69,7 @@ def write_shards(folder: Path, split: str, text: str, *, shards: int, suffix: st
 
 
 def found_in(folder: Path, *, is_wikitext: bool = True, text_key: str = "text") -> list[InputFile]:
-    found = find_files(
-        [str(folder)],
-        format="auto",
-        out=Path("/nowhere"),
-        is_wikitext=is_wikitext,
-        text_key=text_key,
-    )
-    return found.files
+    return find(folder, is_wikitext=is_wikitext, text_key=text_key).files
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -91,7 +81,9 @@ def test_rows_are_read_as_the_file_they_were_made_of(
     expected = read(one_file(tmp_path / "wiki.train.tokens"))
     assert len(expected) == 3
     write_shards(tmp_path / "hf", "train", ARTICLES, shards=shards, suffix=suffix)
-    (file,) = found_in(tmp_path / "hf")
+    found = find(tmp_path / "hf", is_wikitext=True)
+    assert found.read_as == {"wikitext_rows": {suffix: shards}}
+    (file,) = found.files
     assert file.name == (f"train{suffix}" if shards > 1 else f"train-00000-of-00001{suffix}")
     records = read(file)
     assert texts(records) == texts(expected)
@@ -143,20 +135,3 @@ def test_a_row_that_is_missing_or_damaged_makes_no_article_with_a_gap(
     (tmp_path / "all").write_text(ARTICLES * 800)
     expected = texts(read(one_file(tmp_path / "all", "wikitext")))
     assert texts(good) == expected[: len(good)]
-
-
-def test_the_token_ids_are_those_of_the_original_file(tmp_path: Path) -> None:
-    (tmp_path / "wiki.train.tokens").write_text(ARTICLES, newline="")
-    write_shards(tmp_path / "hf", "train", ARTICLES, shards=2, suffix=".parquet")
-    settings = PrepareSettings(tokenizer="word", recipe="wt103")
-    tokens, starts = [], []
-    for name in ("wiki.train.tokens", "hf"):
-        report = prepare_dataset([tmp_path / name], tmp_path / f"out-{name}", settings)
-        train = open_split(tmp_path / f"out-{name}", "train")
-        tokens.append(train.read(0, 0, int(train.block_tokens[0])).tolist())
-        starts.append(train.document_starts(0).tolist())
-    assert report.read_as == {"wikitext_rows": {".parquet": 2}}
-    assert tokens[0] == tokens[1]
-    assert starts[0] == starts[1]
-    assert len(starts[0]) == 3
-    assert len(tokens[0]) == len(ARTICLES.split()) + ARTICLES.count("\n")

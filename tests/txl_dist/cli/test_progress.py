@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.preparation.scan import RECORDS
+from data_pipeline.preparation.documents import RECORDS
 from data_pipeline.shards.data_commands import push_dataset
 from data_pipeline.system.progress import count_bytes, counting_bytes
 from data_pipeline.system.workers import InProcess

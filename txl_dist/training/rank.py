@@ -17,6 +17,7 @@ from txl_dist.runtime.stop import StopDeadline, StopRequest
 from txl_dist.runtime.waiting import CollectiveWatch
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
+from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.start import Start
@@ -36,6 +37,7 @@ def train_rank(spec: TrainSpec, world: World) -> TrainState:
     keep_freed_memory()  # before the first large allocation
     directory = RunDirectory(spec.run_path)
     directory.create()
+    trainer: Trainer  # built below; the deadline describes it only once a step is completed
     with (
         deterministic(enabled=spec.config.training.deterministic),
         _logging_to(directory.log(world.rank)),

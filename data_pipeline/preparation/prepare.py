@@ -224,9 +224,7 @@ def _train_tokenizer(
     contexts = [settings] * len(train)
     if settings.tokenizer == "bpe":
         left = (settings.train_bytes - start for start in starts[:-1])
-        contexts = [
-            settings.model_copy(update={"train_bytes": size}) for size in left if size > 0
-        ]
+        contexts = [settings.model_copy(update={"train_bytes": size}) for size in left if size > 0]
     pairs = enumerate(zip(contexts, train, strict=False))
     units = (
         BatchUnit("count", "train", number, context.model_dump_json(), documents.take(numbers))

@@ -42,7 +42,6 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.training import FIXED_SPLIT, recipe_of
 
-
 Unit = Literal["bytes", "characters", "ids"]
 """What the positions of `--split-by position` count."""
 

@@ -250,9 +250,7 @@ def _bounded_lines(source: Source, stream: TextIO) -> Iterator[str]:
 
 def _text_of_row(row: list[str], *, column: int, num_columns: int) -> str:
     if len(row) != num_columns:
-        raise BadRecordError(
-            f"the row has {len(row)} fields, the first row has {num_columns}"
-        )
+        raise BadRecordError(f"the row has {len(row)} fields, the first row has {num_columns}")
     try:
         row[column].encode()
     except UnicodeEncodeError as error:

@@ -249,9 +249,7 @@ def lines_of(source: Source) -> Iterator[Line]:
             source.lines += 1
             yield Line(begin, source.lines, raw)
     except OSError as error:
-        raise BrokenStreamError(
-            reject_reason(error), line=source.lines + 1, byte=offset
-        ) from error
+        raise BrokenStreamError(reject_reason(error), line=source.lines + 1, byte=offset) from error
 
 
 class DocumentBuilder:

@@ -26,6 +26,7 @@ from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
 from tests.data_pipeline.preparation.preparing import Backwards, compressed, files_of, prepare
 from tests.data_pipeline.tokenizers.sample_tokenizers import with_unknown_as_only_special
 
+
 def test_any_number_of_workers_gives_the_same_bytes(lines: Path, tmp_path: Path) -> None:
     alone = prepare(lines, tmp_path / "1", 500)
     assert alone.units > 20
@@ -49,9 +50,7 @@ def test_a_split_may_have_any_name(lines: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", ["", "a time or tag"])
-def test_a_scan_is_reused_only_with_a_version_mark(
-    tmp_path: Path, mark: str
-) -> None:
+def test_a_scan_is_reused_only_with_a_version_mark(tmp_path: Path, mark: str) -> None:
     source = compressed(tmp_path / "in" / "a.txt.gz", "abcd")
     size = source.stat().st_size
     file = InputFile(str(source), "a.txt.gz", size, mark, kind="text", archive="c.zip")

@@ -34,9 +34,7 @@ TEXTS = ["1 2 3", "499", "60 61 62 63 64"]
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_every_kind_of_file_gives_the_ids_as_text(
-    tmp_path: Path, suffix: str, packed: str
-) -> None:
+def test_every_kind_of_file_gives_the_ids_as_text(tmp_path: Path, suffix: str, packed: str) -> None:
     path = tmp_path / f"in.{suffix}"
     WRITERS[suffix](path, DOCUMENTS)
     if packed:

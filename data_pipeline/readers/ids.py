@@ -145,7 +145,8 @@ def _read_separated(
         source.stream.seek(offset)
     chunks = chunks_of(source.stream, stop - offset, dtype)
     pieces = _between(chunks, source.id_rules.end_of_document, offset)
-    for num_ends, document in groupby(pieces, key=lambda piece: piece[0]):
+    for num_ends, group in groupby(pieces, key=lambda piece: piece[0]):
+        document = iter(group)
         if is_inside and not num_ends:  # of an earlier range
             if any(place >= source.stop for _, place, _ in document):
                 return

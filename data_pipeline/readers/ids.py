@@ -155,7 +155,7 @@ def _read_separated(
         if place >= source.stop:
             return
         source.lines += 1
-        rest = (ids for *_, ids in document)  # noqa: B031 - what is left after the first
+        rest = (ids for *_, ids in document)
         yield record_of_chunks(source, chain([first], rest), place)
 
 

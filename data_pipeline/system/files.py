@@ -71,6 +71,10 @@ def publish_file(path: Path, data: bytes | Iterable[bytes]) -> None:
     try:
         write_synced(temporary_path, data)
         temporary_path.replace(path)
+    except OSError as error:
+        if error.filename == str(temporary_path):  # a name that nobody has given
+            error.filename = str(path)
+        raise
     finally:
         temporary_path.unlink(missing_ok=True)
 

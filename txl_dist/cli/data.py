@@ -102,8 +102,7 @@ def inspect(
 
     Example: txl data inspect data/books --documents 5
     """
-    from dataclasses import asdict
-
+    require_manifest(dataset)  # before numpy is imported
     from data_pipeline.shards.data_commands import excerpts
     from data_pipeline.shards.manifest import load_manifest
     from data_pipeline.system.remote_path import dataset_path

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
@@ -306,16 +307,22 @@ def _of_transformers(path: Path, options: Mapping[str, Any]) -> StoredModel:
     """A directory of transformers, read as `txl import` reads it."""
     config = family_config(options, origin=str(path / CONFIG_NAME))
     tokenizer = _fitting(directory_tokenizer(path), path, config)
-    files = sorted(path.glob("*.safetensors"))
+    statuses = {file: file.stat() for file in sorted(path.glob("*.safetensors"))}
+    hashes = [_hash_of(file, s.st_size, s.st_mtime_ns) for file, s in statuses.items()]
     return StoredModel(
         path=path,
-        digest=sha256_of([asdict(config), *map(sha256_file, files)]),
+        digest=sha256_of([asdict(config), *hashes]),
         config=config,
         tokenizer=StoredTokenizer(path, tokenizer.digest) if tokenizer else None,
         tgt_len=FAMILY_READING.tgt_len,
         reset=FAMILY_READING.reset,
         load=lambda changed: (read_family(path, changed), tokenizer),
     )
+
+
+@lru_cache(maxsize=64)  # a start asks several times, and a large model takes seconds
+def _hash_of(file: Path, size: int, mtime_ns: int) -> str:
+    return sha256_file(file)
 
 
 def _exported(path: Path) -> StoredModel:

@@ -29,6 +29,7 @@ from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackingRequest, TrackingState
 from txl_dist.training.build import start_tracker
+from txl_dist.training.state import TrainState
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_tracking_that_is_off_or_cannot_start_does_not_raise(
 ) -> None:
     config = tracking_config(run_dir, enabled=False)
     start: Any = SimpleNamespace(config=config, world=SimpleNamespace(is_rank_zero=True))
-    assert start_tracker(start) is None
+    assert start_tracker(start, TrainState()) is None
     assert not list(run_dir.iterdir())
 
     (run_dir / "logs").write_text("a file where the directory should be")

@@ -119,7 +119,7 @@ def test_a_run_its_best_checkpoint_and_its_average_can_be_origins(
     ranks: RankGroups, dataset: Path, origin: Path, tmp_path: Path
 ) -> None:
     first = tmp_path / "first"
-    settings = (f"init_from={origin}", "optimizer.averaging=asgd", "optimizer.lr=0.3")
+    settings = (f"init_from={origin}", "optimizer.averaging=asgd", "optimizer.lr=30")
     assert ranks(1).run(train, spec_of(first, dataset, *settings)) == [0]
     # The rate is far too high, so the best weights are those of the start.
     assert (first / "BEST").read_text() == "checkpoints/step-00000000\n"
@@ -366,7 +366,7 @@ def test_a_missing_or_foreign_model_is_refused_by_its_name(dataset: Path, tmp_pa
         spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'nowhere'}")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"model_type": "another"}')
-    with pytest.raises(CheckpointError, match="foreign"):
+    with pytest.raises(ConfigError, match="foreign/config.json: model_type is 'another'"):
         spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'foreign'}")
 
 

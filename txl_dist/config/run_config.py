@@ -33,7 +33,7 @@ class RunConfig(Section):
 
     directory: PathText
     """The run directory: config, metrics, logs and checkpoints."""
-    init_from: PathText | None = None
+    init_from: str | None = None
     """A stored model from whose weights a new run starts: a run, a checkpoint, RUN/BEST, or a
     directory of `txl import`, `txl export` or transformers. Settings of `model` that the config
     leaves out are those of this model, whatever the recipe."""

@@ -59,6 +59,10 @@ def settings_of(
             path = directory / parameters[option]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
+    tokenizer = parameters["tokenizer"]
+    if tokenizer and tokenizer not in ("byte", "char", "word", "bpe") and "." not in tokenizer:
+        (directory / tokenizer).mkdir()  # a model of transformers
+        (directory / tokenizer / "tokenizer.json").write_text("{}")
     with contextlib.suppress(StopError):
         prepare_command.prepare(**parameters)
     (settings,) = planned

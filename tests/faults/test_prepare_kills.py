@@ -163,6 +163,8 @@ def test_a_full_disk_names_the_shard_and_a_rerun_with_space_goes_on(
     lines: Path, whole: dict[str, bytes], small_disk: Path
 ) -> None:
     out = small_disk / "out"
+    # Room for the texts, which are 12 MB, and some shards.
+    subprocess.run(["mount", "-o", "remount,size=15m", str(small_disk)], check=True)
     ended = txl("prepare", lines, "--out", out, *OPTIONS)
     assert ended.returncode == 3
     assert "writing train-0" in ended.stderr

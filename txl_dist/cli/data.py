@@ -102,6 +102,8 @@ def inspect(
 
     Example: txl data inspect data/books --documents 5
     """
+    from data_pipeline.shards import require_manifest
+
     require_manifest(dataset)  # before numpy is imported
     from data_pipeline.shards.data_commands import excerpts
     from data_pipeline.shards.manifest import load_manifest

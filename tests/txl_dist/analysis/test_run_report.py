@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.support.run_directories import NUM_STEPS, write_results, write_run
+from tests.support.run_directories import write_results, write_run
 from txl_dist.analysis import run_report
 from txl_dist.analysis.plots import draw_lines, new_figure
 from txl_dist.analysis.run_report import charts_of_runs, read_run, run_page, thin_out
@@ -162,14 +162,11 @@ def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
 
 @without_charts
 def test_the_command_writes_the_page_into_the_run(run: Path) -> None:
-    result = CliRunner().invoke(app, ["report", str(run), "--json"])
     path = run / "report.html"
-    content = json.loads(result.stdout)
-    assert (content["report"], content["step"]) == (str(path), NUM_STEPS)
+    assert f"wrote {path}" in CliRunner().invoke(app, ["report", str(run)]).stdout
     assert path.read_text().startswith("<!doctype html>")
-    result = CliRunner().invoke(app, ["report", str(run), str(run), "--json"])
     path = run.parent / "comparison.html"
-    assert json.loads(result.stdout)["report"] == str(path)
+    assert f"wrote {path}" in CliRunner().invoke(app, ["report", str(run), str(run)]).stdout
     assert path.is_file()
 
 

@@ -63,7 +63,7 @@ def test_a_removed_command_is_answered_by_what_to_use_instead(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     *command, last = words.split()
-    order = ("PATH", f"{last}=1") if last.startswith("--") else (last, "PATH")
+    order = (f"{last}=1", "PATH") if last.startswith("--") else (last, "PATH")
     monkeypatch.setattr(sys, "argv", ["txl", *command, *order, "--an-option"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -366,7 +366,7 @@ def test_a_missing_or_foreign_model_is_refused_by_its_name(dataset: Path, tmp_pa
         spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'nowhere'}")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text('{"model_type": "another"}')
-    with pytest.raises(ConfigError, match="foreign/config.json: model_type is 'another'"):
+    with pytest.raises(ConfigError, match=r"foreign/config\.json: model_type is 'another'"):
         spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'foreign'}")
 
 

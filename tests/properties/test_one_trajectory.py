@@ -168,6 +168,7 @@ def scores(run: Path) -> list[float]:
         ("model.untie_r=true", "model.d_embed=12"),
         (
             "model.recipe=modern",
+            "model.n_kv_head=1",
             "model.mem_shares=[0.5, 1]",
             "optimizer.name=adamw",
             "optimizer.lr=2e-3",  # with 1e-2, rounding grows to 1e-5 in 20 steps

@@ -16,7 +16,7 @@ from data_pipeline.errors import counted
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, error_from_json
 from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp
-from txl_dist.runtime.process import free_port, num_gpus
+from txl_dist.runtime.process import free_port, num_gpus, without_torchrun
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.spec import TrainSpec
 
@@ -83,7 +83,7 @@ class ProcessGroup:
         self.close()
         directory = RunDirectory(spec.run_path)
         environment = {
-            **os.environ,
+            **without_torchrun(os.environ),
             "WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port("127.0.0.1")),

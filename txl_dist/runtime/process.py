@@ -29,6 +29,18 @@ def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     return all(environment.get(name) for name in TORCHRUN_VARIABLES)
 
 
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for processes whose rank another launcher sets.
+
+    With TORCHELASTIC_USE_AGENT_STORE, rank 0 would wait for a store that nobody opens.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+
+
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of NVIDIA, of NVIDIA under WSL, and of AMD."""
 

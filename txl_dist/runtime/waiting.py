@@ -109,13 +109,15 @@ def collective_name(frames: Iterable[tuple[str, int, str]], *, on_gpu: bool = Fa
     for file, _, function in stack:
         if file.endswith(_COLLECTIVES):
             return function
+    # The innermost call of a failed wait is often that of the decorator.
+    stack = [call for call in stack if call[2] != _WRAPPER]
     if not stack:
         return None
     file, line, function = stack[-1]
     source = linecache.getline(file, line)
     if _DEEPSPEED in file and (function == "wait" or ".wait(" in source):
         names = [name for file, _, name in reversed(stack) if _DEEPSPEED in file]
-        return next((name for name in names if name not in ("wait", _WRAPPER)), "wait")
+        return next((name for name in names if name != "wait"), "wait")
     return GPU_WAIT if on_gpu and _WAITS_FOR_GPU.search(source) else None
 
 

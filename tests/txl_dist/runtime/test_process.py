@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.support.training_runs import TINY
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.process import SPIN_COUNT, TORCHRUN_VARIABLES, is_torchrun
+from txl_dist.runtime.process import SPIN_COUNT, TORCHRUN_VARIABLES, is_torchrun, without_torchrun
 
 LEFTOVER = {
     "RANK": "1",
@@ -29,6 +29,11 @@ def test_an_incomplete_set_does_not_make_a_rank(missing: str) -> None:
     part = {name: value for name, value in COMPLETE.items() if name != missing}
     assert not is_torchrun(part)
     assert is_torchrun(COMPLETE)
+
+
+def test_launched_ranks_do_not_inherit_torchruns_variables() -> None:
+    other = {"PATH": "/bin", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert without_torchrun({**COMPLETE, **other}) == {"PATH": "/bin"}
 
 
 def test_variables_left_in_the_shell_are_ignored(

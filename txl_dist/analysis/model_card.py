@@ -80,16 +80,17 @@ def card(
     tokenizer: Tokenizer,
     *,
     scores: Sequence[Path] = (),
-    for_transformers: bool = False,
+    export: str = "",
 ) -> str:
     """The text of README.md. The run directory of the checkpoint may be gone.
 
     `scores`: results of `txl eval --json`; without them all that the run keeps of these weights.
-    `for_transformers`: of a directory that transformers loads, not of the standalone file.
+    `export`: precision and window of a directory that transformers loads; empty for the standalone
+    file.
     Raises ConfigError for a model that the standalone file cannot compute, and CheckpointError for
     the score of another model.
     """
-    if not for_transformers:
+    if not export:
         require_supported(manifest.architecture)
     stored, run = find_model(checkpoint), run_of(checkpoint)
     state = load_state(checkpoint, manifest)
@@ -103,30 +104,30 @@ def card(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     is_text = not isinstance(tokenizer, IdTokenizer)
     description = tokenizer.description.model_dump()
-    how_to_run = (_WITH_TRANSFORMERS if for_transformers else _HOW_TO_RUN).format(
+    how_to_run = (_WITH_TRANSFORMERS if export else _HOW_TO_RUN).format(
         file=FILE_NAME,
         library=" and `pip install tokenizers`" if "tokenizer" in description else "",
         prompt=json.dumps("Once upon a time" if is_text else "60 62 64"),
     )
-    limits = _LIMITS if for_transformers else f"{_LIMITS} {_STANDALONE_LIMITS}"
+    limits = _LIMITS if export else f"{_LIMITS} {_STANDALONE_LIMITS}"
     model_rows = {
         "parameters": f"{num_parameters:,}",
         **_architecture(manifest),
         "tokenizer": f"`{description['type']}`",
-        "weights": f"fp32, {stored.weights} of the training",
+        "weights": f"{export or 'fp32'}, {stored.weights} of the training",
     }
     score_texts = [*map(_score_of_result, results), *_score_of_training(run, manifest.step)]
     parts = [
         _front_matter(
             name,
             results,
-            library="transformers" if for_transformers else "pytorch",
+            library="transformers" if export else "pytorch",
             is_text=is_text,
         ),
         f"# {name}",
-        f"A Transformer-XL language model with {num_parameters:,} parameters, trained with "
-        f"txl-dist for {manifest.step:,} steps on {state.tokens:,} tokens. It carries a memory "
-        "from segment to segment of a text, as an argument and a result.",
+        f"A language model with {num_parameters:,} parameters, trained with "
+        f"txl-dist for {manifest.step:,} steps on {state.tokens:,} tokens. In training it "
+        "carried a memory from segment to segment of a text.",
         f"## How to run it\n\n{how_to_run}",
         f"## Model\n\n{_table(('', ''), model_rows.items())}",
         f"## Data\n\n{_data(manifest, state)}",

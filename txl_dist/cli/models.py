@@ -226,6 +226,7 @@ def export(
         int | None,
         typer.Option(
             min=1,
+            max=2**17,
             help="With `transformers`: keys that a token sees, for a model trained without "
             "same_length. Default: with --data the best of several, else mem_len + tgt_len / 2.",
         ),
@@ -297,6 +298,11 @@ class _Window:
         segment than at its start, which no window does.
         """
         config, tgt_len = stored.config, stored.tgt_len
+        if self.data is not None and (self.given or config.same_length or not config.mem_len):
+            raise ConfigError(
+                "--data chooses a window, and this one is known: by --window, by the model's "
+                "same_length, or because it has no memory. Leave it out"
+            )
         if self.given is not None or config.mem_len == 0:
             return self.given, {}
         if config.same_length:
@@ -340,7 +346,8 @@ def _export_for_transformers(
     text = None
     if is_run and tokenizer is not None:
         manifest = load_checkpoint_manifest(stored.path)
-        text = card(stored.path, manifest, model, tokenizer, scores=scores, for_transformers=True)
+        export = f"{dtype}, window {chosen or 'none'}"
+        text = card(stored.path, manifest, model, tokenizer, scores=scores, export=export)
     write_for_transformers(
         out, model, tokenizer, stored.tgt_len, window=chosen, dtype=getattr(torch, dtype), card=text
     )

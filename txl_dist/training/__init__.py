@@ -4,6 +4,7 @@ spec.py            config and options of a run, as a launcher sends them; equal 
 rank.py           the entry of every launcher: one rank from start to exit
 start.py          the start of a rank: data, other ranks, lock, attempt; loads a checkpoint
 resume.py         where a run resumes: one class, by the table in the docstring of the module
+origin.py         the model of `init_from`: its settings and its weights
 compatibility.py  which settings and data may differ on a resume
 build.py          builds the Trainer: step with model and engine, evaluation, observers, tracker
 loop.py           the order of events

@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # a config without `init_from` is loaded without torch
 
 _OF_READING = ("same_length", "clamp_len", "init_std", "proj_init_std")
 """Settings of a model that change no weights, besides those that may change in a run."""
+LONGEST_MEMORY = 16_384
+"""Of a model without a window a config must say how much a lane keeps, from here on."""
 NO_FORK = ("auto", "never")
 """The values of `--resume` that are no checkpoint of another run."""
 
@@ -59,6 +61,11 @@ def _with_model_of_origin(settings: dict[str, Any], *, resume: str) -> dict[str,
     if not isinstance(init_from, str) or not isinstance(given, dict):
         return settings
     name, trained = _model_of_origin(init_from if resume in NO_FORK else resume, settings)
+    if "mem_len" not in given and trained.mem_len > LONGEST_MEMORY:
+        raise ConfigError(
+            f"the model of {name} has no window, so it would keep {trained.mem_len:,} tokens per "
+            "lane and layer: choose a memory, for example model.mem_len=1024"
+        )
     stored = json.loads(json.dumps(asdict(trained)))  # with lists, like the file
     del stored["recipe"]  # the optimizer depends on it
     completed = {**stored, **given, "vocab_size": given.get("vocab_size") or trained.vocab_size}
@@ -77,7 +84,18 @@ def _model_of_origin(path: str, settings: dict[str, Any]) -> tuple[str, ModelCon
         return f"the checkpoint of step {manifest.step} of {directory}", manifest.architecture
     from txl_dist.convert.stored_model import find_model  # imports torch
 
-    return path, find_model(path).config
+    if isinstance(directory, str) and Path(directory).resolve() == Path(path).resolve():
+        raise ConfigError(
+            f"init_from={path} is the directory of the run: its files would lie between those of "
+            "the model. Give the run a directory of its own"
+        )
+    try:
+        return path, find_model(path).config
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"init_from: {error}. It can be a run, a checkpoint, or a directory of txl import, txl "
+            "export or transformers; download a model of a hub first"
+        ) from None
 
 
 def newest_of_run(run: Path, url: str | None) -> CheckpointManifest | None:

@@ -116,6 +116,7 @@ def card(
         "tokenizer": f"`{description['type']}`",
         "weights": f"{export or 'fp32'}, {stored.weights} of the training",
     }
+    start = "" if state.origin is None else ", from the weights of another (see Training)"
     score_texts = [*map(_score_of_result, results), *_score_of_training(run, manifest.step)]
     parts = [
         _front_matter(
@@ -125,9 +126,9 @@ def card(
             is_text=is_text,
         ),
         f"# {name}",
-        f"A language model with {num_parameters:,} parameters, trained with "
-        f"txl-dist for {manifest.step:,} steps on {state.tokens:,} tokens. In training it "
-        "carried a memory from segment to segment of a text.",
+        f"A language model with {num_parameters:,} parameters, trained with txl-dist for "
+        f"{manifest.step:,} steps on {state.tokens:,} tokens{start}. In training it carried a "
+        "memory from segment to segment of a text.",
         f"## How to run it\n\n{how_to_run}",
         f"## Model\n\n{_table(('', ''), model_rows.items())}",
         f"## Data\n\n{_data(manifest, state)}",

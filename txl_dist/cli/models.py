@@ -190,7 +190,10 @@ def import_(
     found = read_model(source)
     write_exported(out, found.model, found.tokenizer, found.reading)
     origin = {"source": str(source), "format": found.format}
-    _print_model(origin, out, found.model, as_json=as_json, note=_reach(found.model.config))
+    no_ids = "" if found.tokenizer else "\nno tokenizer: it reads data of its own ids only"
+    _print_model(
+        origin, out, found.model, as_json=as_json, note=_reach(found.model.config) + no_ids
+    )
 
 
 def _reach(config: "ModelConfig") -> str:

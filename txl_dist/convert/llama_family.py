@@ -69,7 +69,10 @@ def family_config(options: Mapping[str, Any], *, origin: str) -> ModelConfig:
         )
     for name, neutral in _NEUTRAL.items():
         if name in options and options[name] not in neutral:
-            raise ConfigError(f"{origin}: {name}={options[name]!r:.60} is not supported")
+            raise ConfigError(
+                f"{origin}: {name}={options[name]!r:.60} is not supported; such a model runs in "
+                "transformers only"
+            )
 
     def number(name: str, default: Any = None) -> Any:
         value = default if options.get(name) is None else options[name]

@@ -39,7 +39,7 @@ def main() -> None:
     if arguments.write:
         write(source)
         return
-    # In a process of its own: a child's peak memory begins with that of its parent.
+    # In another process: a child starts with the peak memory of its parent, which is measured.
     subprocess.run([sys.executable, __file__, arguments.directory, "--write"], check=True)
     with torch.device("meta"):
         parameters = [*TransformerXL(ModelConfig.of_recipe("modern", **SIZES)).parameters()]

@@ -255,7 +255,6 @@ class _JoinedStreams:
     ) -> None:
         self._raw, self._start = raw, start
         self._decoder = start()
-        self._has_input = False
 
     def read1(self, size: int, /) -> bytes:
         while True:

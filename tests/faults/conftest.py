@@ -13,7 +13,7 @@ from tests.support.exported_model import export_small_model
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 5 MiB of its own. Skips the test if mounting is not permitted."""
+    """A separate file system of 5 MiB. Skips the test if mounting is not permitted."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(path)]

@@ -115,7 +115,7 @@ class JobsHead:
     ports: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        with ExitStack() as stack:  # all open at once, so that they differ
+        with ExitStack() as stack:  # open until all are bound, so that they differ
             for option in PORT_OPTIONS:
                 probe = stack.enter_context(socket.socket())
                 probe.bind(("127.0.0.1", 0))

@@ -10,6 +10,7 @@ import typer
 
 from txl_dist.cli.options import AsJson, Checkpoint, path_argument, print_result
 from txl_dist.cli.progress import running
+from txl_dist.convert import MAX_POSITIONS, require_source
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.text import Sampling, TextLimits, read_prompts, stream_text
 
@@ -181,8 +182,6 @@ def import_(
 
     Example: txl import downloads/Qwen3-0.6B --out models/qwen3
     """
-    from txl_dist.convert import require_source
-
     require_source(source)  # before torch is imported
     from txl_dist.convert.other_programs import read_model
     from txl_dist.convert.stored_model import write_exported
@@ -229,7 +228,7 @@ def export(
         int | None,
         typer.Option(
             min=1,
-            max=2**17,
+            max=MAX_POSITIONS,
             help="With `transformers`: keys that a token sees, for a model trained without "
             "same_length. Default: with --data the best of several, else mem_len + tgt_len / 2.",
         ),

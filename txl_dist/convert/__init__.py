@@ -19,6 +19,10 @@ FORMATS = (
     "Qwen3 or TransfoXL, or the original's state dict as .npz"
 )
 
+MAX_POSITIONS = 2**17
+"""Of an exported model with a window, which has no limit; servers reserve memory for so many tokens
+at most."""
+
 
 def require_source(source: Path) -> None:
     """Raises CheckpointError if there is nothing to import. Imports no torch."""

@@ -18,6 +18,9 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+"""In every directory of a model, ours and those of transformers."""
+
 
 def parse_json(text: str | bytes, *, origin: str) -> dict[str, Any]:
     """Parse a JSON object. Raises CheckpointError for anything else."""

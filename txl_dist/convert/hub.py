@@ -32,15 +32,13 @@ from data_pipeline.tokenizers.loading import OWN_NAME
 from data_pipeline.tokenizers.pretrained import library_json
 from txl_dist.checkpoint.manifest import TOKENIZER_NAME
 from txl_dist.convert import standalone
-from txl_dist.convert.checks import check_tensors
+from txl_dist.convert.checks import CONFIG_NAME, WEIGHTS_NAME, check_tensors
 from txl_dist.convert.llama_family import (
     INDEX_NAME,
-    WEIGHTS_NAME,
     family_options,
     family_tensors,
 )
 from txl_dist.convert.stored_model import (
-    CONFIG_NAME,
     DEFAULT_READING,
     Reading,
     new_directory,

@@ -21,7 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from txl_dist.convert import MAX_POSITIONS
 from txl_dist.convert.checks import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
     assign_weights,
     check_names,
     checked_config,
@@ -40,7 +43,7 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 """By `model_type`."""
-WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -205,7 +208,7 @@ def read_family(directory: Path, config: ModelConfig | None = None) -> Transform
     `config` may differ from the stored one in fields without weights. Raises CheckpointError naming
     the invalid file or tensor, ConfigError for an invalid config.
     """
-    origin = directory / "config.json"
+    origin = directory / CONFIG_NAME
     config = config or family_config(read_json(origin), origin=str(origin))
     path_of = _files(directory)
     model = empty_model(config, origin=str(origin), num_tensors=len(path_of))
@@ -242,7 +245,9 @@ def _files(directory: Path) -> dict[str, Path]:
     path_of: dict[str, Path] = {}
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name[:80]!r}: expected .safetensors beside it")
+            raise CheckpointError(
+                f"{index} names {name[:80]!r}: expected a .safetensors file of this directory"
+            )
         with _opened(directory / name) as file:
             path_of |= dict.fromkeys(file.keys(), directory / name)
     return path_of
@@ -312,12 +317,8 @@ def family_options(config: ModelConfig, *, window: int | None, tgt_len: int) -> 
     return options
 
 
-MAX_POSITIONS = 2**17
-"""With a window there is no limit; servers reserve memory for this many tokens at most."""
-
-
 def is_tied(config: ModelConfig) -> bool:
-    """Whether the exported softmax is the table: not where our embedding has a scale of its own."""
+    """Whether the exported softmax is the table: not if our embedding is scaled."""
     return config.tie_weight and not config.scale_embedding
 
 
@@ -369,8 +370,8 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
 def family_tensors(model: TransformerXL) -> Iterator[tuple[str, Tensor]]:
     """The tensors with the names of transformers, views of those of the model where possible.
 
-    The scale of the embedding becomes part of it. Where the softmax shares the table, it gets one
-    of its own then.
+    The table of the embedding is multiplied by its scale. A softmax that shares the table is then
+    exported as a second one, without the scale.
     """
     config, state = model.config, model.state_dict()
     scale = config.d_model**0.5 if config.scale_embedding else 1.0

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.convert import FORMATS, require_source
-from txl_dist.convert.checks import parse_json, read_json
+from txl_dist.convert.checks import CONFIG_NAME, WEIGHTS_NAME, parse_json, read_json
 from txl_dist.convert.llama_family import is_family
 from txl_dist.convert.original_model import (
     model_from_original,
@@ -58,8 +58,8 @@ def read_model(source: Path) -> ForeignModel:
     require_source(source)
     if source.is_file() and source.suffix == ".npz":
         return ForeignModel(read_original(source), "original")
-    if (source / "config.json").is_file():
-        options = read_json(source / "config.json")
+    if (source / CONFIG_NAME).is_file():
+        options = read_json(source / CONFIG_NAME)
         if is_family(options):
             stored = find_model(source)
             model, tokenizer = stored.load(stored.config)
@@ -122,7 +122,7 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
         ) from None
 
 
-_SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+_PICKLED = "pytorch_model.bin"
 _MODEL_PREFIX = "transformer."
 
 
@@ -131,7 +131,7 @@ def read_transformers(directory: Path) -> TransformerXL:
 
     Raises CheckpointError naming the invalid tensor, ConfigError for an invalid config.
     """
-    config_path = directory / "config.json"
+    config_path = directory / CONFIG_NAME
     config = transformers_config(read_json(config_path), origin=str(config_path))
     path, stored = _read_weights(directory)
     tensors = {}
@@ -146,12 +146,12 @@ def read_transformers(directory: Path) -> TransformerXL:
 
 
 def _read_weights(directory: Path) -> tuple[Path, dict[str, object]]:
-    safe, pickled = directory / _SAFE, directory / _PICKLED
+    safe, pickled = directory / WEIGHTS_NAME, directory / _PICKLED
     path = safe if safe.is_file() else pickled
     if not path.is_file():
         raise CheckpointError(
-            f"{directory} has neither {_SAFE} nor {_PICKLED}; save the model again in one file: "
-            "model.save_pretrained(DIR, max_shard_size='100GB')"
+            f"{directory} has neither {WEIGHTS_NAME} nor {_PICKLED}; save the model again in one "
+            "file: model.save_pretrained(DIR, max_shard_size='100GB')"
         )
     try:
         if path == safe:

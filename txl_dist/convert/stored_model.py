@@ -51,6 +51,8 @@ from txl_dist.checkpoint.reader import Weights, chosen_weights, load_model
 from txl_dist.checkpoint.snapshot import write_tensors
 from txl_dist.config.removed import without_removed
 from txl_dist.convert.checks import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
     assign_weights,
     check_tensors,
     checked_config,
@@ -63,7 +65,6 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
 FORMAT: Literal["txl-model"] = "txl-model"
-CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,7 +322,7 @@ def _of_transformers(path: Path, options: Mapping[str, Any]) -> StoredModel:
 
 
 @lru_cache(maxsize=64)  # a start asks several times, and a large model takes seconds
-def _hash_of(file: Path, size: int, mtime_ns: int) -> str:
+def _hash_of(file: Path, _size: int, _mtime_ns: int) -> str:
     return sha256_file(file)
 
 

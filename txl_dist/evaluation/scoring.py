@@ -39,9 +39,8 @@ Mode = Literal["exact", "fast"]
 
 MAX_CONTEXTS_PER_CHUNK = 20
 """A chunk is at most this many times as long as its context, or MAX_SEGMENTS_WITHOUT_CONTEXT
-segments if that is more."""
-MAX_OVERHEAD = 1 / MAX_CONTEXTS_PER_CHUNK
-"""The cost of the context in a split of at least TARGET_NUM_CHUNKS such chunks."""
+segments if that is more. So in a split of at least TARGET_NUM_CHUNKS such chunks the context costs
+a twentieth."""
 MIN_CONTEXTS_PER_CHUNK = 2
 """A chunk is at least this many times as long, so the context costs at most half as much again."""
 TARGET_NUM_CHUNKS = 16

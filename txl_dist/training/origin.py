@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # a config without `init_from` is loaded without torch
 _OF_READING = ("same_length", "clamp_len", "init_std", "proj_init_std")
 """Settings of a model that change no weights, besides those that may change in a run."""
 LONGEST_MEMORY = 16_384
-"""Of a model without a window a config must say how much a lane keeps, from here on."""
+"""A longer memory is not taken from the model without a word: the config must give its length."""
 NO_FORK = ("auto", "never")
 """The values of `--resume` that are no checkpoint of another run."""
 
@@ -63,8 +63,8 @@ def _with_model_of_origin(settings: dict[str, Any], *, resume: str) -> dict[str,
     name, trained = _model_of_origin(init_from if resume in NO_FORK else resume, settings)
     if "mem_len" not in given and trained.mem_len > LONGEST_MEMORY:
         raise ConfigError(
-            f"the model of {name} has no window, so it would keep {trained.mem_len:,} tokens per "
-            "lane and layer: choose a memory, for example model.mem_len=1024"
+            f"the model of {name} has mem_len={trained.mem_len}, and so many tokens would be kept "
+            "per lane and layer: choose a memory, for example model.mem_len=1024"
         )
     stored = json.loads(json.dumps(asdict(trained)))  # with lists, like the file
     del stored["recipe"]  # the optimizer depends on it

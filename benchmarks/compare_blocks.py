@@ -55,7 +55,7 @@ from txl_dist import (
     write_exported,
 )
 from txl_dist.training.engine.optimizers import create_optimizer
-from txl_dist.training.schedule import lr_at
+from txl_dist.training.step import lr_at
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 REFERENCE = "paper-adamw"

@@ -45,8 +45,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import SECONDS_PER_SIZE, SIZES, TORCH_DTYPE, product_flops, synchronize
 from txl_dist.runtime.world import World
 from txl_dist.training.batches import DeviceBatch
-from txl_dist.training.compilation import compile_model
-from txl_dist.training.cuda_graphs import record_layers
+from txl_dist.training.compilation import compile_model, record_layers
 from txl_dist.training.engine import create_engine
 from txl_dist.training.step import TrainStep
 

@@ -11,10 +11,9 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from txl_dist.config.config_file import load_run_config
 from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.loop import Trainer
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.spec import TrainSpec
+from txl_dist.training.rank import build_trainer
+from txl_dist.training.spec import RunDirectory, TrainSpec
 from txl_dist.training.start import Start
 
 

@@ -10,8 +10,7 @@ from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
-from txl_dist.training.compilation import compile_model
-from txl_dist.training.cuda_graphs import record_layers
+from txl_dist.training.compilation import compile_model, record_layers
 
 # Shapes: B lanes, T segment tokens
 

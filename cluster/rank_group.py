@@ -46,8 +46,7 @@ from txl_dist.launch.launcher import (
     RanksUp,
     Room,
 )
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.spec import TrainSpec
+from txl_dist.training.spec import RunDirectory, TrainSpec
 
 POLL_SECONDS = 0.2
 RESERVE_SECONDS = 60.0

@@ -15,8 +15,7 @@ from tests.gpu import DEVICE
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.training.compilation import compile_model
-from txl_dist.training.cuda_graphs import record_layers
+from txl_dist.training.compilation import compile_model, record_layers
 
 LANES, TGT_LEN, NUM_STEPS, NUM_TURNS, VOCAB_SIZE = 3, 4, 6, 2, 13
 CONFIG = ModelConfig(

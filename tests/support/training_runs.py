@@ -12,12 +12,10 @@ from tests.support.gloo_ranks import RankGroups
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.loop import Trainer
-from txl_dist.training.rank import train_rank
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.rank import build_trainer, train_rank
 from txl_dist.training.scores import FOLDER, StepScore
-from txl_dist.training.spec import TrainSpec
+from txl_dist.training.spec import RunDirectory, TrainSpec
 from txl_dist.training.start import Start
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"

@@ -25,9 +25,8 @@ from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result
 from txl_dist.evaluation.scores import SCORES
-from txl_dist.events import newest_attempt, read_events
+from txl_dist.events import WallTime, newest_attempt, read_events
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.training.goodput import WallTime
 from txl_dist.training.scores import ScoreTable
 from txl_dist.training.state import TrainState, load_state
 

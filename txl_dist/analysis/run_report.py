@@ -33,10 +33,20 @@ from txl_dist.config.config_file import YamlTextError, flatten_settings, read_ya
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation.result import EvaluationResult, kept_results, read_result, table_columns
 from txl_dist.evaluation.scores import SCORES
-from txl_dist.events import ENDS, EVENTS, Event, last_start, newest_attempt, of_kind, read_events
+from txl_dist.events import (
+    ENDS,
+    EVENTS,
+    LOSSES,
+    STEPS,
+    Event,
+    WallTime,
+    last_start,
+    newest_attempt,
+    of_kind,
+    read_events,
+)
 from txl_dist.tracking.journal import JOURNAL, read_metrics
 from txl_dist.tracking.tracker import as_text
-from txl_dist.training.goodput import LOSSES, STEPS, WallTime
 
 if TYPE_CHECKING:
     from txl_dist.analysis.plots import Axes

@@ -293,7 +293,7 @@ def _watch(run: Path, split: str, on: str, workers: int) -> None:
 
     with running("loading torch"):
         from txl_dist.runtime.device import EXACT_THREADS
-        from txl_dist.training.score_checkpoints import watch
+        from txl_dist.training.scores import watch
 
     # Also one worker is a process: a batch that kills it must not end the watch.
     is_here = on == "processes" and workers == 1

@@ -82,8 +82,7 @@ def train(
     from txl_dist.launch.launcher import RankRange, find_launcher
     from txl_dist.runtime.process import is_torchrun
     from txl_dist.training.origin import check_origin, load_run_config
-    from txl_dist.training.run_directory import RunDirectory
-    from txl_dist.training.spec import TrainSpec
+    from txl_dist.training.spec import RunDirectory, TrainSpec
 
     rank_range = RankRange.parse(ranks or "1")
     spec = TrainSpec(

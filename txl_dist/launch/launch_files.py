@@ -13,7 +13,7 @@ from pathlib import Path
 from data_pipeline.system.files import wait_for_lock
 from txl_dist.events import parse_event
 from txl_dist.launch.launcher import OnLine
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import RunDirectory
 
 STATUS_SECONDS = 5.0
 """Before the first step line, a status line is printed after this time without output, or after a

@@ -17,8 +17,7 @@ from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, error_from_json
 from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp
 from txl_dist.runtime.process import free_port, num_gpus, without_torchrun
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.spec import TrainSpec
+from txl_dist.training.spec import RunDirectory, TrainSpec
 
 if TYPE_CHECKING:
     from txl_dist.doctor.checks import DoctorRequest, Finding

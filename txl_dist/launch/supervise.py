@@ -48,8 +48,7 @@ from txl_dist.launch.restarts import (
 from txl_dist.runtime.activity import HangWatch
 from txl_dist.runtime.stop import STOPPING
 from txl_dist.tracking.process import wait_for_delivery
-from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
-from txl_dist.training.spec import TrainSpec
+from txl_dist.training.spec import SECONDS_TO_END, RunDirectory, TrainSpec
 
 POLL_SECONDS = 0.1
 AFTER_FAILURE_SECONDS = 10.0

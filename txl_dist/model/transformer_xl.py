@@ -63,7 +63,7 @@ class TransformerXL(nn.Module):
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
         self.recorded_layers: RunLayers | None = None
-        """Takes the place of `run_layers` (training/cuda_graphs.py)."""
+        """Takes the place of `run_layers` (training/compilation.py)."""
         self.encoding = encoding_class(config)
         if config.vocab_size is not None:
             self.table = AdaptiveEmbedding(config)

@@ -1,31 +1,56 @@
 """`training.compile`: the layers of the model compiled by torch.compile, before the first step.
 
 Only layers are compiled, and all of them share one function: the tables, the softmax and the memory
-are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary.
-
-On GPUs a layer is one graph, and CUDA graphs of some layers are recorded (cuda_graphs.py). On CPUs
+are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary. On CPUs
 two parts run between graphs: the drawing of dropout masks by numpy, and `attention: cpu`
-(model/attention/cpu.py), which is one autograd node with in-place operations that torch.compile
-refuses. That node is faster than a compiled one, so the feed-forward layers and norms are compiled.
+(model/attention/cpu.py), one autograd node with in-place operations that torch.compile refuses.
+
+On GPUs a layer is one graph, and `training.compile: true` records compiled layers as CUDA graphs,
+which the host starts as one: the forward of a few layers is one graph, their backward another. What
+surrounds the layers stays outside: the rows of an adaptive softmax's clusters change from step to
+step. They are recorded in the first step, when DeepSpeed has given the parameters their addresses,
+and again if an address or a shape changes.
+
+A CUDA graph reads its inputs from, and writes its results to, memory of its own, which the next
+micro-batch overwrites. So inputs are copied, except parameters. Memories that a model returns are
+copies in any case (`SequenceState.after`), and so are gradients that autograd accumulates.
+
+Not `torch.cuda.make_graphed_callables`: it does not allow other threads to use CUDA while it
+records, as NCCL's does, and it copies what one graph passes to the next.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.model.attention import choose_implementation
-from txl_dist.model.dropout import Dropout, LaneDropoutMasks
+from txl_dist.model.attention import SegmentContext, choose_implementation
+from txl_dist.model.dropout import Dropout, GpuLaneDropoutMasks, LaneDropoutMasks
+from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.layer import Layer
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.visibility import Visibility
 from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
-from txl_dist.training.cuda_graphs import record_layers
+
+# Shapes: B lanes, T segment tokens, D d_model
 
 VECTOR_BYTES = 16
 """Size of the largest load instruction of a GPU, whose address must be a multiple of it."""
+LAYERS_PER_GRAPH = 4
+"""Gradients of a group can be reduced between GPUs while the next one is computed."""
+WARM_UP_CALLS = 2
+"""Compilers and libraries allocate what they keep. The first call may compile."""
+
+register_dataclass(DistanceTerms)
+register_dataclass(Visibility)
 
 
 def compile_layers(
@@ -125,3 +150,232 @@ def _at_any_address(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter, data in zip(parameters, aligned, strict=True):
             parameter.data = data
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+
+def record_layers(model: TransformerXL, device: torch.device) -> None:
+    """Let the model record its layers in the next forward with gradients. On CPUs: nothing.
+
+    The next forward overwrites what `run_layers` returns, so use it before.
+    """
+    if device.type == "cuda":
+        model.recorded_layers = RecordedLayers(model)
+
+
+class RecordedLayers:
+    """`TransformerXL.run_layers`, replayed. Without gradients it is that method."""
+
+    def __init__(self, model: TransformerXL) -> None:
+        self._model = model
+        self._key: object = None
+        self._groups: list[LayerGroup] = []
+
+    def __call__(
+        self, x_BTD: Tensor, pasts: Iterable[Any], contexts: Sequence[SegmentContext]
+    ) -> list[Tensor]:
+        parameters = _parameters(self._model, self._model.layers)
+        is_trained = any(x.requires_grad for x in (x_BTD, *parameters))
+        if not (torch.is_grad_enabled() and is_trained):
+            return self._model.run_layers(x_BTD, pasts, contexts)
+        pasts = tuple(pasts)
+        starts = range(0, len(self._model.layers), LAYERS_PER_GRAPH)
+        ranges = [slice(start, start + LAYERS_PER_GRAPH) for start in starts]
+        inputs = [
+            (x_BTD, pasts[layers], tuple(map(_tensors_of, contexts[layers]))) for layers in ranges
+        ]
+        kinds = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tree_leaves(inputs)]
+        addresses = [x.data_ptr() for x in parameters]
+        device = x_BTD.device.type
+        key = kinds, addresses, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        if key != self._key:
+            self._groups, self._key = [], None  # before others take memory
+            self._groups = [
+                LayerGroup(self._model, layers, contexts[layers], each)
+                for layers, each in zip(ranges, inputs, strict=True)
+            ]
+            # Without the cache: a cast that it keeps would be read by every replay, and layers that
+            # are not compiled (TORCH_COMPILE_DISABLE=1) would train on the weights of this step.
+            with torch.autocast(
+                device, key[-1], enabled=torch.is_autocast_enabled(device), cache_enabled=False
+            ):
+                _record(self._groups)
+            self._key = key
+        hidden = []
+        for group, (_, *others) in zip(self._groups, inputs, strict=True):
+            x_BTD = group(x_BTD, *others)
+            hidden += group.hidden
+        return [*hidden, x_BTD]
+
+
+class LayerGroup:
+    """group(x_BTD, pasts, tensors of contexts) -> the last layer's output."""
+
+    hidden: list[Tensor]
+    """The input of each layer, without gradient; a replay overwrites them."""
+    output_BTD: Tensor
+    d_output_BTD: Tensor
+    gradients: list[Tensor | None]
+    """Of each input and parameter."""
+    replay_forward: Callable[[], None]
+    replay_backward: Callable[[], None]
+    num_replays = 0
+
+    def __init__(
+        self,
+        model: TransformerXL,
+        layers: slice,
+        contexts: Sequence[SegmentContext],
+        inputs: tuple[Any, ...],
+    ) -> None:
+        self._model, self._start, self._contexts = model, layers.start, contexts
+        self.parameters = _parameters(model, model.layers[layers])
+        self._own_leaves = [nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters]
+        leaves, self._structure = tree_flatten(inputs)
+        self.inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in leaves]
+        """Where the graph reads its inputs."""
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        output_BTD: Tensor = _Replay.apply(self, *tree_leaves(inputs), *self.parameters)
+        return output_BTD
+
+    def forward(self) -> None:
+        """Compute the layers from `self.inputs`."""
+        x_BTD, pasts, tensors = tree_unflatten(self.inputs, self._structure)
+        model = self._model
+        with _exchanged(model, self.parameters, self._own_leaves):
+            contexts = [
+                replace(
+                    context,
+                    distances=distances,
+                    biases_HK=model.shared_biases,
+                    visibility=visibility,
+                    dropout_masks=GpuLaneDropoutMasks(*numbers) if numbers else None,
+                )
+                for context, (distances, visibility, *numbers) in zip(
+                    self._contexts, tensors, strict=True
+                )
+            ]
+            *hidden, self.output_BTD = model.run_layers(x_BTD, pasts, contexts, start=self._start)
+        self.hidden = [x.detach() for x in hidden]
+
+    def backward(self) -> None:
+        """Compute `self.gradients` from `self.d_output_BTD`."""
+        tensors = [*self.inputs, *self._own_leaves]
+        gradients = torch.autograd.grad(
+            self.output_BTD,
+            [x for x in tensors if x.requires_grad],
+            self.d_output_BTD,
+            allow_unused=True,
+        )
+        remaining = iter(gradients)
+        self.gradients = [next(remaining) if x.requires_grad else None for x in tensors]
+
+
+class _Replay(Function):
+    @staticmethod
+    def forward(ctx: Any, group: LayerGroup, *tensors: Tensor) -> Tensor:
+        group.num_replays += 1
+        ctx.group, ctx.number = group, group.num_replays
+        pairs = list(zip(group.inputs, tensors, strict=False))  # parameters are where they were
+        pairs = [(own, new) for own, new in pairs if own.data_ptr() != new.data_ptr()]
+        for own, new in pairs:
+            own.copy_(new)
+        group.replay_forward()
+        return group.output_BTD.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        group: LayerGroup = ctx.group
+        if ctx.number != group.num_replays:
+            raise RuntimeError(
+                "backward of a forward whose activations another forward has overwritten: with "
+                "CUDA graphs, call backward before the next forward with gradients"
+            )
+        (d_output_BTD,) = d_outputs
+        if d_output_BTD.data_ptr() != group.d_output_BTD.data_ptr():
+            group.d_output_BTD.copy_(d_output_BTD)
+        group.replay_backward()
+        # Autograd copies gradients to which there are references, as here, before it keeps them.
+        return (None, *group.gradients)
+
+
+@contextmanager
+def _exchanged(
+    model: TransformerXL, parameters: Sequence[nn.Parameter], leaves: Sequence[nn.Parameter]
+) -> Iterator[None]:
+    """In which the model has other leaves of autograd, with the same memory.
+
+    DeepSpeed keeps the nodes that accumulate gradients of the parameters, and they belong to the
+    stream on which it found them, which a recording must not wait for.
+    """
+    leaf_of = {id(parameter): leaf for parameter, leaf in zip(parameters, leaves, strict=True)}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in leaf_of
+    ]
+    for module, name, parameter in places:
+        setattr(module, name, leaf_of[id(parameter)])
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
+
+
+def _record(groups: Sequence[LayerGroup]) -> None:
+    """Record all forwards, then all backwards, in the order of a step: they share memory."""
+    for group in groups:
+        _warm_up(group)
+    pool = torch.cuda.graph_pool_handle()
+    for group, next_group in zip(groups, [*groups[1:], None], strict=True):
+        group.replay_forward = recorded(group.forward, pool)
+        if next_group is not None:
+            next_group.inputs[0] = group.output_BTD.detach().requires_grad_()
+    d_output_BTD: Tensor | None = torch.zeros_like(groups[-1].output_BTD)
+    for group in reversed(groups):
+        assert d_output_BTD is not None  # the input of every group but the first has a gradient
+        group.d_output_BTD = d_output_BTD
+        group.replay_backward = recorded(group.backward, pool)
+        group.output_BTD = group.output_BTD.detach()  # frees the activations for other graphs
+        d_output_BTD = group.gradients[0]
+
+
+def _warm_up(group: LayerGroup) -> None:
+    """On a separate stream, as graphs are recorded."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_CALLS):
+            group.forward()
+            group.d_output_BTD = torch.zeros_like(group.output_BTD)
+            group.backward()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def recorded(compute: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """The work of `compute` on the GPU, to be repeated."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        compute()
+    return graph.replay
+
+
+def _parameters(model: TransformerXL, layers: nn.Module) -> list[nn.Parameter]:
+    """Those that `layers` of the model read."""
+    return [*layers.parameters(), *(model.shared_biases or ())]
+
+
+def _tensors_of(context: SegmentContext) -> tuple[Any, ...]:
+    """What differs between segments. Raises TypeError for masks that are drawn on the host."""
+    masks = context.dropout_masks
+    tensors = context.distances, context.visibility
+    if masks is None:
+        return tensors
+    if not isinstance(masks, GpuLaneDropoutMasks):
+        raise TypeError(f"CUDA graphs need masks by lane, drawn on the GPU; these are {masks!r}")
+    return *tensors, masks.numbers

@@ -7,7 +7,7 @@ continues at the older step.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, observers report (`report.py`), `saving.py` writes checkpoints,
-`recovery.py` returns to them, and `build.py` creates these parts.
+`recovery.py` returns to them, and `rank.py` creates these parts.
 """
 
 import logging
@@ -26,18 +26,16 @@ from txl_dist.training.batches import Batches, DeviceBatch
 from txl_dist.training.recovery import BadScoreError, Recovery
 from txl_dist.training.report import Observer, Values
 from txl_dist.training.saving import RunSaver
-from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import ScoreTable, StepScore
 from txl_dist.training.state import LastUpdate, TrainState
-from txl_dist.training.step import StepResult, TrainStep
+from txl_dist.training.step import StepResult, TrainStep, lr_at
 
 log = logging.getLogger(__name__)
 
 Evaluate = Callable[[TrainState, StopRequest], StepScore | None]
 """Scores a split with the weights of all ranks. Collective.
 
-Returns the score of the weights of the state, or None on all ranks if the request to stop is true
-on any.
+Returns None on all ranks if the request to stop is true on any.
 """
 
 
@@ -90,7 +88,8 @@ class Trainer:
                         self._evaluate()
                     if self.state.step >= num_steps:
                         self.saver.confirm()
-                        self._finish_saving(require_copies=True)
+                        with self._in_span(Span.SAVE_WAIT):
+                            self.saver.finish(require_copies=True)
                         return self.state
 
                     batch = self._read()
@@ -230,10 +229,6 @@ class Trainer:
                 self._announce(score, gain)
             self.saver.save(self.state)
 
-    def _finish_saving(self, *, require_copies: bool) -> None:
-        with self._in_span(Span.SAVE_WAIT):
-            self.saver.finish(require_copies=require_copies)
-
     @contextmanager
     def _in_span(self, span: Span) -> Iterator[None]:
         """Count the time inside as that of `span`, which stays the current one after an error."""
@@ -246,7 +241,8 @@ class Trainer:
         """Save and end the run, as requested by a signal or a stop file."""
         if self.saver.saved_step != self.state.step:
             self._save()
-        self._finish_saving(require_copies=False)
+        with self._in_span(Span.SAVE_WAIT):
+            self.saver.finish(require_copies=False)
         pending = " It begins with the evaluation." if self.evaluation.is_pending else ""
         raise PreemptedError(
             f"stopped on request after step {self.state.step}; everything is saved. "

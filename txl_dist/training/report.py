@@ -4,7 +4,7 @@
                           score, divergence and rollback at any time
 
 The loop tells every `Observer` of these events, on all ranks after the same step. `Report` is that
-of rank 0. Another one is a class and an entry in `build.py`; it may call collectives, and no
+of rank 0. Another one is a class and an entry in `rank.py`; it may call collectives, and no
 observer depends on the others: a value that one adds to a line is not read before `report`.
 
 Loss sums are collected in `TrainState.unreported` until a line is due. They are stored in the
@@ -22,20 +22,26 @@ from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
 from txl_dist.config.run_config import RunConfig
 from txl_dist.evaluation.scores import in_lines
-from txl_dist.events import AttemptStart, EventLog, Kind, read_events
+from txl_dist.events import (
+    AttemptStart,
+    EventLog,
+    Kind,
+    WallTime,
+    goodput_of,
+    process_seconds,
+    read_events,
+)
 from txl_dist.model.attention import choose_implementation
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.device import describe_machine
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, TrainingData
-from txl_dist.training.goodput import WallTime, goodput_of, process_seconds
 from txl_dist.training.phases import count_tokens, realised_shares
-from txl_dist.training.schedule import lr_at
 from txl_dist.training.scores import StepScore
 from txl_dist.training.start import Start
 from txl_dist.training.state import TrainState
-from txl_dist.training.step import StepResult
+from txl_dist.training.step import StepResult, lr_at
 
 EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
 """Spans that do not count in the speed of training."""

@@ -23,7 +23,7 @@ directory. Superseded and unfinished checkpoints never count.
 
 Then settings and data are compared: some may differ, some need `--allow-change`, the others are
 refused (`compatibility.py`). Only after that the attempt begins, which stops older attempts of the
-run (`run_directory.py`). A rollback has another rule (recovery.py).
+run (`spec.py`). A rollback has another rule (recovery.py).
 
 The table is also in docs/how_to/train_for_weeks.md; decision 50 has the reasons.
 """

@@ -1,4 +1,4 @@
-"""The scores of a run: one file for each evaluated step, and what an evaluation is waiting for.
+"""The scores of a run: one file for each evaluated step.
 
     RUN/evaluations/step-NNNNNNNN.json   the score of a step, or why it has none
 
@@ -8,7 +8,8 @@ An evaluation is due at the multiples of `evaluation.interval_steps` and at the 
     yes         no    waiting  the ranks score it before the next step, also after a resume
     any         yes   scored   rank 0 writes it to metrics.jsonl once; the best one is BEST
 
-The ranks of a run and `txl eval --watch` (`score_checkpoints.py`) write these files. Nothing else
+The ranks of a run write these files, or `watch` (`txl eval --watch RUN`) while training continues,
+with `evaluation.split: null`, or after it. The run finds a new file at its next save. Nothing else
 is stored about evaluations, except the best score in each checkpoint: a run that continues from a
 copy on an empty disk knows it.
 """
@@ -18,19 +19,28 @@ import math
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self
 
 from pydantic import ValidationError
 
-from data_pipeline.system.files import write_file
+from data_pipeline.system.files import is_locked, write_file
 from data_pipeline.system.strict import StrictModel, first_problem
+from data_pipeline.system.workers import Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import Count, Sha256, load_checkpoint_manifest
+from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.evaluation.scores import FOLDER, LossSums
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
+from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
+from txl_dist.training.spec import RunDirectory
 
+POLL_SECONDS = 0.5
+"""Between two looks of `watch` at the files of the run."""
 _NAME = re.compile(r"step-(\d{8,})\.json")
 
 log = logging.getLogger(__name__)
@@ -54,21 +64,24 @@ class StepScore(StrictModel):
     save_id: str | None = None
     """The save that was scored; None: the weights of the ranks."""
 
-    def with_sums(self, sums: LossSums) -> "StepScore":
-        """The same with the sums of an evaluation, if they are finite."""
+    @classmethod
+    def of(cls, sums: LossSums, *, step: int, split: str, **facts: Any) -> Self:
+        """The score with the sums of an evaluation, or the reason why they are none."""
         reason = ""
         if not math.isfinite(sums.nats):
             reason = (
-                f"the loss of split {self.split} after step {self.step} is {sums.nats}: earlier "
+                f"the loss of split {split} after step {step} is {sums.nats}: earlier "
                 "updates were too large, and the weights are unusable"
             )
-        changes = {
-            "nats": None if reason else sums.nats,
-            "tokens_scored": int(sums.num_tokens),
-            "bytes_scored": max(0, int(sums.num_bytes)),
-            "reason": reason,
-        }
-        return self.model_copy(update=changes)
+        return cls(
+            step=step,
+            split=split,
+            nats=None if reason else sums.nats,
+            tokens_scored=int(sums.num_tokens),
+            bytes_scored=max(0, int(sums.num_bytes)),
+            reason=reason,
+            **facts,
+        )
 
     def __str__(self) -> str:
         return self.reason or f"loss {self.nats_per_token:.4f}"
@@ -140,8 +153,7 @@ class ScoreTable:
     @property
     def best_step(self) -> int | None:
         """The step of the best score."""
-        best = self.best
-        return best.step if best else None
+        return self.best.step if self.best else None
 
     def get(self, step: int) -> StepScore | None:
         """The score of a step, if it has one."""
@@ -248,11 +260,9 @@ class ScoreTable:
 
     def mark_best(self) -> None:
         """Let BEST point to the checkpoint of the best score, if there is one."""
-        step = self.best_step
-        if step is None or step not in self._checkpoints.steps():
-            return
-        if self._checkpoints.pointer("BEST") != step:
-            self._checkpoints.set_pointer("BEST", step)
+        step, checkpoints = self.best_step, self._checkpoints
+        if step in checkpoints.steps() and checkpoints.pointer("BEST") != step:
+            checkpoints.set_pointer("BEST", step)
 
 
 def due_in(config: RunConfig) -> Callable[[int], bool]:
@@ -264,3 +274,90 @@ def due_in(config: RunConfig) -> Callable[[int], bool]:
     # The weights of an earlier run have a score that is worth knowing.
     first = 0 if config.init_from is not None else 1
     return lambda step: step >= first and (step % interval_steps == 0 or step == num_steps)
+
+
+# --- txl eval --watch -----------------------------------------------------------------------------
+
+
+def watch(
+    run: Path,
+    workers: Workers,
+    *,
+    split: str = DEFAULT_SPLIT,
+    num_threads: int,
+    note: Callable[[str], None],
+) -> int:
+    """Score the checkpoints of a run until it has ended and none waits; returns how many.
+
+    In the order of their steps, in which metrics have to be logged. The run is alive while a
+    process holds its lock. `split`: what is scored if the config of the run names none. A
+    checkpoint that cannot be scored is noted with the reason, and tried again by the next start of
+    the run. Raises ConfigError if `run` cannot be watched.
+    """
+    directory = RunDirectory(run)
+    if not directory.config.is_file():
+        raise ConfigError(f"{run} has no config.yaml, so it is no run directory: start the run")
+    config = load_run_config(directory.config, [f"directory={run}"])
+    if config.evaluation.split is None:
+        named = config.evaluation.model_copy(update={"split": split})
+        config = config.model_copy(update={"evaluation": named})
+    data = TrainingData.open(config, num_ranks=1)
+    if data.evaluation is None:
+        raise ConfigError(
+            f"the data of {run} has no split {DEFAULT_SPLIT!r} with tokens; set evaluation.split="
+            f"NAME in {directory.config}"
+        )
+    num_scored, checkpoints = 0, directory.checkpoints
+    table = ScoreTable(checkpoints, due_in(config))
+    while True:
+        is_over = not is_locked(run / "lock")  # before the list: the last save is in it
+        table.refresh()
+        table.mark_best()
+        if waiting := table.waiting():
+            path = checkpoints.at(waiting[0])
+            score = _score(path, waiting[0], data.evaluation, config, workers, num_threads)
+            if score is not None:
+                table.add(score)
+                num_scored += score.nats is not None
+                note(f"evaluation at step {score.step} | {score}")
+        elif not is_over:
+            time.sleep(POLL_SECONDS)
+        else:
+            with suppress(ConfigError), directory.locked():  # else a new start writes them
+                table.write_metrics(directory.metrics)
+            return num_scored
+
+
+def _score(
+    path: Path, step: int, split: EvaluatedSplit, config: RunConfig, workers: Workers, threads: int
+) -> StepScore | None:
+    """Score a checkpoint as the ranks would have done when they wrote it.
+
+    None if it was removed or superseded meanwhile. `threads` of torch may change the last bit.
+    """
+    from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec  # imports torch
+    from txl_dist.evaluation.spec import evaluation_spec
+
+    max_tokens, digest = config.evaluation.max_tokens, split.corpus.manifest.digest
+    facts: dict[str, Any] = {"step": step, "split": split.name, "max_tokens": max_tokens}
+    facts["data_digest"] = digest
+    try:
+        manifest = load_checkpoint_manifest(path)
+        spec = evaluation_spec(
+            path,
+            split.corpus.directory,
+            split=split.name,
+            precision=manifest.run["precision"],
+            batch=config.evaluation.batch_chunks,
+            max_tokens=max_tokens,
+        )
+        spec = replace(spec, num_ranks=manifest.num_ranks, num_threads=threads)
+        # The next process does not score the finished batches again.
+        planned = plan_spec(spec, path.parents[1] / FOLDER, resume=True, allow_short_split=True)
+        evaluate_on_workers([planned], workers)
+        if load_checkpoint_manifest(path).save_id != manifest.save_id:
+            return None
+        facts |= {"tokens": manifest.state["tokens"], "save_id": manifest.save_id}
+        return StepScore.of(planned.sums, **facts)
+    except TxlError as error:
+        return StepScore(**facts, nats=None, reason=str(error)) if path.exists() else None

@@ -1,30 +1,50 @@
-"""TrainSpec: everything a rank needs to take part in a run, as data that is sent as JSON.
+"""What a run is given, and where it is stored: TrainSpec and RunDirectory. Imports no torch.
 
-`require_same_spec` verifies that all ranks run the same config on the same data with the same code.
-Ranks on machines with different versions or data would otherwise train without any error, on
-gradients of different computations.
+On one host a lock allows one process. Between hosts, each attempt is recorded with a number, and
+only the newest attempt may change checkpoints (`txl_dist/checkpoint/attempts.py`).
 """
 
-import hashlib
+import logging
+import os
+import socket
 import uuid
-from importlib.metadata import version
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from data_pipeline.system.files import wait_for_lock
+from data_pipeline.system.remote_path import RemotePath
+from txl_dist.checkpoint.attempts import (
+    FOLDER,
+    Attempt,
+    AttemptRecord,
+    newest_number,
+    newest_record,
+)
+from txl_dist.checkpoint.copies import CheckpointCopies
+from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.config.data_config import PathText
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.process import LIBRARIES, source_digest
+from txl_dist.events import EVENTS, EventLog
 
-if TYPE_CHECKING:  # launchers use specs without importing torch
+if TYPE_CHECKING:
     from txl_dist.runtime.world import World
-    from txl_dist.training.data import TrainingData
+
+log = logging.getLogger(__name__)
+
+SECONDS_TO_END = 5.0
+"""Time for the ranks of a killed launcher to end and release the lock."""
+PROBE_BYTES = 64 * 1024
+"""More than the config, the pointers and the first lines of the logs."""
 
 
 class TrainSpec(BaseModel):
-    """The config of a run, and the options of the command line about resuming."""
+    """Everything a rank needs to take part in a run; sent as JSON, equal on all ranks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,25 +82,121 @@ class TrainSpec(BaseModel):
             raise ConfigError(f"not a TrainSpec: {error}") from None
 
 
-def require_same_spec(config: RunConfig, data: "TrainingData", world: "World") -> None:
-    """Raises ConfigError on every rank, listing what differs by rank. Collective."""
-    local = {
-        "txl-dist": version("txl-dist"),
-        **{name: version(name) for name in LIBRARIES},
-        "sources": source_digest()[:16],
-        # The resolved config: overrides on the command line count too.
-        "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
-        **data.digests,
-    }
-    specs = world.all_gather(local)
-    lines = []
-    for name in dict.fromkeys(name for spec in specs for name in spec):
-        if len({spec.get(name) for spec in specs}) > 1:
-            values = (f"rank {rank} {spec.get(name)}" for rank, spec in enumerate(specs))
-            lines.append(f"\n  {name}: {', '.join(values)}")
-    if lines:
-        raise ConfigError(
-            f"the ranks do not agree on code, config or data:{''.join(lines)}\nInstall the same "
-            "version on all machines, and give every rank the same command and the same data "
-            "(txl data verify DIR on each machine)"
-        )
+class RunDirectory:
+    """RUN/config.yaml, metrics.jsonl, events.jsonl, logs/, events/, checkpoints/, LATEST, BEST,
+    attempts/.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.logs = path / "logs"
+        self.events = path / "events"
+        """Files about steps that have diverged."""
+        self.checkpoints = CheckpointDirectory(path)
+        self.event_log = EventLog(path / EVENTS, self._attempt_number)
+
+    def log(self, rank: int) -> Path:
+        """The log file of a rank."""
+        return self.logs / f"rank-{rank}.log"
+
+    def _attempt_number(self) -> int:
+        attempt = self.checkpoints.attempt
+        return attempt.record.number if attempt else newest_number(self.path / FOLDER)
+
+    def create(self) -> None:
+        """Create the directories. Raises ConfigError if files cannot be written in them."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".writable-{os.getpid()}"
+            try:
+                probe.write_bytes(b"\0" * PROBE_BYTES)  # an empty file fits on a full disk
+            finally:
+                probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"directory {self.path}: a run cannot be written there ({error.strerror}). Choose "
+                "another with directory=PATH, free some space, or change its permissions"
+            ) from None
+
+    @property
+    def stop_file(self) -> Path:
+        """Tells the ranks of this attempt of a stop request, if no launcher has a file for that."""
+        attempt = self.checkpoints.attempt
+        assert attempt is not None
+        return self.path / f".stop-{attempt.record.id}"
+
+    def remove_stop_files(self) -> None:
+        """Remove those of killed processes. Only with the lock."""
+        for path in self.path.glob(".stop-*"):
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self, *, timeout_seconds: float = 0.0, force: bool = False) -> Iterator[None]:
+        """Hold the lock of the directory. The kernel releases it when this process ends.
+
+        Raises ConfigError naming the owner if it is not released within `timeout_seconds`. With
+        `force` it waits SECONDS_TO_END at most and goes on without the lock: the owner, if it is
+        still running, stops at its next checkpoint, because it is an older attempt (`attempts.py`).
+        """
+        if force:
+            timeout_seconds = min(timeout_seconds, SECONDS_TO_END)
+        # Not truncated while opening: the file names the owner if the lock is taken.
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if not wait_for_lock(descriptor, timeout_seconds=timeout_seconds):
+                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                if not force:
+                    raise ConfigError(
+                        f"{self.path} is in use by another run ({owner or 'unknown'}). Wait until "
+                        "it has ended or stop that process, then run the same command again. If "
+                        "it is lost on a host that does not respond: --force-unlock"
+                    )
+                log.warning("%s is in use (%s); continued by --force-unlock", self.path, owner)
+                yield
+                return
+            started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            owner = f"host {socket.gethostname()}, pid {os.getpid()}, since {started}\n"
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, owner.encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def begin_attempt(
+    spec: TrainSpec, directory: RunDirectory, world: "World", *, run_id: str
+) -> Attempt:
+    """Record the next attempt in the run directory, which ends older ones. Collective.
+
+    The attempt is recorded at `training.checkpoint_url` later, by `Uploader.open`: until then this
+    start may be refused. Raises StoreError if the URL cannot be read, except at a restart by the
+    same launch, and ConfigError if it has checkpoints of another run.
+    """
+
+    def begin() -> Attempt:
+        folder = directory.path / FOLDER
+        previous = newest_record(folder, launch_id=spec.launch_id)
+        numbers = [newest_number(folder)]
+        if (manifest := directory.checkpoints.newest_manifest()) is not None:
+            numbers.append(manifest.attempt)
+        if url := spec.config.training.checkpoint_url:
+            copies = CheckpointCopies(RemotePath(url))
+            try:
+                copies.require_run(run_id)
+                numbers.append(newest_number(copies.attempts))
+            except OSError as error:
+                # At a restart, an attempt elsewhere is found when this one is recorded at the URL.
+                if previous is None:
+                    raise copies.unreachable(error) from error
+        number, launch_id = 1 + max(numbers), spec.launch_id
+        record = AttemptRecord.of_this_process(number=number, launch_id=launch_id)
+        attempt = Attempt(record, folder, previous)
+        attempt.add()
+        log.info("%s", record)
+        return attempt
+
+    attempt = world.run_on_all(lambda: begin() if world.is_rank_zero else None)[0]
+    assert attempt is not None
+    return attempt

@@ -8,7 +8,7 @@
     attempt           ends older attempts of the run
     scores            of the run until now, and whether that of the resume point is missing
 
-`build.py` builds the run from a Start. `resume_at` then loads the checkpoint: weights, optimizer
+`rank.py` builds the run from a Start. `resume_at` then loads the checkpoint: weights, optimizer
 state, and the memory of the lanes.
 
 A checkpoint's memory does not fit if the number of lanes has changed, or if it has become longer.
@@ -18,26 +18,24 @@ read the whole epoch up to there with the current weights (decision 5 has the ar
 trained, and dropout is off. A kind of memory without such a limit is refused.
 """
 
+import hashlib
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 
 from data_pipeline.errors import counted
 from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.checkpoint.checkpoints import CheckpointHeader
 from txl_dist.checkpoint.directory import reading
-from txl_dist.checkpoint.reader import (
-    check_parameters,
-    load_fragments,
-    load_memory,
-)
+from txl_dist.checkpoint.reader import check_parameters, load_fragments, load_memory
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.convert.stored_model import StoredModel
 from txl_dist.errors import ConfigError
 from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.runtime.process import code_description
+from txl_dist.runtime.process import LIBRARIES, code_description, source_digest
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
@@ -46,9 +44,8 @@ from txl_dist.training.data import TrainingData
 from txl_dist.training.origin import find_origin
 from txl_dist.training.phases import phases_from
 from txl_dist.training.resume import ResumePoint, find_resume_point, run_id_of
-from txl_dist.training.run_directory import RunDirectory, begin_attempt
 from txl_dist.training.scores import ScoreTable, due_in
-from txl_dist.training.spec import TrainSpec, require_same_spec
+from txl_dist.training.spec import RunDirectory, TrainSpec, begin_attempt
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
@@ -179,15 +176,41 @@ class Start:
         for path in (directory.config, directory.metrics):
             remove_leftovers(path)
         write_file(directory.config, dump_run_config(self.config).encode())
-        redone = {}
-        if evaluation and self.evaluation_is_pending:
-            redone = {self.kept_step: f"{evaluation.name}/loss"}
+        is_pending = self.evaluation_is_pending
+        redone = {self.kept_step: f"{evaluation.name}/loss"} if evaluation and is_pending else {}
         with MetricsJournal(directory.metrics) as journal:
             # A copy of the run from a URL has metrics, but no files of scores.
             journal.truncate_after(self.kept_step, redone=redone)
         if evaluation:
             scores.write_metrics(directory.metrics)
         return reached_step
+
+
+def require_same_spec(config: RunConfig, data: TrainingData, world: World) -> None:
+    """Raises ConfigError on every rank, listing what differs by rank. Collective.
+
+    Other versions or data would train without an error, on gradients of different computations.
+    """
+    local = {
+        "txl-dist": version("txl-dist"),
+        **{name: version(name) for name in LIBRARIES},
+        "sources": source_digest()[:16],
+        # The resolved config: overrides on the command line count too.
+        "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
+        **data.digests,
+    }
+    specs = world.all_gather(local)
+    lines = []
+    for name in dict.fromkeys(name for spec in specs for name in spec):
+        if len({spec.get(name) for spec in specs}) > 1:
+            values = (f"rank {rank} {spec.get(name)}" for rank, spec in enumerate(specs))
+            lines.append(f"\n  {name}: {', '.join(values)}")
+    if lines:
+        raise ConfigError(
+            f"the ranks do not agree on code, config or data:{''.join(lines)}\nInstall the same "
+            "version on all machines, and give every rank the same command and the same data "
+            "(txl data verify DIR on each machine)"
+        )
 
 
 # --- loading a checkpoint -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ operation whose result the host needs: what depends on tokens and ages is comput
 segment's arrays on the host.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.streams.segments import NO_LANE
+from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.devices import to_device
@@ -295,3 +297,50 @@ class TrainStep:
 def _raised(flags: Mapping[str, bool], counts: Sequence[float]) -> frozenset[str]:
     """The flags that at least one rank has raised; `counts` are the sums over ranks."""
     return frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0)
+
+
+# --- the learning rate ----------------------------------------------------------------------------
+
+
+def lr_at(step: int, config: OptimizerConfig, *, num_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 1. A resume has no state to restore.
+
+    The warm-up is a line from 0 to `lr`, which step `warmup_steps` reaches. With
+    `schedule_of_paper_code` the rates are those of the training script of the paper
+    (arXiv:1901.02860), which differ: docs/decisions/0021.
+    """
+    if config.schedule_of_paper_code:
+        return _rate_of_paper_code(step - 1, config, num_steps=num_steps)
+    lr, min_lr, warmup = config.lr, config.min_lr, config.warmup_steps
+    if step <= warmup:
+        return lr * step / warmup
+    match config.schedule:
+        case "constant":
+            return lr
+        case "inverse_sqrt":
+            return lr * math.sqrt(max(1, warmup) / step)
+        case "cosine":
+            progress = (step - warmup) / max(1, num_steps - warmup)
+            cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+            return min_lr + (lr - min_lr) * cosine
+        case "linear" | "wsd":
+            start = warmup if config.decay_steps is None else num_steps - config.decay_steps
+            progress = (step - start) / max(1, num_steps - start)
+            return lr + (min_lr - lr) * min(1.0, max(0.0, progress))
+
+
+def _rate_of_paper_code(done: int, config: OptimizerConfig, *, num_steps: int) -> float:
+    """Rate of the update after `done` steps. The script sets a new rate after each update.
+
+    So the first update has the initial rate: 0 for `inverse_sqrt` with a warm-up, otherwise `lr`.
+    """
+    lr, warmup = config.lr, config.warmup_steps
+    if config.schedule == "inverse_sqrt":
+        return lr * done / warmup**1.5 if done < warmup else lr / math.sqrt(max(1, done))
+    if 0 < done < warmup:
+        return lr * done / warmup
+    if config.schedule == "constant":
+        # The script sets no rate after the warm-up: the last one of the warm-up stays.
+        return lr * (warmup - 1) / warmup if done and warmup > 1 else lr
+    cosine = 0.5 * (1 + math.cos(math.pi * done / num_steps))
+    return config.min_lr + (lr - config.min_lr) * cosine

@@ -18,7 +18,7 @@ from txl_dist.analysis.plots import draw_lines, new_figure
 from txl_dist.analysis.run_report import charts_of_runs, read_run, run_page, thin_out
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
-from txl_dist.training.goodput import WallTime, goodput_of
+from txl_dist.events import WallTime, goodput_of
 
 CURVES = [
     "Training loss in nats per token",

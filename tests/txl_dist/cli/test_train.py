@@ -83,7 +83,7 @@ def test_a_misspelt_allow_change_names_the_nearest_setting(dataset: Path, tmp_pa
 def test_a_directory_in_use_is_refused_and_its_run_not_disturbed(
     dataset: Path, tmp_path: Path
 ) -> None:
-    from txl_dist.training.run_directory import RunDirectory
+    from txl_dist.training.spec import RunDirectory
 
     directory = RunDirectory(tmp_path)
     directory.create()

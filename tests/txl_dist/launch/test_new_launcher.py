@@ -22,8 +22,7 @@ from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_spec
 from txl_dist.errors import PreemptedError
 from txl_dist.launch import launcher as module
 from txl_dist.launch.launcher import Event, Launcher, RankEnded, RankRange, RanksUp, find_launcher
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.spec import TrainSpec
+from txl_dist.training.spec import RunDirectory, TrainSpec
 
 RANK = """
 import sys

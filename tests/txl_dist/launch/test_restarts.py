@@ -28,7 +28,7 @@ from txl_dist.launch.restarts import (
     RunFailure,
     failure_of,
 )
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.spec import RunDirectory
 
 LOST = LostRankError("rank 0 lost the connection")
 

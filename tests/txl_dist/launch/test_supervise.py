@@ -26,8 +26,7 @@ from txl_dist.launch.launcher import (
     RanksUp,
     Room,
 )
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.spec import TrainSpec
+from txl_dist.training.spec import RunDirectory, TrainSpec
 
 Script = Iterator[list[Event]]
 """The events of one start of ranks, one list per poll."""

@@ -28,7 +28,7 @@ from tests.txl_dist.tracking.conftest import (
 from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.process import TrackingProcess
 from txl_dist.tracking.tracker import TrackingRequest, TrackingState
-from txl_dist.training.build import start_tracker
+from txl_dist.training.rank import start_tracker
 from txl_dist.training.state import TrainState
 
 

@@ -21,8 +21,8 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, GpuLaneDropoutMasks, LaneDropoutMasks
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
-from txl_dist.training import cuda_graphs
-from txl_dist.training.cuda_graphs import RecordedLayers
+from txl_dist.training import compilation
+from txl_dist.training.compilation import RecordedLayers
 from txl_dist.training.engine.optimizers import freeze
 
 B, T, V = 2, 3, 11
@@ -93,15 +93,15 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
         all_recordings.append(recording)
         return recording.replay
 
-    def warm_up(group: cuda_graphs.LayerGroup) -> None:
+    def warm_up(group: compilation.LayerGroup) -> None:
         group.forward()
         group.d_output_BTD = torch.zeros_like(group.output_BTD)
         group.backward()
 
-    monkeypatch.setattr(cuda_graphs, "recorded", recorded)
-    monkeypatch.setattr(cuda_graphs, "_warm_up", warm_up)
+    monkeypatch.setattr(compilation, "recorded", recorded)
+    monkeypatch.setattr(compilation, "_warm_up", warm_up)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda_graphs, "GpuLaneDropoutMasks", Masks)
+    monkeypatch.setattr(compilation, "GpuLaneDropoutMasks", Masks)
     return all_recordings
 
 

@@ -196,9 +196,9 @@ def test_a_resume_needs_no_origin_and_keeps_what_is_frozen(
 
 def stop_after_first_save(world: World, spec: TrainSpec) -> int:
     """Kill the run during the evaluation before the first step, as far as its files show it."""
-    from txl_dist.training import build
+    from txl_dist.training import rank
 
-    original = build.build_evaluator
+    original = rank.build_evaluator
 
     def failing(*args: Any) -> Any:
         def fail(*_: Any) -> Any:
@@ -206,13 +206,13 @@ def stop_after_first_save(world: World, spec: TrainSpec) -> int:
 
         return original(*args) and fail
 
-    build.build_evaluator = failing
+    rank.build_evaluator = failing
     try:
         train(world, spec)
     except KeyboardInterrupt:
         return 1
     finally:
-        build.build_evaluator = original
+        rank.build_evaluator = original
     return 0
 
 
@@ -442,19 +442,19 @@ def tags_of_tracking(world: World, spec: TrainSpec) -> dict[str, str]:
     """Train with a tracker that records its tags only: MLflow takes seconds to import."""
     from contextlib import nullcontext
 
-    from txl_dist.training import build
+    from txl_dist.training import rank
 
-    original, tags = build.TrackingProcess, {}
+    original, tags = rank.TrackingProcess, {}
 
     def record(*args: Any, **options: Any) -> Any:
         tags.update(options["tags"])
         return nullcontext()
 
-    build.TrackingProcess = record  # type: ignore[assignment, misc]
+    rank.TrackingProcess = record  # type: ignore[assignment, misc]
     try:
         assert train(world, spec) == 0
     finally:
-        build.TrackingProcess = original  # type: ignore[misc]
+        rank.TrackingProcess = original  # type: ignore[misc]
     return tags
 
 

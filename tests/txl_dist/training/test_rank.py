@@ -1,4 +1,7 @@
-"""A clock that jumps and a full log do not change a run; a run directory contains no secrets."""
+"""A clock that jumps and a full log do not change a run; a run directory contains no secrets.
+
+And attention that cannot run is refused before the model is built.
+"""
 
 import logging
 import time
@@ -6,11 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_spec, train
+from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
-from txl_dist.training.rank import _logging_to
+from txl_dist.training.rank import _logging_to, _require_attention
 from txl_dist.training.spec import TrainSpec
 
 
@@ -71,3 +76,27 @@ def test_no_secret_of_a_config_is_written_to_the_run_directory(
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"config.yaml", "manifest.json", "rank-0.log"} <= {path.name for path in files}
     assert [path for path in files if b"CANARY" in path.read_bytes()] == []
+
+
+def test_attention_that_cannot_run_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _require_attention("triton", cpu)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    for name in ("auto", "sdpa"):
+        _require_attention(name, cpu)
+    with pytest.raises(ConfigError, match=r"attention=triton .* no GPU\. Set model.attention=auto"):
+        _require_attention("triton", cpu)
+    monkeypatch.setattr("txl_dist.model.devices.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="package triton is not installed"):
+        _require_attention("triton", cpu)
+    with pytest.raises(ConfigError, match=r"GPUs need triton, and .* CUDA_VISIBLE_DEVICES="):
+        _require_attention("auto", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "cpu"])
+def test_attention_for_cpus_is_refused_on_gpus(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention={name} runs on CPUs only"):
+        _require_attention(name, torch.device("cuda"))

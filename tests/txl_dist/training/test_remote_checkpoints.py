@@ -25,12 +25,11 @@ from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.copies import copy_name
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.events import read_events
+from txl_dist.events import WallTime, read_events
 from txl_dist.runtime.world import World
 from txl_dist.training import saving
-from txl_dist.training.build import build_trainer
-from txl_dist.training.goodput import WallTime
 from txl_dist.training.loop import Trainer
+from txl_dist.training.rank import build_trainer
 from txl_dist.training.spec import TrainSpec
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from txl_dist.config.optimizer_config import OptimizerConfig
-from txl_dist.training.schedule import lr_at
+from txl_dist.training.step import lr_at
 
 SCHEDULES: dict[str, dict[str, int]] = {
     "cosine": {}, "constant": {}, "linear": {}, "inverse_sqrt": {}, "wsd": {"decay_steps": 3},

@@ -14,10 +14,8 @@ from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.score_checkpoints import watch
-from txl_dist.training.scores import FOLDER, ScoreTable, StepScore
-from txl_dist.training.spec import TrainSpec
+from txl_dist.training.scores import FOLDER, ScoreTable, StepScore, watch
+from txl_dist.training.spec import RunDirectory, TrainSpec
 
 SETTINGS = (
     "evaluation.max_tokens=700",

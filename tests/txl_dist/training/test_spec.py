@@ -11,8 +11,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, tiny_spec, train
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.runtime.world import World
-from txl_dist.training import resume
-from txl_dist.training import spec as train_spec
+from txl_dist.training import resume, start
 from txl_dist.training.spec import TrainSpec
 
 SHORT = (NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=2")
@@ -42,13 +41,13 @@ def train_in(world: World, folders: list[Path], spec: TrainSpec) -> int:
 
 def train_on_other_sources(world: World, spec: TrainSpec) -> int:
     """Train with the digest of edited sources on rank 1."""
-    original = train_spec.source_digest
+    original = start.source_digest
     if world.rank == 1:
-        train_spec.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
+        start.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
     try:
         return train(world, spec)
     finally:
-        train_spec.source_digest = original
+        start.source_digest = original
 
 
 def resume_on_other_sources(world: World, spec: TrainSpec) -> int:

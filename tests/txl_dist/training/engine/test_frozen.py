@@ -152,8 +152,8 @@ def states_of_a_run(world: World, spec: Any) -> dict[str, tuple[str, ...]]:
     """By parameter: the optimizer states that a checkpoint of this rank would have."""
     from contextlib import ExitStack
 
-    from txl_dist.training.build import build_step
-    from txl_dist.training.run_directory import RunDirectory
+    from txl_dist.training.rank import build_step
+    from txl_dist.training.spec import RunDirectory
     from txl_dist.training.start import Start
 
     directory = RunDirectory(spec.run_path)

@@ -60,7 +60,6 @@ class AttemptStart(BaseModel):
     computation: str
     """`ZeRO stage 1 | bf16 | triton`."""
     machine: str
-    """Of rank 0."""
     process_seconds: float = 0.0
     """Since the process of rank 0 has started."""
     origin: str = ""
@@ -78,7 +77,6 @@ class Event(BaseModel):
     attempt: int
     """Number of the attempt (`AttemptRecord.number`); before the first one 0."""
     text: str
-    """What happened, for people."""
     step: int | None = None
     reached_step: int = 0
     """Of a start or a rollback: the last step that is known to have been trained before."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Self
 
 import torch
@@ -31,16 +32,17 @@ class Batches:
         self._data, self._config, self._device = data, config, world.device
         self._lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
         self._num_rows = num_rows
-        self._streams = ExitStack()
-        """At most one stream is open."""
+        self._streams = ExitStack()  # at most one is open
         self._batches = DeviceBatches(iter(()), self._device, is_ready=lambda: False)
 
     def open_at(self, state: TrainState) -> None:
         """Continue with the batch that `state` reads next."""
         self.close()  # the stream of superseded steps
-        stream = self._streams.enter_context(closing(self._stream(state)))
-        batches = pipeline(stream, self._in_turns(state, turn=state.turn))
-        self._batches = DeviceBatches(batches, self._device, is_ready=lambda: stream.has_segment)
+        stream, to_batches = self._open(state, turn=state.turn)
+        self._streams.enter_context(closing(stream))
+        self._batches = DeviceBatches(
+            pipeline(stream, to_batches), self._device, is_ready=lambda: stream.has_segment
+        )
 
     def close(self) -> None:
         """End the thread that reads."""
@@ -57,20 +59,18 @@ class Batches:
 
     def before(self, state: TrainState, *, num_segments: int) -> "list[DeviceBatch]":
         """The batches of the segments before the position of `state`, to replay them."""
-        with closing(self._stream(state)) as stream:
-            batches = self._in_turns(state, turn=0)(stream.segments_before(num_segments))
+        stream, to_batches = self._open(state, turn=0)
+        with closing(stream):
+            batches = to_batches(stream.segments_before(num_segments))
             return [DeviceBatch.of(batch, self._device) for batch in batches]
 
-    def _in_turns(
+    def _open(
         self, state: TrainState, *, turn: int
-    ) -> Callable[[Iterable[Segment]], Iterator[Batch]]:
-        plan = self._data.plan_of(state.phases[-1])
-        return in_turns(plan, self._lanes, num_rows=self._num_rows, turn=turn)
-
-    def _stream(self, state: TrainState) -> SegmentStream:
+    ) -> tuple[SegmentStream, Callable[[Iterable[Segment]], Iterator[Batch]]]:
+        """The segments of the last phase of `state`, and the function that makes them batches."""
         config, phase = self._config, state.phases[-1]
         plan = self._data.plan_of(phase)
-        return SegmentStream(
+        stream = SegmentStream(
             self._data.source_of(phase, config),
             plan,
             lanes=self._lanes,
@@ -82,6 +82,7 @@ class Batches:
             # Before the other ranks give up: then the error that ends the run names the file.
             timeout_seconds=DATA_TIMEOUT_SHARE * config.training.rank_timeout_seconds,
         )
+        return stream, in_turns(plan, self._lanes, num_rows=self._num_rows, turn=turn)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,14 +111,15 @@ class DeviceBatches:
     def __init__(
         self, source: Iterator[Batch], device: torch.device, *, is_ready: Callable[[], bool]
     ) -> None:
-        self._source, self._device, self._is_ready = source, device, is_ready
+        self._source = map(partial(DeviceBatch.of, device=device), source)
+        self._is_ready = is_ready
         self._next: DeviceBatch | Exception | None = None
 
     def prefetch(self) -> None:
         """Take the next batch and start its copies, if the stream has read it already."""
         if self._next is None and self._is_ready():
             try:
-                self._next = self._take()
+                self._next = next(self._source)
             except Exception as error:  # damaged data; the step that is running does not need it
                 self._next = error
 
@@ -125,7 +127,4 @@ class DeviceBatches:
         batch, self._next = self._next, None
         if isinstance(batch, Exception):
             raise batch
-        return self._take() if batch is None else batch
-
-    def _take(self) -> DeviceBatch:
-        return DeviceBatch.of(next(self._source), self._device)
+        return next(self._source) if batch is None else batch

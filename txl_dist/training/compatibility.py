@@ -22,7 +22,7 @@ from txl_dist.config.data_config import SINGLE_CORPUS_NAME
 from txl_dist.config.removed import without_removed
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
-from txl_dist.training.phases import Phase, PhaseChange
+from txl_dist.training.phases import PhaseChange
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState, load_state
 
@@ -89,15 +89,7 @@ def require_compatible(
     data: TrainingData,
 ) -> None:
     """Raises CheckpointError or DataError if `spec` cannot continue from this checkpoint."""
-    check_data(
-        manifest,
-        state,
-        data.phase,
-        data.corpora[0].tokenizer,
-        allowed=spec.allow_change,
-        allow_data_change=spec.allow_data_change,
-        checkpoint=path,
-    )
+    check_data(manifest, state, path, spec=spec, data=data)
     settings = flatten_config(spec.config)
     check_config(manifest.run, settings, allowed=spec.allow_change, checkpoint=str(path))
     if not state.turn:
@@ -169,27 +161,21 @@ def check_config(
 def check_data(
     manifest: CheckpointManifest,
     state: TrainState,
-    phase: Phase,
-    vocabulary: StoredTokenizer,
-    *,
-    allowed: Collection[str],
-    allow_data_change: bool,
     checkpoint: DatasetPath,
+    *,
+    spec: TrainSpec,
+    data: TrainingData,
 ) -> None:
-    """Compare a checkpoint (`manifest`, `state`) with the data of the run that resumes from it.
-
-    `phase` is what the run would read, `vocabulary` the tokenizer of its corpora. Raises
-    CheckpointError for another tokenizer or mixture, DataError for other data in a corpus.
-    """
+    """Raises CheckpointError for another tokenizer or mixture, DataError for other data."""
     trained = StoredTokenizer(checkpoint / TOKENIZER_NAME, manifest.tokenizer_digest)
-    if changes := differences(trained, vocabulary):
+    if changes := differences(trained, data.corpora[0].tokenizer):
         raise CheckpointError(
             f"{checkpoint} was trained with another tokenizer than that of the data: {changes}. "
             "The same ids have another meaning. Prepare the text with the checkpoint's tokenizer "
             f"and set data.path to it: txl prepare INPUT --out NEW_DIR --tokenizer {trained.path}"
         )
-    change = PhaseChange.between(state.phases[-1], phase)
-    for before, corpus in () if allow_data_change else change.replaced:
+    change = PhaseChange.between(state.phases[-1], data.phase)
+    for before, corpus in () if spec.allow_data_change else change.replaced:
         key = (
             "data.path" if corpus.name == SINGLE_CORPUS_NAME else f"data.mixture.{corpus.name}.path"
         )
@@ -198,7 +184,7 @@ def check_data(
             f"{corpus.digest}: the reading position refers to other text there. Restore {key}, or "
             "accept the change with --allow-data-change"
         )
-    if change.mixture and MIXTURE not in allowed:
+    if change.mixture and MIXTURE not in spec.allow_change:
         raise CheckpointError(
             f"{checkpoint} was written with another mixture:"
             + "".join(f"\n  {MIXTURE}.{line}" for line in change.mixture)

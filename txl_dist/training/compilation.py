@@ -61,11 +61,24 @@ def compile_layers(
     Call before DeepSpeed takes over the model: until the first step, a stop request ends the
     process immediately, and no rank waits in a collective. On CPUs torch needs a C++ compiler.
     """
-    model.to(world.device)
-    compile_model(model, world.device)
-    _run_once(model, config, world.device, lanes)
-    if records_graphs(config, world.device):
-        record_layers(model, world.device)
+    device, is_recorded = world.device, records_graphs(config, world.device)
+    model.to(device)
+    compile_model(model, device)
+    # A forward and backward of zeros, with the shapes, types and precision of training, or the
+    # first step would compile again.
+    shape, memory = (len(lanes), config.data.tgt_len), model.empty_memory(len(lanes))
+    token_BT = torch.zeros(shape, dtype=torch.int64, device=device)
+    age_BT = torch.zeros(shape, dtype=torch.int32, device=device)
+    masks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
+    with _at_any_address(list(model.parameters())):
+        # Compiled code is for this state of the cache, too; it is off in recordings.
+        with autocast(config.precision, device, cache_enabled=not is_recorded):
+            segments = config.training.backprop_segments
+            nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks, segments)
+        nats_BT.sum().backward()
+    model.zero_grad(set_to_none=True)
+    if is_recorded:
+        record_layers(model, device)
 
 
 def records_graphs(config: RunConfig, device: torch.device) -> bool:
@@ -111,25 +124,6 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
     )
     # dynamic=False: all segments have one shape.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
-
-
-def _run_once(
-    model: TransformerXL, config: RunConfig, device: torch.device, lanes: Sequence[int]
-) -> None:
-    """A forward and backward of zeros, with the shapes and the precision of training."""
-    shape = (len(lanes), config.data.tgt_len)
-    # The types of training, or the first step would compile again.
-    token_BT = torch.zeros(shape, dtype=torch.int64, device=device)
-    age_BT = torch.zeros(shape, dtype=torch.int32, device=device)
-    memory = model.empty_memory(len(lanes))
-    masks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
-    with _at_any_address(list(model.parameters())):
-        # Compiled code is for this state of the cache, too; it is off in recordings.
-        with autocast(config.precision, device, cache_enabled=not records_graphs(config, device)):
-            segments = config.training.backprop_segments
-            nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks, segments)
-        nats_BT.sum().backward()
-    model.zero_grad(set_to_none=True)
 
 
 @contextmanager
@@ -212,12 +206,7 @@ class RecordedLayers:
 class LayerGroup:
     """group(x_BTD, pasts, tensors of contexts) -> the last layer's output."""
 
-    hidden: list[Tensor]
-    """The input of each layer, without gradient; a replay overwrites them."""
-    output_BTD: Tensor
     d_output_BTD: Tensor
-    gradients: list[Tensor | None]
-    """Of each input and parameter."""
     replay_forward: Callable[[], None]
     replay_backward: Callable[[], None]
     num_replays = 0
@@ -258,10 +247,11 @@ class LayerGroup:
                 )
             ]
             *hidden, self.output_BTD = model.run_layers(x_BTD, pasts, contexts, start=self._start)
+        # The input of each layer; a replay overwrites them.
         self.hidden = [x.detach() for x in hidden]
 
     def backward(self) -> None:
-        """Compute `self.gradients` from `self.d_output_BTD`."""
+        """Compute `self.gradients` of inputs and parameters from `self.d_output_BTD`."""
         tensors = [*self.inputs, *self._own_leaves]
         gradients = torch.autograd.grad(
             self.output_BTD,

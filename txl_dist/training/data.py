@@ -56,13 +56,6 @@ class EvaluatedSplit:
     name: str
     """Begins the names of its scores, such as `valid/loss`. The loss of training is `loss`."""
 
-    def open(self) -> SplitReader:
-        return self.corpus.open(self.name)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.corpus.manifest.splits[self.name].tokens
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
@@ -74,9 +67,8 @@ class TrainingData:
     phase: Phase
     """The phase of a run that starts with this data."""
     plan: LanePlan
-    """The lanes of `phase`."""
     model_config: ModelConfig
-    """The model of the config, with the vocabulary size of the data."""
+    """With the vocabulary size of the data."""
 
     @classmethod
     def open(cls, config: RunConfig, *, num_ranks: int) -> "TrainingData":
@@ -126,11 +118,6 @@ class TrainingData:
         if len(digests) == 1:
             return digests[0]
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """Digests of all datasets, by a name for messages; they must be equal on all ranks."""
-        return {f"data {corpus.name}": corpus.manifest.digest for corpus in self.corpora}
 
     def plan_of(self, phase: Phase) -> LanePlan:
         """The lanes of a phase of these corpora."""
@@ -186,22 +173,21 @@ def first_phase(corpora: Sequence[Corpus], *, num_lanes: int) -> Phase:
     Raises DataError for a corpus without tokens, ConfigError for weights so different that a corpus
     would get no token per epoch.
     """
-    entries = []
     for corpus in corpora:
-        tokens = corpus.manifest.split(TRAIN_SPLIT, corpus.directory).tokens
-        if tokens == 0:
+        if corpus.manifest.split(TRAIN_SPLIT, corpus.directory).tokens == 0:
             raise DataError(
                 f"{corpus.directory}: split {TRAIN_SPLIT!r} is empty; leave the corpus out"
             )
-        entries.append(
-            CorpusEntry(
-                name=corpus.name,
-                digest=corpus.manifest.digest,
-                tokens=tokens,
-                weight=corpus.weight,
-            )
+    entries = tuple(
+        CorpusEntry(
+            name=corpus.name,
+            digest=corpus.manifest.digest,
+            tokens=corpus.manifest.splits[TRAIN_SPLIT].tokens,
+            weight=corpus.weight,
         )
-    phase = Phase(corpora=tuple(entries), num_lanes=num_lanes)
+        for corpus in corpora
+    )
+    phase = Phase(corpora=entries, num_lanes=num_lanes)
     # Also raises ConfigError here, before any rank is started.
     assert sum(phase.tokens_per_epoch.values()) == phase.num_tokens
     return phase

@@ -39,24 +39,12 @@ Returns None on all ranks if the request to stop is true on any.
 """
 
 
-@dataclass
-class Evaluation:
-    """The evaluation of a run by its ranks."""
-
-    score: Evaluate | None
-    """None: the ranks evaluate nothing."""
-    table: ScoreTable | None
-    """On rank 0; also of scores by `txl eval --watch`."""
-    is_pending: bool
-    """Whether the ranks have to evaluate the current weights before the next step."""
-
-
 @dataclass(kw_only=True)
 class Trainer:
     """One rank's part of a run.
 
-    These calls are collective, so all ranks must make them at the same event: those of `step` and
-    `evaluation`, `recovery.roll_back`, of `saver` save, wait, wait_after and finish. All
+    These calls are collective, so all ranks must make them at the same event: `evaluate`,
+    `recovery.roll_back`, those of `step`, and of `saver` save, wait, wait_after and finish. All
     others are local to the rank.
     """
 
@@ -67,7 +55,12 @@ class Trainer:
     step: TrainStep
     observers: list[Observer]
     saver: RunSaver
-    evaluation: Evaluation
+    evaluate: Evaluate | None
+    """None: the ranks evaluate nothing."""
+    evaluation_is_pending: bool
+    """Whether the ranks have to evaluate the current weights before the next step."""
+    scores: ScoreTable | None
+    """On rank 0; also of scores by `txl eval --watch`."""
     recovery: Recovery
     stop: StopRequest
 
@@ -84,7 +77,7 @@ class Trainer:
                 try:
                     if self.config.init_from is not None and self.saver.saved_step is None:
                         self._save()  # from now on, the run does not need its origin
-                    if self.evaluation.is_pending:
+                    if self.evaluation_is_pending:
                         self._evaluate()
                     if self.state.step >= num_steps:
                         self.saver.confirm()
@@ -109,7 +102,7 @@ class Trainer:
                     if self._is_due(training.log_interval_steps):
                         self._write_line()
 
-                    self.evaluation.is_pending = self.evaluation.score is not None and self._is_due(
+                    self.evaluation_is_pending = self.evaluate is not None and self._is_due(
                         self.config.evaluation.interval_steps
                     )
                     # Before the evaluation, which may take minutes: a kill would lose the save.
@@ -118,12 +111,12 @@ class Trainer:
                         self._save()
 
                     # Agreed on by all ranks in the step's collective, so all stop after this step.
-                    has_work = self.state.step < num_steps or self.evaluation.is_pending
+                    has_work = self.state.step < num_steps or self.evaluation_is_pending
                     if "stop" in result.raised and has_work:
                         self._stop()
                 except DivergedError as error:
                     self.state = self.recovery.roll_back(self.state, error)  # or raises an error
-                    self.evaluation.is_pending = False
+                    self.evaluation_is_pending = False
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
@@ -197,17 +190,17 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Score the weights of this step on all ranks."""
-        assert self.evaluation.score is not None
+        assert self.evaluate is not None
         fault_point("evaluation")
         with self._in_span(Span.EVALUATION):
-            score = self.evaluation.score(self.state, self.stop)
+            score = self.evaluate(self.state, self.stop)
         if score is None:
             self._stop()
         if score.nats is None:
             raise BadScoreError(score.reason)
-        self.evaluation.is_pending = False
+        self.evaluation_is_pending = False
         # The file first: if this process is killed now, the next start writes the line.
-        table = self.evaluation.table
+        table = self.scores
         gain = self.step.world.broadcast(table and table.add(score))
         self._announce(score, gain)
         if gain is not None and self.saver.saved_step != self.state.step:
@@ -224,7 +217,7 @@ class Trainer:
             for observer in self.observers:
                 observer.save(self.state)
             # What `txl eval --watch` has scored since the last save.
-            table = self.evaluation.table
+            table = self.scores
             for score, gain in table.refresh() if table else ():
                 self._announce(score, gain)
             self.saver.save(self.state)
@@ -243,7 +236,7 @@ class Trainer:
             self._save()
         with self._in_span(Span.SAVE_WAIT):
             self.saver.finish(require_copies=False)
-        pending = " It begins with the evaluation." if self.evaluation.is_pending else ""
+        pending = " It begins with the evaluation." if self.evaluation_is_pending else ""
         raise PreemptedError(
             f"stopped on request after step {self.state.step}; everything is saved. "
             f"The same command resumes from this step.{pending}"

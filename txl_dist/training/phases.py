@@ -53,11 +53,6 @@ class Phase(StrictModel):
     context_tokens: Count = 0
     """Tokens per lane before `position` that were replayed when the phase began (`Remainder`)."""
 
-    @property
-    def remainder(self) -> Remainder | None:
-        """The part of `first_epoch` that this phase reads; None: all of it."""
-        return Remainder(self.unread, self.context_tokens) if self.unread else None
-
     def plan(self, *, tgt_len: int = 1, num_turns: int = 1) -> LanePlan:
         """The lanes of the phase. Without sizes, for questions that do not depend on them."""
         return LanePlan(
@@ -66,7 +61,7 @@ class Phase(StrictModel):
             tgt_len=tgt_len,
             start=self.position,
             first_epoch=self.first_epoch,
-            remainder=self.remainder,
+            remainder=Remainder(self.unread, self.context_tokens) if self.unread else None,
             num_turns=num_turns,
         )
 
@@ -99,7 +94,6 @@ class PhaseChange:
     mixture: tuple[str, ...]
     """One line per corpus that was added, removed or has another share."""
     num_lanes: bool
-    """Whether the number of lanes changes."""
 
     def __bool__(self) -> bool:
         return bool(self.replaced or self.mixture or self.num_lanes)
@@ -200,7 +194,6 @@ class RealisedShare:
     name: str
     weight: float
     share: float
-    """Share of the epoch's tokens."""
     tokens_per_epoch: int
     tokens: int
     """Tokens of the whole corpus."""

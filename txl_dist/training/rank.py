@@ -40,7 +40,7 @@ from txl_dist.training.batches import Batches
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.data import Corpus
 from txl_dist.training.engine import Engine, create_engine
-from txl_dist.training.loop import Evaluate, Evaluation, Trainer
+from txl_dist.training.loop import Evaluate, Trainer
 from txl_dist.training.origin import load_weights
 from txl_dist.training.recovery import Recovery
 from txl_dist.training.report import Observer, Report, log_start
@@ -183,9 +183,9 @@ def build_trainer(start: Start) -> Trainer:
         step=step,
         observers=observers,
         saver=saver,
-        evaluation=Evaluation(
-            build_evaluator(start, step.engine), start.scores, start.evaluation_is_pending
-        ),
+        evaluate=build_evaluator(start, step.engine),
+        evaluation_is_pending=start.evaluation_is_pending,
+        scores=start.scores,
         recovery=Recovery(start, step, batches, observers, saver),
         stop=start.stop,
     )
@@ -270,7 +270,7 @@ def build_evaluator(start: Start, engine: Engine) -> Evaluate | None:
         max_tokens=config.evaluation.max_tokens,
         precision=config.precision,
     )
-    source = data.evaluation.open()
+    source = data.evaluation.corpus.open(settings.split)
     scorer = Scorer(
         model=model,
         source=source,

@@ -49,7 +49,6 @@ EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT)
 log = logging.getLogger(__name__)
 
 Values = dict[str, float]
-"""Metrics by name."""
 
 
 class Observer:
@@ -192,13 +191,11 @@ class Report(Observer):
         }
 
     def report(self, state: TrainState, values: Values) -> None:
-        has_loss = "loss" in values
-        if has_loss or _counters(state):
-            line = values if has_loss else _counters(state)
+        if line := values if "loss" in values else _counters(state):
             self._journal.write(
                 {"step": state.step, "tokens": state.tokens, "time": time.time(), **line}
             )
-        if has_loss:
+        if "loss" in values:
             log.info("%s", step_line(state.step, values))
             if not self._has_line:
                 self._has_line = True
@@ -297,8 +294,7 @@ def log_start(
     if point is not None:
         log.info("%s", count_tokens(point.state.phases, state.phases[-1], position=state.position))
     if len(state.phases) > 1 or len(start.data.corpora) > 1:
-        shares = realised_shares(state.phases[-1])
-        log.info("mixture | %s", " | ".join(map(str, shares)))
+        log.info("mixture | %s", " | ".join(map(str, realised_shares(state.phases[-1]))))
     _log_data(config, start.data)
 
 
@@ -335,12 +331,17 @@ def _log_data(config: RunConfig, data: TrainingData) -> None:
             DEFAULT_SPLIT,
         )
     else:
-        limit, num_tokens = config.evaluation.max_tokens, data.evaluation.num_tokens
+        split, corpus, limit = (
+            data.evaluation.name,
+            data.evaluation.corpus,
+            config.evaluation.max_tokens,
+        )
+        num_tokens = corpus.manifest.splits[split].tokens
         log.info(
             "evaluation | %s tokens of split %r of %s | every %s steps and at the end%s",
             f"{num_tokens:,}" if limit is None else f"{min(limit, num_tokens):,} of {num_tokens:,}",
-            data.evaluation.name,
-            data.evaluation.corpus.directory,
+            split,
+            corpus.directory,
             f"{config.evaluation.interval_steps:,}",
             " | scores the average of the weights" if config.optimizer.averaging else "",
         )

@@ -30,10 +30,9 @@ The table is also in docs/how_to/train_for_weeks.md; decision 50 has the reasons
 
 import logging
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from data_pipeline.errors import counted
 from data_pipeline.system.remote_path import RemotePath
@@ -61,10 +60,6 @@ from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState, load_state
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Source = Literal["new run", "own checkpoints"] | Path
-"""Where a run begins; a path: the checkpoint where a fork begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +141,11 @@ class Resume:
 
     def find(self, *, download: bool) -> ResumePoint | None:
         """See `find_resume_point`."""
-        source = self._on_rank_zero(lambda: self._source(download=download))
+        source = do_on_rank_zero(
+            self.world,
+            lambda: self._source(download=download),
+            name="the choice or download of a checkpoint",
+        )
         if source == "new run":
             return None
         point = self._fork(source) if isinstance(source, Path) else self._newest_intact()
@@ -162,13 +161,13 @@ class Resume:
             )
         return point
 
-    def _source(self, *, download: bool) -> Source:
-        """The row of the table, except for damage. On rank 0; downloads."""
+    def _source(self, *, download: bool) -> Literal["new run", "own checkpoints"] | Path:
+        """The row of the table, except for damage; a path begins a fork. On rank 0; downloads."""
         spec, directory = self.spec, self.directory
         if steps := directory.steps():
             self._require_resumable(steps[-1])
-        if download and self._copies is not None:
-            self.download_newest(self._copies)
+        if download and (url := spec.config.training.checkpoint_url):
+            self.download_newest(CheckpointCopies(RemotePath(url)))
         self._require_renamed_copies()
         if directory.steps():
             return "own checkpoints"
@@ -255,15 +254,7 @@ class Resume:
             )
         return point
 
-    def _on_rank_zero(self, work: Callable[[], T]) -> T:
-        return do_on_rank_zero(self.world, work, name="the choice or download of a checkpoint")
-
     # --- copies at `training.checkpoint_url`: on rank 0 -----------------------------------------
-
-    @property
-    def _copies(self) -> CheckpointCopies | None:
-        url = self.spec.config.training.checkpoint_url
-        return CheckpointCopies(RemotePath(url)) if url else None
 
     def download_newest(self, copies: CheckpointCopies) -> None:
         """Download the newest intact copy if it is newer than the checkpoints in the run directory.

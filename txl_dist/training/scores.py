@@ -110,14 +110,11 @@ class StepScore(StrictModel):
         """Nats per token below `other`; 0 if that is of other text; None if it is not better."""
         if self.nats is None:
             return None
-        if other is None or self._text != other._text:
+        text = self.split, self.max_tokens, self.data_digest
+        if other is None or text != (other.split, other.max_tokens, other.data_digest):
             return 0.0
         gain = other.sums.nats_per_token - self.sums.nats_per_token
         return gain if gain > 0 else None
-
-    @property
-    def _text(self) -> tuple[str, int | None, str | None]:
-        return self.split, self.max_tokens, self.data_digest
 
 
 class ScoreTable:

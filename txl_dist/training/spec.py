@@ -92,8 +92,7 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.logs = path / "logs"
-        self.events = path / "events"
-        """Files about steps that have diverged."""
+        self.events = path / "events"  # files about steps that have diverged
         self.checkpoints = CheckpointDirectory(path)
         self.event_log = EventLog(path / EVENTS, self._attempt_number)
 

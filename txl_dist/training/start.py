@@ -71,7 +71,6 @@ class Start:
     origin: StoredModel | None
     """The model from whose weights a new run starts; None: the weights are random."""
     run_id: str
-    """Id of the run, chosen by rank 0; stored in every checkpoint."""
     scores: ScoreTable | None
     """On rank 0."""
     evaluation_is_pending: bool
@@ -197,7 +196,7 @@ def require_same_spec(config: RunConfig, data: TrainingData, world: World) -> No
         "sources": source_digest()[:16],
         # The resolved config: overrides on the command line count too.
         "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
-        **data.digests,
+        **{f"data {corpus.name}": corpus.manifest.digest for corpus in data.corpora},
     }
     specs = world.all_gather(local)
     lines = []

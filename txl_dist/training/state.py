@@ -51,33 +51,31 @@ class DivergenceState(StrictModel):
             return f"the loss of step {step} is {sums.nats}"
         if not math.isfinite(gradient_norm):
             return f"the global gradient norm of step {step} is {gradient_norm}"
-        if sums.num_tokens:  # a segment of one token has no target
-            limit = _limit(self.losses, config.loss_spike, config.window_steps)
-            if sums.nats_per_token > limit:
+        # A segment of one token has no target.
+        loss = sums.nats_per_token if sums.num_tokens else -math.inf
+        for name, value, window, setting in (
+            ("loss", loss, self.losses, "loss_spike"),
+            ("global gradient norm", gradient_norm, self.gradient_norms, "gradient_spike"),
+        ):
+            threshold = getattr(config, setting)
+            limit = _limit(window, threshold, config.window_steps)
+            if value > limit:
                 return (
-                    f"the loss of step {step} is {sums.nats_per_token:.6g}, a spike above "
-                    f"{limit:.6g} (divergence.loss_spike={config.loss_spike:g})"
+                    f"the {name} of step {step} is {value:.6g}, a spike above {limit:.6g} "
+                    f"(divergence.{setting}={threshold:g})"
                 )
-        limit = _limit(self.gradient_norms, config.gradient_spike, config.window_steps)
-        if gradient_norm > limit:
-            return (
-                f"the global gradient norm of step {step} is {gradient_norm:.6g}, a spike above "
-                f"{limit:.6g} (divergence.gradient_spike={config.gradient_spike:g})"
-            )
         return None
 
     def with_accepted(
         self, config: DivergenceConfig, *, sums: LossSums, gradient_norm: float
     ) -> Self:
         """The state after an accepted step."""
-        changes = {}
+        changes, size = {}, config.window_steps
         if config.loss_spike is not None and sums.num_tokens:
-            losses = (*self.losses, sums.nats_per_token)
-            changes["losses"] = losses[-config.window_steps :]
+            changes["losses"] = (*self.losses, sums.nats_per_token)[-size:]
         if config.gradient_spike is not None:
-            norms = (*self.gradient_norms, gradient_norm)
-            changes["gradient_norms"] = norms[-config.window_steps :]
-        return self.model_copy(update=changes) if changes else self
+            changes["gradient_norms"] = (*self.gradient_norms, gradient_norm)[-size:]
+        return self.model_copy(update=changes)
 
     def with_event(self, *, step: int) -> Self:
         """The state after an event; those before the last EVENT_STEPS are dropped."""
@@ -131,9 +129,8 @@ class TrainState(StrictModel):
     """LossSums since the last line of metrics.jsonl."""
     unreported_steps: Count = 0
     last_update: LastUpdate | None = None
-    """None before the first one."""
     phases: tuple[Phase, ...] = ()
-    """All phases in order; the last one is the current one."""
+    """In order; the last one is the current one."""
     contiguous_from: Count = 0
     """No token from this lane position on may attend to tokens before it: steps between them were
     skipped, so the memory of the lanes does not end where the text continues."""

@@ -99,7 +99,6 @@ class TrainStep:
         self.num_segments = num_segments
         self.micro_batch_rows = micro_batch_rows
         self.num_rows = micro_batch_rows * num_micro_batches
-        """Rows of a batch."""
         self.lanes_in_turns = lanes_in_turns
         self._byte_counts_V = byte_counts_V
         self.memories = [
@@ -257,7 +256,8 @@ class TrainStep:
                 micro_batches[index].target_RT[row],
                 byte_counts_V,
             )
-            for index, row, lane in self._rows_with_lanes(batch.turn)
+            for turn, index, row, lane in self._rows_with_lanes()
+            if turn == batch.turn
         }
 
     def replay(self, batch: DeviceBatch, model: TransformerXL, precision: Precision) -> None:
@@ -276,21 +276,20 @@ class TrainStep:
 
     def memory_of_lanes(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Each lane and its memory: views of its tensors by name."""
-        for turn, memories in enumerate(self.memories):
-            for index, row, lane in self._rows_with_lanes(turn):
-                yield lane, memories[index].row(row)
+        for turn, index, row, lane in self._rows_with_lanes():
+            yield lane, self.memories[turn][index].row(row)
 
     def load_memory(self, memory_of_lane: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Copy the memory of each of this rank's lanes from a checkpoint."""
-        for turn, memories in enumerate(self.memories):
-            for index, row, lane in self._rows_with_lanes(turn):
-                memories[index].load_row(row, memory_of_lane[lane])
+        for turn, index, row, lane in self._rows_with_lanes():
+            self.memories[turn][index].load_row(row, memory_of_lane[lane])
 
-    def _rows_with_lanes(self, turn: int) -> list[tuple[int, int, int]]:
-        """(micro-batch, row in it, lane) of every lane of this rank that is read in this turn."""
+    def _rows_with_lanes(self) -> list[tuple[int, int, int, int]]:
+        """(turn, micro-batch, row in it, lane) of every lane of this rank."""
         return [
-            (*divmod(row, self.micro_batch_rows), lane)
-            for row, lane in enumerate(self.lanes_in_turns[turn])
+            (turn, *divmod(row, self.micro_batch_rows), lane)
+            for turn, lanes in enumerate(self.lanes_in_turns)
+            for row, lane in enumerate(lanes)
         ]
 
 

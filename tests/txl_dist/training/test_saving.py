@@ -80,7 +80,7 @@ class StopInEvaluation:
 
     def __bool__(self) -> bool:
         state = self.trainer.state
-        if state.step == self.step and self.trainer.evaluation.is_pending:
+        if state.step == self.step and self.trainer.evaluation_is_pending:
             self.polls -= 1
         return self.polls <= 0
 
@@ -290,7 +290,7 @@ def unchanged(trainer: Trainer) -> None:
 
 
 def nan_in_evaluation(trainer: Trainer, step: int) -> None:
-    evaluate = trainer.evaluation.score
+    evaluate = trainer.evaluate
     assert evaluate is not None
 
     def poisoned(state: TrainState, stop: StopRequest) -> StepScore | None:
@@ -299,7 +299,7 @@ def nan_in_evaluation(trainer: Trainer, step: int) -> None:
                 next(model.parameters()).data.view(-1)[:] = float("nan")
         return evaluate(state, stop)
 
-    trainer.evaluation.score = poisoned
+    trainer.evaluate = poisoned
 
 
 def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(

@@ -72,11 +72,6 @@ class ResumePoint:
     is_fork: bool = False
     """Whether it is a checkpoint of another run, where this one begins (`--resume PATH`)."""
 
-    @property
-    def kept_step(self) -> int:
-        """The last step in the run directory that stays part of the run; 0 for a fork."""
-        return 0 if self.is_fork else self.state.step
-
 
 def run_id_of(point: ResumePoint | None) -> str:
     """The id of the run that a checkpoint belongs to; a new one for a new run or a fork."""

@@ -70,6 +70,8 @@ class Start:
     """None: a new run."""
     origin: StoredModel | None
     """The model from whose weights a new run starts; None: the weights are random."""
+    kept_step: int
+    """The last step in the run directory that stays part of the run; 0 for a new run or a fork."""
     run_id: str
     scores: ScoreTable | None
     """On rank 0."""
@@ -118,28 +120,23 @@ class Start:
             if world.is_rank_zero:
                 stack.callback(directory.stop_file.unlink, missing_ok=True)
 
+        kept_step = 0 if point is None or point.is_fork else point.state.step
         scores, is_pending = None, False
         if world.is_rank_zero:
             is_due = due_in(spec.config) if data.evaluation else lambda step: False
             inherited = point.state.best if point is not None and not point.is_fork else None
             scores = ScoreTable(checkpoints, is_due, inherited=inherited)
-            kept_step = point.kept_step if point else 0
             scores.rewind(kept_step)
             is_pending = kept_step in scores.waiting() or (point is None and is_due(0))
         return cls(
             spec=spec, world=world, directory=directory, stack=stack, stop=stop, data=data,
-            point=point, origin=origin, run_id=run_id, scores=scores,
+            point=point, origin=origin, kept_step=kept_step, run_id=run_id, scores=scores,
             evaluation_is_pending=world.broadcast(is_pending),
         )  # fmt: skip
 
     @property
     def config(self) -> RunConfig:
         return self.spec.config
-
-    @property
-    def kept_step(self) -> int:
-        """The last step in the run directory that belongs to this trajectory."""
-        return self.point.kept_step if self.point else 0
 
     @property
     def checkpoint_header(self) -> CheckpointHeader:

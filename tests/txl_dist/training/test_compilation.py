@@ -73,17 +73,15 @@ def train_and_count_graphs(world: World, spec: TrainSpec) -> tuple[int, int]:
     reset()  # this process may have compiled for another test
     counters.clear()
     at_start: list[int] = []
-    first = loop.Trainer.run
+    run = loop.Trainer.run
 
-    def run(trainer: loop.Trainer) -> object:
+    def counted(trainer: loop.Trainer) -> object:
         at_start.append(counters["stats"]["unique_graphs"])
-        return first(trainer)
+        return run(trainer)
 
-    loop.Trainer.run = run  # type: ignore[method-assign, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Trainer, "run", counted)
         assert train(world, spec) == 0
-    finally:
-        loop.Trainer.run = first  # type: ignore[method-assign]
     return at_start[0], counters["stats"]["unique_graphs"]
 
 

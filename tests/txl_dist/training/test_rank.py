@@ -1,9 +1,10 @@
-"""A clock that jumps and a full log do not change a run; a run directory contains no secrets.
+"""A rank with a jumping clock or a full log trains; one with other data or code is refused.
 
-And attention that cannot run is refused before the model is built.
+A run directory contains no secrets.
 """
 
 import logging
+import os
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_spec, train
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_spec, train
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
+from txl_dist.training import resume, start
 from txl_dist.training.rank import _logging_to, _require_attention
 from txl_dist.training.spec import TrainSpec
 
@@ -100,3 +105,99 @@ def test_attention_that_cannot_run_is_refused_with_what_to_do(
 def test_attention_for_cpus_is_refused_on_gpus(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention={name} runs on CPUs only"):
         _require_attention(name, torch.device("cuda"))
+
+
+# --- ranks that differ ----------------------------------------------------------------------------
+
+
+SHORT = (NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=2")
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two folders, each with a dataset `data` of the same size, settings and name."""
+    folders = []
+    for letter in ("a", "b"):
+        folder = tmp_path_factory.mktemp(f"host-{letter}")
+        (folder / "text.txt").write_text(letter * 4000)
+        prepare_dataset([folder / "text.txt"], folder / "data", PrepareSettings())
+        folders.append(folder)
+    return folders
+
+
+def train_in(world: World, folders: list[Path], spec: TrainSpec) -> int:
+    """Train in this rank's own folder."""
+    before = Path.cwd()
+    os.chdir(folders[world.rank])
+    try:
+        return train(world, spec)
+    finally:
+        os.chdir(before)
+
+
+def train_on_other_sources(world: World, spec: TrainSpec) -> int:
+    """Train with another digest of the sources on the last rank, and another description."""
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(start, "source_digest", lambda: "edited")
+        patch.setattr(resume, "code_description", lambda: "txl-dist 9 (sources edited)")
+        return train(world, spec)
+
+
+@pytest.mark.fault_row(38)
+def test_other_data_under_the_same_path_is_refused_by_rank(
+    ranks: RankGroups, two_hosts: list[Path], tmp_path: Path
+) -> None:
+    spec = tiny_spec(Path("data"), tmp_path, *SHORT)
+    assert ranks(2).run(train_in, two_hosts, spec) == [2, 2]
+    message = refusal(tmp_path)
+    assert "data data: rank 0 " in message
+    assert ", rank 1 " in message
+    assert "sources" not in message  # names what differs, and nothing else
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+    same = [two_hosts[0], two_hosts[0]]
+    assert ranks(2).run(train_in, same, tiny_spec(Path("data"), tmp_path, *SHORT)) == [0, 0]
+
+
+def train_with_own_seed(world: World, spec: TrainSpec, directory: Path) -> int:
+    """Train with another seed on each rank."""
+    seed = f"seed={world.rank}"
+    return train(world, tiny_spec(Path(spec.config.data.path), directory, *SHORT, seed))
+
+
+@pytest.mark.fault_row(38)
+def test_another_config_on_one_rank_is_refused(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_spec(dataset, tmp_path, *SHORT)
+    assert ranks(2).run(train_with_own_seed, spec, tmp_path) == [2, 2]
+    message = refusal(tmp_path)
+    assert "  config: rank 0 " in message
+    assert "sources" not in message
+    assert "same command" in message
+
+
+@pytest.mark.fault_row(38)
+def test_other_sources_on_one_rank_are_refused(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    spec = tiny_spec(dataset, tmp_path, *SHORT)
+    assert ranks(2).run(train_on_other_sources, spec) == [2, 2]
+    assert "sources: rank 0 " in refusal(tmp_path)
+    assert "rank 1 edited" in refusal(tmp_path)
+
+
+def test_a_resume_on_other_sources_is_logged(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    assert ranks(1).run(train, tiny_spec(dataset, tmp_path, *SHORT)) == [0]
+    manifest = load_checkpoint_manifest(tmp_path / "checkpoints" / "step-00000005")
+    assert "(sources " in manifest.written_by
+
+    spec = tiny_spec(
+        dataset, tmp_path, *SHORT, "training.num_steps=6", allow_change=("training.num_steps",)
+    )
+    assert ranks(1).run(train_on_other_sources, spec) == [0]
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert f"was written by {manifest.written_by}, this is txl-dist 9 (sources edited)" in log

@@ -170,11 +170,9 @@ def train_with_slow_disk(world: World, spec: TrainSpec, rank: int) -> tuple[int,
             time.sleep(0.001)
         write_part(checkpoints, save, snapshot)
 
-    Checkpoints.write_part = write_late  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "write_part", write_late)
         return train_changed(world, spec, trainers.append)
-    finally:
-        Checkpoints.write_part = write_part  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("stage", ["1", pytest.param("3-all-spread", marks=pytest.mark.slow)])

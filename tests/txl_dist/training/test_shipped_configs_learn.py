@@ -1,8 +1,10 @@
 """Every shipped config that trains on a CPU learns from the context: its loss falls clearly below
-the unigram entropy of its data.
+the unigram entropy of its data. The configs of the comparison differ in memory and positions.
 """
 
+import re
 import sysconfig
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
 from tests.support.commands import start_txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, metrics
+from txl_dist.cli.reproduce import experiments
+from txl_dist.config.config_file import flatten_config, load_run_config
 from txl_dist.config.starting_file import starting_file
 
 CLEARLY_BELOW = 0.92
@@ -65,3 +69,29 @@ def test_its_loss_falls_clearly_below_the_unigram_entropy(name: str, tmp_path: P
         finally:
             process.kill()
     assert learns()
+
+
+# --- the baselines --------------------------------------------------------------------------------
+
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+BASELINES = sorted((CONFIGS / "baselines").glob("*.yaml"))
+
+
+def test_the_baselines_differ_in_memory_and_positions_only() -> None:
+    first, *others = [flatten_config(load_run_config(path)) for path in BASELINES]
+    assert len(others) == 2
+    keys = {key for other in others for key in first if other[key] != first[key]}
+    assert keys == {"directory", "model.mem_len", "model.distance_encoding"}
+
+
+def test_the_rows_of_the_ablation_are_the_experiments_of_the_table() -> None:
+    readme = (CONFIGS / "baselines" / "README.md").read_text()
+    rows = re.findall(r"\| `([a-z0-9-]+)` \|$", readme, re.MULTILINE)
+    ablation = [name for name in experiments() if name.startswith(("wt103-128m", "lm1b-300m"))]
+    assert rows == ablation
+    models = [
+        load_run_config(experiments()[name].config, experiments()[name].settings).model
+        for name in rows
+    ]
+    assert all(one != other for one, other in combinations(models, 2))

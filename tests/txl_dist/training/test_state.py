@@ -108,18 +108,21 @@ def test_a_spike_is_above_median_and_robust_deviations_of_the_window() -> None:
     assert spikes([*window, 0.1], window_steps=5) == []  # falling is not divergence
 
 
-def test_equal_values_have_a_deviation_of_one_percent() -> None:
-    assert spikes([2.0] * 5 + [2.07], window_steps=5) == []
-    assert spikes([2.0] * 5 + [2.09], window_steps=5) == [6]
-
-
-def test_nothing_is_a_spike_before_the_window_is_full() -> None:
-    assert spikes([1.0] * 4 + [9.0], window_steps=5) == []
-    assert spikes([1.0] * 5 + [9.0], window_steps=5) == [6]
-
-
-def test_a_rejected_value_does_not_raise_the_limit() -> None:
-    assert spikes([1.0] * 5 + [9.0] * 7, window_steps=5) == list(range(6, 13))
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        # Equal values have a deviation of one percent.
+        ([2.0] * 5 + [2.07], []),
+        ([2.0] * 5 + [2.09], [6]),
+        # Nothing is a spike before the window is full.
+        ([1.0] * 4 + [9.0], []),
+        ([1.0] * 5 + [9.0], [6]),
+        # A rejected value does not raise the limit.
+        ([1.0] * 5 + [9.0] * 7, [*range(6, 13)]),
+    ],
+)
+def test_which_steps_are_spikes(values: list[float], steps: list[int]) -> None:
+    assert spikes(values, window_steps=5) == steps
 
 
 def test_the_window_follows_a_slow_change() -> None:

@@ -94,7 +94,6 @@ class EventLog:
         self.path, self._attempt = path, attempt
 
     def write(self, kind: Kind, text: str, **fields: Any) -> Event:
-        """Append an event; returns it."""
         now, attempt = time.time(), self._attempt()
         event = Event(kind=kind, time=now, attempt=attempt, text=text, **fields)
         line = event.model_dump_json(exclude_defaults=True).encode() + b"\n"
@@ -139,7 +138,6 @@ def parse_event(line: bytes | str) -> Event | None:
 
 
 def of_kind(events: Iterable[Event], *kinds: Kind) -> list[Event]:
-    """The events of these kinds."""
     return [event for event in events if event.kind in kinds]
 
 
@@ -169,7 +167,20 @@ LOSSES = (
 
 
 class WallTime:
-    """The seconds of a run by cause, until the last event that has sums."""
+    """The seconds of a run by cause, until the last event that has sums; those of rank 0.
+
+    Productive (STEPS) are the seconds of the steps that are part of the final trajectory. Goodput
+    is their share of the wall time since the first start. The rest is lost to
+
+        start-up    from the start of a rank to the end of its first step
+        data wait, save wait, evaluation    the time for which they blocked the training loop
+        lost steps  steps that were trained again, and a step that never ended
+        down        between the end of a process and the start of the next one
+        other       the rest of the loop, such as logging
+
+    What follows the last sums of a killed process is lost until its launcher or another rank has
+    noticed, and then down. Only that is the difference of two wall clocks; a negative one is 0.
+    """
 
     def __init__(self) -> None:
         self.restarts = 0
@@ -192,7 +203,6 @@ class WallTime:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
-        """The sums of all events of a run."""
         time = cls()
         for event in events:
             time.take(event)

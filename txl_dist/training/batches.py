@@ -45,7 +45,6 @@ class Batches:
         )
 
     def close(self) -> None:
-        """End the thread that reads."""
         self._streams.close()
 
     def read(self) -> "DeviceBatch":

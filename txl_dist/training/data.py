@@ -120,7 +120,6 @@ class TrainingData:
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
     def plan_of(self, phase: Phase) -> LanePlan:
-        """The lanes of a phase of these corpora."""
         return phase.plan(tgt_len=self.plan.tgt_len, num_turns=self.plan.num_turns)
 
     def source_of(self, phase: Phase, config: RunConfig) -> TokenSource | MixedSource:

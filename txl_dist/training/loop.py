@@ -185,11 +185,11 @@ class Trainer:
         for observer in self.observers:
             observer.report(self.state, values)
         if self.state.unreported_sums.num_tokens:  # else the next line covers this step too
-            changes = {"unreported": astuple(LossSums()), "unreported_steps": 0}
-            self.state = self.state.model_copy(update=changes)
+            self.state = self.state.model_copy(
+                update={"unreported": astuple(LossSums()), "unreported_steps": 0}
+            )
 
     def _evaluate(self) -> None:
-        """Score the weights of this step on all ranks."""
         assert self.evaluate is not None
         fault_point("evaluation")
         with self._in_span(Span.EVALUATION):

@@ -162,8 +162,7 @@ def build_trainer(start: Start) -> Trainer:
     if start.point is not None:
         state = resume_at(start.point, start, step, batches)
     else:
-        stored = start.origin
-        origin = Origin(path=str(stored.path), digest=stored.digest) if stored else None
+        origin = start.origin and Origin(path=str(start.origin.path), digest=start.origin.digest)
         state = in_phase_of(start, TrainState(origin=origin))
     # Before the observers, which continue its files.
     reached_steps = start.world.run_on_all(
@@ -213,7 +212,6 @@ def build_step(start: Start) -> TrainStep:
     )
     if start.origin is not None:
         load_weights(start.origin, model, world)
-    lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
     _require_attention(data.model_config.attention, world.device)
     if config.training.compile:
         compile_layers(model, config, world, lanes=range(micro_batch_rows))
@@ -222,7 +220,9 @@ def build_step(start: Start) -> TrainStep:
     return TrainStep(
         engine,
         world,
-        lanes_in_turns=data.plan.lanes_in_turns(lanes),
+        lanes_in_turns=data.plan.lanes_in_turns(
+            data.plan.lanes_of_rank(world.rank, world.num_ranks)
+        ),
         seed=config.seed,
         byte_counts_V=data.tokenizer.token_bytes(),
         memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
@@ -337,8 +337,8 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
     Collective. Measured once per process.
     """
     world.barrier()
-    own = torch.tensor([device_peak_flops(world.device, dtype)], dtype=torch.float64)
-    return float(world.all_reduce_sum(own))
+    flops = device_peak_flops(world.device, dtype)
+    return float(world.all_reduce_sum(torch.tensor([flops], dtype=torch.float64)))
 
 
 def start_tracker(start: Start, state: TrainState) -> TrackingProcess | None:

@@ -133,12 +133,13 @@ class Recovery:
             )
         restored = resume_at(point, self.start, self.step, self.batches)
         skip_steps = {*restored.divergence.skip_steps, *state.divergence.skip_steps, *excluded}
-        changes = {
-            "event_steps": state.divergence.event_steps,
-            "skip_steps": tuple(sorted(skip_steps)),
-            "num_rollbacks": state.divergence.num_rollbacks + 1,
-        }
-        divergence = restored.divergence.model_copy(update=changes)
+        divergence = restored.divergence.model_copy(
+            update={
+                "event_steps": state.divergence.event_steps,
+                "skip_steps": tuple(sorted(skip_steps)),
+                "num_rollbacks": state.divergence.num_rollbacks + 1,
+            }
+        )
         restored = restored.model_copy(update={"divergence": divergence})
         self.saver.rewind(restored)
 

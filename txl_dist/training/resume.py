@@ -135,7 +135,6 @@ class Resume:
     directory: CheckpointDirectory
 
     def find(self, *, download: bool) -> ResumePoint | None:
-        """See `find_resume_point`."""
         source = do_on_rank_zero(
             self.world,
             lambda: self._source(download=download),

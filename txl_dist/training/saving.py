@@ -1,17 +1,8 @@
 """RunSaver: when the checkpoints of a run are written and removed.
 
-    save        copy this rank's tensors; a background thread writes them and publishes the
-                checkpoint, then sets LATEST
-    mark_best   set BEST
-    confirm     a loss computed from it was accepted: remove older checkpoints
-    rewind      continue from an older checkpoint; later ones are superseded
-    wait        until all of that is done; raises the errors of the background threads
-    settle      `wait` before a rollback
-    finish      `wait`, and until the copies at `training.checkpoint_url` are complete
-
-One thread per rank does the work (`txl_dist/checkpoint/checkpoints.py`), in the order of the calls.
-An error on any rank reaches all ranks at the same step: the loop passes `has_failed` with the flags
-of a step, and then calls `wait`.
+`save` copies this rank's tensors. One thread per rank does the work in the order of the calls
+(`txl_dist/checkpoint/checkpoints.py`). An error on any rank reaches all ranks at the same step: the
+loop passes `has_failed` with the flags of a step, and then calls `wait`.
 
 Weights can be finite and yet too large to compute with. The run then has to resume from an older
 checkpoint, so older ones are removed only at `confirm`, not at `save`. The reasons are in

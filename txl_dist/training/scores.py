@@ -141,7 +141,6 @@ class ScoreTable:
 
     @property
     def best(self) -> StepScore | None:
-        """The best score up to now."""
         best = None
         for _, score in sorted(self._by_step.items()):
             best = score if score.gain_over(best) is not None else best
@@ -149,11 +148,9 @@ class ScoreTable:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best score."""
         return self.best.step if self.best else None
 
     def get(self, step: int) -> StepScore | None:
-        """The score of a step, if it has one."""
         return self._by_step.get(step)
 
     def refresh(self) -> list[tuple[StepScore, float | None]]:
@@ -335,9 +332,13 @@ def _score(
     from txl_dist.evaluation.distributed import evaluate_on_workers, plan_spec  # imports torch
     from txl_dist.evaluation.spec import evaluation_spec
 
-    max_tokens, digest = config.evaluation.max_tokens, split.corpus.manifest.digest
-    facts: dict[str, Any] = {"step": step, "split": split.name, "max_tokens": max_tokens}
-    facts["data_digest"] = digest
+    max_tokens = config.evaluation.max_tokens
+    facts: dict[str, Any] = {
+        "step": step,
+        "split": split.name,
+        "max_tokens": max_tokens,
+        "data_digest": split.corpus.manifest.digest,
+    }
     try:
         manifest = load_checkpoint_manifest(path)
         spec = evaluation_spec(

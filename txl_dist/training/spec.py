@@ -97,7 +97,6 @@ class RunDirectory:
         self.event_log = EventLog(path / EVENTS, self._attempt_number)
 
     def log(self, rank: int) -> Path:
-        """The log file of a rank."""
         return self.logs / f"rank-{rank}.log"
 
     def _attempt_number(self) -> int:

@@ -69,7 +69,6 @@ class DivergenceState(StrictModel):
     def with_accepted(
         self, config: DivergenceConfig, *, sums: LossSums, gradient_norm: float
     ) -> Self:
-        """The state after an accepted step."""
         changes, size = {}, config.window_steps
         if config.loss_spike is not None and sums.num_tokens:
             changes["losses"] = (*self.losses, sums.nats_per_token)[-size:]

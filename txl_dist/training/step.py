@@ -197,7 +197,6 @@ class TrainStep:
         return DeviceBatch.of(limited, self.world.device)
 
     def _micro_batches(self, batch: DeviceBatch, *, step: int) -> list[_MicroBatch]:
-        """Forward and backward of all micro-batches."""
         micro_batches, memories = [], self.memories[batch.turn]
         for index, memory in enumerate(memories):
             rows = self._rows_of(index)
@@ -239,8 +238,8 @@ class TrainStep:
         visible, size = self.memories[batch.turn][0].visible_share(
             [age for lane, age in ages if lane != NO_LANE]
         )
-        sums = astuple(LossSums(0.0, len(scored_N), num_bytes))
-        counts = [*sums, visible, size, *flags.values()]
+        sums = LossSums(0.0, len(scored_N), num_bytes)
+        counts = [*astuple(sums), visible, size, *flags.values()]
         # float64 is exact for counts up to 2**53.
         values = to_device(torch.tensor(counts, dtype=torch.float64), self.world.device)
         values[0] = nats

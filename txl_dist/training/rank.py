@@ -162,7 +162,8 @@ def build_trainer(start: Start) -> Trainer:
     if start.point is not None:
         state = resume_at(start.point, start, step, batches)
     else:
-        origin = start.origin and Origin(path=str(start.origin.path), digest=start.origin.digest)
+        stored = start.origin
+        origin = Origin(path=str(stored.path), digest=stored.digest) if stored else None
         state = in_phase_of(start, TrainState(origin=origin))
     # Before the observers, which continue its files.
     reached_steps = start.world.run_on_all(

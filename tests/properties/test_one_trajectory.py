@@ -4,6 +4,8 @@ And with or without the options that change speed or memory only.
 """
 
 import json
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -45,10 +47,22 @@ def assert_same(run: Path, expected: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank, stage 0, one micro-batch: nothing is sharded, summed over ranks or padded."""
-    run = tmp_path_factory.mktemp("straight")
-    return trained(ranks, dataset, run, *SETTINGS, *ZERO["0"], num_ranks=1)
+def straight_run(
+    ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """By settings, a run that is trained once: nothing is sharded, summed over ranks or padded."""
+
+    @cache
+    def of(*settings: str) -> Path:
+        run = tmp_path_factory.mktemp("straight")
+        return trained(ranks, dataset, run, *settings, *ZERO["0"], num_ranks=1)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def straight(straight_run: Callable[..., Path]) -> Path:
+    return straight_run(*SETTINGS)
 
 
 CASES = [case for case in product((1, 2), ZERO, ("null", "2")) if case != (1, "0", "null")]
@@ -66,14 +80,9 @@ QUICK = [
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
-    ranks: RankGroups,
-    dataset: Path,
-    straight: Path,
-    tmp_path: Path,
-    num_ranks: int,
-    stage: str,
-    micro_batch: str,
-) -> None:
+    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path,
+    num_ranks: int, stage: str, micro_batch: str,
+) -> None:  # fmt: skip
     settings = (*SETTINGS, *ZERO[stage], f"training.micro_batch_lanes={micro_batch}")
     trained(ranks, dataset, tmp_path, *settings, num_ranks=num_ranks)
     assert list(losses(tmp_path)) == list(range(1, STEPS + 1))
@@ -95,30 +104,16 @@ def test_nor_on_when_gradients_are_reduced(
     assert_same(trained(ranks, dataset, tmp_path, *SETTINGS, *settings), straight)
 
 
-@pytest.fixture(scope="module", params=OTHER_MEMORIES)
-def of_another_memory(
-    request: pytest.FixtureRequest,
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[tuple[str, ...], Path]:
-    """Overrides for a memory, and such a run."""
-    memory, run = request.param, tmp_path_factory.mktemp("straight")
-    return memory, trained(ranks, dataset, run, *SETTINGS, *ZERO["0"], *memory, num_ranks=1)
-
-
+@pytest.mark.parametrize("memory", OTHER_MEMORIES)
 @pytest.mark.parametrize(
     "stage",
     [pytest.param(s, marks=[] if s in ("1", "3-all-spread") else pytest.mark.slow) for s in ZERO],
 )
 def test_nor_with_any_other_memory(
-    ranks: RankGroups,
-    dataset: Path,
-    of_another_memory: tuple[tuple[str, ...], Path],
-    tmp_path: Path,
-    stage: str,
-) -> None:
-    memory, straight = of_another_memory
+    ranks: RankGroups, dataset: Path, straight_run: Callable[..., Path], tmp_path: Path,
+    stage: str, memory: tuple[str, ...],
+) -> None:  # fmt: skip
+    straight = straight_run(*SETTINGS, *memory)
     manifest = load_checkpoint_manifest(resolve_checkpoint(straight))
     assert manifest.segment_len == (1 if "backprop" in str(memory) else 3)
     settings = (*SETTINGS, *memory, *ZERO[stage], "training.micro_batch_lanes=2")
@@ -128,21 +123,16 @@ def test_nor_with_any_other_memory(
 CLUSTERS = (NO_EVALUATION, "model.cutoffs=[60, 128]", "model.div_val=2")
 
 
-@pytest.fixture(scope="module")
-def clustered(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("clustered")
-    return trained(ranks, dataset, run, *CLUSTERS, *ZERO["0"], num_ranks=1)
-
-
 @pytest.mark.parametrize(
     "stage",
     [pytest.param(stage, marks=[] if stage == "3" else pytest.mark.slow) for stage in ZERO],
 )
 def test_losses_do_not_depend_on_ranks_if_softmax_clusters_are_empty_on_some(
-    ranks: RankGroups, dataset: Path, clustered: Path, tmp_path: Path, stage: str
+    ranks: RankGroups, dataset: Path, straight_run: Callable[..., Path], tmp_path: Path, stage: str
 ) -> None:
     """Ids from 128 on are rare in this text: most steps have no target in the last cluster."""
-    assert_same(trained(ranks, dataset, tmp_path, *CLUSTERS, *ZERO[stage]), clustered)
+    run = trained(ranks, dataset, tmp_path, *CLUSTERS, *ZERO[stage])
+    assert_same(run, straight_run(*CLUSTERS))
 
 
 def test_scores_during_training_do_not_depend_on_ranks(
@@ -199,10 +189,9 @@ OFTEN = ("training.checkpoint_interval_steps=3", "training.keep_checkpoints=9")
 
 
 @pytest.fixture(scope="module")
-def short(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short(straight_run: Callable[..., Path]) -> Path:
     """As `straight`, of seven steps."""
-    run = tmp_path_factory.mktemp("short")
-    return trained(ranks, dataset, run, *SHORT, *ZERO["0"], num_ranks=1)
+    return straight_run(*SHORT)
 
 
 @pytest.mark.parametrize(
@@ -227,11 +216,9 @@ def test_activation_checkpointing_changes_no_bit(
 
 
 @pytest.fixture(scope="module")
-def rounded(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rounded(straight_run: Callable[..., Path]) -> Path:
     """As `short`, with the memory in bf16."""
-    run = tmp_path_factory.mktemp("rounded")
-    settings = (*SHORT, BF16_MEMORY, *ZERO["0"], *OFTEN)
-    return trained(ranks, dataset, run, *settings, num_ranks=1)
+    return straight_run(*SHORT, BF16_MEMORY, *OFTEN)
 
 
 def test_a_memory_in_bf16_changes_losses_by_its_rounding(short: Path, rounded: Path) -> None:

@@ -5,7 +5,7 @@ them on the same tensors: as on a GPU, what was not an operation of the recordin
 The tests on a GPU record (tests/gpu/test_training_on_gpu.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -105,6 +105,21 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
     return all_recordings
 
 
+def steps(
+    model: TransformerXL, *, has_masks: bool = False, precision: Precision = "fp32"
+) -> Iterator[tuple[Tensor, Any]]:
+    """The losses and the memory after each of three steps, which have added gradients."""
+    memory, generator = model.empty_memory(B), torch.Generator().manual_seed(2)
+    for step in range(3):
+        text_BT = torch.randint(V, (B, T + 1), generator=generator)
+        age_BT = torch.arange(T).expand(B, -1) + step * T
+        masks = Masks(torch.tensor([3, step, 0, 1, 2**32 - 1])) if has_masks else None
+        with autocast(precision, torch.device("cpu")):
+            nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory, masks)
+        nats_BT.sum().backward()
+        yield nats_BT.detach(), memory
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,17 +137,9 @@ def test_groups_have_the_results_of_layers_in_turn(
     results = []
     for is_recorded in (False, True):
         model = model_of(6, is_recorded=is_recorded, dropout=0.2, **options)
-        memory, numbers = model.empty_memory(B), []
-        generator = torch.Generator().manual_seed(2)
-        for step in range(3):
-            text_BT = torch.randint(V, (B, T + 1), generator=generator)
-            age_BT = torch.arange(T).expand(B, -1) + step * T
-            masks = Masks(torch.tensor([3, step, 0, 1, 2**32 - 1]))
-            nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory, masks)
-            nats_BT.sum().backward()
-            numbers.append(nats_BT.detach())
+        *_, last = numbers = [*steps(model, has_masks=True)]
         gradients = {name: x.grad for name, x in model.named_parameters()}
-        results.append((numbers, memory.tensors(), gradients))
+        results.append(([nats_BT for nats_BT, _ in numbers], last[1].tensors(), gradients))
     (*expected, expected_gradients), (*actual, actual_gradients) = results
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     # Those of shared parameters are summed by group.
@@ -233,16 +240,9 @@ def test_a_replay_reads_the_weights_of_its_step(
     """
     results = []
     for is_recorded in (False, True):
-        model = model_of(5, is_recorded=is_recorded)
-        generator = torch.Generator().manual_seed(2)
-        memory, numbers = model.empty_memory(B), []
-        for step in range(3):
-            text_BT = torch.randint(V, (B, T + 1), generator=generator)
-            age_BT = torch.arange(T).expand(B, -1) + step * T
-            with autocast(precision, torch.device("cpu")):
-                nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory)
-            nats_BT.sum().backward()
-            numbers.append(nats_BT.detach())
+        model, numbers = model_of(5, is_recorded=is_recorded), []
+        for nats_BT, _ in steps(model, precision=precision):
+            numbers.append(nats_BT)
             with torch.no_grad():
                 for parameter in model.parameters():
                     assert parameter.grad is not None

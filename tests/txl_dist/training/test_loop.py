@@ -7,6 +7,7 @@ would not fail any of them.
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,8 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
 from txl_dist.training.report import Observer, Values
-from txl_dist.training.scores import StepScore
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState
-from txl_dist.training.step import StepResult
 
 # Both compute in fp32, but sum in different orders. Largest difference over all cases: 8e-7 in a
 # weight. A wrong setting changes losses by 1e-3 or more.
@@ -177,34 +176,19 @@ class Everything(Observer):
     def __init__(self, world: World) -> None:
         self.world = world
         self.events: list[tuple[str, int]] = []
+        for name in ("start", "segment", "step", "report", "score", "rollback", "end"):
+            setattr(self, name, partial(self.record, name))
 
-    def start(self, state: TrainState) -> None:
-        self.events.append(("start", state.step))
-
-    def segment(self, step: int) -> None:
-        self.events.append(("segment", step))
-
-    def step(self, state: TrainState, result: StepResult) -> None:
-        self.events.append(("step", state.step))
+    def record(self, name: str, subject: Any, *_: object, **__: object) -> None:
+        """An event of a step, which is the number, a state or a score."""
+        self.events.append((name, subject if isinstance(subject, int) else subject.step))
 
     def line(self, state: TrainState, values: Values) -> None:
         values["answer"] = 42.0
 
-    def report(self, state: TrainState, values: Values) -> None:
-        self.events.append(("report", state.step))
-
     def save(self, state: TrainState) -> None:
         self.world.barrier()  # a collective call, after the same step on all ranks
-        self.events.append(("save", state.step))
-
-    def score(self, score: StepScore, gain: float | None) -> None:
-        self.events.append(("score", score.step))
-
-    def rollback(self, state: TrainState, reached_step: int) -> None:
-        self.events.append(("rollback", state.step))
-
-    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
-        self.events.append(("end", state.step))
+        self.record("save", state)
 
 
 def train_observed(world: World, spec: TrainSpec, *faults: Any) -> list[tuple[str, int]]:

@@ -201,7 +201,6 @@ def test_corpora_that_do_not_fit_together_are_refused_by_name(
         (["data.path=d", "data.mixture={a: {path: x, weight: 1}}"], "data.path: is set, but so is"),
         (["data.path=null"], "data.path: is missing"),
         (["data.path=null", "data.mixture={a: {path: x, weight: 0}}"], "mixture.a.weight is 0"),
-        (["data.path=null", "data.mixture={a.b: {path: x, weight: 1}}"], "a.b"),
         (["data.path=null", "data.mixture={a: {path: x}}"], "data.mixture.a.weight is missing"),
         (["data.path=null", "data.mixture={}"], "data.mixture"),
         (["data.path=null", "data.mixture={a: {path: x, weights: 1}}"], "unknown key"),

@@ -12,6 +12,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import SegmentReader
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.diverging_runs import (
+    Fault,
     HighRate,
     NanHidden,
     NanWeight,
@@ -56,6 +57,15 @@ def specs_with_change(
     ]  # fmt: skip
 
 
+def ended(
+    ranks: RankGroups, spec: TrainSpec, *faults: Fault, num_ranks: int = 2, code: int = 0
+) -> list[tuple[int, str, list[str]]]:
+    """How each rank ends that trains with these faults; all have this exit code."""
+    ends = ranks(num_ranks).run(train_with, spec, *faults)
+    assert [end for end, *_ in ends] == [code] * num_ranks, ends
+    return ends
+
+
 def dumps(run: Path, step: int) -> list[dict[str, Any]]:
     """The dumps of all ranks, in rank order."""
     paths = sorted((run / "events").glob(f"divergence-step-{step:08d}-rank-*.json"))
@@ -79,8 +89,7 @@ def test_a_rollback_continues_as_if_the_steps_had_never_been_computed(
     """On two ranks after a poisoned weight, and on one rank that skips the steps directly."""
     run, reference = tmp_path / "run", tmp_path / "reference"
     spec = tiny_spec(dataset, run, *SETTINGS, ROLLBACK, *ZERO["2"])
-    ends = ranks(2).run(train_with, spec, NanWeight(rank=1, step=8))
-    assert [code for code, *_ in ends] == [0, 0]
+    ended(ranks, spec, NanWeight(rank=1, step=8))
     (end,) = ranks(1).run(train_with, tiny_spec(dataset, reference, *SETTINGS), SkipSteps(7, 8))
     assert end[0] == 0
     assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
@@ -99,8 +108,7 @@ def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     settings = (*SETTINGS, SKIP, "training.num_steps=8")
     spec = tiny_spec(dataset, straight, *settings)
-    ends = ranks(2).run(train_with, spec, NanHidden(rank=1, steps=(5,)))
-    assert [code for code, *_ in ends] == [0, 0]
+    ends = ended(ranks, spec, NanHidden(rank=1, steps=(5,)))
     assert [*losses(straight)] == [1, 2, 3, 4, 6, 7, 8]
     assert counters(straight) == dict.fromkeys(range(5, 9), (1, 0))
     # A process says this before its first step, and the ranks of a test may have made steps.
@@ -120,8 +128,7 @@ def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
             assert (lane["targets"], lane["text"]) == (3, texts[lane["lane"]])
 
     spec = tiny_spec(dataset, resumed, *settings)
-    ends = ranks(2).run(train_with, spec, NanHidden(rank=1, steps=(5,)), StopAfter(5))
-    assert [code for code, *_ in ends] == [75, 75]
+    ended(ranks, spec, NanHidden(rank=1, steps=(5,)), StopAfter(5), code=75)
     state = final_state(resumed, 5)
     assert (state.skipped_steps, state.contiguous_from, state.position) == (1, 15, 15)
     assert ranks(2).run(train, tiny_spec(dataset, resumed, *settings)) == [0, 0]
@@ -140,15 +147,11 @@ def test_every_stage_has_the_same_trajectory_and_resumes_bit_for_bit(
     settings = (*SETTINGS, policy, "model.dropout=0.1", *ZERO[stage])
     faults = (NanHidden(rank=0, steps=(6,)), NanHidden(rank=0, steps=(10,)))
     for num_ranks, run in ((1, one), (2, two)):
-        ends = ranks(num_ranks).run(train_with, tiny_spec(dataset, run, *settings), *faults)
-        assert [code for code, *_ in ends] == [0] * num_ranks
+        ended(ranks, tiny_spec(dataset, run, *settings), *faults, num_ranks=num_ranks)
     assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
     for step in (5, 7, 10):
-        spec = tiny_spec(dataset, resumed, *settings)
-        ends = ranks(2).run(train_with, spec, *faults, StopAfter(step))
-        assert [code for code, *_ in ends] == [75, 75]
-    ends = ranks(2).run(train_with, tiny_spec(dataset, resumed, *settings), *faults)
-    assert [code for code, *_ in ends] == [0, 0]
+        ended(ranks, tiny_spec(dataset, resumed, *settings), *faults, StopAfter(step), code=75)
+    ended(ranks, tiny_spec(dataset, resumed, *settings), *faults)
     assert losses(resumed) == losses(two)
     skipped = {5, 6, 9, 10} if policy == ROLLBACK else {6, 10}
     assert {*range(1, 13)} - {*losses(two)} == skipped
@@ -191,8 +194,7 @@ def test_weights_that_a_save_refuses_are_undone(
     """Step 9 has a checkpoint, so its save finds the infinite weights too, at any time."""
     run, reference = tmp_path / "run", tmp_path / "reference"
     spec = tiny_spec(dataset, run, *SETTINGS, ROLLBACK)
-    ends = ranks(num_ranks).run(train_with, spec, HighRate(9, factor=math.inf))
-    assert [code for code, *_ in ends] == [0] * num_ranks, ends
+    ends = ended(ranks, spec, HighRate(9, factor=math.inf), num_ranks=num_ranks)
     returned = "to the checkpoint of step 6; the run continues without steps 9 and 10"
     assert any(returned in event for event in ends[0][2])
     ranks(num_ranks).run(train_with, tiny_spec(dataset, reference, *SETTINGS), SkipSteps(9, 10))
@@ -228,8 +230,7 @@ def test_weights_that_only_a_save_refuses_are_undone(
     run, reference = tmp_path / "run", tmp_path / "reference"
     settings = (*SETTINGS, ROLLBACK, f"training.num_steps={last_step}")
     fault = RefuseSave(9, rank=num_ranks - 1)
-    ends = ranks(num_ranks).run(train_with, tiny_spec(dataset, run, *settings), fault)
-    assert [code for code, *_ in ends] == [0] * num_ranks, ends
+    ended(ranks, tiny_spec(dataset, run, *settings), fault, num_ranks=num_ranks)
     ranks(num_ranks).run(train_with, tiny_spec(dataset, reference, *settings), SkipSteps(9))
     assert losses(run) == losses(reference)
     checkpoints = CheckpointDirectory(run)
@@ -247,8 +248,7 @@ def test_skipped_steps_survive_a_kill_directly_after_the_rollback(
     ranks(2).run(train_with, tiny_spec(dataset, straight, *SETTINGS, ROLLBACK), fault)
     spec = tiny_spec(dataset, killed, *SETTINGS, ROLLBACK)
     # The second fault ends the run as a kill would: nothing is saved.
-    ends = ranks(2).run(train_with, spec, fault, EndAtStep(7))
-    assert [code for code, *_ in ends] == [3, 3]
+    ended(ranks, spec, fault, EndAtStep(7), code=3)
     assert CheckpointDirectory(killed).steps() == [3, 6]
     assert ranks(2).run(train, tiny_spec(dataset, killed, *SETTINGS, ROLLBACK)) == [0, 0]
     assert losses(killed) == losses(straight)
@@ -367,8 +367,7 @@ def test_a_rollback_to_before_a_change_continues_with_the_new_settings(
     ):  # fmt: skip
         specs = specs_with_change(dataset, path, *settings, change=change, step=step)
         for spec, faults in zip(specs, ((), (fault,)), strict=True):
-            ends = ranks(num_ranks).run(train_with, spec, *faults)
-            assert [code for code, *_ in ends] == [0] * num_ranks
+            ends = ended(ranks, spec, *faults, num_ranks=num_ranks)
         if path == run:
             returned = "returned from step 6 to the checkpoint of step 3"
             assert any(returned in event for event in ends[0][2])

@@ -29,8 +29,6 @@ from txl_dist.checkpoint.manifest import Count, Sha256
 
 
 class CorpusEntry(StrictModel):
-    """One corpus of a phase."""
-
     name: str
     digest: Sha256
     """Digest of the dataset's manifest, which contains the hash of every shard."""
@@ -209,7 +207,6 @@ class RealisedShare:
 
 
 def realised_shares(phase: Phase) -> list[RealisedShare]:
-    """List the shares of all corpora of a phase, in its order."""
     per_epoch = phase.tokens_per_epoch
     return [
         RealisedShare(

@@ -47,8 +47,6 @@ class BadScoreError(DivergedError):
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Responds to events on one rank."""
-
     start: Start
     step: TrainStep
     batches: Batches

@@ -112,7 +112,6 @@ class TrainStep:
 
     @property
     def lanes(self) -> list[int]:
-        """All lanes of this rank, ascending."""
         return sorted(lane for lanes in self.lanes_in_turns for lane in lanes)
 
     def compute(

@@ -1,12 +1,12 @@
 """`init_from`: a run that starts from the weights of a stored model."""
 
 import json
-import os
 import shutil
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,10 +161,8 @@ def test_a_resume_needs_no_origin_and_keeps_what_is_frozen(
     settings = (f"init_from={origin}", "optimizer.lr_factors={hidden: 0}", "seed=5", *ZERO[stage])
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert ranks(2).run(train, spec_of(straight, dataset, *settings)) == [0, 0]
-    assert ranks(2).run(train, spec_of(stopped, dataset, *settings, "training.num_steps=2")) == [
-        0,
-        0,
-    ]
+    first = spec_of(stopped, dataset, *settings, "training.num_steps=2")
+    assert ranks(2).run(train, first) == [0, 0]
     expected = weights(origin)
     shutil.rmtree(origin)
     allowed = {"allow_change": ("training.num_steps",)}
@@ -188,10 +186,7 @@ def test_a_resume_needs_no_origin_and_keeps_what_is_frozen(
 
 def stop_after_first_save(world: World, spec: TrainSpec) -> None:
     """Kill the run during the evaluation before the first step, as far as its files show it."""
-
-    def fail(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
+    fail = Mock(side_effect=KeyboardInterrupt)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("txl_dist.training.rank.build_evaluator", lambda *_: fail)
         with pytest.raises(KeyboardInterrupt):
@@ -337,12 +332,6 @@ def test_a_setting_of_the_model_that_is_invalid_is_explained_with_its_line(
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_missing_or_foreign_model_is_refused_by_its_name(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         spec_of(tmp_path / "run", dataset, f"init_from={tmp_path / 'nowhere'}")
@@ -359,7 +348,8 @@ def test_missing_or_damaged_weights_leave_the_run_directory_unchanged(
     run = tmp_path / "run"
     spec = spec_of(run, dataset, f"init_from={origin}")
     file = origin / "model.safetensors"
-    file.unlink() if is_missing else damage(file)
+    content = file.read_bytes()
+    file.unlink() if is_missing else file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert ranks(2).run(train, spec) == [4, 4]
     assert str(file) in refusal(run)
     assert not {"config.yaml", "metrics.jsonl", "checkpoints"} & {p.name for p in run.iterdir()}
@@ -391,16 +381,11 @@ def test_data_of_another_tokenizer_is_refused_with_the_command_that_prepares_it(
 
 
 def find_in_own_folder(world: World, spec: TrainSpec, folder: Path) -> str:
-    before = Path.cwd()
-    os.chdir(folder / str(world.rank))
-    try:
-        config = spec.config.model_copy(update={"init_from": "model"})
-        find_origin(config, TrainingData.open(config, num_ranks=1), world)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        os.chdir(before)
-    return ""
+    config = spec.config.model_copy(update={"init_from": "model"})
+    data = TrainingData.open(config, num_ranks=1)
+    with chdir(folder / str(world.rank)), pytest.raises(CheckpointError) as caught:
+        find_origin(config, data, world)
+    return str(caught.value)
 
 
 def test_ranks_that_find_different_models_are_refused(

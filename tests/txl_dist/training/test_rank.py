@@ -4,8 +4,8 @@ A run directory contains no secrets.
 """
 
 import logging
-import os
 import time
+from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
 
@@ -127,12 +127,8 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def train_in(world: World, folders: list[Path], spec: TrainSpec) -> int:
     """Train in this rank's own folder."""
-    before = Path.cwd()
-    os.chdir(folders[world.rank])
-    try:
+    with chdir(folders[world.rank]):
         return train(world, spec)
-    finally:
-        os.chdir(before)
 
 
 def train_on_other_sources(world: World, spec: TrainSpec) -> int:

@@ -49,7 +49,7 @@ def test_80_columns_show_the_loss_the_speed_and_the_time_left() -> None:
     )
 
 
-def test_mem_valid_is_the_share_of_all_ranks_lanes(
+def test_mem_valid_is_the_share_of_all_ranks_lanes_and_the_mfu_is_at_most_1(
     ranks: RankGroups, short: Path, tmp_path: Path
 ) -> None:
     valid = []
@@ -60,6 +60,9 @@ def test_mem_valid_is_the_share_of_all_ranks_lanes(
         valid.append([line["memory_valid"] for line in metrics(run)])
     assert valid[0] == valid[1]
     assert 0 < max(valid[0]) < 1
+    peaks = [line["peak_flops"] for line in metrics(run)]
+    assert peaks == sorted(peaks)
+    assert all(0 < line["mfu"] <= 1 for line in metrics(run))
 
 
 def test_a_step_without_a_target_has_no_line_and_no_effect(
@@ -71,15 +74,6 @@ def test_a_step_without_a_target_has_no_line_and_no_effect(
     reported = losses(tmp_path)
     (lane_tokens,) = {step for step in range(2, 31) if step not in reported}
     assert set(range(1, 51)) - reported.keys() == {lane_tokens, 2 * lane_tokens}
-
-
-def test_the_mfu_is_at_most_1_and_the_peak_never_decreases(
-    ranks: RankGroups, short: Path, tmp_path: Path
-) -> None:
-    assert ranks(2).run(train, tiny_spec(short, tmp_path, NO_EVALUATION)) == [0, 0]
-    peaks = [line["peak_flops"] for line in metrics(tmp_path)]
-    assert peaks == sorted(peaks)
-    assert all(0 < line["mfu"] <= 1 for line in metrics(tmp_path))
 
 
 def test_a_segment_as_long_as_a_lane_is_the_longest_that_trains(

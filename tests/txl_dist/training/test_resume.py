@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import (
@@ -95,14 +97,9 @@ def begins_at(ranks: RankGroups, spec: TrainSpec) -> int | str:
     ],
 )
 def test_a_row_of_the_table(
-    ranks: RankGroups,
-    dataset: Path,
-    finished: Path,
-    tmp_path: Path,
-    resume: str,
-    is_there: str | None,
-    result: int | str,
-) -> None:
+    ranks: RankGroups, dataset: Path, finished: Path, tmp_path: Path,
+    resume: str, is_there: str | None, result: int | str,
+) -> None:  # fmt: skip
     run, given = tmp_path / "run", finished / "checkpoints" / "step-00000010"
     if is_there is not None:
         shutil.copytree(finished, run)
@@ -216,9 +213,8 @@ def test_other_settings_of_a_fork_are_refused_or_allowed_like_those_of_any_run(
     assert "--allow-change optimizer.lr" in str(
         begins_at(ranks, command(dataset, fork, given, slower))
     )
-    allowed = command(dataset, fork, given, slower).model_copy(
-        update={"allow_change": ("optimizer.lr",)}
-    )
+    allow = {"allow_change": ("optimizer.lr",)}
+    allowed = command(dataset, fork, given, slower).model_copy(update=allow)
     assert ranks(1).run(train_with, allowed, StopAfter(7))[0][0] == 75
     assert "optimizer.lr: checkpoint 0.001, now 0.01" in str(
         begins_at(ranks, command(dataset, fork, given))
@@ -290,19 +286,13 @@ def test_another_models_or_runs_checkpoint_is_refused_with_what_differs(
     assert message in refusal(run)
 
 
-def test_an_allowed_change_takes_effect(ranks: RankGroups, dataset: Path, run: Path) -> None:
-    more = ("training.num_steps=23", "optimizer.schedule=constant")
-    allowed = ("training.num_steps", "optimizer.schedule")
-    spec = tiny_spec(dataset, run, *SETTINGS, *more, allow_change=allowed)
-    assert ranks(1).run(train, spec) == [0]
-    assert max(losses(run)) == 23
-
-
 @pytest.mark.fault_row(16)
 def test_other_data_is_refused_unless_it_is_allowed(
     ranks: RankGroups, run: Path, tmp_path: Path
 ) -> None:
-    other = prepare_other_data(tmp_path)
+    text, other = tmp_path / "other.txt", tmp_path / "other"
+    text.write_text("Another text, long enough for five lanes of a few tokens each. " * 20)
+    prepare_dataset([text], other, PrepareSettings())
     longer = ("training.num_steps=21",)
     options = {"allow_change": ("training.num_steps",)}
     refused = tiny_spec(other, run, *SETTINGS, *longer, **options)
@@ -310,16 +300,6 @@ def test_other_data_is_refused_unless_it_is_allowed(
     assert "--allow-data-change" in refusal(run)
     allowed = tiny_spec(other, run, *SETTINGS, *longer, allow_data_change=True, **options)
     assert ranks(1).run(train, allowed) == [0]
-
-
-def prepare_other_data(tmp_path: Path) -> Path:
-    from data_pipeline.preparation.prepare import prepare_dataset
-    from data_pipeline.shards.prepare_settings import PrepareSettings
-
-    text = tmp_path / "other.txt"
-    text.write_text("Another text, long enough for five lanes of a few tokens each. " * 20)
-    prepare_dataset([text], tmp_path / "other", PrepareSettings())
-    return tmp_path / "other"
 
 
 def test_a_finished_run_is_not_changed_and_logs_how_to_train_further(
@@ -344,12 +324,7 @@ def test_the_newest_checkpoint_is_that_of_the_highest_step_not_of_the_latest_dat
     for age, path in enumerate(checkpoints):
         for file in (path, *path.iterdir()):
             os.utime(file, (10**9 - age * 10**6,) * 2)
-    spec = tiny_spec(
-        dataset,
-        tmp_path,
-        *constant,
-        "training.num_steps=21",
-        allow_change=("training.num_steps",),
-    )
+    allow = {"allow_change": ("training.num_steps",)}
+    spec = tiny_spec(dataset, tmp_path, *constant, "training.num_steps=21", **allow)
     assert ranks(1).run(train, spec) == [0]
     assert "resuming at step 20" in (tmp_path / "logs" / "rank-0.log").read_text()

@@ -74,7 +74,7 @@ class AttentionImplementation:
     needs_triton: bool = False
     """Its kernels run on GPUs, and elsewhere in triton's interpreter only, which is slow. They
     compute tile by tile: the dropout mask is `KeepBits` (dropout.py), a mask [B, T, S] is not
-    needed (visibility.py), and `NAME_of_projections` copies no keys and values."""
+    needed (visibility.py), and keys and values can be read as they are projected."""
     is_for_cpus: bool = False
     """It does not run on GPUs."""
     max_d_head: float = math.inf
@@ -86,11 +86,6 @@ class AttentionImplementation:
         """Where its `AttentionFunction` is, as "module:name"."""
         module = "cpu" if self.is_for_cpus else self.name
         return f"txl_dist.model.attention.{module}:{self.name}"
-
-    @property
-    def function_of_projections(self) -> str | None:
-        """The same for a function that reads projections."""
-        return f"{self.function}_of_projections" if self.needs_triton else None
 
 
 MEMORY_KINDS = {

@@ -1,7 +1,6 @@
 """Cross-entropy of a linear layer on GPUs, whose logits exist for a limited number of rows.
 
-Kernels (cross_entropy_kernel.py) read and write the logits as few times as possible. This module
-does not import triton; the kernels' module is imported when one runs.
+Kernels (kernels.py) read and write the logits as few times as possible.
 """
 
 import math
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.library import define, impl, register_fake
 from torch.nn.functional import linear
+
+from txl_dist.model.devices import define_operator
 
 # Shapes: N rows, R rows of one chunk, E width, V vocabulary
 
@@ -127,32 +127,15 @@ def _sum(before: Tensor | None, more: Tensor) -> Tensor:
     return more if before is None else before.to(at_least_fp32(before.dtype)).add_(more)
 
 
-# The kernels as operators of torch, which work with fake tensors too.
-define(
-    "txl_dist::cross_entropy",
+define_operator(
+    "cross_entropy",
     "(Tensor logits, Tensor target, Tensor(a!) logsumexp, Tensor(b!) nats) -> ()",
+    kernel="txl_dist.model.kernels:write_nats",
+    empty_results=lambda *_: None,
 )
-define(
-    "txl_dist::cross_entropy_backward_",
+define_operator(
+    "cross_entropy_backward_",
     "(Tensor(a!) logits, Tensor target, Tensor logsumexp, Tensor d_nats) -> ()",
+    kernel="txl_dist.model.kernels:overwrite_with_gradient",
+    empty_results=lambda *_: None,
 )
-
-
-@impl("txl_dist::cross_entropy", "default")
-def _(*arguments: Any) -> None:
-    from txl_dist.model.cross_entropy_kernel import write_nats
-
-    write_nats(*arguments)
-
-
-@impl("txl_dist::cross_entropy_backward_", "default")
-def _(*arguments: Any) -> None:
-    from txl_dist.model.cross_entropy_kernel import overwrite_with_gradient
-
-    overwrite_with_gradient(*arguments)
-
-
-@register_fake("txl_dist::cross_entropy")
-@register_fake("txl_dist::cross_entropy_backward_")
-def _(*arguments: Any) -> None:
-    pass

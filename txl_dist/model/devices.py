@@ -1,16 +1,21 @@
-"""What a device needs: copies for which the host does not wait, and what triton requires.
+"""What a device needs: copies for which the host does not wait, and triton.
 
-Does not import triton.
+Imports triton only where a kernel runs.
 """
 
 import os
 import sysconfig
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from shutil import which
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import define, impl, register_fake
 
 
 def host_waits_for(device: torch.device) -> bool:
@@ -32,6 +37,23 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if torch.cuda.is_available():  # not if the GPU is one of torch's fake devices
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+_kernel = cache(resolve_name)
+
+
+def define_operator(
+    name: str, signature: str, *, kernel: str, empty_results: Callable[..., Any]
+) -> None:
+    """Define `torch.ops.txl_dist.NAME`, which torch.compile and fake tensors know as an operator.
+
+    `kernel`: the function that computes it, as "module:name". Its module imports triton, and is
+    imported when it first runs. `empty_results`: what it returns for these arguments, without
+    values. Not `custom_op`, whose calls cost more time on the host.
+    """
+    define(f"txl_dist::{name}", signature)
+    impl(f"txl_dist::{name}", "default")(lambda *arguments: _kernel(kernel)(*arguments))
+    register_fake(f"txl_dist::{name}")(empty_results)
 
 
 def has_triton(device: torch.device) -> bool:

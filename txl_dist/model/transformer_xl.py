@@ -226,9 +226,7 @@ class TransformerXL(nn.Module):
             ),
             biases_HK=self.shared_biases,
             attention=resolve_name(implementation.function),
-            attention_of_projections=(
-                resolve_name(name) if (name := implementation.function_of_projections) else None
-            ),
+            is_triton=implementation.needs_triton,
             visibility=Visibility.of(
                 age_BT,
                 num_past=num_past,

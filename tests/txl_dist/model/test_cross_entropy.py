@@ -230,10 +230,10 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from txl_dist.model import cross_entropy_kernel
+from txl_dist.model import kernels
 
 name, capability, logits = json.loads(sys.argv[1])
-kernel, sums = getattr(cross_entropy_kernel, name), "fp64" if logits == "fp64" else "fp32"
+kernel, sums = getattr(kernels, name), "fp64" if logits == "fp64" else "fp32"
 constants = {
     "MULTIPLE": 8, "BLOCK_R": 1, "BLOCK_V": 4096,
     "ACC": tl.float64 if sums == "fp64" else tl.float32,

@@ -225,7 +225,7 @@ def kernel() -> Iterator[None]:
         pytest.skip("tests/gpu runs the compiled kernel")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is decorated
-        import_module("txl_dist.model.dropout_kernel")
+        import_module("txl_dist.model.kernels")
         yield
 
 

@@ -93,10 +93,9 @@ class SegmentContext:
     """u and v; None if every layer has its own (`untie_r`) or the encoding has none."""
     attention: AttentionFunction
     """The implementation that `choose_implementation` has chosen."""
-    attention_of_projections: AttentionFunction | None
-    """The same of keys and values as they are projected, [B, N, 2 H K] of memory and segment, for
-    an implementation that `needs_triton`; None for others. The former take dropout as bits, and
-    fewer heads of keys than of queries."""
+    is_triton: bool
+    """It takes dropout as bits, fewer heads of keys than of queries, and in place of keys and
+    values also the projections of memory and segment, [B, N, 2 H K]."""
     visibility: Visibility
     """Which keys each query may see. It has a mask if `attention` or the callback needs one."""
     dropout_masks: DropoutMasks | None
@@ -171,9 +170,9 @@ class Attention(nn.Module):
             # 4 % more operations in a training step of benchmarks/model_speed.py.
             projected = self.key_value(memory, gain_D), self.key_value(x_BTD)
             terms = self._terms(context)
-            if (read := self._attend_to_projections(context, terms)) is not None:
+            if self._can_read_projections(context, terms):
                 keep = self._dropout_scale(x_BTD, context, memory.shape[1] + x_BTD.shape[1])
-                mixed_BTHK = read(q_HBTK, *projected, terms, context.visibility, keep)
+                mixed_BTHK = context.attention(q_HBTK, *projected, terms, context.visibility, keep)
                 return self.out(mixed_BTHK.flatten(-2))
             k_HBSK, v_HBSK = pack_heads(*projected, self.kv_heads)
             if self.qk_norm:
@@ -188,19 +187,15 @@ class Attention(nn.Module):
             context.on_attention_weights(self.weight_dropout.layer, weights)
         keep = self._dropout_scale(x_BTD, context, k_HBSK.shape[2])
         attend = context.attention
-        if len(q_HBTK) > len(k_HBSK) and context.attention_of_projections is None:
+        if len(q_HBTK) > len(k_HBSK) and not context.is_triton:
             attend = partial(attend_by_groups, attend)
         mixed_BTHK = attend(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep)
         return self.out(mixed_BTHK.flatten(-2))
 
-    def _attend_to_projections(
-        self, context: SegmentContext, terms: DistanceTerms
-    ) -> AttentionFunction | None:
-        """The function for keys and values as they are projected, if nothing changes them."""
+    def _can_read_projections(self, context: SegmentContext, terms: DistanceTerms) -> bool:
+        """Whether nothing changes keys and values between their projection and attention."""
         is_changed = self.qk_norm or terms.rotary_SK is not None or self.heads[1] % 16
-        if is_changed or context.on_attention_weights is not None:
-            return None
-        return context.attention_of_projections
+        return context.is_triton and not is_changed and context.on_attention_weights is None
 
     def keys_and_values(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the segment as a cache stores them, [H, B, T, K]: normed, not rotated."""
@@ -226,7 +221,7 @@ class Attention(nn.Module):
         shape = (num_lanes, self.heads[0], num_queries, num_keys)
         # An expanded scalar: a mask needs a shape, dtype and device, but no values.
         like_BHTS = x_BTD.new_zeros(()).expand(shape)
-        if context.attention_of_projections is not None:  # triton's kernels, which read bits
+        if context.is_triton:
             return self.weight_dropout.keep_bits(like_BHTS, context.dropout_masks)
         return self.weight_dropout.scale(like_BHTS, context.dropout_masks)
 

@@ -29,7 +29,7 @@ from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.attention import pack_heads
 from txl_dist.model.attention import triton as triton_module
 from txl_dist.model.attention.reference import reference
-from txl_dist.model.attention.triton import triton, triton_of_projections
+from txl_dist.model.attention.triton import triton
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.encodings import DistanceTerms
@@ -212,11 +212,8 @@ def test_projections_give_the_numbers_of_packed_heads(
     results = []
     for packs in (True, False):
         x_HBTK, *parts = (x.clone().requires_grad_() for x in (inputs.q_HBTK.detach(), *projected))
-        others = inputs.terms, inputs.visibility, None
-        if packs:
-            mixed = triton(x_HBTK, *pack_heads(*parts, (H, K)), *others)
-        else:
-            mixed = triton_of_projections(x_HBTK, *parts, *others)
+        keys_and_values = pack_heads(*parts, (H, K)) if packs else parts
+        mixed = triton(x_HBTK, *keys_and_values, inputs.terms, inputs.visibility, None)
         gradients = torch.autograd.grad(mixed, [x_HBTK, *parts], d_mixed)
         results.append([mixed.detach(), *gradients])
     assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
@@ -227,14 +224,13 @@ def test_a_layer_without_norm_or_rotation_of_keys_reads_projections(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the losses are those of `reference`."""
-    calls = []
-    of_projections = triton_module.triton_of_projections
+    dimensions = []
 
     def counted(*arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        return of_projections(*arguments)
+        dimensions.append(arguments[1].dim())
+        return triton(*arguments)
 
-    monkeypatch.setattr(triton_module, "triton_of_projections", counted)
+    monkeypatch.setattr(triton_module, "triton", counted)
     nats = []
     for name in ("triton", "reference"):
         model = small_model(attention=name, d_head=16, n_layer=2, mem_len=5, **options).double()
@@ -245,7 +241,7 @@ def test_a_layer_without_norm_or_rotation_of_keys_reads_projections(
             masks = LaneDropoutMasks(seed=1, step=2, lanes=[0, 1])
             nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory, masks)
         nats.append(nats_BT.detach())
-    assert len(calls) == 4
+    assert dimensions == [3] * 4
     assert_close(nats[0], nats[1])
 
 

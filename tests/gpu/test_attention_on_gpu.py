@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.gpu import DEVICE, ON_CPU
 from txl_dist.model.attention import pack_heads
-from txl_dist.model.attention.reference import reference
+from txl_dist.model.attention.torch_attention import reference
 from txl_dist.model.attention.triton import triton
 from txl_dist.model.dropout import Dropout, LaneDropoutMasks, on_device
 from txl_dist.model.encodings import DistanceTerms

@@ -51,8 +51,12 @@ def define_operator(
     imported when it first runs. `empty_results`: what it returns for these arguments, without
     values. Not `custom_op`, whose calls cost more time on the host.
     """
+
+    def run(*arguments: Any) -> Any:
+        return _kernel(kernel)(*arguments)
+
     define(f"txl_dist::{name}", signature)
-    impl(f"txl_dist::{name}", "default")(lambda *arguments: _kernel(kernel)(*arguments))
+    impl(f"txl_dist::{name}", "default")(run)
     register_fake(f"txl_dist::{name}")(empty_results)
 
 

@@ -174,7 +174,8 @@ def _scaled(
         num_programs = triton.cdiv(num_elements, 16 * _COUNTERS)
         _scale_kernel[num_programs, len(lane_B)](
             lane_B, key_2, layer, result if x is None else x, result, num_elements, place,
-            threshold, keep_factor(threshold, result.dtype), HAS_INPUT=x is not None, NUM_COUNTERS=_COUNTERS,
+            threshold, keep_factor(threshold, result.dtype), HAS_INPUT=x is not None,
+            NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return result
 

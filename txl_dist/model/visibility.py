@@ -44,10 +44,10 @@ class Visibility:
     ) -> Self:
         """`mask_dtype`: None leaves out the mask. `num_groups`: it has T rows for each of them."""
         reach_BT = age_BT.clamp(max=num_past - 1) if same_length else age_BT
-        if mask_dtype is None:
-            return cls(reach_BT=reach_BT, mask_BTS=None)
-        visible_BTS = visible_keys(age_BT, num_past=num_past, same_length=same_length)
-        mask_BTS = mask_scores(visible_BTS, mask_dtype).repeat(1, num_groups, 1)
+        mask_BTS = None
+        if mask_dtype is not None:
+            visible_BTS = visible_keys(reach_BT, num_past=num_past)
+            mask_BTS = mask_scores(visible_BTS, mask_dtype).repeat(1, num_groups, 1)
         return cls(reach_BT=reach_BT, mask_BTS=mask_BTS)
 
     @property
@@ -57,21 +57,19 @@ class Visibility:
         return self.mask_BTS
 
 
-def visible_keys(age_BT: Tensor, *, num_past: int, same_length: bool) -> Tensor:
+def visible_keys(age_BT: Tensor, *, num_past: int, same_length: bool = False) -> Tensor:
     """Booleans [B, T, S]. Every query sees at least itself, so no softmax row is empty.
 
     Query t is at position M + t of the keys, with M = `num_past`.
     """
+    reach_BT = age_BT.clamp(max=num_past - 1) if same_length else age_BT
     # The same code for training, evaluation and a KVCache. Its mask and the addition of it cost
     # 0.4 % of a training step of benchmarks/model_speed.py.
     tgt_len = age_BT.shape[1]
     position_T = torch.arange(num_past, num_past + tgt_len, device=age_BT.device)
     position_S = torch.arange(num_past + tgt_len, device=age_BT.device)
     distance_TS = position_T[:, None] - position_S[None, :]
-    allowed_TS = distance_TS >= 0
-    if same_length:
-        allowed_TS &= distance_TS < num_past
-    return allowed_TS & (distance_TS <= age_BT[:, :, None])
+    return (distance_TS >= 0) & (distance_TS <= reach_BT[:, :, None])
 
 
 def mask_scores(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:

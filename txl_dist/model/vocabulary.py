@@ -191,8 +191,13 @@ class AdaptiveSoftmax(nn.Module):
 
         If the model is on a GPU, pass `target_BT` on the host: then nothing waits for the GPU.
         """
-        hidden_ND = hidden_BTD.flatten(0, 1)
-        targets = self._targets(target_BT, hidden_ND.device)
+        hidden_ND, device = hidden_BTD.flatten(0, 1), hidden_BTD.device
+        if not devices.host_waits_for(device):
+            targets = select_targets(target_BT.flatten(), self.bounds)
+        elif len(self.bounds) == 1:
+            targets = ClusterTargets(devices.to_device(target_BT, device).flatten(), ())
+        else:
+            targets = copy_targets(target_BT, self.bounds, device)
         head, *tails = self._layers(table)
         nats_N = _nats(hidden_ND, targets.head_N, head)
         # Even without rows: the ranks of one step must have gradients for the same parameters, or
@@ -251,13 +256,6 @@ class AdaptiveSoftmax(nn.Module):
             weights.append(weight_VE.new_zeros(num_padding, weight_VE.shape[1]))
             biases.append(bias_V.new_full((num_padding,), -torch.inf))  # of probability 0
         return torch.cat(weights), torch.cat(biases)
-
-    def _targets(self, target_BT: Tensor, device: torch.device) -> ClusterTargets:
-        if not devices.host_waits_for(device):
-            return select_targets(target_BT.flatten(), self.bounds)
-        if len(self.bounds) == 1:
-            return ClusterTargets(devices.to_device(target_BT, device).flatten(), ())
-        return copy_targets(target_BT, self.bounds, device)
 
 
 class _OutputLayer(NamedTuple):

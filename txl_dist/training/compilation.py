@@ -5,7 +5,7 @@ are few operations of large tensors. Evaluation runs uncompiled, because its sha
 
 On GPUs a layer is one graph, and CUDA graphs of some layers are recorded (cuda_graphs.py). On CPUs
 two parts run between graphs: the drawing of dropout masks by numpy, and `attention: cpu`
-(model/attention/cpu.py), which is one autograd node with in-place operations that torch.compile
+(torch_attention.py), which is one autograd node with in-place operations that torch.compile
 refuses. That node is faster than a compiled one, so the feed-forward layers and norms are compiled.
 """
 
@@ -18,8 +18,7 @@ from torch import nn
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.attention import choose_implementation
 from txl_dist.model.dropout import Dropout, LaneDropoutMasks
-from txl_dist.model.layer import Layer
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
 from txl_dist.training.cuda_graphs import record_layers

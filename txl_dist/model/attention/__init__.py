@@ -2,10 +2,10 @@
 
 Each is an `AttentionFunction` of its name, with the same result:
 
-    reference.py    the equation, term by term; slow
-    cpu.py          `cpu`: one autograd node with its own backward: training on CPUs, and dropout;
-                    `sdpa`: torch's scaled_dot_product_attention: inference on CPUs
-    triton.py       kernels for GPUs, which store no weights and build no mask
+    torch_attention.py   `reference`: the equation, term by term; slow
+                         `cpu`: one autograd node with its own backward: training on CPUs
+                         `sdpa`: torch's scaled_dot_product_attention: inference on CPUs
+    triton.py            kernels for GPUs, which store no weights and build no mask
 
 Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 """
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.functional import linear
 
-from txl_dist.model.attention.reference import reference_weights
+from txl_dist.model.attention.torch_attention import reference_weights
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, AttentionImplementation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import has_triton
@@ -34,8 +33,8 @@ from txl_dist.model.encodings import (
     encoding_class,
     heads_first,
 )
+from txl_dist.model.layer_parts import StackedLinear, normalise
 from txl_dist.model.memory.recurrent import LayerKVCache
-from txl_dist.model.norms import normalise
 from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
@@ -103,25 +102,6 @@ class SegmentContext:
     on_attention_weights: AttentionWeightsCallback | None = None
 
 
-class StackedLinear(nn.Linear):
-    """`nn.Linear` of `num_stacked` maps of the same input, computed as one product.
-
-    The output is theirs side by side. Optimizers that treat a matrix as a whole, such as Muon, have
-    to know: the best update of two matrices is not that of both as one.
-    """
-
-    def __init__(
-        self, in_features: int, out_features: int, *, num_stacked: int, bias: bool = False
-    ) -> None:
-        super().__init__(in_features, num_stacked * out_features, bias=bias)
-        self.num_stacked = num_stacked
-
-    def forward(self, x: Tensor, gain_D: Tensor | None = None) -> Tensor:
-        """The maps of x, or of x times `gain_D` [in_features] without a product of that size."""
-        weight = self.weight if gain_D is None else self.weight * gain_D
-        return linear(x, weight, self.bias)
-
-
 class Attention(nn.Module):
     """Multi-head attention of a segment over [stop-gradient memory ; segment].
 
@@ -160,16 +140,17 @@ class Attention(nn.Module):
         gain_D: Tensor | None = None,
     ) -> Tensor:
         q_HBTK = self.query(x_BTD).unflatten(-1, self.heads).permute(2, 0, 1, 3)
+        make_terms = partial(self.distances, context.distances, context.biases_HK)
         if isinstance(memory, LayerKVCache):
             k_HBSK, v_HBSK = memory.append(*self.keys_and_values(x_BTD))
-            terms = memory.terms(k_HBSK.shape[2], lambda: self._terms(context))
+            terms = memory.terms(k_HBSK.shape[2], make_terms)
             if terms.rotary_SK is not None:
                 k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
         else:
             # Two projections, because one of both inputs would compute a gradient for the memory:
             # 4 % more operations in a training step of benchmarks/model_speed.py.
             projected = self.key_value(memory, gain_D), self.key_value(x_BTD)
-            terms = self._terms(context)
+            terms = make_terms()
             if self._can_read_projections(context, terms):
                 keep = self._dropout_scale(x_BTD, context, memory.shape[1] + x_BTD.shape[1])
                 mixed_BTHK = context.attention(q_HBTK, *projected, terms, context.visibility, keep)
@@ -209,9 +190,6 @@ class Attention(nn.Module):
         if self.qk_norm:
             return normalise(q_HBTK, self.query_gain_K, self.norm_epsilon, terms.rotary_SK)
         return q_HBTK if terms.rotary_SK is None else apply_rotary(q_HBTK, terms.rotary_SK)
-
-    def _terms(self, context: SegmentContext) -> DistanceTerms:
-        return self.distances(context.distances, context.biases_HK)
 
     def _dropout_scale(
         self, x_BTD: Tensor, context: SegmentContext, num_keys: int

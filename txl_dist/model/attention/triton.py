@@ -71,9 +71,8 @@ def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
     num_rows = -(-num_queries // NUM_CLASSES)
     # In generation only the first class has a query: the others get its scores, which nobody reads.
     num_classes = 1 if num_queries == 1 else NUM_CLASSES
-    b_HCW = None
-    if terms.score_HS is not None:
-        b_HCW = _by_class(terms.score_HS, num_queries, num_classes)
+    b_HS = terms.score_HS
+    b_HCW = None if b_HS is None else _by_class(b_HS, num_queries, num_classes)
     if terms.distance_HSK is None:
         if b_HCW is None:
             return None
@@ -128,7 +127,7 @@ def empty_gradients(
     distance_HCBNW: Tensor | None,
     *saved: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For those of `relative_attention_backward`, contiguous. The kernels store every element exactly once."""
+    """For those of `relative_attention_backward`, contiguous. Each element is stored once."""
     d_distance = q_HBTK.new_empty(0)
     if saved[-1]:  # wants_distance
         assert distance_HCBNW is not None

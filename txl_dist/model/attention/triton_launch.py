@@ -96,11 +96,6 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def padded_channels(d_head: int) -> int:
-    """Channels of a tile: a power of 2, because triton has no other sizes, and at least 16."""
-    return max(16, triton.next_power_of_2(d_head))
-
-
 class Keys(NamedTuple):
     """Keys and values [H, B, N, K]: of memory and segment, or of both as `k1` and `v1`.
 
@@ -241,7 +236,8 @@ class _Call(NamedTuple):
                 # For fp32: TF32 only if torch's products may use it, else three products of TF32,
                 # which are nearly exact. "ieee" does not use the tensor cores and spills registers.
                 "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
-                "BLOCK_K": padded_channels(d_head),
+                # A power of 2, because triton has no other sizes of tiles, and at least 16.
+                "BLOCK_K": max(16, triton.next_power_of_2(d_head)),
             },
         )
 

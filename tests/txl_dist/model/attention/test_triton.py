@@ -28,7 +28,7 @@ from tests.support.token_sources import TextSource
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.attention import pack_heads
 from txl_dist.model.attention import triton as triton_module
-from txl_dist.model.attention.reference import reference
+from txl_dist.model.attention.torch_attention import reference
 from txl_dist.model.attention.triton import triton
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks

@@ -4,7 +4,6 @@
     transformer_xl.py       tokens and memory -> loss per token and the next memory
       vocabulary.py         token ids to vectors, vectors to loss
       layer_parts.py        norms and feed-forward
-      cross_entropy.py      the loss of a linear layer
       attention/            projections, and the implementations of attention
       encodings.py          how scores depend on distances
       visibility.py         which keys a query may see

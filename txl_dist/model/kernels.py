@@ -1,4 +1,4 @@
-"""Triton kernels of cross_entropy.py and of the dropout masks by lane.
+"""Triton kernels of the loss (vocabulary.py) and of the dropout masks by lane.
 
 Nats and gradient of logits: torch has a kernel for each of cast, maximum, exponential, sum and so
 on, and each reads and writes all logits. Here forward reads them once; backward reads and writes

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.testing import assert_close
 
-from txl_dist.model.cross_entropy import IGNORED, linear_cross_entropy
+from txl_dist.model.vocabulary import IGNORED, linear_cross_entropy
 
 ROWS, WIDTH, COLUMNS = 7, 5, 11
 
@@ -184,12 +184,12 @@ def test_products_in_bf16_load_16_bytes_at_a_time(
         row_bytes.update(x.stride(0) * x.element_size() for x in arguments[:2])
         return linear(*arguments)
 
-    monkeypatch.setattr("txl_dist.model.cross_entropy.linear", recorded)
+    monkeypatch.setattr("txl_dist.model.vocabulary.linear", recorded)
     tensors, target_N, weight_N = inputs(torch.float32, width=width)
     results = []
     for vector_bytes in (2, 16):
         row_bytes.clear()
-        monkeypatch.setattr("txl_dist.model.cross_entropy.VECTOR_BYTES", vector_bytes)
+        monkeypatch.setattr("txl_dist.model.vocabulary.VECTOR_BYTES", vector_bytes)
         with torch.autocast("cpu", torch.bfloat16):
             nats_N = linear_cross_entropy(*tensors, target_N, max_logits=33)
         gradients = torch.autograd.grad(nats_N @ weight_N, tensors)
@@ -210,7 +210,7 @@ def test_the_whole_logits_never_exist(num_rows: int, monkeypatch: pytest.MonkeyP
         sizes.append(len(result))
         return result
 
-    monkeypatch.setattr("txl_dist.model.cross_entropy.linear", recorded)
+    monkeypatch.setattr("txl_dist.model.vocabulary.linear", recorded)
     tensors, target_N, weight_N = inputs(torch.float64)
     nats_N = linear_cross_entropy(*tensors, target_N, max_logits=num_rows * COLUMNS)
     (nats_N @ weight_N).backward()

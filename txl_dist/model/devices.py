@@ -76,11 +76,7 @@ def triton_unavailable_reason(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         return f"{name} has a compute capability below 8.0, that of an A100"
-    return _missing_for_extension()
-
-
-def _missing_for_extension() -> str:
-    """What triton lacks to compile an extension of Python, when its first kernel is loaded."""
+    # It compiles an extension of Python, when its first kernel is loaded.
     if not (os.environ.get("CC") or which("gcc") or which("clang")):
         return "it needs a C compiler (apt install gcc libc6-dev)"
     header = python_include() / "Python.h"

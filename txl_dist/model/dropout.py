@@ -219,8 +219,7 @@ class GpuLaneDropoutMasks:
         return type(self)(torch.cat([key_2, self.numbers[2:]]))
 
     def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
-        mask = self._mask(dropout)
-        return torch.ops.txl_dist.lane_dropout_scale(*mask, x.shape, x.dtype)
+        return torch.ops.txl_dist.lane_dropout_scale(*self._mask(dropout), x.shape, x.dtype)
 
     def keep_bits(self, x: Tensor, dropout: Dropout) -> KeepBits:
         words = torch.ops.txl_dist.lane_dropout_bits(*self._mask(dropout), x.shape)

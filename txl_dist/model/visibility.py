@@ -89,7 +89,15 @@ def check_segment(
     """Raises ValueError, or TypeError for something that is no memory."""
     is_read = _can_be_read(input_BT)
     if config.vocab_size is None or input_BT.is_floating_point():
-        _check_vectors(input_BT, config.d_model)
+        if input_BT.dim() != 3 or not input_BT.numel() or input_BT.shape[2] != config.d_model:
+            raise ValueError(
+                f"the input has the shape {list(input_BT.shape)}: vectors need [lanes, tokens, "
+                f"d_model={config.d_model}], at least one of each"
+            )
+        if not input_BT.is_floating_point():
+            raise ValueError(
+                f"the input has the dtype {input_BT.dtype}: expected floating-point vectors"
+            )
     else:
         if input_BT.dim() != 2 or not input_BT.numel():
             raise ValueError(
@@ -126,16 +134,6 @@ def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> N
     # For a model on a GPU, targets are on the host: nothing is read there either.
     is_read = _can_be_read(input_BT)
     _check_integers("target_BT", target_BT, -1, config.vocab_size - 1, is_read=is_read)
-
-
-def _check_vectors(x_BTD: Tensor, width: int) -> None:
-    if x_BTD.dim() != 3 or not x_BTD.numel() or x_BTD.shape[2] != width:
-        raise ValueError(
-            f"the input has the shape {list(x_BTD.shape)}: vectors need [lanes, tokens, "
-            f"d_model={width}], at least one of each"
-        )
-    if not x_BTD.is_floating_point():
-        raise ValueError(f"the input has the dtype {x_BTD.dtype}: expected floating-point vectors")
 
 
 def _can_be_read(input_BT: Tensor) -> bool:

@@ -323,16 +323,13 @@ def linear_cross_entropy(
     device = x_NE.device.type
     is_cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_cast else x_NE.dtype
-    chunks = _chunks(len(x_NE), max(1, max_logits // len(weight_VE)))
-    with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, chunks, dtype)
-
-
-def _chunks(num_rows: int, most: int) -> tuple[slice, ...]:
-    """Of equal size, or else the last one, whose logits are kept, could be much smaller."""
+    num_rows, most = len(x_NE), max(1, max_logits // len(weight_VE))
+    # Of equal size, or else the last one, whose logits are kept, could be much smaller.
     size = max(1, math.ceil(num_rows / max(1, math.ceil(num_rows / most))))
     starts = range(0, max(1, num_rows), size)  # one chunk even without rows
-    return tuple(slice(start, min(start + size, num_rows)) for start in starts)
+    chunks = tuple(slice(start, min(start + size, num_rows)) for start in starts)
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, chunks, dtype)
 
 
 class _LinearCrossEntropy(Function):

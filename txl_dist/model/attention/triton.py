@@ -46,23 +46,16 @@ def triton(
     `first` and `second` are keys and values [H, B, S, K], or those of memory and segment as they
     are projected, [B, N, 2 H K]. These are not copied, so K must be a multiple of 16 then.
     """
+    padded = (pad_channels(x) for x in (first, second))
     mixed_BTHK, _ = torch.ops.txl_dist.relative_attention(
-        _content_query(q_HBTK, terms),
-        *(_contiguous_for_gradient(pad_channels(x)) for x in (first, second)),
+        pad_channels(scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK))),
+        # Gradients are written with their strides. Those of a KV cache, without any, are views.
+        *(x.contiguous() if torch.is_grad_enabled() else x for x in padded),
         _distance_scores(q_HBTK, terms),
         visibility.reach_BT.expand(q_HBTK.shape[1], -1).to(torch.int32).contiguous(),
         *(keep or (None, 0.0)),
     )
     return mixed_BTHK[..., : q_HBTK.shape[-1]]
-
-
-def _content_query(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
-    return pad_channels(scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK)))
-
-
-def _contiguous_for_gradient(x: Tensor) -> Tensor:
-    """The gradient is written with strides of `x`. Those of a KV cache, without any, are views."""
-    return x.contiguous() if torch.is_grad_enabled() else x
 
 
 def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:

@@ -87,13 +87,6 @@ class RecurrentMemory(SequenceState):
     def tensors(self) -> dict[str, Tensor]:
         return {f"layer-{number}": layer for number, layer in enumerate(self.layers)}
 
-    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "RecurrentMemory":
-        if any(num_removed):
-            raise ValueError(
-                "a RecurrentMemory has no older tokens to put in place of removed ones"
-            )
-        return RecurrentMemory(tuple(layer[list(lanes)] for layer in self.layers))
-
     def load_row(self, lane: int, saved: Mapping[str, Tensor]) -> None:
         """If `saved` has more tokens, the newest ones."""
         lens = {name: len(row) for name, row in self.row(lane).items()}

@@ -22,6 +22,7 @@ tokens, so a document computes the same wherever in a segment it begins.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ class TokensState(SequenceState):
             )
 
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "TokensState":
-        recurrent = self.recurrent.select(lanes, num_removed)
+        recurrent: Any = self.recurrent.select(lanes, num_removed)
         return TokensState(self.tokens_BmD[list(lanes)], recurrent)
 
 

@@ -73,13 +73,21 @@ def random_text(num_lanes: int, num_tokens: int, *, seed: int = 0) -> Tensor:
 
 
 def read_stream(
-    model: TransformerXL, text_BN: Tensor, *, tgt_len: int, mem_len: int | None = None
+    model: TransformerXL,
+    text_BN: Tensor,
+    *,
+    tgt_len: int,
+    mem_len: int | None = None,
+    memory: Any = None,
 ) -> tuple[Tensor, Any]:
-    """Nats [B, N - 1] of one text, read `tgt_len` tokens at a time, and the last memory."""
+    """Nats [B, N - 1] of one text, read `tgt_len` tokens at a time, and the last memory.
+
+    The first one is `memory`, or an empty one of `mem_len` tokens.
+    """
     config = model.config
     if mem_len is not None:
         config = replace(config, mem_len=mem_len)
-    memory = memory_kind(config).empty(len(text_BN), dtype=model.weight.dtype)
+    memory = memory or memory_kind(config).empty(len(text_BN), dtype=model.weight.dtype)
     age_BN = torch.arange(text_BN.shape[1]).expand_as(text_BN)
     columns = [tensor[:, :-1] for tensor in (text_BN, age_BN)]
     segments = zip(

@@ -109,17 +109,14 @@ def test_kernels_equal_the_equation_in_float64(
     assert torch.equal(buffer[:, columns:], between)
 
 
-def test_a_target_beyond_the_vocabulary_has_no_number() -> None:
-    (x_NE, *layer), target_N, _ = inputs(torch.float64)
-    target_N[0] = COLUMNS
-    nats_N = linear_cross_entropy(x_NE, *layer, target_N, max_logits=1000)
-    assert nats_N.isnan().tolist() == [True] + [False] * (ROWS - 1)
-
-
-def test_a_logit_that_is_not_a_number_is_noticed() -> None:
+@pytest.mark.parametrize("wrong", ["target", "logit"])
+def test_a_target_beyond_the_vocabulary_and_a_logit_of_nan_are_noticed(wrong: str) -> None:
     (x_NE, *layer), target_N, _ = inputs(torch.float64)
     with torch.no_grad():
-        x_NE[0, 0] = torch.nan
+        if wrong == "target":
+            target_N[0] = COLUMNS
+        else:
+            x_NE[0, 0] = torch.nan
     nats_N = linear_cross_entropy(x_NE, *layer, target_N, max_logits=1000)
     assert nats_N.isnan().tolist() == [True] + [False] * (ROWS - 1)
 

@@ -30,9 +30,9 @@ from txl_dist.model.attention import pack_heads
 from txl_dist.model.attention import triton as triton_module
 from txl_dist.model.attention.torch_attention import reference
 from txl_dist.model.attention.triton import triton
-from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.encodings import DistanceTerms
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import Visibility
 
 
@@ -326,10 +326,14 @@ def test_the_model_imports_triton_only_to_run_a_kernel() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_d_head_that_the_kernels_cannot_hold_is_refused_by_name() -> None:
-    assert ModelConfig(attention="triton", d_head=256).d_head == 256
-    with pytest.raises(ValueError, match="attention=triton supports d_head up to 256, not 257"):
-        ModelConfig(attention="triton", d_head=257)
+def nats_and_gradients(model: TransformerXL, masks: LaneDropoutMasks | None) -> list[Any]:
+    """Of the second of two segments."""
+    text_BT, age_BT = random_text(2, 3), torch.tensor([[4, 0, 1], [2, 3, 4]])
+    memory = model.empty_memory(2)
+    for _ in range(2):
+        nats_BT, memory = model(text_BT, text_BT, age_BT, memory, masks)
+    nats_BT.sum().backward()
+    return [nats_BT.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 @pytest.mark.slow
@@ -342,13 +346,17 @@ def test_a_model_has_the_same_gradients_with_dropout_and_recomputed_layers(
     for implementation in ("reference", "triton"):
         model = small_model(attention=implementation, dropatt=0.3)
         model.recompute_layers = recompute_layers
-        text_BT, age_BT = random_text(2, 3), torch.tensor([[4, 0, 1], [2, 3, 4]])
-        memory = model.empty_memory(2)
-        for _ in range(2):
-            nats_BT, memory = model(text_BT, text_BT, age_BT, memory, masks)
-        nats_BT.sum().backward()
-        results.append([nats_BT.detach(), *(parameter.grad for parameter in model.parameters())])
+        results.append(nats_and_gradients(model, masks))
     assert_close(*results)
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_has_the_operators_in_one_graph() -> None:
+    """torch.compile sees two operators with known shapes; no part of the layer runs outside."""
+    eager, compiled = small_model(attention="triton"), small_model(attention="triton")
+    options = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
+    compiled.compute_layer = torch.compile(compiled.compute_layer, **options)
+    assert_close(nats_and_gradients(compiled, None), nats_and_gradients(eager, None))
 
 
 def test_heads_and_lanes_of_a_large_batch_fit_in_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,54 +386,38 @@ def test_heads_and_lanes_of_a_large_batch_fit_in_the_grid(monkeypatch: pytest.Mo
         assert all(number <= 65_535 for number in others)
 
 
-@pytest.mark.slow
-def test_a_compiled_layer_has_the_operators_in_one_graph() -> None:
-    """torch.compile sees two operators with known shapes; no part of the layer runs outside."""
-    results = []
-    for compiled in (False, True):
-        model = small_model(attention="triton")
-        if compiled:
-            options = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
-            model.compute_layer = torch.compile(model.compute_layer, **options)
-        text_BT, age_BT = random_text(2, 3), torch.tensor([[4, 0, 1], [2, 3, 4]])
-        nats_BT, _ = model(text_BT, text_BT, age_BT, model.empty_memory(2))
-        nats_BT.sum().backward()
-        results.append([nats_BT.detach(), *(parameter.grad for parameter in model.parameters())])
-    assert_close(*results)
-
-
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory of a multiprocessor of an A100 and an H100."""
 MOST_SPILLED_BYTES = 164
 """Per thread. In the worst case, d_head 128 in fp32; bf16 at most 100 on an A100, 0 on an H100."""
 
 
+def compiled(*words: str) -> list[dict[str, Any]]:
+    """What the compiler says about each kernel (tests/support/triton_compiler.py)."""
+    report = subprocess.run(
+        [sys.executable, "-m", "tests.support.triton_compiler", *words],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert report.returncode == 0, report.stderr
+    return [json.loads(line) for line in report.stdout.splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [("1", "32"), ("3", "1"), ("1", "1")], ids=" ".join)
 def test_the_kernels_compile_for_one_lane_and_one_token(sizes: tuple[str, str]) -> None:
     """Triton compiles an argument of 1 as a constant, which has no methods of a tensor."""
-    command = [sys.executable, "-m", "tests.support.triton_compiler", "90", "bfloat16", "64"]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    report = subprocess.run(
-        [*command, *sizes], env=environment, capture_output=True, text=True, check=False
-    )
-    assert report.returncode == 0, report.stderr
-    assert len(report.stdout.splitlines()) == 5
+    assert len(compiled("90", "bfloat16", "64", *sizes)) == 5
 
 
 @pytest.mark.slow
 # 48: heads of 41 channels with their padding. They have the tiles of 64.
-@pytest.mark.parametrize("d_head", [48, 128])
+@pytest.mark.parametrize("d_head", ["48", "128"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_two_programs_per_multiprocessor(
-    capability: int, dtype: str, d_head: int
+    capability: int, dtype: str, d_head: str
 ) -> None:
-    module = "tests.support.triton_compiler"
-    command = [sys.executable, "-m", module, str(capability), dtype, str(d_head)]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    report = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    results = [json.loads(line) for line in report.stdout.splitlines()]
+    results = compiled(str(capability), dtype, d_head)
     assert [result["kernel"] for result in results] == [
         "forward_kernel",
         "query_gradient_kernel",

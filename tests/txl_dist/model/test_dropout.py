@@ -60,7 +60,7 @@ def test_a_model_gives_each_lane_the_same_nats_in_any_micro_batch(mem_len: int) 
     whole = nats([0, 1, 2, 3])
     assert_close(torch.cat([nats([0, 1, 2]), nats([3])]), whole)
     assert_close(nats([2, 0, 3, 1]), whole[[2, 0, 3, 1]])
-    assert (whole - nats_without_dropout(model, text_BN)).abs().max() > 1e-3
+    assert (whole - nats_of(model.eval(), text_BN)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["lane", "device"])
@@ -93,10 +93,6 @@ def nats_of(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
     return model(text_BN[:, :-1], text_BN[:, 1:], age_BT, memory)[0]
 
 
-def nats_without_dropout(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
-    return nats_of(model.eval(), text_BN)
-
-
 @pytest.mark.parametrize("option", ["dropout", "dropatt"])
 @pytest.mark.parametrize("attention", ["reference", "cpu", "sdpa"])
 def test_a_loop_without_masks_has_the_dropout_of_any_module(option: str, attention: str) -> None:
@@ -120,7 +116,7 @@ def test_a_segment_with_a_kv_cache_has_no_dropout() -> None:
     with torch.no_grad():
         cache = model.inference_state(3)
         cached_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, cache)
-        assert_close(cached_BT, nats_without_dropout(model, text_BN))
+        assert_close(cached_BT, nats_of(model.eval(), text_BN))
 
 
 @pytest.mark.parametrize(
@@ -155,16 +151,6 @@ def test_the_rate_and_the_mean_are_as_configured(rate: float) -> None:
     assert_close(scale[scale > 0].unique().item(), 1 / (1 - rate), rtol=1e-4, atol=0)
 
 
-def test_a_mask_for_all_lanes_does_not_depend_on_them() -> None:
-    masks = [
-        LaneDropoutMasks(seed=3, step=5, lanes=lanes).scale(
-            torch.ones(9, 11), Dropout(0.3, layer=0, place="distances", by_lane=False)
-        )
-        for lanes in ([0], [4, 2, 6])
-    ]
-    assert torch.equal(*masks)
-
-
 def test_the_masks_are_those_of_every_earlier_version() -> None:
     """A resumed run must continue with the same masks, so these bits may never change."""
     is_kept = (mask_of(**BASE) > 0).flatten()[:24].int().tolist()
@@ -190,18 +176,15 @@ def test_only_the_same_place_has_the_same_mask(name: str) -> None:
     )
 
 
-def test_the_rate_and_the_scale() -> None:
-    mask = device_mask_of(**DEVICE_BASE)
-    assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
-    assert 0.2 < (mask == 0).double().mean() < 0.3
-
-
-def test_bits_are_a_mask_too() -> None:
-    key = {name: DEVICE_BASE[name] for name in ("seed", "segment")}
-    x = torch.ones(3, 7, 101)
-    bits = DeviceDropoutMasks(**key).keep_bits(x, Dropout(0.25, layer=1, place="inner"))
-    assert (bits.words.shape, bits.words.dtype) == ((3, 7, 7), torch.int16)
-    mask = unpack(bits, x.shape)
+@pytest.mark.parametrize("as_bits", [False, True])
+def test_the_rate_and_the_scale(as_bits: bool) -> None:
+    masks, x = DeviceDropoutMasks(seed=3, segment=2), torch.ones(3, 7, 101)
+    dropout = Dropout(0.25, layer=1, place="inner")
+    mask = masks.scale(x, dropout)
+    if as_bits:
+        bits = masks.keep_bits(x, dropout)
+        assert (bits.words.shape, bits.words.dtype) == ((3, 7, 7), torch.int16)
+        mask = unpack(bits, x.shape)
     assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     assert 0.2 < (mask == 0).double().mean() < 0.3
     for position in range(16):  # of a word
@@ -229,12 +212,6 @@ def kernel() -> Iterator[None]:
         yield
 
 
-def by_kernel(masks: LaneDropoutMasks, x: Tensor, rate: float, layer: int, place: Place) -> Tensor:
-    """By the kernel, in triton's interpreter."""
-    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
-    return on_gpu.scale(x, Dropout(rate, layer=layer, place=place))
-
-
 @pytest.mark.parametrize(
     ("seed", "step", "layer", "place", "rate", "shape", "dtype"),
     [
@@ -248,9 +225,11 @@ def test_every_element_equals_that_of_the_cpu(
     shape: tuple[int, ...], dtype: torch.dtype,
 ) -> None:  # fmt: skip
     masks = LaneDropoutMasks(seed=seed, step=step, lanes=LANES)
+    dropout = Dropout(rate, layer=layer, place=place)
     x = torch.empty(shape, dtype=dtype)
-    expected = masks.scale(x, Dropout(rate, layer=layer, place=place))
-    assert torch.equal(by_kernel(masks, x, rate, layer, place), expected)
+    expected = masks.scale(x, dropout)
+    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
+    assert torch.equal(on_gpu.scale(x, dropout), expected)
     assert 0 < (expected == 0).double().mean() < 1
 
 
@@ -304,12 +283,12 @@ def test_bits_are_those_of_the_mask(kernel: None, shape: tuple[int, ...]) -> Non
     assert torch.equal(unpack(bits, shape), expected)
 
 
-def test_a_mask_that_lanes_share_has_the_last_lane_number(kernel: None) -> None:
-    masks, x = LaneDropoutMasks(seed=3, step=5, lanes=LANES), torch.empty(9, 6)
-    expected = masks.scale(x, Dropout(0.5, layer=0, place="distances", by_lane=False))
-    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
-    scale = on_gpu.scale(x, Dropout(0.5, layer=0, place="distances", by_lane=False))
-    assert torch.equal(scale, expected)
+def test_a_mask_for_all_lanes_does_not_depend_on_them(kernel: None) -> None:
+    x, dropout = torch.empty(9, 6), Dropout(0.5, layer=0, place="distances", by_lane=False)
+    masks = [LaneDropoutMasks(seed=3, step=5, lanes=lanes) for lanes in ([0], LANES)]
+    on_gpu = GpuLaneDropoutMasks.of(masks[1], torch.device("cpu"))
+    expected, *others = (each.scale(x, dropout) for each in (*masks, on_gpu))
+    assert all(torch.equal(other, expected) for other in others)
 
 
 def test_an_empty_tensor_needs_no_kernel(kernel: None) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from txl_dist.model.choices import RECIPES
 from txl_dist.model.config import ModelConfig, RotaryScaling
+from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -79,10 +80,11 @@ def read_stream(
     tgt_len: int,
     mem_len: int | None = None,
     memory: Any = None,
+    masks: DropoutMasks | None = None,
 ) -> tuple[Tensor, Any]:
     """Nats [B, N - 1] of one text, read `tgt_len` tokens at a time, and the last memory.
 
-    The first one is `memory`, or an empty one of `mem_len` tokens.
+    The first one is `memory`, or an empty one of `mem_len` tokens. Segments have the same `masks`.
     """
     config = model.config
     if mem_len is not None:
@@ -98,6 +100,6 @@ def read_stream(
     )
     nats = []
     for input_BT, target_BT, age_BT in segments:
-        nats_BT, memory = model(input_BT, target_BT, age_BT, memory)
+        nats_BT, memory = model(input_BT, target_BT, age_BT, memory, masks)
         nats.append(nats_BT)
     return torch.cat(nats, dim=1), memory

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.keep_bits import unpack
-from tests.support.small_models import random_text, small_model
+from tests.support.small_models import random_text, read_stream, small_model
 from txl_dist.model.dropout import (
     DeviceDropoutMasks,
     Dropout,
@@ -25,6 +25,7 @@ from txl_dist.model.dropout import (
     Place,
     keep_factor,
 )
+from txl_dist.model.transformer_xl import TransformerXL
 
 PLACES = get_args(Place)
 BASE: dict[str, Any] = {"seed": 3, "step": 5, "lane": 7, "layer": 1, "place": "inner"}
@@ -49,13 +50,10 @@ def test_a_lanes_mask_is_the_same_in_any_row_of_any_micro_batch(lanes: list[int]
 @pytest.mark.parametrize("mem_len", [0, 5])
 def test_a_model_gives_each_lane_the_same_nats_in_any_micro_batch(mem_len: int) -> None:
     model, text_BN = small_model(dropout=0.3, dropatt=0.2, mem_len=mem_len), random_text(4, 7)
-    age_BT = torch.arange(6).expand(4, 6)
 
     def nats(lanes: list[int]) -> Tensor:
         masks = LaneDropoutMasks(seed=3, step=5, lanes=lanes)
-        text = text_BN[lanes]
-        memory = model.empty_memory(len(lanes))
-        return model(text[:, :-1], text[:, 1:], age_BT[lanes], memory, masks)[0]
+        return read_stream(model, text_BN[lanes], tgt_len=6, masks=masks)[0]
 
     whole = nats([0, 1, 2, 3])
     assert_close(torch.cat([nats([0, 1, 2]), nats([3])]), whole)
@@ -86,11 +84,9 @@ def test_every_segment_of_a_step_has_other_masks(kind: str) -> None:
     assert not any(torch.equal(part_BT, nats_BT[:, :3]) for part_BT in nats_BT[:, 3:].chunk(2, 1))
 
 
-def nats_of(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
-    """In the model's mode, without masks."""
-    age_BT = torch.arange(text_BN.shape[1] - 1).expand(len(text_BN), -1)
-    memory = model.empty_memory(len(text_BN))
-    return model(text_BN[:, :-1], text_BN[:, 1:], age_BT, memory)[0]
+def nats_of(model: TransformerXL, text_BN: Tensor) -> Tensor:
+    """Of one segment, in the model's mode, without masks."""
+    return read_stream(model, text_BN, tgt_len=text_BN.shape[1])[0]
 
 
 @pytest.mark.parametrize("option", ["dropout", "dropatt"])
@@ -112,10 +108,8 @@ def test_a_loop_without_masks_has_the_dropout_of_any_module(option: str, attenti
 
 def test_a_segment_with_a_kv_cache_has_no_dropout() -> None:
     model, text_BN = small_model(dropout=0.5, dropatt=0.5), random_text(3, 7)
-    age_BT = torch.arange(6).expand(3, 6)
     with torch.no_grad():
-        cache = model.inference_state(3)
-        cached_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, cache)
+        cached_BT, _ = read_stream(model, text_BN, tgt_len=6, memory=model.inference_state(3))
         assert_close(cached_BT, nats_of(model.eval(), text_BN))
 
 

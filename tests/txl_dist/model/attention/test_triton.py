@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from tests.support.attention_inputs import TERMS, Inputs
-from tests.support.small_models import random_text, small_model
+from tests.support.small_models import random_text, read_stream, small_model
 from tests.support.token_sources import TextSource
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.attention import pack_heads
@@ -234,13 +234,9 @@ def test_a_layer_without_norm_or_rotation_of_keys_reads_projections(
     nats = []
     for name in ("triton", "reference"):
         model = small_model(attention=name, d_head=16, n_layer=2, mem_len=5, **options).double()
-        memory = model.empty_memory(2)
-        for start in (0, 3):
-            text_BT = random_text(2, 7)[:, start : start + 4]
-            age_BT = torch.arange(start, start + 3).expand(2, -1)
-            masks = LaneDropoutMasks(seed=1, step=2, lanes=[0, 1])
-            nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory, masks)
-        nats.append(nats_BT.detach())
+        masks = LaneDropoutMasks(seed=1, step=2, lanes=[0, 1])
+        nats_BN, _ = read_stream(model, random_text(2, 7), tgt_len=3, masks=masks)
+        nats.append(nats_BN.detach())
     assert dimensions == [3] * 4
     assert_close(nats[0], nats[1])
 

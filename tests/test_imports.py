@@ -205,8 +205,7 @@ OF_THE_MODEL = {
     "triton_kernels.py": {"triton"},
     "triton_tiles.py": {"triton"},
     "triton_launch.py": {"triton"},
-    "dropout_kernel.py": {"triton"},
-    "cross_entropy_kernel.py": {"triton"},
+    "kernels.py": {"triton"},
     "dropout.py": {"numpy"},
 }
 

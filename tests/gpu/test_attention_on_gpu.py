@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.gpu import DEVICE, ON_CPU
 from txl_dist.model.attention import pack_heads
-from txl_dist.model.attention.reference import reference
-from txl_dist.model.attention.triton import triton, triton_of_projections
+from txl_dist.model.attention.torch_attention import reference
+from txl_dist.model.attention.triton import triton
 from txl_dist.model.dropout import Dropout, LaneDropoutMasks, on_device
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.visibility import Visibility
@@ -108,12 +108,11 @@ class Inputs:
             self.age_BT, num_past=case.mem_len, same_length=False,
             mask_dtype=dtype if is_exact else None,
         )  # fmt: skip
-        if not is_exact and case.reads_projections:
-            mixed = triton_of_projections(own["q"], memory, segment, terms, visibility, self.bits)
-        else:
-            k, v = pack_heads(memory, segment, (case.num_heads, case.d_head))
-            attention, keep = (reference, self.scale_BHTS) if is_exact else (triton, self.bits)
-            mixed = attention(own["q"], k, v, terms, visibility, keep)  # type: ignore[arg-type]
+        first, second = memory, segment
+        if is_exact or not case.reads_projections:
+            first, second = pack_heads(memory, segment, (case.num_heads, case.d_head))
+        attention, keep = (reference, self.scale_BHTS) if is_exact else (triton, self.bits)
+        mixed = attention(own["q"], first, second, terms, visibility, keep)  # type: ignore[arg-type]
         gradients = torch.autograd.grad(mixed, [*own.values()], self.d_mixed_BTHK.to(dtype))
         return {"output": mixed.detach(), **dict(zip(own, gradients, strict=True))}
 

@@ -86,8 +86,3 @@ class RunningMeanState(SequenceState):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"mean": self.mean_BLD, "count": self.count_B}
-
-    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "RunningMeanState":
-        if any(num_removed):
-            raise ValueError("a mean does not know the tokens that it consists of")
-        return RunningMeanState(self.mean_BLD[list(lanes)], self.count_B[list(lanes)])

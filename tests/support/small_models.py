@@ -8,6 +8,7 @@ from torch import Tensor
 
 from txl_dist.model.choices import RECIPES
 from txl_dist.model.config import ModelConfig, RotaryScaling
+from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -73,13 +74,22 @@ def random_text(num_lanes: int, num_tokens: int, *, seed: int = 0) -> Tensor:
 
 
 def read_stream(
-    model: TransformerXL, text_BN: Tensor, *, tgt_len: int, mem_len: int | None = None
+    model: TransformerXL,
+    text_BN: Tensor,
+    *,
+    tgt_len: int,
+    mem_len: int | None = None,
+    memory: Any = None,
+    masks: DropoutMasks | None = None,
 ) -> tuple[Tensor, Any]:
-    """Nats [B, N - 1] of one text, read `tgt_len` tokens at a time, and the last memory."""
+    """Nats [B, N - 1] of one text, read `tgt_len` tokens at a time, and the last memory.
+
+    The first one is `memory`, or an empty one of `mem_len` tokens. Segments have the same `masks`.
+    """
     config = model.config
     if mem_len is not None:
         config = replace(config, mem_len=mem_len)
-    memory = memory_kind(config).empty(len(text_BN), dtype=model.weight.dtype)
+    memory = memory or memory_kind(config).empty(len(text_BN), dtype=model.weight.dtype)
     age_BN = torch.arange(text_BN.shape[1]).expand_as(text_BN)
     columns = [tensor[:, :-1] for tensor in (text_BN, age_BN)]
     segments = zip(
@@ -90,6 +100,6 @@ def read_stream(
     )
     nats = []
     for input_BT, target_BT, age_BT in segments:
-        nats_BT, memory = model(input_BT, target_BT, age_BT, memory)
+        nats_BT, memory = model(input_BT, target_BT, age_BT, memory, masks)
         nats.append(nats_BT)
     return torch.cat(nats, dim=1), memory

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from txl_dist.model import dropout_kernel
+from txl_dist.model import kernels
 from txl_dist.model.attention import triton_launch
 
 _TYPE = {
@@ -138,10 +138,10 @@ def compile_kernels(
     lane_B, key_2, layer = (torch.zeros(n, dtype=torch.int64) for n in (B, 2, 1))
     mask = lane_B, key_2, layer, 3, 2**13  # place and threshold
     names = ["_scale_kernel", "_bits_kernel"]
-    with _compiled_instead(dropout_kernel, names, capability) as mask_kernels:
-        dropout_kernel.lane_dropout_scale(*mask, 1.25, [B, T, S], dtype)
+    with _compiled_instead(kernels, names, capability) as mask_kernels:
+        kernels.lane_dropout_scale(*mask, [B, T, S], dtype)
         for num_keys in (S + 1, S):  # rows of whole words, and others
-            dropout_kernel.lane_dropout_bits(*mask, [B, H, T, num_keys])
+            kernels.lane_dropout_bits(*mask, [B, H, T, num_keys])
     for kernel in (*attention_kernels, *mask_kernels):
         assert kernel.result is not None
         yield kernel.result

@@ -3,12 +3,13 @@
     config.py               the architecture, checked without torch
     transformer_xl.py       tokens and memory -> loss per token and the next memory
       vocabulary.py         token ids to vectors, vectors to loss
-      cross_entropy.py      the loss of a linear layer; its kernels: cross_entropy_kernel.py
+      layer_parts.py        norms and feed-forward
       attention/            projections, and the implementations of attention
       encodings.py          how scores depend on distances
       visibility.py         which keys a query may see
       memory/               state between segments: in training, and a KV cache in inference
       dropout.py            masks by lane or by device
+      kernels.py            triton's kernels of losses and masks
     token_step.py           one token per lane, with few operations
 
 This file exports nothing, so that the config can be imported without torch.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.recurrent import KVCache, RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import check_targets
@@ -266,6 +267,9 @@ class _CachedMemory(RecurrentMemory):
         for layer in self.keys_values.layers:
             layer.clear(lanes_B)
         return _CachedMemory(super().cleared(lanes_B).layers, self.keys_values)
+
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> SequenceState:
+        return RecurrentMemory(self.layers).select(lanes, num_removed)
 
     def _spend(self) -> None:
         if self.is_spent:

@@ -64,8 +64,7 @@ class EncodingFacts:
 class AttentionImplementation:
     """One implementation of attention; all compute the same numbers (attention/__init__.py).
 
-    Its name is also that of its function, and of the module in `txl_dist/model/attention`; those
-    for CPUs are in cpu.py.
+    Its name is also that of its function.
     """
 
     name: str
@@ -74,7 +73,7 @@ class AttentionImplementation:
     needs_triton: bool = False
     """Its kernels run on GPUs, and elsewhere in triton's interpreter only, which is slow. They
     compute tile by tile: the dropout mask is `KeepBits` (dropout.py), a mask [B, T, S] is not
-    needed (visibility.py), and `NAME_of_projections` copies no keys and values."""
+    needed (visibility.py), and keys and values can be read as they are projected."""
     is_for_cpus: bool = False
     """It does not run on GPUs."""
     max_d_head: float = math.inf
@@ -84,13 +83,8 @@ class AttentionImplementation:
     @property
     def function(self) -> str:
         """Where its `AttentionFunction` is, as "module:name"."""
-        module = "cpu" if self.is_for_cpus else self.name
+        module = "triton" if self.needs_triton else "torch_attention"
         return f"txl_dist.model.attention.{module}:{self.name}"
-
-    @property
-    def function_of_projections(self) -> str | None:
-        """The same for a function that reads projections."""
-        return f"{self.function}_of_projections" if self.needs_triton else None
 
 
 MEMORY_KINDS = {
@@ -111,7 +105,7 @@ MEMORY_KINDS = {
         settings=("memory_tokens",),
     ),
     "recurrent+tokens": MemoryFacts(
-        implementation="txl_dist.model.memory.tokens:RecurrentAndTokens",
+        implementation="txl_dist.model.memory.tokens:MemoryTokens",
         adds_tokens=True,
         settings=("mem_len", "mem_shares", "memory_tokens"),
     ),
@@ -144,14 +138,11 @@ DISTANCE_ENCODINGS = {
 }
 """By the value of `ModelConfig.distance_encoding`."""
 
-NORMS = {
-    "layernorm": "torch.nn:LayerNorm",
-    "rmsnorm": "txl_dist.model.norms:RmsNorm",
-}
-"""By the value of `ModelConfig.norm`: a module that is created with the width."""
+NORMS = ("layernorm", "rmsnorm")
+"""The values of `norm`."""
 
 FEED_FORWARDS = ("relu", "relu2", "swiglu")
-"""The values of `feed_forward` (layer.py has the equations)."""
+"""The values of `feed_forward` (layer_parts.py has the equations)."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},

@@ -1,16 +1,21 @@
-"""What a device needs: copies for which the host does not wait, and what triton requires.
+"""What a device needs: copies for which the host does not wait, and triton.
 
-Does not import triton.
+Imports triton only where a kernel runs.
 """
 
 import os
 import sysconfig
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from shutil import which
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import define, impl, register_fake
 
 
 def host_waits_for(device: torch.device) -> bool:
@@ -34,6 +39,27 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+_kernel = cache(resolve_name)
+
+
+def define_operator(
+    name: str, signature: str, *, kernel: str, empty_results: Callable[..., Any]
+) -> None:
+    """Define `torch.ops.txl_dist.NAME`, which torch.compile and fake tensors know as an operator.
+
+    `kernel`: the function that computes it, as "module:name". Its module imports triton, and is
+    imported when it first runs. `empty_results`: what it returns for these arguments, without
+    values. Not `custom_op`, whose calls cost more time on the host.
+    """
+
+    def run(*arguments: Any) -> Any:
+        return _kernel(kernel)(*arguments)
+
+    define(f"txl_dist::{name}", signature)
+    impl(f"txl_dist::{name}", "default")(run)
+    register_fake(f"txl_dist::{name}")(empty_results)
+
+
 def has_triton(device: torch.device) -> bool:
     """Whether triton can run on the device. On CPUs that is its interpreter, for tests."""
     return not triton_unavailable_reason(device)
@@ -50,11 +76,7 @@ def triton_unavailable_reason(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) < (8, 0):
         name = torch.cuda.get_device_name(device)
         return f"{name} has a compute capability below 8.0, that of an A100"
-    return _missing_for_extension()
-
-
-def _missing_for_extension() -> str:
-    """What triton lacks to compile an extension of Python, when its first kernel is loaded."""
+    # It compiles an extension of Python, when its first kernel is loaded.
     if not (os.environ.get("CC") or which("gcc") or which("clang")):
         return "it needs a C compiler (apt install gcc libc6-dev)"
     header = python_include() / "Python.h"

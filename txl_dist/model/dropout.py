@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.library import define, impl, register_autograd, register_fake
+from torch.library import register_autograd
 
-from txl_dist.model.devices import to_device
+from txl_dist.model.devices import define_operator, to_device
 
 Place = Literal[
     "embedding", "distances", "attention weights", "attention", "inner", "feed-forward", "output"
@@ -196,7 +196,7 @@ class LaneDropoutMasks:
 
 
 class GpuLaneDropoutMasks:
-    """The masks of a `LaneDropoutMasks`, with the same bits, by the kernels of dropout_kernel.py.
+    """The masks of a `LaneDropoutMasks`, with the same bits, by the kernels of kernels.py.
 
     All that differs between steps, layers and micro-batches is in tensors, so one compiled function
     serves them all.
@@ -219,8 +219,7 @@ class GpuLaneDropoutMasks:
         return type(self)(torch.cat([key_2, self.numbers[2:]]))
 
     def scale(self, x: Tensor, dropout: Dropout) -> Tensor:
-        mask = self._mask(dropout)
-        return torch.ops.txl_dist.lane_dropout_scale(*mask, x.shape, x.dtype)
+        return torch.ops.txl_dist.lane_dropout_scale(*self._mask(dropout), x.shape, x.dtype)
 
     def keep_bits(self, x: Tensor, dropout: Dropout) -> KeepBits:
         words = torch.ops.txl_dist.lane_dropout_bits(*self._mask(dropout), x.shape)
@@ -247,69 +246,27 @@ def keep_factor(threshold: int, dtype: torch.dtype = torch.float64) -> float:
     return factor
 
 
-# Operators of torch, so that torch.compile and fake tensors know their shapes. Not `custom_op`,
-# whose calls cost more time on the host.
-define(
-    "txl_dist::lane_dropout_scale",
-    "(Tensor lane, Tensor key, Tensor layer, int place, int threshold, SymInt[] shape,"
-    " ScalarType dtype) -> Tensor",
+_MASK = "Tensor lane, Tensor key, Tensor layer, int place, int threshold"
+define_operator(
+    "lane_dropout_scale",
+    f"({_MASK}, SymInt[] shape, ScalarType dtype) -> Tensor",
+    kernel="txl_dist.model.kernels:lane_dropout_scale",
+    empty_results=lambda lane_B, *mask: lane_B.new_empty(mask[-2], dtype=mask[-1]),
 )
-define(
-    "txl_dist::lane_dropout_bits",
-    "(Tensor lane, Tensor key, Tensor layer, int place, int threshold, SymInt[] shape) -> Tensor",
+define_operator(
+    "lane_dropout_bits",
+    f"({_MASK}, SymInt[] shape) -> Tensor",
+    kernel="txl_dist.model.kernels:lane_dropout_bits",
+    empty_results=lambda lane_B, *mask: lane_B.new_empty(
+        *mask[-1][:-1], math.ceil(mask[-1][-1] / 16), dtype=torch.int16
+    ),
 )
-define(
-    "txl_dist::lane_dropout_relu",
-    "(Tensor x, Tensor lane, Tensor key, Tensor layer, int place, int threshold) -> Tensor",
+define_operator(
+    "lane_dropout_relu",
+    f"(Tensor x, {_MASK}) -> Tensor",
+    kernel="txl_dist.model.kernels:lane_dropout_relu",
+    empty_results=lambda x, *mask: x.new_empty(x.shape),
 )
-
-
-@impl("txl_dist::lane_dropout_scale", "default")
-def _(
-    lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int, shape: list[int],
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """`scale` on the GPU of `lane_B`."""
-    from txl_dist.model.dropout_kernel import lane_dropout_scale
-
-    factor = keep_factor(threshold, dtype)
-    return lane_dropout_scale(lane_B, key_2, layer, place, threshold, factor, shape, dtype)
-
-
-@register_fake("txl_dist::lane_dropout_scale")
-def _(*arguments: Any) -> Tensor:
-    lane_B, *_, shape, dtype = arguments
-    return lane_B.new_empty(shape, dtype=dtype)
-
-
-@impl("txl_dist::lane_dropout_bits", "default")
-def _(*arguments: Any) -> Tensor:
-    """`keep_bits` on the GPU of `lane_B`."""
-    from txl_dist.model.dropout_kernel import lane_dropout_bits
-
-    return lane_dropout_bits(*arguments)
-
-
-@register_fake("txl_dist::lane_dropout_bits")
-def _(*arguments: Any) -> Tensor:
-    lane_B, *_, shape = arguments
-    return lane_B.new_empty(*shape[:-1], math.ceil(shape[-1] / 16), dtype=torch.int16)
-
-
-@impl("txl_dist::lane_dropout_relu", "default")
-def _(
-    x: Tensor, lane_B: Tensor, key_2: Tensor, layer: Tensor, place: int, threshold: int
-) -> Tensor:
-    """`scaled_relu`."""
-    from txl_dist.model.dropout_kernel import lane_dropout_relu
-
-    factor = keep_factor(threshold, x.dtype)
-    return lane_dropout_relu(x, lane_B, key_2, layer, place, threshold, factor)
-
-
-@register_fake("txl_dist::lane_dropout_relu")
-def _(x: Tensor, *mask: Any) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _save_result(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -21,10 +21,7 @@ def forward_flops(
     `tail_rows` is the number of targets in each cluster of the adaptive softmax after the first; it
     depends on the text. Without it the count is a lower bound: every token's head, and no tail.
     """
-    num_tokens = tgt_len + config.num_added_tokens
-    distances = sum(_distances(config, past + num_tokens) for past in _pasts(config))
-    without = _without_past(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
-    return _memory(config, num_lanes) + distances + without
+    return sum(_parts(config, num_lanes, tgt_len)) + _tails(config, tail_rows)
 
 
 def inference_flops(
@@ -32,20 +29,9 @@ def inference_flops(
 ) -> int:
     """As `forward_flops`, with `TransformerXL.inference_state`: a cache has already projected the
     memory and the distances."""
-    count = _without_past if config.memory_facts.keys_are_tokens else forward_flops
-    return count(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
-
-
-def _without_past(
-    config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int]
-) -> int:
-    """All but the projections of the memory and of distances."""
-    num_tokens = tgt_len + config.num_added_tokens
-    rows = num_lanes * num_tokens
-    layer = _queries_and_feed_forward(config, rows) + _keys_and_values(config, rows)
-    scores = sum(_scores_and_mixing(config, rows * (past + num_tokens)) for past in _pasts(config))
-    ends = _ends(config, num_lanes * tgt_len) + _tails(config, tail_rows)
-    return config.n_layer * layer + scores + ends
+    parts = _parts(config, num_lanes, tgt_len)
+    counted = parts[2:] if config.memory_facts.keys_are_tokens else parts
+    return sum(counted) + _tails(config, tail_rows)
 
 
 def window_flops(config: ModelConfig, *, window_len: int) -> int:
@@ -53,8 +39,7 @@ def window_flops(config: ModelConfig, *, window_len: int) -> int:
 
     Without the tails of an adaptive softmax.
     """
-    layer = _queries_and_feed_forward(config, window_len) + _keys_and_values(config, window_len)
-    layer += _scores_and_mixing(config, window_len**2) + _distances(config, window_len)
+    layer = _layer(config, 1, window_len, 0) + _distances(config, window_len)
     # `_ends` counts the embedding of one token.
     return config.n_layer * layer + _one_projection(config, window_len - 1) + _ends(config, 1)
 
@@ -75,46 +60,35 @@ def training_flops(
     The inputs of two products need no gradient, the projections of distances and of memory: their
     backward is one product. Before LayerNorm the memory has no gradient, but its gains and biases.
     """
-    segment_len = tgt_len // num_segments
-    # The rows of tails count once, however they are divided.
-    forward, without_tails = (
-        forward_flops(config, num_lanes=num_lanes, tgt_len=segment_len, tail_rows=rows)
-        for rows in (tail_rows, ())
-    )
-    forward += (num_segments - 1) * without_tails
-    num_tokens = segment_len + config.num_added_tokens
-    distances = sum(_distances(config, past + num_tokens) for past in _pasts(config))
+    memory, distances, rest = _parts(config, num_lanes, tgt_len // num_segments)
+    forward = num_segments * (memory + distances + rest) + _tails(config, tail_rows)
     has_gains = config.pre_lnorm and config.norm == "layernorm"
-    memory = 0 if has_gains else _memory(config, num_lanes)
-    return 3 * forward - memory - num_segments * distances
+    return 3 * forward - (0 if has_gains else memory) - num_segments * distances
 
 
-def _pasts(config: ModelConfig) -> tuple[int, ...]:
-    """M of each layer."""
-    return memory_kind(config).empty(1, device="meta").num_pasts
+def _parts(config: ModelConfig, num_lanes: int, tgt_len: int) -> tuple[int, int, int]:
+    """The projections of the memory's keys and values, of distances, and all else but tails."""
+    num_tokens = tgt_len + config.num_added_tokens
+    pasts = memory_kind(config).empty(1, device="meta").num_pasts
+    key_value = 2 * config.num_kv_heads * config.d_head
+    return (
+        2 * num_lanes * sum(pasts) * config.d_model * key_value,
+        sum(_distances(config, past + num_tokens) for past in pasts),
+        sum(_layer(config, num_lanes, num_tokens, past) for past in pasts)
+        + _ends(config, num_lanes * tgt_len),
+    )
 
 
-def _memory(config: ModelConfig, num_lanes: int) -> int:
-    """The projection of the memory's keys and values in all layers."""
-    return _keys_and_values(config, num_lanes * sum(_pasts(config)))
+def _layer(config: ModelConfig, num_lanes: int, num_tokens: int, num_past: int) -> int:
+    """Per token: projections of queries, keys, values and mixed values, the feed-forward.
 
-
-def _queries_and_feed_forward(config: ModelConfig, tokens: int) -> int:
-    """Per layer: projections of the queries and of the mixed values, the feed-forward."""
-    width = config.n_head * config.d_head
-    columns = 2 * width + config.d_inner * (3 if config.feed_forward == "swiglu" else 2)
-    return 2 * tokens * config.d_model * columns
-
-
-def _scores_and_mixing(config: ModelConfig, num_pairs: int) -> int:
-    """Per layer, for pairs of query and key: queries by keys, weights by values, and queries by
-    distances."""
+    Per query and key: queries by keys, weights by values, and queries by distances.
+    """
+    width, num_inner = config.n_head * config.d_head, 3 if config.feed_forward == "swiglu" else 2
+    columns = 2 * (width + config.num_kv_heads * config.d_head) + num_inner * config.d_inner
     num_products = 3 if config.encoding.multiplies_distances else 2
-    return num_products * 2 * num_pairs * config.n_head * config.d_head
-
-
-def _keys_and_values(config: ModelConfig, tokens: int) -> int:
-    return 2 * tokens * config.d_model * 2 * config.num_kv_heads * config.d_head
+    per_token = config.d_model * columns + num_products * width * (num_past + num_tokens)
+    return 2 * num_lanes * num_tokens * per_token
 
 
 def _tails(config: ModelConfig, tail_rows: Sequence[int]) -> int:

@@ -1,9 +1,8 @@
 """One token per lane: the model's forward without what does not depend on the token.
 
-`TransformerXL.hidden` computes segments of any length. In generation almost every segment is one
-token, whose products are small, so that other operations take much of the time. `TokenStep`
-computes such a segment with fewer of them (docs/decisions/0042-one-token-at-a-time.md). Between
-tokens it keeps
+In generation almost every segment is one token, whose products are small, so that other operations
+take much of the time. `TokenStep` computes such a segment with fewer of them
+(docs/decisions/0042-one-token-at-a-time.md). Between tokens it keeps
 
 - the keys and values of the memory (`KVCache`),
 - per layer: weights, and the distance terms arranged for a single query,
@@ -24,11 +23,10 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from txl_dist.model.attention import fold_groups
 from txl_dist.model.encodings import DistanceTerms, apply_rotary, scaled_query
-from txl_dist.model.layer import Layer
+from txl_dist.model.layer_parts import RmsNorm, normalise
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.memory.recurrent import KVCache, LayerKVCache
-from txl_dist.model.norms import RmsNorm, normalise
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
 
 # Shapes: B lanes, M memory tokens, S = M + 1 keys, D d_model, H heads, K d_head, X = H K
@@ -78,8 +76,8 @@ class TokenStep:
     @staticmethod
     def supports(model: TransformerXL, cache: SequenceState) -> bool:
         """Whether the model can be computed one token at a time, in the implementation `sdpa`."""
-        has_keys = isinstance(cache, KVCache) and cache.num_past > 0
-        return has_keys and model.config.attention in ("auto", "sdpa")
+        is_fast = model.config.attention in ("auto", "sdpa")
+        return isinstance(cache, KVCache) and cache.num_past > 0 and is_fast
 
     def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
         x_BD: Tensor = self._model.embed(token_B)
@@ -110,9 +108,7 @@ class _LayerStep:
         attention, feed_forward = layer.attention, layer.feed_forward
         self.num_past = cache.mem_len
         self._pre_lnorm, self._heads = layer.pre_lnorm, attention.heads
-        self._num_kv_heads = attention.kv_heads[0]
-        self._cache, self._terms = cache, terms
-        self._rotary_SK = terms.rotary_SK
+        self._cache, self._terms, self._num_kv_heads = cache, terms, attention.kv_heads[0]
         u_HK, self._v_HK, r_HSK, b_HS = (
             None if x is None else x.to(dtype)
             for x in (
@@ -134,14 +130,10 @@ class _LayerStep:
 
     def __call__(self, x_BD: Tensor, mask_B1S: Tensor | None) -> Tensor:
         if self._pre_lnorm:
-            mixed_BD = self._attend(self._attention_norm(x_BD), mask_B1S)
-            x_BD = x_BD + mixed_BD
-            out_BD = self._feed_forward(self._feed_forward_norm(x_BD))
-            return x_BD + out_BD
-        mixed_BD = self._attend(x_BD, mask_B1S)
-        x_BD = self._attention_norm(x_BD + mixed_BD)
-        out_BD = self._feed_forward(x_BD)
-        return self._feed_forward_norm(x_BD + out_BD)
+            x_BD = x_BD + self._attend(self._attention_norm(x_BD), mask_B1S)
+            return x_BD + self._feed_forward(self._feed_forward_norm(x_BD))
+        x_BD = self._attention_norm(x_BD + self._attend(x_BD, mask_B1S))
+        return self._feed_forward_norm(x_BD + self._feed_forward(x_BD))
 
     def _feed_forward(self, x_BD: Tensor) -> Tensor:
         return linear(self._activate(linear(x_BD, *self._up)), *self._down)
@@ -156,9 +148,9 @@ class _LayerStep:
         if has_norms:
             k_HB1K = normalise(k_HB1K, self._attention.key_gain_K, self._attention.norm_epsilon)
         k_HBSK, v_HBSK = self._cache.append(k_HB1K, v_HB1K)
-        if self._rotary_SK is not None:
-            k_HBSK = apply_rotary(k_HBSK, self._rotary_SK)
-        if self._rotary_SK is not None or has_norms:
+        if self._terms.rotary_SK is not None:
+            k_HBSK = apply_rotary(k_HBSK, self._terms.rotary_SK)
+        if self._terms.rotary_SK is not None or has_norms:
             q_HBK = self._attention.normed_queries(q_HBK.unsqueeze(2), self._terms).squeeze(2)
         bias_HB1S = self._score_bias(q_HBK, mask_B1S)
         query_HB1K = (q_HBK if self._u_H1K is None else q_HBK + self._u_H1K).unsqueeze(2)

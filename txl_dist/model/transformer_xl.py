@@ -4,7 +4,12 @@
     x_(l+1) = layer_l(x_l, memory_l)       memory_l: x_l of the previous mem_len tokens, no gradient
     nats    = softmax(x_L, targets)
 
-Layers are in layer.py. Every model takes vectors x_0 in place of ids; one without a vocabulary
+A layer is attention and feed-forward, each with a norm and a residual:
+
+    post-norm (the paper)    x = norm(x + f(x))
+    pre-norm (pre_lnorm)     x = x + f(norm(x)), where attention also normalises the memory
+
+Every model takes vectors x_0 in place of ids; one without a vocabulary
 takes nothing else, and has no softmax.
 
 The model has no state: `forward` takes the memory and returns the next one. The data decides with
@@ -20,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from txl_dist.model.attention import (
+    Attention,
     AttentionWeightsCallback,
     SegmentContext,
     choose_implementation,
@@ -27,16 +33,49 @@ from txl_dist.model.attention import (
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks, on_device
 from txl_dist.model.encodings import encoding_class
-from txl_dist.model.layer import Layer
+from txl_dist.model.layer_parts import FeedForward, RmsNorm, new_norm
 from txl_dist.model.memory import SequenceState, memory_kind
-from txl_dist.model.norms import new_norm
 from txl_dist.model.visibility import Visibility, check_segment, check_targets
 from txl_dist.model.vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
 
-RunLayers = Callable[[Tensor, Iterable[Any], Sequence[SegmentContext]], list[Tensor]]
+class Layer(nn.Module):
+    """forward(x_BTD, memory, context) -> the next layer's input [B, T, D].
+
+    `memory` is what `SequenceState.past` returns; see `Attention`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.pre_lnorm = config.pre_lnorm
+        self.attention = Attention(config, layer)
+        self.attention_norm = new_norm(config)
+        self.attention_dropout = Dropout(config.dropout, layer=layer, place="attention")
+        self.feed_forward = FeedForward(config, layer)
+        self.feed_forward_norm = new_norm(config)
+        self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
+
+    def forward(self, x_BTD: Tensor, memory: Any, context: SegmentContext) -> Tensor:
+        masks = context.dropout_masks
+        if self.pre_lnorm:
+            norm = self.attention_norm
+            # The memory holds inputs from before the norm; a cache holds keys computed after it.
+            gain_D = None
+            if isinstance(memory, Tensor) and isinstance(norm, RmsNorm):
+                memory, gain_D = norm(memory, gains_apart=True)
+            elif isinstance(memory, Tensor):
+                memory = norm(memory)
+            mixed_BTD = self.attention(norm(x_BTD), memory, context, gain_D)
+            x_BTD = x_BTD + self.attention_dropout(mixed_BTD, masks)
+            out_BTD = self.feed_forward(self.feed_forward_norm(x_BTD), masks)
+            return x_BTD + self.feed_forward_dropout(out_BTD, masks)
+        mixed_BTD = self.attention_dropout(self.attention(x_BTD, memory, context), masks)
+        x_BTD = self.attention_norm(x_BTD + mixed_BTD)
+        out_BTD = self.feed_forward_dropout(self.feed_forward(x_BTD, masks), masks)
+        out: Tensor = self.feed_forward_norm(x_BTD + out_BTD)
+        return out
 
 
 class TransformerXL(nn.Module):
@@ -62,7 +101,7 @@ class TransformerXL(nn.Module):
         self.recompute_layers = recompute_layers
         self.compute_layer = _compute_layer
         """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
-        self.recorded_layers: RunLayers | None = None
+        self.recorded_layers: Callable[..., list[Tensor]] | None = None
         """Takes the place of `run_layers` (training/compilation.py)."""
         self.encoding = encoding_class(config)
         if config.vocab_size is not None:
@@ -226,9 +265,7 @@ class TransformerXL(nn.Module):
             ),
             biases_HK=self.shared_biases,
             attention=resolve_name(implementation.function),
-            attention_of_projections=(
-                resolve_name(name) if (name := implementation.function_of_projections) else None
-            ),
+            is_triton=implementation.needs_triton,
             visibility=Visibility.of(
                 age_BT,
                 num_past=num_past,
@@ -249,9 +286,8 @@ class TransformerXL(nn.Module):
     @property
     def shared_biases(self) -> tuple[nn.Parameter, nn.Parameter] | None:
         """u and v, if all layers share them."""
-        if not self.config.shares_biases:
-            return None
-        return self.content_bias_HK, self.distance_bias_HK
+        is_shared = self.config.shares_biases
+        return (self.content_bias_HK, self.distance_bias_HK) if is_shared else None
 
     @property
     def weight(self) -> Tensor:

@@ -44,10 +44,10 @@ class Visibility:
     ) -> Self:
         """`mask_dtype`: None leaves out the mask. `num_groups`: it has T rows for each of them."""
         reach_BT = age_BT.clamp(max=num_past - 1) if same_length else age_BT
-        if mask_dtype is None:
-            return cls(reach_BT=reach_BT, mask_BTS=None)
-        visible_BTS = visible_keys(age_BT, num_past=num_past, same_length=same_length)
-        mask_BTS = mask_scores(visible_BTS, mask_dtype).repeat(1, num_groups, 1)
+        mask_BTS = None
+        if mask_dtype is not None:
+            visible_BTS = visible_keys(reach_BT, num_past=num_past)
+            mask_BTS = mask_scores(visible_BTS, mask_dtype).repeat(1, num_groups, 1)
         return cls(reach_BT=reach_BT, mask_BTS=mask_BTS)
 
     @property
@@ -57,21 +57,19 @@ class Visibility:
         return self.mask_BTS
 
 
-def visible_keys(age_BT: Tensor, *, num_past: int, same_length: bool) -> Tensor:
+def visible_keys(age_BT: Tensor, *, num_past: int, same_length: bool = False) -> Tensor:
     """Booleans [B, T, S]. Every query sees at least itself, so no softmax row is empty.
 
     Query t is at position M + t of the keys, with M = `num_past`.
     """
+    reach_BT = age_BT.clamp(max=num_past - 1) if same_length else age_BT
     # The same code for training, evaluation and a KVCache. Its mask and the addition of it cost
     # 0.4 % of a training step of benchmarks/model_speed.py.
     tgt_len = age_BT.shape[1]
     position_T = torch.arange(num_past, num_past + tgt_len, device=age_BT.device)
     position_S = torch.arange(num_past + tgt_len, device=age_BT.device)
     distance_TS = position_T[:, None] - position_S[None, :]
-    allowed_TS = distance_TS >= 0
-    if same_length:
-        allowed_TS &= distance_TS < num_past
-    return allowed_TS & (distance_TS <= age_BT[:, :, None])
+    return (distance_TS >= 0) & (distance_TS <= reach_BT[:, :, None])
 
 
 def mask_scores(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,7 +89,15 @@ def check_segment(
     """Raises ValueError, or TypeError for something that is no memory."""
     is_read = _can_be_read(input_BT)
     if config.vocab_size is None or input_BT.is_floating_point():
-        _check_vectors(input_BT, config.d_model)
+        if input_BT.dim() != 3 or not input_BT.numel() or input_BT.shape[2] != config.d_model:
+            raise ValueError(
+                f"the input has the shape {list(input_BT.shape)}: vectors need [lanes, tokens, "
+                f"d_model={config.d_model}], at least one of each"
+            )
+        if not input_BT.is_floating_point():
+            raise ValueError(
+                f"the input has the dtype {input_BT.dtype}: expected floating-point vectors"
+            )
     else:
         if input_BT.dim() != 2 or not input_BT.numel():
             raise ValueError(
@@ -128,16 +134,6 @@ def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> N
     # For a model on a GPU, targets are on the host: nothing is read there either.
     is_read = _can_be_read(input_BT)
     _check_integers("target_BT", target_BT, -1, config.vocab_size - 1, is_read=is_read)
-
-
-def _check_vectors(x_BTD: Tensor, width: int) -> None:
-    if x_BTD.dim() != 3 or not x_BTD.numel() or x_BTD.shape[2] != width:
-        raise ValueError(
-            f"the input has the shape {list(x_BTD.shape)}: vectors need [lanes, tokens, "
-            f"d_model={width}], at least one of each"
-        )
-    if not x_BTD.is_floating_point():
-        raise ValueError(f"the input has the dtype {x_BTD.dtype}: expected floating-point vectors")
 
 
 def _can_be_read(input_BT: Tensor) -> bool:

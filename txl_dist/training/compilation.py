@@ -3,7 +3,8 @@
 Only layers are compiled, and all of them share one function: the tables, the softmax and the memory
 are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary. On CPUs
 two parts run between graphs: the drawing of dropout masks by numpy, and `attention: cpu`
-(model/attention/cpu.py), one autograd node with in-place operations that torch.compile refuses.
+(torch_attention.py), which is one autograd node with in-place operations that torch.compile
+refuses. That node is faster than a compiled one, so the feed-forward layers and norms are compiled.
 
 On GPUs a layer is one graph, and `training.compile: true` records compiled layers as CUDA graphs,
 which the host starts as one: the forward of a few layers is one graph, their backward another. What
@@ -34,8 +35,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.model.attention import SegmentContext, choose_implementation
 from txl_dist.model.dropout import Dropout, GpuLaneDropoutMasks, LaneDropoutMasks
 from txl_dist.model.encodings import DistanceTerms
-from txl_dist.model.layer import Layer
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.model.visibility import Visibility
 from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World

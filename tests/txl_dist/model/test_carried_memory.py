@@ -12,7 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.support.small_models import MODERN, SHORT_AND_LONG, random_text, small_model
+from tests.support.small_models import (
+    MODERN,
+    SHORT_AND_LONG,
+    random_text,
+    read_stream,
+    small_model,
+)
 from txl_dist import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -246,35 +252,30 @@ def test_a_window_has_gradients_and_dropout_and_the_memory_has_none() -> None:
 def test_a_model_of_ids_scores_with_a_memory_as_with_ages() -> None:
     model, text_BN = small_model(), random_text(2, 9)
     memory, nats = Memory.empty(model, 2), []
-    for here in (slice(0, 3), slice(3, 8)):
+    for here in (slice(0, 4), slice(4, 8)):
         target = text_BN[:, here.start + 1 : here.stop + 1]
         nats_BT, memory = memory.score(model, text_BN[:, here], target)
         nats.append(nats_BT)
-    state, expected = model.empty_memory(2), []
-    for here in (slice(0, 3), slice(3, 8)):
-        target = text_BN[:, here.start + 1 : here.stop + 1]
-        age_BT = torch.arange(9)[here].expand(2, -1)
-        nats_BT, state = model(text_BN[:, here], target, age_BT, state)
-        expected.append(nats_BT)
-    assert torch.equal(torch.cat(nats, 1), torch.cat(expected, 1))
+    expected_BN, _ = read_stream(model, text_BN, tgt_len=4)
+    assert torch.equal(torch.cat(nats, 1), expected_BN)
 
 
+@torch.no_grad()
 def read_after_an_interrupt(memory: Memory, model: TransformerXL) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     handle = model.layers[1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+    with pytest.raises(KeyboardInterrupt):
         memory.read(model, random_vectors())
     handle.remove()
-    with torch.no_grad():
-        memory.read(model, random_vectors())
+    memory.read(model, random_vectors())
 
 
+@torch.no_grad()
 def read_twice(memory: Memory, model: TransformerXL) -> None:
     for _ in range(2):
-        with torch.no_grad():
-            memory.read(model, random_vectors())
+        memory.read(model, random_vectors())
 
 
 @torch.no_grad()
@@ -292,71 +293,54 @@ def test_one_row_and_vectors_and_memories_of_another_precision() -> None:
     assert_close(output, memory.read(model, x_BND.bfloat16().double())[0])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda model, memory: memory.read(model, torch.zeros(2, 4, WIDTH)), "expected 3 rows"),
-        (lambda model, memory: memory.read(model, torch.zeros(3, 4, 5)), "d_model=6"),
-        (lambda model, memory: memory.read(model, torch.zeros(3, 4)), "vectors need"),
+X_BTD = torch.zeros(NUM_ROWS, 4, WIDTH)
+VECTORS_BLMD, VALID_BM = torch.zeros(1, 2, 2, WIDTH), torch.ones(1, 2, dtype=torch.bool)
+REFUSED: list[tuple[Any, str]] = [
+    (lambda model, memory: memory.read(model, X_BTD[:2]), "expected 3 rows"),
+    (lambda model, memory: memory.read(model, X_BTD[..., :5]), "d_model=6"),
+    (lambda model, memory: memory.read(model, X_BTD[..., 0]), "vectors need"),
+    (lambda model, memory: memory.read(model, X_BTD, starts=X_BTD[..., 0]), "expected torch.bool"),
+    (lambda model, memory: memory.read(model, X_BTD.long()), "floating-point"),
+    (
+        lambda model, _: Memory.of_vectors(model, VECTORS_BLMD, torch.tensor([[True, False]])),
+        "false, then true",
+    ),
+    (lambda model, _: Memory.of_vectors(model, X_BTD[None, :, :2], VALID_BM), "3 layers"),
+    (lambda _, memory: memory.reset([1, 0, 0]), "write a mask as"),
+    (lambda _, memory: memory.reset([1.0, 0.0]), "write a mask as"),
+    *(
         (
-            lambda model, memory: memory.read(
-                model, torch.zeros(3, 4, WIDTH), starts=torch.zeros(3, 4)
+            lambda _, memory, options=options: memory.with_rows(
+                [0], Memory.empty(of_vectors(**options), 1)
             ),
-            "expected torch.bool",
-        ),
-        (
-            lambda model, memory: memory.read(model, torch.zeros(3, 4, WIDTH, dtype=torch.int64)),
-            "floating-point",
-        ),
-        (
-            lambda model, memory: Memory.of_vectors(
-                model, torch.zeros(1, 2, 2, WIDTH), torch.tensor([[True, False]])
-            ),
-            "false, then true",
-        ),
-        (
-            lambda model, memory: Memory.of_vectors(
-                model, torch.zeros(1, 3, 2, WIDTH), torch.ones(1, 2).bool()
-            ),
-            "3 layers",
-        ),
-        (lambda model, memory: memory.reset([1, 0, 0]), "write a mask as"),
-        (lambda model, memory: memory.reset([1.0, 0.0]), "write a mask as"),
-        (
-            lambda model, memory: memory.with_rows([0], Memory.empty(of_vectors(mem_len=2), 1)),
             "cannot be replaced by layers",
+        )
+        for options in ({"mem_len": 2}, {"n_layer": 3})
+    ),
+    (lambda _, memory: memory.with_rows([0, 1], memory[[2]]), "cannot be replaced by layers"),
+    (
+        lambda *_: Memory.of_vectors(
+            of_vectors(same_length=True), VECTORS_BLMD[:, :, :0], VALID_BM[:, :0]
         ),
-        (
-            lambda model, memory: memory.with_rows([0], Memory.empty(of_vectors(n_layer=3), 1)),
-            "cannot be replaced by layers",
-        ),
-        (
-            lambda model, memory: memory.with_rows([0, 1], memory[[2]]),
-            "cannot be replaced by layers",
-        ),
-        (
-            lambda model, memory: Memory.of_vectors(
-                of_vectors(same_length=True), torch.zeros(1, 2, 0, WIDTH), torch.ones(1, 0).bool()
-            ),
-            "at least one token in each layer",
-        ),
-        (
-            lambda model, memory: Memory.empty(of_vectors(**SHORT_AND_LONG), 3).vectors(),
-            r"different lengths; use tensors\(\)",
-        ),
-        (
-            lambda model, memory: Memory.of_vectors(
-                of_vectors(**SHORT_AND_LONG), memory.vectors(), memory.valid()
-            ),
-            r"different lengths; use of_tensors\(\)",
-        ),
-        (lambda model, memory: read_after_an_interrupt(memory.cached(model), model), "read before"),
-        (lambda model, memory: read_twice(memory.cached(model), model), "was read before"),
-        (lambda model, memory: model.logits(torch.zeros(3, 4, WIDTH)), "no logits"),
-        (lambda model, memory: Memory.of_tensors(model, {"age": torch.zeros(1)}), "found the"),
-        (lambda model, memory: memory.score(model, torch.zeros(3, 4, WIDTH), None), "vocab_size"),
-    ],
-)
+        "at least one token in each layer",
+    ),
+    (
+        lambda *_: Memory.empty(of_vectors(**SHORT_AND_LONG), 3).vectors(),
+        r"different lengths; use tensors\(\)",
+    ),
+    (
+        lambda *_: Memory.of_vectors(of_vectors(**SHORT_AND_LONG), VECTORS_BLMD, VALID_BM),
+        r"different lengths; use of_tensors\(\)",
+    ),
+    (lambda model, memory: read_after_an_interrupt(memory.cached(model), model), "read before"),
+    (lambda model, memory: read_twice(memory.cached(model), model), "was read before"),
+    (lambda model, _: model.logits(X_BTD), "no logits"),
+    (lambda model, _: Memory.of_tensors(model, {"age": torch.zeros(1)}), "found the"),
+    (lambda model, memory: memory.score(model, X_BTD, None), "vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_does_not_fit_is_refused_by_name(call: Any, message: str) -> None:
     model = of_vectors()
     with pytest.raises(ValueError, match=message):
@@ -366,8 +350,6 @@ def test_what_does_not_fit_is_refused_by_name(call: Any, message: str) -> None:
 def test_a_model_of_vectors_has_no_tables() -> None:
     names = {name.partition(".")[0] for name, _ in of_vectors().named_parameters()}
     assert not names & {"table", "softmax"}
-    with pytest.raises(ValueError, match="no tables for cutoffs"):
-        of_vectors(div_val=2)
 
 
 @pytest.mark.parametrize("rows", [torch.tensor([3]), [True, False]], ids=str)

@@ -7,7 +7,8 @@ import pytest
 from txl_dist.model.choices import DISTANCE_ENCODINGS
 from txl_dist.model.config import ModelConfig
 
-INVALID = [
+COMPRESSIVE, TOKENS = {"memory": "compressive"}, {"memory": "tokens"}
+INVALID: list[tuple[dict[str, Any], str]] = [
     ({"mem_shares": (0.5, 1.5)}, "must be between 0 and 1"),
     ({"mem_shares": (0.5,)}, "the largest 1"),
     ({"mem_shares": (0.5, 1.0), "n_layer": 1}, "2 entries for n_layer=1"),
@@ -29,6 +30,18 @@ INVALID = [
     ({"d_embed": 4, "div_val": 8, "cutoffs": (3,)}, "div_val=8 narrows width 4 to 0"),
     ({"dropout": 1.0}, r"dropout=1.0 must be in \[0, 0.99\]"),
     ({"clamp_len": 0}, "clamp_len=0 must be at least 1"),
+    ({"attention": "triton", "d_head": 257}, "triton supports d_head up to 256, not 257"),
+    ({"vocab_size": None, "div_val": 2}, "no tables for cutoffs"),
+    ({"compressed_len": 3}, "compressed_len=3 is not supported by memory=recurrent"),
+    (COMPRESSIVE | {"compression_rate": 1}, "compression_rate=1 must be at least 2"),
+    (COMPRESSIVE | {"compressed_len": -1}, "compressed_len=-1 must be at least 0"),
+    (COMPRESSIVE | {"same_length": True}, "same_length=true is not supported"),
+    (COMPRESSIVE | {"mem_shares": (0.5, 1.0)}, "mem_shares=.* is not supported"),
+    (TOKENS | {"same_length": True}, "same_length=true is not supported by memory=tokens"),
+    (TOKENS | {"distance_encoding": "absolute"}, "use another distance_encoding"),
+    (TOKENS | {"distance_encoding": "absolute", "mem_len": 0}, "use another distance_encoding"),
+    (TOKENS | {"memory_tokens": 0}, "memory_tokens=0 must be at least 1"),
+    (TOKENS | {"mem_shares": (0.5, 1.0)}, "mem_shares=.* is not supported by memory=tokens"),
 ]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.testing import assert_close
 
-from txl_dist.model.cross_entropy import IGNORED, linear_cross_entropy
+from txl_dist.model.vocabulary import IGNORED, linear_cross_entropy
 
 ROWS, WIDTH, COLUMNS = 7, 5, 11
 
@@ -109,17 +109,14 @@ def test_kernels_equal_the_equation_in_float64(
     assert torch.equal(buffer[:, columns:], between)
 
 
-def test_a_target_beyond_the_vocabulary_has_no_number() -> None:
-    (x_NE, *layer), target_N, _ = inputs(torch.float64)
-    target_N[0] = COLUMNS
-    nats_N = linear_cross_entropy(x_NE, *layer, target_N, max_logits=1000)
-    assert nats_N.isnan().tolist() == [True] + [False] * (ROWS - 1)
-
-
-def test_a_logit_that_is_not_a_number_is_noticed() -> None:
+@pytest.mark.parametrize("wrong", ["target", "logit"])
+def test_a_target_beyond_the_vocabulary_and_a_logit_of_nan_are_noticed(wrong: str) -> None:
     (x_NE, *layer), target_N, _ = inputs(torch.float64)
     with torch.no_grad():
-        x_NE[0, 0] = torch.nan
+        if wrong == "target":
+            target_N[0] = COLUMNS
+        else:
+            x_NE[0, 0] = torch.nan
     nats_N = linear_cross_entropy(x_NE, *layer, target_N, max_logits=1000)
     assert nats_N.isnan().tolist() == [True] + [False] * (ROWS - 1)
 
@@ -184,12 +181,12 @@ def test_products_in_bf16_load_16_bytes_at_a_time(
         row_bytes.update(x.stride(0) * x.element_size() for x in arguments[:2])
         return linear(*arguments)
 
-    monkeypatch.setattr("txl_dist.model.cross_entropy.linear", recorded)
+    monkeypatch.setattr("txl_dist.model.vocabulary.linear", recorded)
     tensors, target_N, weight_N = inputs(torch.float32, width=width)
     results = []
     for vector_bytes in (2, 16):
         row_bytes.clear()
-        monkeypatch.setattr("txl_dist.model.cross_entropy.VECTOR_BYTES", vector_bytes)
+        monkeypatch.setattr("txl_dist.model.vocabulary.VECTOR_BYTES", vector_bytes)
         with torch.autocast("cpu", torch.bfloat16):
             nats_N = linear_cross_entropy(*tensors, target_N, max_logits=33)
         gradients = torch.autograd.grad(nats_N @ weight_N, tensors)
@@ -210,7 +207,7 @@ def test_the_whole_logits_never_exist(num_rows: int, monkeypatch: pytest.MonkeyP
         sizes.append(len(result))
         return result
 
-    monkeypatch.setattr("txl_dist.model.cross_entropy.linear", recorded)
+    monkeypatch.setattr("txl_dist.model.vocabulary.linear", recorded)
     tensors, target_N, weight_N = inputs(torch.float64)
     nats_N = linear_cross_entropy(*tensors, target_N, max_logits=num_rows * COLUMNS)
     (nats_N @ weight_N).backward()
@@ -230,10 +227,10 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from txl_dist.model import cross_entropy_kernel
+from txl_dist.model import kernels
 
 name, capability, logits = json.loads(sys.argv[1])
-kernel, sums = getattr(cross_entropy_kernel, name), "fp64" if logits == "fp64" else "fp32"
+kernel, sums = getattr(kernels, name), "fp64" if logits == "fp64" else "fp32"
 constants = {
     "MULTIPLE": 8, "BLOCK_R": 1, "BLOCK_V": 4096,
     "ACC": tl.float64 if sums == "fp64" else tl.float32,

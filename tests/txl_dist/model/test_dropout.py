@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.keep_bits import unpack
-from tests.support.small_models import random_text, small_model
+from tests.support.small_models import random_text, read_stream, small_model
 from txl_dist.model.dropout import (
     DeviceDropoutMasks,
     Dropout,
@@ -25,6 +25,7 @@ from txl_dist.model.dropout import (
     Place,
     keep_factor,
 )
+from txl_dist.model.transformer_xl import TransformerXL
 
 PLACES = get_args(Place)
 BASE: dict[str, Any] = {"seed": 3, "step": 5, "lane": 7, "layer": 1, "place": "inner"}
@@ -49,18 +50,15 @@ def test_a_lanes_mask_is_the_same_in_any_row_of_any_micro_batch(lanes: list[int]
 @pytest.mark.parametrize("mem_len", [0, 5])
 def test_a_model_gives_each_lane_the_same_nats_in_any_micro_batch(mem_len: int) -> None:
     model, text_BN = small_model(dropout=0.3, dropatt=0.2, mem_len=mem_len), random_text(4, 7)
-    age_BT = torch.arange(6).expand(4, 6)
 
     def nats(lanes: list[int]) -> Tensor:
         masks = LaneDropoutMasks(seed=3, step=5, lanes=lanes)
-        text = text_BN[lanes]
-        memory = model.empty_memory(len(lanes))
-        return model(text[:, :-1], text[:, 1:], age_BT[lanes], memory, masks)[0]
+        return read_stream(model, text_BN[lanes], tgt_len=6, masks=masks)[0]
 
     whole = nats([0, 1, 2, 3])
     assert_close(torch.cat([nats([0, 1, 2]), nats([3])]), whole)
     assert_close(nats([2, 0, 3, 1]), whole[[2, 0, 3, 1]])
-    assert (whole - nats_without_dropout(model, text_BN)).abs().max() > 1e-3
+    assert (whole - nats_of(model.eval(), text_BN)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["lane", "device"])
@@ -86,15 +84,9 @@ def test_every_segment_of_a_step_has_other_masks(kind: str) -> None:
     assert not any(torch.equal(part_BT, nats_BT[:, :3]) for part_BT in nats_BT[:, 3:].chunk(2, 1))
 
 
-def nats_of(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
-    """In the model's mode, without masks."""
-    age_BT = torch.arange(text_BN.shape[1] - 1).expand(len(text_BN), -1)
-    memory = model.empty_memory(len(text_BN))
-    return model(text_BN[:, :-1], text_BN[:, 1:], age_BT, memory)[0]
-
-
-def nats_without_dropout(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
-    return nats_of(model.eval(), text_BN)
+def nats_of(model: TransformerXL, text_BN: Tensor) -> Tensor:
+    """Of one segment, in the model's mode, without masks."""
+    return read_stream(model, text_BN, tgt_len=text_BN.shape[1])[0]
 
 
 @pytest.mark.parametrize("option", ["dropout", "dropatt"])
@@ -116,11 +108,9 @@ def test_a_loop_without_masks_has_the_dropout_of_any_module(option: str, attenti
 
 def test_a_segment_with_a_kv_cache_has_no_dropout() -> None:
     model, text_BN = small_model(dropout=0.5, dropatt=0.5), random_text(3, 7)
-    age_BT = torch.arange(6).expand(3, 6)
     with torch.no_grad():
-        cache = model.inference_state(3)
-        cached_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, cache)
-        assert_close(cached_BT, nats_without_dropout(model, text_BN))
+        cached_BT, _ = read_stream(model, text_BN, tgt_len=6, memory=model.inference_state(3))
+        assert_close(cached_BT, nats_of(model.eval(), text_BN))
 
 
 @pytest.mark.parametrize(
@@ -155,16 +145,6 @@ def test_the_rate_and_the_mean_are_as_configured(rate: float) -> None:
     assert_close(scale[scale > 0].unique().item(), 1 / (1 - rate), rtol=1e-4, atol=0)
 
 
-def test_a_mask_for_all_lanes_does_not_depend_on_them() -> None:
-    masks = [
-        LaneDropoutMasks(seed=3, step=5, lanes=lanes).scale(
-            torch.ones(9, 11), Dropout(0.3, layer=0, place="distances", by_lane=False)
-        )
-        for lanes in ([0], [4, 2, 6])
-    ]
-    assert torch.equal(*masks)
-
-
 def test_the_masks_are_those_of_every_earlier_version() -> None:
     """A resumed run must continue with the same masks, so these bits may never change."""
     is_kept = (mask_of(**BASE) > 0).flatten()[:24].int().tolist()
@@ -190,18 +170,15 @@ def test_only_the_same_place_has_the_same_mask(name: str) -> None:
     )
 
 
-def test_the_rate_and_the_scale() -> None:
-    mask = device_mask_of(**DEVICE_BASE)
-    assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
-    assert 0.2 < (mask == 0).double().mean() < 0.3
-
-
-def test_bits_are_a_mask_too() -> None:
-    key = {name: DEVICE_BASE[name] for name in ("seed", "segment")}
-    x = torch.ones(3, 7, 101)
-    bits = DeviceDropoutMasks(**key).keep_bits(x, Dropout(0.25, layer=1, place="inner"))
-    assert (bits.words.shape, bits.words.dtype) == ((3, 7, 7), torch.int16)
-    mask = unpack(bits, x.shape)
+@pytest.mark.parametrize("as_bits", [False, True])
+def test_the_rate_and_the_scale(as_bits: bool) -> None:
+    masks, x = DeviceDropoutMasks(seed=3, segment=2), torch.ones(3, 7, 101)
+    dropout = Dropout(0.25, layer=1, place="inner")
+    mask = masks.scale(x, dropout)
+    if as_bits:
+        bits = masks.keep_bits(x, dropout)
+        assert (bits.words.shape, bits.words.dtype) == ((3, 7, 7), torch.int16)
+        mask = unpack(bits, x.shape)
     assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     assert 0.2 < (mask == 0).double().mean() < 0.3
     for position in range(16):  # of a word
@@ -225,14 +202,8 @@ def kernel() -> Iterator[None]:
         pytest.skip("tests/gpu runs the compiled kernel")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is decorated
-        import_module("txl_dist.model.dropout_kernel")
+        import_module("txl_dist.model.kernels")
         yield
-
-
-def by_kernel(masks: LaneDropoutMasks, x: Tensor, rate: float, layer: int, place: Place) -> Tensor:
-    """By the kernel, in triton's interpreter."""
-    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
-    return on_gpu.scale(x, Dropout(rate, layer=layer, place=place))
 
 
 @pytest.mark.parametrize(
@@ -248,9 +219,11 @@ def test_every_element_equals_that_of_the_cpu(
     shape: tuple[int, ...], dtype: torch.dtype,
 ) -> None:  # fmt: skip
     masks = LaneDropoutMasks(seed=seed, step=step, lanes=LANES)
+    dropout = Dropout(rate, layer=layer, place=place)
     x = torch.empty(shape, dtype=dtype)
-    expected = masks.scale(x, Dropout(rate, layer=layer, place=place))
-    assert torch.equal(by_kernel(masks, x, rate, layer, place), expected)
+    expected = masks.scale(x, dropout)
+    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
+    assert torch.equal(on_gpu.scale(x, dropout), expected)
     assert 0 < (expected == 0).double().mean() < 1
 
 
@@ -304,12 +277,12 @@ def test_bits_are_those_of_the_mask(kernel: None, shape: tuple[int, ...]) -> Non
     assert torch.equal(unpack(bits, shape), expected)
 
 
-def test_a_mask_that_lanes_share_has_the_last_lane_number(kernel: None) -> None:
-    masks, x = LaneDropoutMasks(seed=3, step=5, lanes=LANES), torch.empty(9, 6)
-    expected = masks.scale(x, Dropout(0.5, layer=0, place="distances", by_lane=False))
-    on_gpu = GpuLaneDropoutMasks.of(masks, torch.device("cpu"))
-    scale = on_gpu.scale(x, Dropout(0.5, layer=0, place="distances", by_lane=False))
-    assert torch.equal(scale, expected)
+def test_a_mask_for_all_lanes_does_not_depend_on_them(kernel: None) -> None:
+    x, dropout = torch.empty(9, 6), Dropout(0.5, layer=0, place="distances", by_lane=False)
+    masks = [LaneDropoutMasks(seed=3, step=5, lanes=lanes) for lanes in ([0], LANES)]
+    on_gpu = GpuLaneDropoutMasks.of(masks[1], torch.device("cpu"))
+    expected, *others = (each.scale(x, dropout) for each in (*masks, on_gpu))
+    assert all(torch.equal(other, expected) for other in others)
 
 
 def test_an_empty_tensor_needs_no_kernel(kernel: None) -> None:

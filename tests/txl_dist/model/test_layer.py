@@ -10,9 +10,8 @@ from torch.testing import assert_close
 from tests.support.small_models import MODERN, random_text, read_stream, small_model
 from txl_dist.model.choices import RECIPES
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.layer import Layer
-from txl_dist.model.norms import normalise
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.layer_parts import normalise
+from txl_dist.model.transformer_xl import Layer, TransformerXL
 
 # Shapes: B lanes, N tokens of a text, D d_model, H heads, K d_head
 

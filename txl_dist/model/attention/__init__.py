@@ -2,10 +2,10 @@
 
 Each is an `AttentionFunction` of its name, with the same result:
 
-    reference.py    the equation, term by term; slow
-    cpu.py          `cpu`: one autograd node with its own backward: training on CPUs, and dropout;
-                    `sdpa`: torch's scaled_dot_product_attention: inference on CPUs
-    triton.py       kernels for GPUs, which store no weights and build no mask
+    torch_attention.py   `reference`: the equation, term by term; slow
+                         `cpu`: one autograd node with its own backward: training on CPUs
+                         `sdpa`: torch's scaled_dot_product_attention: inference on CPUs
+    triton.py            kernels for GPUs, which store no weights and build no mask
 
 Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 """
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.functional import linear
 
-from txl_dist.model.attention.reference import reference_weights
+from txl_dist.model.attention.torch_attention import reference_weights
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, AttentionImplementation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import has_triton
@@ -34,8 +33,8 @@ from txl_dist.model.encodings import (
     encoding_class,
     heads_first,
 )
+from txl_dist.model.layer_parts import StackedLinear, normalise
 from txl_dist.model.memory.recurrent import LayerKVCache
-from txl_dist.model.norms import normalise
 from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
@@ -93,34 +92,14 @@ class SegmentContext:
     """u and v; None if every layer has its own (`untie_r`) or the encoding has none."""
     attention: AttentionFunction
     """The implementation that `choose_implementation` has chosen."""
-    attention_of_projections: AttentionFunction | None
-    """The same of keys and values as they are projected, [B, N, 2 H K] of memory and segment, for
-    an implementation that `needs_triton`; None for others. The former take dropout as bits, and
-    fewer heads of keys than of queries."""
+    is_triton: bool
+    """It takes dropout as bits, fewer heads of keys than of queries, and in place of keys and
+    values also the projections of memory and segment, [B, N, 2 H K]."""
     visibility: Visibility
     """Which keys each query may see. It has a mask if `attention` or the callback needs one."""
     dropout_masks: DropoutMasks | None
     """None in evaluation."""
     on_attention_weights: AttentionWeightsCallback | None = None
-
-
-class StackedLinear(nn.Linear):
-    """`nn.Linear` of `num_stacked` maps of the same input, computed as one product.
-
-    The output is theirs side by side. Optimizers that treat a matrix as a whole, such as Muon, have
-    to know: the best update of two matrices is not that of both as one.
-    """
-
-    def __init__(
-        self, in_features: int, out_features: int, *, num_stacked: int, bias: bool = False
-    ) -> None:
-        super().__init__(in_features, num_stacked * out_features, bias=bias)
-        self.num_stacked = num_stacked
-
-    def forward(self, x: Tensor, gain_D: Tensor | None = None) -> Tensor:
-        """The maps of x, or of x times `gain_D` [in_features] without a product of that size."""
-        weight = self.weight if gain_D is None else self.weight * gain_D
-        return linear(x, weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -161,19 +140,20 @@ class Attention(nn.Module):
         gain_D: Tensor | None = None,
     ) -> Tensor:
         q_HBTK = self.query(x_BTD).unflatten(-1, self.heads).permute(2, 0, 1, 3)
+        make_terms = partial(self.distances, context.distances, context.biases_HK)
         if isinstance(memory, LayerKVCache):
             k_HBSK, v_HBSK = memory.append(*self.keys_and_values(x_BTD))
-            terms = memory.terms(k_HBSK.shape[2], lambda: self._terms(context))
+            terms = memory.terms(k_HBSK.shape[2], make_terms)
             if terms.rotary_SK is not None:
                 k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
         else:
             # Two projections, because one of both inputs would compute a gradient for the memory:
             # 4 % more operations in a training step of benchmarks/model_speed.py.
             projected = self.key_value(memory, gain_D), self.key_value(x_BTD)
-            terms = self._terms(context)
-            if (read := self._attend_to_projections(context, terms)) is not None:
+            terms = make_terms()
+            if self._can_read_projections(context, terms):
                 keep = self._dropout_scale(x_BTD, context, memory.shape[1] + x_BTD.shape[1])
-                mixed_BTHK = read(q_HBTK, *projected, terms, context.visibility, keep)
+                mixed_BTHK = context.attention(q_HBTK, *projected, terms, context.visibility, keep)
                 return self.out(mixed_BTHK.flatten(-2))
             k_HBSK, v_HBSK = pack_heads(*projected, self.kv_heads)
             if self.qk_norm:
@@ -188,19 +168,15 @@ class Attention(nn.Module):
             context.on_attention_weights(self.weight_dropout.layer, weights)
         keep = self._dropout_scale(x_BTD, context, k_HBSK.shape[2])
         attend = context.attention
-        if len(q_HBTK) > len(k_HBSK) and context.attention_of_projections is None:
+        if len(q_HBTK) > len(k_HBSK) and not context.is_triton:
             attend = partial(attend_by_groups, attend)
         mixed_BTHK = attend(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep)
         return self.out(mixed_BTHK.flatten(-2))
 
-    def _attend_to_projections(
-        self, context: SegmentContext, terms: DistanceTerms
-    ) -> AttentionFunction | None:
-        """The function for keys and values as they are projected, if nothing changes them."""
+    def _can_read_projections(self, context: SegmentContext, terms: DistanceTerms) -> bool:
+        """Whether nothing changes keys and values between their projection and attention."""
         is_changed = self.qk_norm or terms.rotary_SK is not None or self.heads[1] % 16
-        if is_changed or context.on_attention_weights is not None:
-            return None
-        return context.attention_of_projections
+        return context.is_triton and not is_changed and context.on_attention_weights is None
 
     def keys_and_values(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Those of the segment as a cache stores them, [H, B, T, K]: normed, not rotated."""
@@ -215,9 +191,6 @@ class Attention(nn.Module):
             return normalise(q_HBTK, self.query_gain_K, self.norm_epsilon, terms.rotary_SK)
         return q_HBTK if terms.rotary_SK is None else apply_rotary(q_HBTK, terms.rotary_SK)
 
-    def _terms(self, context: SegmentContext) -> DistanceTerms:
-        return self.distances(context.distances, context.biases_HK)
-
     def _dropout_scale(
         self, x_BTD: Tensor, context: SegmentContext, num_keys: int
     ) -> Tensor | KeepBits | None:
@@ -226,7 +199,7 @@ class Attention(nn.Module):
         shape = (num_lanes, self.heads[0], num_queries, num_keys)
         # An expanded scalar: a mask needs a shape, dtype and device, but no values.
         like_BHTS = x_BTD.new_zeros(()).expand(shape)
-        if context.attention_of_projections is not None:  # triton's kernels, which read bits
+        if context.is_triton:
             return self.weight_dropout.keep_bits(like_BHTS, context.dropout_masks)
         return self.weight_dropout.scale(like_BHTS, context.dropout_masks)
 

@@ -8,26 +8,20 @@ sixteenth of the scores in bf16.
 
 Forward and backward are custom operators of torch, so they work with fake tensors, torch.compile
 and activation checkpointing. Products with r, and the sums for u, v and b, are autograd's.
-This module does not import triton; triton_launch.py is imported when a kernel runs. On CPUs it
-runs in triton's interpreter if TRITON_INTERPRET=1 is set before triton is imported.
+On CPUs the kernels run in triton's interpreter if TRITON_INTERPRET=1 is set before triton is
+imported.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import define, impl, register_autograd, register_fake
+from torch.library import register_autograd
 from torch.nn.functional import pad
 
+from txl_dist.model.devices import define_operator
 from txl_dist.model.dropout import KeepBits
-from txl_dist.model.encodings import (
-    DistanceTerms,
-    cast_like,
-    heads_first,
-    pad_channels,
-    scaled_query,
-)
+from txl_dist.model.encodings import DistanceTerms, cast_like, pad_channels, scaled_query
 from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, S keys, H heads, K d_head, C classes of queries,
@@ -41,56 +35,27 @@ COLUMN_MULTIPLE = 16
 
 def triton(
     q_HBTK: Tensor,
-    k_HBSK: Tensor,
-    v_HBSK: Tensor,
+    first: Tensor,
+    second: Tensor,
     terms: DistanceTerms,
     visibility: Visibility,
     keep: KeepBits | None,
 ) -> Tensor:
-    """Weighted sums of the values, [B, T, H, K]."""
+    """Weighted sums of the values, [B, T, H, K].
+
+    `first` and `second` are keys and values [H, B, S, K], or those of memory and segment as they
+    are projected, [B, N, 2 H K]. These are not copied, so K must be a multiple of 16 then.
+    """
+    padded = (pad_channels(x) for x in (first, second))
     mixed_BTHK, _ = torch.ops.txl_dist.relative_attention(
-        _content_query(q_HBTK, terms),
-        *(_contiguous_for_gradient(pad_channels(x)) for x in (k_HBSK, v_HBSK)),
+        pad_channels(scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK))),
+        # Gradients are written with their strides. Those of a KV cache, without any, are views.
+        *(x.contiguous() if torch.is_grad_enabled() else x for x in padded),
         _distance_scores(q_HBTK, terms),
-        _reach(q_HBTK, visibility),
+        visibility.reach_BT.expand(q_HBTK.shape[1], -1).to(torch.int32).contiguous(),
         *(keep or (None, 0.0)),
     )
     return mixed_BTHK[..., : q_HBTK.shape[-1]]
-
-
-def triton_of_projections(
-    q_HBTK: Tensor,
-    memory_BMX: Tensor,
-    segment_BTX: Tensor,
-    terms: DistanceTerms,
-    visibility: Visibility,
-    keep: KeepBits | None,
-) -> Tensor:
-    """`triton`, of keys and values [B, N, 2, H, K] side by side as they are projected.
-
-    They are not copied, so K must be a multiple of 16.
-    """
-    mixed_BTHK, _ = torch.ops.txl_dist.relative_attention_of_projections(
-        _content_query(q_HBTK, terms),
-        *map(_contiguous_for_gradient, (memory_BMX, segment_BTX)),
-        _distance_scores(q_HBTK, terms),
-        _reach(q_HBTK, visibility),
-        *(keep or (None, 0.0)),
-    )
-    return mixed_BTHK
-
-
-def _content_query(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
-    return pad_channels(scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK)))
-
-
-def _contiguous_for_gradient(x: Tensor) -> Tensor:
-    """The gradient is written with strides of `x`. Those of a KV cache, without any, are views."""
-    return x.contiguous() if torch.is_grad_enabled() else x
-
-
-def _reach(q_HBTK: Tensor, visibility: Visibility) -> Tensor:
-    return visibility.reach_BT.expand(q_HBTK.shape[1], -1).to(torch.int32).contiguous()
 
 
 def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
@@ -99,9 +64,8 @@ def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
     num_rows = -(-num_queries // NUM_CLASSES)
     # In generation only the first class has a query: the others get its scores, which nobody reads.
     num_classes = 1 if num_queries == 1 else NUM_CLASSES
-    b_HCW = None
-    if terms.score_HS is not None:
-        b_HCW = _by_class(terms.score_HS, num_queries, num_classes)
+    b_HS = terms.score_HS
+    b_HCW = None if b_HS is None else _by_class(b_HS, num_queries, num_classes)
     if terms.distance_HSK is None:
         if b_HCW is None:
             return None
@@ -138,75 +102,8 @@ def _by_class(by_distance: Tensor, num_queries: int, num_classes: int) -> Tensor
     )
 
 
-_OPTIONS = "Tensor? distance, Tensor reach, Tensor? keep_words, float keep_factor"
-_SAVED = f"{_OPTIONS}, Tensor mixed, Tensor logsumexp, bool wants_distance"
-for _name in ("relative_attention", "relative_attention_of_projections"):
-    define(
-        f"txl_dist::{_name}",
-        f"(Tensor q, Tensor first, Tensor second, {_OPTIONS}) -> (Tensor, Tensor)",
-    )
-    define(
-        f"txl_dist::{_name}_backward",
-        f"(Tensor d_mixed, Tensor q, Tensor first, Tensor second, {_SAVED})"
-        " -> (Tensor, Tensor, Tensor, Tensor)",
-    )
-# `first` and `second` are keys and values [H, B, S, K], or projections of memory and segment
-# [B, N, 2 H K]; q is scaled. They and q are contiguous, but keys and values without gradients need
-# not be. `distance`: see `_distance_scores`. `keep_words` and its factor are those of `KeepBits`.
-# Results are the weighted sums of the values [B, T, H, K] and the binary logsumexp of the scores
-# [H, B, T]; those of backward are gradients of q, `first`, `second` and `distance`, the last empty
-# unless `wants_distance`.
-
-
-def _register(name: str, views_of: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
-    """The two operators of this name. `views_of`: the `Keys` of q, `first` and `second`."""
-
-    def inputs_of(q_HBTK: Tensor, first: Tensor, second: Tensor, *options: Any) -> Any:
-        from txl_dist.model.attention.triton_launch import Inputs
-
-        return Inputs(q_HBTK, views_of(q_HBTK, first, second), *options)
-
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        from txl_dist.model.attention.triton_launch import forward
-
-        outputs = _outputs(*inputs)
-        forward(inputs_of(*inputs), outputs)
-        return outputs
-
-    def backward(d_mixed_BTHK: Tensor, *saved: Any) -> tuple[Tensor, ...]:
-        from txl_dist.model.attention.triton_launch import backward
-
-        *inputs, mixed_BTHK, logsumexp_HBT, _ = saved
-        d_q, d_first, d_second, d_distance = gradients = _gradients(d_mixed_BTHK, *saved)
-        backward(
-            d_mixed_BTHK.contiguous(),
-            inputs_of(*inputs),
-            (mixed_BTHK, logsumexp_HBT),
-            (d_q, views_of(d_q, d_first, d_second), d_distance),
-        )
-        return gradients
-
-    def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.keep_factor = inputs
-        ctx.save_for_backward(*tensors, *output)
-
-    def gradient(ctx: Any, d_mixed_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        wants_distance = ctx.needs_input_grad[3]
-        *inputs, mixed_BTHK, logsumexp_HBT = ctx.saved_tensors
-        operator = getattr(torch.ops.txl_dist, f"{name}_backward")
-        *gradients, d_distance = operator(
-            d_mixed_BTHK, *inputs, ctx.keep_factor, mixed_BTHK, logsumexp_HBT, wants_distance
-        )
-        return (*gradients, d_distance if wants_distance else None, None, None, None)
-
-    impl(f"txl_dist::{name}", "default")(forward)
-    impl(f"txl_dist::{name}_backward", "default")(backward)
-    register_fake(f"txl_dist::{name}")(_outputs)
-    register_fake(f"txl_dist::{name}_backward")(_gradients)
-    register_autograd(f"txl_dist::{name}", gradient, setup_context=save_for_backward)
-
-
-def _outputs(q_HBTK: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+def empty_outputs(q_HBTK: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """For the results of `relative_attention`."""
     num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
     dtype = torch.promote_types(q_HBTK.dtype, torch.float32)
     return (
@@ -215,7 +112,7 @@ def _outputs(q_HBTK: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _gradients(
+def empty_gradients(
     d_mixed_BTHK: Tensor,
     q_HBTK: Tensor,
     first: Tensor,
@@ -223,7 +120,7 @@ def _gradients(
     distance_HCBNW: Tensor | None,
     *saved: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty and contiguous. The kernels store every element exactly once."""
+    """For those of `relative_attention_backward`, contiguous. Each element is stored once."""
     d_distance = q_HBTK.new_empty(0)
     if saved[-1]:  # wants_distance
         assert distance_HCBNW is not None
@@ -232,19 +129,42 @@ def _gradients(
     return d_q, d_first, d_second, d_distance
 
 
-def _views_of_keys(q_HBTK: Tensor, k_HBSK: Tensor, v_HBSK: Tensor) -> Any:
-    from txl_dist.model.attention.triton_launch import Keys
+# q is scaled. `first` and `second` are those of `triton`. They and q are contiguous, but keys and
+# values without gradients need not be. `distance`: see `_distance_scores`. `keep_words` and its
+# factor are those of `KeepBits`. Results are the weighted sums of the values [B, T, H, K] and the
+# binary logsumexp of the scores [H, B, T]; those of backward are gradients of q, `first`, `second`
+# and `distance`, the last empty unless `wants_distance`.
+_INPUTS = (
+    "Tensor q, Tensor first, Tensor second, Tensor? distance, Tensor reach, Tensor? keep_words,"
+    " float keep_factor"
+)
+define_operator(
+    "relative_attention",
+    f"({_INPUTS}) -> (Tensor, Tensor)",
+    kernel="txl_dist.model.attention.triton_launch:relative_attention",
+    empty_results=empty_outputs,
+)
+define_operator(
+    "relative_attention_backward",
+    f"(Tensor d_mixed, {_INPUTS}, Tensor mixed, Tensor logsumexp, bool wants_distance)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    kernel="txl_dist.model.attention.triton_launch:relative_attention_backward",
+    empty_results=empty_gradients,
+)
 
-    return Keys(k_HBSK, v_HBSK)
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.keep_factor = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _views_of_projections(q_HBTK: Tensor, memory_BMX: Tensor, segment_BTX: Tensor) -> Any:
-    from txl_dist.model.attention.triton_launch import Keys
+def _gradients(ctx: Any, d_mixed_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    wants_distance = ctx.needs_input_grad[3]
+    *inputs, mixed_BTHK, logsumexp_HBT = ctx.saved_tensors
+    *gradients, d_distance = torch.ops.txl_dist.relative_attention_backward(
+        d_mixed_BTHK, *inputs, ctx.keep_factor, mixed_BTHK, logsumexp_HBT, wants_distance
+    )
+    return (*gradients, d_distance if wants_distance else None, None, None, None)
 
-    heads = q_HBTK.shape[0], q_HBTK.shape[3]
-    both = (memory_BMX, segment_BTX)
-    return Keys(*(x for part_BNX in both for x in heads_first(part_BNX, heads)))
 
-
-_register("relative_attention", _views_of_keys)
-_register("relative_attention_of_projections", _views_of_projections)
+register_autograd("txl_dist::relative_attention", _gradients, setup_context=_save_for_backward)

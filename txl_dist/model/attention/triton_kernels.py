@@ -30,6 +30,7 @@ from txl_dist.model.attention.triton_tiles import (
     load_keys,
     load_reach,
     load_rows,
+    matrices_at,
     store_keys,
     store_rows,
     store_zeros_beside,
@@ -67,10 +68,10 @@ def forward_kernel(
     lane, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
-    k1 += head // GROUP * stride_k1h + lane * stride_k1b
-    v1 += head // GROUP * stride_v1h + lane * stride_v1b
-    k2 += head // GROUP * stride_k2h + lane * stride_k2b
-    v2 += head // GROUP * stride_v2h + lane * stride_v2b
+    k1, v1, k2, v2 = matrices_at(
+        head // GROUP, lane, k1, v1, k2, v2, stride_k1h, stride_k1b, stride_v1h, stride_v1b,
+        stride_k2h, stride_k2b, stride_v2h, stride_v2b,
+    )  # fmt: skip
     by_distance += head * stride_dh + lane * stride_db
     keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
@@ -140,10 +141,10 @@ def query_gradient_kernel(
     row, num_keys = head * num_lanes + lane, mem_len + num_queries
     q += row * num_queries * d_head
     d_q += row * num_queries * d_head
-    k1 += head // GROUP * stride_k1h + lane * stride_k1b
-    v1 += head // GROUP * stride_v1h + lane * stride_v1b
-    k2 += head // GROUP * stride_k2h + lane * stride_k2b
-    v2 += head // GROUP * stride_v2h + lane * stride_v2b
+    k1, v1, k2, v2 = matrices_at(
+        head // GROUP, lane, k1, v1, k2, v2, stride_k1h, stride_k1b, stride_v1h, stride_v1b,
+        stride_k2h, stride_k2b, stride_v2h, stride_v2b,
+    )  # fmt: skip
     by_distance += head * stride_dh + lane * stride_db
     num_rows = tl.cdiv(num_queries, NUM_CLASSES)
     class_columns = (num_rows * num_columns).to(tl.int64) * num_lanes
@@ -226,14 +227,14 @@ def key_value_gradient_kernel(
     """d_k and d_v of BLOCK_S keys, with strides of k and v. Tiles are transposed."""
     lane, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     num_keys = mem_len + num_queries
-    k1 += head * stride_k1h + lane * stride_k1b
-    v1 += head * stride_v1h + lane * stride_v1b
-    k2 += head * stride_k2h + lane * stride_k2b
-    v2 += head * stride_v2h + lane * stride_v2b
-    d_k1 += head * stride_k1h + lane * stride_k1b
-    d_v1 += head * stride_v1h + lane * stride_v1b
-    d_k2 += head * stride_k2h + lane * stride_k2b
-    d_v2 += head * stride_v2h + lane * stride_v2b
+    k1, v1, k2, v2 = matrices_at(
+        head, lane, k1, v1, k2, v2, stride_k1h, stride_k1b, stride_v1h, stride_v1b,
+        stride_k2h, stride_k2b, stride_v2h, stride_v2b,
+    )  # fmt: skip
+    d_k1, d_v1, d_k2, d_v2 = matrices_at(
+        head, lane, d_k1, d_v1, d_k2, d_v2, stride_k1h, stride_k1b, stride_v1h, stride_v1b,
+        stride_k2h, stride_k2b, stride_v2h, stride_v2b,
+    )  # fmt: skip
 
     first = tl.program_id(0) * BLOCK_S
     s = first + tl.arange(0, BLOCK_S)

@@ -1,7 +1,4 @@
-"""Launches the kernels of triton_kernels.py: sizes of tiles, strides and grids.
-
-Imports triton, so triton.py imports this module when a kernel runs.
-"""
+"""The operators of triton.py, by the kernels of triton_kernels.py: tiles, strides and grids."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,11 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from txl_dist.model.attention.triton import empty_gradients, empty_outputs
 from txl_dist.model.attention.triton_kernels import (
     forward_kernel,
     key_value_gradient_kernel,
     query_gradient_kernel,
 )
+from txl_dist.model.encodings import heads_first
 
 # Shapes: B lanes, T segment tokens, S keys, H heads, K d_head
 
@@ -97,11 +96,6 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def padded_channels(d_head: int) -> int:
-    """Channels of a tile: a power of 2, because triton has no other sizes, and at least 16."""
-    return max(16, triton.next_power_of_2(d_head))
-
-
 class Keys(NamedTuple):
     """Keys and values [H, B, N, K]: of memory and segment, or of both as `k1` and `v1`.
 
@@ -114,6 +108,14 @@ class Keys(NamedTuple):
     k2: Tensor | None = None
     v2: Tensor | None = None
 
+    @classmethod
+    def of(cls, q_HBTK: Tensor, first: Tensor, second: Tensor) -> "Keys":
+        """Views of the arguments of `triton`."""
+        if first.dim() == 4:
+            return cls(first, second)
+        heads = q_HBTK.shape[0], q_HBTK.shape[3]
+        return cls(*heads_first(first, heads), *heads_first(second, heads))
+
 
 class Inputs(NamedTuple):
     """See the operators in attention/triton.py."""
@@ -124,6 +126,27 @@ class Inputs(NamedTuple):
     reach_BT: Tensor
     keep_words: Tensor | None
     keep_factor: float
+
+
+def relative_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The operator of this name."""
+    q_HBTK, first, second, *options = inputs
+    outputs = empty_outputs(*inputs)
+    forward(Inputs(q_HBTK, Keys.of(q_HBTK, first, second), *options), outputs)
+    return outputs
+
+
+def relative_attention_backward(d_mixed_BTHK: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+    """The operator of this name."""
+    q_HBTK, first, second, *options, mixed_BTHK, logsumexp_HBT, _ = saved
+    d_q, d_first, d_second, d_distance = gradients = empty_gradients(d_mixed_BTHK, *saved)
+    backward(
+        d_mixed_BTHK.contiguous(),
+        Inputs(q_HBTK, Keys.of(q_HBTK, first, second), *options),
+        (mixed_BTHK, logsumexp_HBT),
+        (d_q, Keys.of(d_q, d_first, d_second), d_distance),
+    )
+    return gradients
 
 
 def forward(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> None:
@@ -213,7 +236,8 @@ class _Call(NamedTuple):
                 # For fp32: TF32 only if torch's products may use it, else three products of TF32,
                 # which are nearly exact. "ieee" does not use the tensor cores and spills registers.
                 "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
-                "BLOCK_K": padded_channels(d_head),
+                # A power of 2, because triton has no other sizes of tiles, and at least 16.
+                "BLOCK_K": max(16, triton.next_power_of_2(d_head)),
             },
         )
 

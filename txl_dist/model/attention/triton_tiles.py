@@ -20,6 +20,20 @@ def load_rows(matrix, row, stride, num_rows, d_head, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def matrices_at(
+    head, lane, k1, v1, k2, v2, stride_k1h, stride_k1b, stride_v1h, stride_v1b, stride_k2h,
+    stride_k2b, stride_v2h, stride_v2b,
+):  # fmt: skip
+    """Keys and values of one head and lane."""
+    return (
+        k1 + head * stride_k1h + lane * stride_k1b,
+        v1 + head * stride_v1h + lane * stride_v1b,
+        k2 + head * stride_k2h + lane * stride_k2b,
+        v2 + head * stride_v2h + lane * stride_v2b,
+    )
+
+
+@triton.jit
 def key_tile(
     first, second, s_first, stride_first, stride_second, mem_len, num_keys, d_head,
     BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,

@@ -15,12 +15,14 @@ checkpoints, a resume on other ranks and evaluation work for every kind
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from txl_dist.model.config import ModelConfig
 
@@ -81,7 +83,6 @@ class SequenceState(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """All its tensors by name, not copied. Dimension 0 is the lanes."""
 
-    @abstractmethod
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "SequenceState":
         """The state of these lanes, in this order, each without its newest `num_removed` tokens.
 
@@ -89,6 +90,12 @@ class SequenceState(ABC):
         kept would be needed; a cache can remove the tokens of the last segment. So lanes can read
         segments of different lengths: pad them at the end, and remove the padding.
         """
+        if any(num_removed):
+            name = type(self).__name__
+            raise ValueError(f"a {name} has no older tokens to put in place of removed ones")
+        state: Any = self  # a dataclass
+        rows = list(lanes)
+        return replace(state, **tree_map_only(Tensor, lambda x: x[rows], vars(self)))
 
     def row(self, lane: int) -> dict[str, Tensor]:
         """The state of one lane: views of its tensors."""

@@ -22,7 +22,7 @@ which has no parameters, so it needs no auxiliary loss.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -156,17 +156,6 @@ class CompressiveState(SequenceState):
         ):
             named |= {f"layer-{number}": recent_BRD, f"layer-{number}-compressed": compressed_BCD}
         return named
-
-    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "CompressiveState":
-        if any(num_removed):
-            raise ValueError("a compressive memory has no older tokens to put in place of newer")
-        rows = list(lanes)
-        return replace(
-            self,
-            compressed=tuple(x[rows] for x in self.compressed),
-            recent=tuple(x[rows] for x in self.recent),
-            num_pending_B=self.num_pending_B[rows],
-        )
 
 
 def _rows(x_BND: Tensor, row_BX: Tensor) -> Tensor:

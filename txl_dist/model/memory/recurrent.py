@@ -44,13 +44,8 @@ class Recurrent(MemoryKind):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "RecurrentMemory":
-        lanes, width = num_lanes, self.config.d_model
-        return RecurrentMemory(
-            tuple(
-                torch.zeros(lanes, mem_len, width, dtype=dtype, device=device)
-                for mem_len in self.config.mem_lens
-            )
-        )
+        shapes = ((num_lanes, mem_len, self.config.d_model) for mem_len in self.config.mem_lens)
+        return RecurrentMemory(tuple(torch.zeros(s, dtype=dtype, device=device) for s in shapes))
 
     def for_inference(
         self, num_lanes: int, *, max_tokens: int | None, dtype: torch.dtype, device: torch.device
@@ -80,31 +75,17 @@ class RecurrentMemory(SequenceState):
 
     def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "RecurrentMemory":
         """The last M tokens of [memory ; the layer's inputs], in this memory's dtype."""
-        return RecurrentMemory(
-            tuple(
-                _newest(old_BMD, new_BTD)
-                for old_BMD, new_BTD in zip(self.layers, hidden_BTD[:-1], strict=True)
-            )
-        )
+        pairs = zip(self.layers, hidden_BTD[:-1], strict=True)
+        return RecurrentMemory(tuple(_newest(*pair) for pair in pairs))
 
     def cleared(self, lanes_B: Tensor) -> "RecurrentMemory":
         """With zeros in the lanes that the mask names."""
-        return RecurrentMemory(
-            tuple(
-                layer.masked_fill(lanes_B[:, None, None].to(layer.device), 0)
-                for layer in self.layers
-            )
-        )
+        mask_B11 = lanes_B[:, None, None]
+        cleared = (layer.masked_fill(mask_B11.to(layer.device), 0) for layer in self.layers)
+        return RecurrentMemory(tuple(cleared))
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"layer-{number}": layer for number, layer in enumerate(self.layers)}
-
-    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "RecurrentMemory":
-        if any(num_removed):
-            raise ValueError(
-                "a RecurrentMemory has no older tokens to put in place of removed ones"
-            )
-        return RecurrentMemory(tuple(layer[list(lanes)] for layer in self.layers))
 
     def load_row(self, lane: int, saved: Mapping[str, Tensor]) -> None:
         """If `saved` has more tokens, the newest ones."""
@@ -150,7 +131,7 @@ _SPARE_SHARE = 4
 class LayerKVCache:
     """Keys and values of the last M tokens of one layer, and the layer's distance terms.
 
-    New tokens are written to the right of the memory in a longer buffer. When it is full, the
+    New tokens are written to the right of the memory in a longer buffer; if that is full, the
     memory is moved to the start of another one.
     """
 
@@ -168,8 +149,7 @@ class LayerKVCache:
 
     def memory(self) -> tuple[Tensor, ...]:
         """Views of the keys and the values of the memory [H, B, M, K]; () before any segment."""
-        buffers = self._keys_values or ()
-        return tuple(buffer.narrow(2, self._start, self.mem_len) for buffer in buffers)
+        return tuple(x.narrow(2, self._start, self.mem_len) for x in self._keys_values or ())
 
     def clear(self, lanes_B: Tensor) -> None:
         """Set the memory of the lanes that the mask names to zeros. In place."""
@@ -187,13 +167,18 @@ class LayerKVCache:
         if k_HBTK.shape[1] != self._shape[1]:
             raise ValueError(f"{k_HBTK.shape[1]} lanes for a KVCache of {self._shape[1]}")
         mem_len, tgt_len = self._shape[2], k_HBTK.shape[2]
-        keys, values = self._buffers_for(tgt_len, like=k_HBTK)
-        start, new = self._start, self._start + mem_len
+        old = buffers = self._keys_values
+        if buffers is None or self._start + mem_len + tgt_len > buffers[0].shape[2]:
+            buffers = self._keys_values = self._new_buffers(tgt_len, k_HBTK)
+            for before, after in zip(old or (), buffers, strict=False):
+                after[:, :, :mem_len] = before[:, :, self._start : self._start + mem_len]
+            self._start = 0
+        keys, values = buffers
+        start, new, num_keys = self._start, self._start + mem_len, mem_len + tgt_len
         # `narrow` takes half the time of a slice, which matters for a single token.
         keys.narrow(2, new, tgt_len).copy_(k_HBTK)
         values.narrow(2, new, tgt_len).copy_(v_HBTK)
         self._start += tgt_len
-        num_keys = mem_len + tgt_len
         return keys.narrow(2, start, num_keys), values.narrow(2, start, num_keys)
 
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> None:
@@ -205,7 +190,7 @@ class LayerKVCache:
         if self._keys_values is None:
             return
         old = self._keys_values
-        self._keys_values = self._new_buffers(0, like=old[0])
+        self._keys_values = self._new_buffers(0, old[0])
         for before, after in zip(old, self._keys_values, strict=True):
             for lane, (source, removed) in enumerate(zip(lanes, num_removed, strict=True)):
                 # The tokens before the memory are still in the buffer: at least as many as the last
@@ -222,17 +207,6 @@ class LayerKVCache:
                 terms = replace(terms, distance_HSK=terms.distance_HSK.contiguous())
             self._terms[num_keys] = terms
         return self._terms[num_keys]
-
-    def _buffers_for(self, tgt_len: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Buffers with room for a segment; the memory is moved to the start of new ones."""
-        mem_len, old = self._shape[2], self._keys_values
-        if old is not None and self._start + mem_len + tgt_len <= old[0].shape[2]:
-            return old
-        new = self._keys_values = self._new_buffers(tgt_len, like)
-        for before, after in zip(old or (), new, strict=False):
-            after[:, :, :mem_len] = before[:, :, self._start : self._start + mem_len]
-        self._start = 0
-        return new
 
     def _new_buffers(self, tgt_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
         num_heads, num_lanes, mem_len, d_head = self._shape

@@ -22,24 +22,25 @@ tokens, so a document computes the same wherever in a segment it begins.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.layer_parts import new_norm
 from txl_dist.model.memory import MemoryKind, SequenceState, stored_like
 from txl_dist.model.memory.recurrent import Recurrent, RecurrentMemory
-from txl_dist.model.norms import new_norm
 
 # Shapes: B lanes, T segment tokens, m memory tokens, D d_model
 
 
-class RecurrentAndTokens(MemoryKind):
-    """`model.memory: recurrent+tokens`."""
+class MemoryTokens(MemoryKind):
+    """With a recurrent memory, which has no tokens for `model.memory: tokens`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.recurrent = Recurrent(config)
+        self.recurrent = Recurrent(replace(config, mem_len=config.tokens_kept))
 
     def receptive_tokens(self, tgt_len: int) -> None:
         return None
@@ -64,13 +65,6 @@ class RecurrentAndTokens(MemoryKind):
 
     def fits(self, saved: ModelConfig) -> bool:
         return self.recurrent.fits(saved) and saved.memory_tokens == self.config.memory_tokens
-
-
-class MemoryTokens(RecurrentAndTokens):
-    """`model.memory: tokens`: no layer has a recurrent memory."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(replace(config, mem_len=0))
 
 
 @dataclass(frozen=True)
@@ -112,7 +106,7 @@ class TokensState(SequenceState):
             )
 
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "TokensState":
-        recurrent = self.recurrent.select(lanes, num_removed)
+        recurrent: Any = self.recurrent.select(lanes, num_removed)
         return TokensState(self.tokens_BmD[list(lanes)], recurrent)
 
 

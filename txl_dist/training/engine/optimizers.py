@@ -22,7 +22,7 @@ from txl_dist.checkpoint.snapshot import AVERAGE
 from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError
-from txl_dist.model.attention import StackedLinear
+from txl_dist.model.layer_parts import StackedLinear
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 

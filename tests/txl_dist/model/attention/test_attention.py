@@ -16,8 +16,12 @@ from tests.support.small_models import MODERN, random_text, small_model
 from txl_dist.errors import ConfigError
 from txl_dist.model import devices
 from txl_dist.model.attention import choose_implementation
-from txl_dist.model.attention.cpu import cpu, sdpa
-from txl_dist.model.attention.reference import reference, reference_scores
+from txl_dist.model.attention.torch_attention import (
+    cpu,
+    reference,
+    reference_scores,
+    sdpa,
+)
 from txl_dist.model.choices import ATTENTION_IMPLEMENTATIONS, DISTANCE_ENCODINGS
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason

@@ -23,16 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from tests.support.attention_inputs import TERMS, Inputs
-from tests.support.small_models import random_text, small_model
+from tests.support.small_models import random_text, read_stream, small_model
 from tests.support.token_sources import TextSource
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.attention import pack_heads
 from txl_dist.model.attention import triton as triton_module
-from txl_dist.model.attention.reference import reference
-from txl_dist.model.attention.triton import triton, triton_of_projections
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.attention.torch_attention import reference
+from txl_dist.model.attention.triton import triton
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.encodings import DistanceTerms
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import Visibility
 
 
@@ -212,11 +212,8 @@ def test_projections_give_the_numbers_of_packed_heads(
     results = []
     for packs in (True, False):
         x_HBTK, *parts = (x.clone().requires_grad_() for x in (inputs.q_HBTK.detach(), *projected))
-        others = inputs.terms, inputs.visibility, None
-        if packs:
-            mixed = triton(x_HBTK, *pack_heads(*parts, (H, K)), *others)
-        else:
-            mixed = triton_of_projections(x_HBTK, *parts, *others)
+        keys_and_values = pack_heads(*parts, (H, K)) if packs else parts
+        mixed = triton(x_HBTK, *keys_and_values, inputs.terms, inputs.visibility, None)
         gradients = torch.autograd.grad(mixed, [x_HBTK, *parts], d_mixed)
         results.append([mixed.detach(), *gradients])
     assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
@@ -227,25 +224,20 @@ def test_a_layer_without_norm_or_rotation_of_keys_reads_projections(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the losses are those of `reference`."""
-    calls = []
-    of_projections = triton_module.triton_of_projections
+    dimensions = []
 
     def counted(*arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        return of_projections(*arguments)
+        dimensions.append(arguments[1].dim())
+        return triton(*arguments)
 
-    monkeypatch.setattr(triton_module, "triton_of_projections", counted)
+    monkeypatch.setattr(triton_module, "triton", counted)
     nats = []
     for name in ("triton", "reference"):
         model = small_model(attention=name, d_head=16, n_layer=2, mem_len=5, **options).double()
-        memory = model.empty_memory(2)
-        for start in (0, 3):
-            text_BT = random_text(2, 7)[:, start : start + 4]
-            age_BT = torch.arange(start, start + 3).expand(2, -1)
-            masks = LaneDropoutMasks(seed=1, step=2, lanes=[0, 1])
-            nats_BT, memory = model(text_BT[:, :-1], text_BT[:, 1:], age_BT, memory, masks)
-        nats.append(nats_BT.detach())
-    assert len(calls) == 4
+        masks = LaneDropoutMasks(seed=1, step=2, lanes=[0, 1])
+        nats_BN, _ = read_stream(model, random_text(2, 7), tgt_len=3, masks=masks)
+        nats.append(nats_BN.detach())
+    assert dimensions == [3] * 4
     assert_close(nats[0], nats[1])
 
 
@@ -330,10 +322,14 @@ def test_the_model_imports_triton_only_to_run_a_kernel() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_d_head_that_the_kernels_cannot_hold_is_refused_by_name() -> None:
-    assert ModelConfig(attention="triton", d_head=256).d_head == 256
-    with pytest.raises(ValueError, match="attention=triton supports d_head up to 256, not 257"):
-        ModelConfig(attention="triton", d_head=257)
+def nats_and_gradients(model: TransformerXL, masks: LaneDropoutMasks | None) -> list[Any]:
+    """Of the second of two segments."""
+    text_BT, age_BT = random_text(2, 3), torch.tensor([[4, 0, 1], [2, 3, 4]])
+    memory = model.empty_memory(2)
+    for _ in range(2):
+        nats_BT, memory = model(text_BT, text_BT, age_BT, memory, masks)
+    nats_BT.sum().backward()
+    return [nats_BT.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 @pytest.mark.slow
@@ -346,13 +342,17 @@ def test_a_model_has_the_same_gradients_with_dropout_and_recomputed_layers(
     for implementation in ("reference", "triton"):
         model = small_model(attention=implementation, dropatt=0.3)
         model.recompute_layers = recompute_layers
-        text_BT, age_BT = random_text(2, 3), torch.tensor([[4, 0, 1], [2, 3, 4]])
-        memory = model.empty_memory(2)
-        for _ in range(2):
-            nats_BT, memory = model(text_BT, text_BT, age_BT, memory, masks)
-        nats_BT.sum().backward()
-        results.append([nats_BT.detach(), *(parameter.grad for parameter in model.parameters())])
+        results.append(nats_and_gradients(model, masks))
     assert_close(*results)
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_has_the_operators_in_one_graph() -> None:
+    """torch.compile sees two operators with known shapes; no part of the layer runs outside."""
+    eager, compiled = small_model(attention="triton"), small_model(attention="triton")
+    options = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
+    compiled.compute_layer = torch.compile(compiled.compute_layer, **options)
+    assert_close(nats_and_gradients(compiled, None), nats_and_gradients(eager, None))
 
 
 def test_heads_and_lanes_of_a_large_batch_fit_in_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,54 +382,38 @@ def test_heads_and_lanes_of_a_large_batch_fit_in_the_grid(monkeypatch: pytest.Mo
         assert all(number <= 65_535 for number in others)
 
 
-@pytest.mark.slow
-def test_a_compiled_layer_has_the_operators_in_one_graph() -> None:
-    """torch.compile sees two operators with known shapes; no part of the layer runs outside."""
-    results = []
-    for compiled in (False, True):
-        model = small_model(attention="triton")
-        if compiled:
-            options = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
-            model.compute_layer = torch.compile(model.compute_layer, **options)
-        text_BT, age_BT = random_text(2, 3), torch.tensor([[4, 0, 1], [2, 3, 4]])
-        nats_BT, _ = model(text_BT, text_BT, age_BT, model.empty_memory(2))
-        nats_BT.sum().backward()
-        results.append([nats_BT.detach(), *(parameter.grad for parameter in model.parameters())])
-    assert_close(*results)
-
-
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory of a multiprocessor of an A100 and an H100."""
 MOST_SPILLED_BYTES = 164
 """Per thread. In the worst case, d_head 128 in fp32; bf16 at most 100 on an A100, 0 on an H100."""
 
 
+def compiled(*words: str) -> list[dict[str, Any]]:
+    """What the compiler says about each kernel (tests/support/triton_compiler.py)."""
+    report = subprocess.run(
+        [sys.executable, "-m", "tests.support.triton_compiler", *words],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert report.returncode == 0, report.stderr
+    return [json.loads(line) for line in report.stdout.splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [("1", "32"), ("3", "1"), ("1", "1")], ids=" ".join)
 def test_the_kernels_compile_for_one_lane_and_one_token(sizes: tuple[str, str]) -> None:
     """Triton compiles an argument of 1 as a constant, which has no methods of a tensor."""
-    command = [sys.executable, "-m", "tests.support.triton_compiler", "90", "bfloat16", "64"]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    report = subprocess.run(
-        [*command, *sizes], env=environment, capture_output=True, text=True, check=False
-    )
-    assert report.returncode == 0, report.stderr
-    assert len(report.stdout.splitlines()) == 5
+    assert len(compiled("90", "bfloat16", "64", *sizes)) == 5
 
 
 @pytest.mark.slow
 # 48: heads of 41 channels with their padding. They have the tiles of 64.
-@pytest.mark.parametrize("d_head", [48, 128])
+@pytest.mark.parametrize("d_head", ["48", "128"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_two_programs_per_multiprocessor(
-    capability: int, dtype: str, d_head: int
+    capability: int, dtype: str, d_head: str
 ) -> None:
-    module = "tests.support.triton_compiler"
-    command = [sys.executable, "-m", module, str(capability), dtype, str(d_head)]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    report = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    results = [json.loads(line) for line in report.stdout.splitlines()]
+    results = compiled(str(capability), dtype, d_head)
     assert [result["kernel"] for result in results] == [
         "forward_kernel",
         "query_gradient_kernel",

@@ -190,22 +190,6 @@ def test_without_a_memory_nothing_is_compressed() -> None:
     assert sum(x.nbytes for x in kind.empty(B).row(0).values()) == 4  # the count
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"memory": "recurrent", "compressed_len": 3}, "is not supported by memory=recurrent"),
-        ({"memory": "compressive", "compression_rate": 1}, "must be at least 2"),
-        ({"memory": "compressive", "compressed_len": -1}, "must be at least 0"),
-        ({"memory": "compressive", "same_length": True}, "same_length=true is not supported"),
-        ({"memory": "compressive", "mem_shares": (0.5, 1.0)}, r"mem_shares=.* is not supported"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_compressed_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(**options)
-
-
 def test_a_memory_of_other_sizes_does_not_fit() -> None:
     kind = memory_kind(config(mem_len=8))
     assert kind.fits(config(mem_len=8, compressed_len=2))

@@ -102,7 +102,6 @@ def test_a_cache_holds_no_autograd_graph() -> None:
     cache = model.inference_state(2)
     with torch.no_grad():
         model(text_BT, text_BT, torch.zeros_like(text_BT), cache)
-    with torch.no_grad():
         keys, values = cache.layers[0].append(*[torch.zeros(3, 2, 1, 4, dtype=torch.float64)] * 2)
     assert not keys.requires_grad
     assert not values.requires_grad

@@ -13,7 +13,6 @@ from tests.support.training_runs import TINY
 from tests.support.written_out import assert_losses, attend
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
-from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
 M, TGT_LEN, NUM_SEGMENTS = 3, 4, 4  # M: memory_tokens of small_model
@@ -113,18 +112,3 @@ def test_a_run_that_would_not_train_what_is_written_is_refused(kind: str) -> Non
     with pytest.raises(ConfigError, match=r"needs training\.backprop_segments of at least 2"):
         load_run_config(TINY, [f"model.memory={kind}"])
     load_run_config(TINY, [f"model.memory={kind}", "training.backprop_segments=3"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"same_length": True}, "same_length=true is not supported by memory=tokens"),
-        ({"distance_encoding": "absolute"}, "use another distance_encoding"),
-        ({"distance_encoding": "absolute", "mem_len": 0}, "use another distance_encoding"),
-        ({"memory_tokens": 0}, "memory_tokens=0 must be at least 1"),
-        ({"mem_shares": (0.5, 1.0)}, r"mem_shares=.* is not supported by memory=tokens"),
-    ],
-)
-def test_other_settings_that_do_not_fit_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(memory="tokens", **options)

@@ -1,7 +1,13 @@
-"""Attention on CPUs: `cpu` for training and dropout, `sdpa` without gradients.
+"""Attention by torch's operations: the equation, training on CPUs, and inference on CPUs.
 
-`cpu` is one autograd node with its own backward, which covers everything between the projections.
-Compared with autograd through the equation:
+`reference` is the equation, written term by term. The tests compare all others with it.
+
+    A_ij = q_i . k_j  +  (q_i + v) . r_(i-j)  +  u . k_j  +  b_(i-j)
+
+Which of u, v, r and b exist is decided by the distance encoding (encodings.py).
+
+`cpu`, for training and dropout, is one autograd node with its own backward, which covers everything
+between the projections. Compared with autograd through the equation:
 
 - distance scores are one product per head for all lanes, and the relative shift is a view
   (encodings.py);
@@ -9,16 +15,17 @@ Compared with autograd through the equation:
 - the softmax is computed in place, and the backward keeps one [H, B, T, S] tensor, the weights;
 - the gradient of the shifted view is computed in place, without a copy into zeros.
 
-`sdpa` is torch's scaled_dot_product_attention, which is 8 % faster in evaluation
-(docs/experiments.md). Distance scores and mask are passed as an additive bias [H, B, T, S], so of
-all tensors of that size only the bias is stored. Torch's kernel has no gradient for the bias, and
-takes no dropout mask.
+`sdpa`, without gradients, is torch's scaled_dot_product_attention, which is 8 % faster in
+evaluation (docs/experiments.md). Distance scores and mask are passed as an additive bias
+[H, B, T, S]. Torch's kernel has no gradient for the bias, and takes no dropout mask.
+
+Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, einsum
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -26,6 +33,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from txl_dist.model.encodings import (
     DistanceTerms,
     align_constant_scores,
+    align_distances,
     align_padded_distances,
     cast_like,
     padded_distance_scores,
@@ -34,6 +42,43 @@ from txl_dist.model.encodings import (
 from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, S keys, R = 1 + S, H heads, K d_head, N = H B, X = B T
+
+
+def reference_scores(q_HBTK: Tensor, k_HBSK: Tensor, terms: DistanceTerms) -> Tensor:
+    """Scaled scores [B, H, T, S], without the mask."""
+    u_HK, v_HK, scale = terms.content_bias_HK, terms.distance_bias_HK, q_HBTK.shape[-1] ** -0.5
+    q_u = q_HBTK if u_HK is None else q_HBTK + u_HK[:, None, None]
+    score_BHTS = einsum("hbtk,hbsk->bhts", q_u, k_HBSK) * scale
+    if terms.distance_HSK is not None:
+        q_v = q_HBTK if v_HK is None else q_HBTK + v_HK[:, None, None]
+        by_distance_BHTS = einsum("hbtk,hsk->bhts", q_v, terms.distance_HSK) * scale
+        score_BHTS = score_BHTS + align_distances(by_distance_BHTS)
+    if terms.score_HS is not None:
+        by_distance_HTS = terms.score_HS[:, None].repeat(1, q_HBTK.shape[2], 1)
+        score_BHTS = score_BHTS + align_distances(by_distance_HTS)
+    return score_BHTS
+
+
+def reference_weights(
+    q_HBTK: Tensor, k_HBSK: Tensor, terms: DistanceTerms, mask_BTS: Tensor
+) -> Tensor:
+    """Attention weights [B, H, T, S]; each row sums to 1."""
+    return (reference_scores(q_HBTK, k_HBSK, terms) + mask_BTS[:, None]).softmax(dim=-1)
+
+
+def reference(
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    terms: DistanceTerms,
+    visibility: Visibility,
+    keep_BHTS: Tensor | None,
+) -> Tensor:
+    """Weighted sums of the values, [B, T, H, K]."""
+    weight_BHTS = reference_weights(q_HBTK, k_HBSK, terms, visibility.mask)
+    if keep_BHTS is not None:
+        weight_BHTS = weight_BHTS * keep_BHTS
+    return einsum("bhts,hbsk->bthk", weight_BHTS.to(v_HBSK.dtype), v_HBSK)
 
 
 def cpu(

@@ -125,7 +125,7 @@ class StopAfter:
 def final_state(run: Any, step: int) -> TrainState:
     """The state in the checkpoint of a step."""
     from txl_dist.checkpoint.directory import CheckpointDirectory
-    from txl_dist.checkpoint.reader import verify_checkpoint
+    from txl_dist.checkpoint.tensors import verify_checkpoint
     from txl_dist.training.state import load_state
 
     path = CheckpointDirectory(run).at(step)

@@ -41,7 +41,7 @@ from txl_dist.checkpoint.manifest import (
     file_name,
     part_name,
 )
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.tensors import Snapshot
 from txl_dist.errors import CheckpointError, DivergedError, FencedError, LostRankError, TxlError
 from txl_dist.runtime.fault_injection import fault_point
 
@@ -76,12 +76,6 @@ class Save:
     require_useful: Callable[[], None] = lambda: None
     """Called often; raises an exception when the save has failed on another rank."""
 
-    @property
-    def step(self) -> int:
-        """The step whose checkpoint is written."""
-        step: int = self.state["step"]
-        return step
-
 
 class Checkpoints:
     """The checkpoints of a run: in its directory, and as copies at a URL if there is an uploader.
@@ -114,7 +108,7 @@ class Checkpoints:
 
     def write_part(self, save: Save, snapshot: Snapshot) -> None:
         """Write the files of this rank into the staging directory."""
-        snapshot.require_finite(step=save.step, rank=save.rank)
+        snapshot.require_finite(step=save.state["step"], rank=save.rank)
         staging = self.directory.begin(save.save_id)
         fault_point("save/files")
         part = snapshot.write(staging, rank=save.rank, before_block=save.require_useful)
@@ -135,9 +129,10 @@ class Checkpoints:
         write_synced(staging / MANIFEST_NAME, _manifest(staging, save, header, parts).to_json())
         for path in paths:
             path.unlink()
-        checkpoint = self.directory.finish(save.save_id, save.step)
+        step: int = save.state["step"]
+        checkpoint = self.directory.finish(save.save_id, step)
         fault_point("save/latest")
-        self.directory.set_pointer("LATEST", save.step)
+        self.directory.set_pointer("LATEST", step)
         return checkpoint
 
     def rewind(self, step: int, changes: Mapping[str, Any], *, best_step: int | None) -> None:
@@ -187,9 +182,11 @@ def _wait_for_parts(staging: Path, save: Save) -> None:
         now = time.monotonic()
         # Not at every poll: a network file system is asked for each file.
         if now >= next_look:
-            next_look, size = now + _LOOK_SECONDS, _written_bytes(staging)
-            if size != num_bytes:
-                num_bytes, deadline = size, now + save.timeout_seconds
+            next_look, before = now + _LOOK_SECONDS, num_bytes
+            with suppress(OSError):  # a file that is renamed now
+                num_bytes = sum(path.stat().st_size for path in staging.iterdir())
+            if num_bytes != before:
+                deadline = now + save.timeout_seconds
         if now > deadline:
             files = f"files of rank {', '.join(map(str, sorted(missing)))}"
             limit = f"training.rank_timeout_seconds={save.timeout_seconds:g}"
@@ -203,12 +200,6 @@ def _wait_for_parts(staging: Path, save: Save) -> None:
                 "not share the run directory; the logs of these ranks say more"
             )
         time.sleep(_POLL_SECONDS)
-
-
-def _written_bytes(staging: Path) -> int:
-    with suppress(OSError):  # a file that is renamed now
-        return sum(path.stat().st_size for path in staging.iterdir())
-    return 0
 
 
 def _manifest(

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from data_pipeline.errors import printable
@@ -91,19 +91,13 @@ class CheckpointCopies:
 
     url: RemotePath
 
-    @property
-    def attempts(self) -> RemotePath:
-        """The folder of attempts (`attempts.py`)."""
-        return self.url / FOLDER
-
     def at(self, name: str) -> RemotePath:
         """The folder of one copy."""
         return self.url / "checkpoints" / name
 
     def names(self) -> list[str]:
-        """Names of all copies, complete or not, in ascending order of steps."""
-        names = [name for name in (self.url / "checkpoints").folders() if _NAME.fullmatch(name)]
-        return sorted(names, key=step_of)
+        """Names of all copies, complete or not, sorted."""
+        return [name for name in (self.url / "checkpoints").folders() if _NAME.fullmatch(name)]
 
     def complete(self) -> list[str]:
         """Names of the complete copies, in ascending order of steps."""
@@ -220,9 +214,8 @@ class Uploader:
     ) -> None:
         self._copies, self._directory, self._retention = copies, directory, retention
         assert directory.attempt is not None
-        self._attempt = replace(directory.attempt, folder=copies.attempts)
-        self._is_added = False
-        """Whether the URL has the attempt."""
+        self._attempt = replace(directory.attempt, folder=copies.url / FOLDER)
+        self._add_attempt = cache(self._attempt.add)  # once, but again if it has failed
         self._sent_manifests: dict[str, bytes] = {}
         self._is_due = False
         """Whether an update was asked for that has not begun."""
@@ -336,11 +329,6 @@ class Uploader:
             (self._copies.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
         self._upload_run_files()
         self._prune(present)
-
-    def _add_attempt(self) -> None:
-        if not self._is_added:
-            self._attempt.add()
-        self._is_added = True
 
     def _upload(self, step: int) -> str:
         """Upload the files of a checkpoint, its manifest last; returns the name of the copy."""

@@ -142,7 +142,7 @@ def begin_attempt(
             copies = CheckpointCopies(RemotePath(url))
             try:
                 copies.require_run(run_id)
-                numbers.append(newest_number(copies.attempts))
+                numbers.append(newest_number(copies.url / FOLDER))
             except OSError as error:
                 # At a restart, an attempt elsewhere is found when this one is recorded at the URL.
                 if previous is None:

@@ -26,7 +26,7 @@ from data_pipeline.errors import counted
 from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.checkpoint.checkpoints import CheckpointHeader
 from txl_dist.checkpoint.directory import reading
-from txl_dist.checkpoint.reader import (
+from txl_dist.checkpoint.tensors import (
     check_parameters,
     load_fragments,
     load_memory,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from tests.txl_dist.checkpoint.saving import BEST, model, save
-from txl_dist.checkpoint import snapshot
+from txl_dist.checkpoint import tensors
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import load_model, verify_checkpoint
+from txl_dist.checkpoint.tensors import load_model, verify_checkpoint
 
 KILLED = 137
 
@@ -119,7 +119,7 @@ def count_down(kill_at: int) -> None:
     for name in ("rename", "replace", "mkdir", "unlink", "open"):
         setattr(Path, name, counted(getattr(Path, name)))
     os.fsync = counted(os.fsync)
-    blocks, snapshot._blocks = snapshot._blocks, counted_blocks
+    blocks, tensors._blocks = tensors._blocks, counted_blocks
 
 
 if __name__ == "__main__":

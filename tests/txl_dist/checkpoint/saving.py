@@ -10,7 +10,7 @@ import torch
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.checkpoint.checkpoints import CheckpointHeader, Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.snapshot import Fragment, Snapshot
+from txl_dist.checkpoint.tensors import Fragment, Snapshot
 from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

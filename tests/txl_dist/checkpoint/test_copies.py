@@ -22,7 +22,7 @@ from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord, newest_
 from txl_dist.checkpoint.copies import CheckpointCopies, Uploader, step_of
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.tensors import verify_checkpoint
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.training import resume
 from txl_dist.training.resume import Resume
@@ -44,7 +44,7 @@ def uploader_of(
     retention: Retention = Retention(keep=2),  # noqa: B008 - frozen
 ) -> Uploader:
     directory = CheckpointDirectory(run)
-    number = 1 + newest_number(REMOTE.attempts)
+    number = 1 + newest_number(REMOTE.url / FOLDER)
     directory.attempt = Attempt(
         AttemptRecord.of_this_process(number=number, launch_id="0123"), run / FOLDER
     )

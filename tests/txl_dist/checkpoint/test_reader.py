@@ -16,7 +16,10 @@ from tests.txl_dist.checkpoint.saving import (
 )
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import (
+from txl_dist.checkpoint.tensors import (
+    AVERAGE,
+    Fragment,
+    Snapshot,
     Weights,
     check_parameters,
     load_fragments,
@@ -24,7 +27,6 @@ from txl_dist.checkpoint.reader import (
     load_model,
     verify_checkpoint,
 )
-from txl_dist.checkpoint.snapshot import AVERAGE, Fragment, Snapshot
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

@@ -11,13 +11,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from txl_dist.checkpoint import snapshot
-from txl_dist.checkpoint.snapshot import write_tensors
+from txl_dist.checkpoint import tensors
+from txl_dist.checkpoint.tensors import write_tensors
 
 SNAPSHOT = """
 import sys, torch
-from txl_dist.checkpoint.snapshot import Fragment
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.tensors import Fragment
+from txl_dist.checkpoint.tensors import Snapshot
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.training.step import TrainStep
 
@@ -61,7 +61,7 @@ ARRAYS = {
 def test_the_file_equals_that_of_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(snapshot, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", block_bytes)
     entry = write_tensors(tmp_path / "ours", ARRAYS, before_block=lambda: None)
     save_file({name: array.copy("C") for name, array in ARRAYS.items()}, tmp_path / "theirs")
     content = (tmp_path / "ours").read_bytes()

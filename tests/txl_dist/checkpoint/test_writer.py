@@ -28,10 +28,10 @@ from tests.txl_dist.checkpoint.saving import (
 from txl_dist.checkpoint import checkpoints as module
 from txl_dist.checkpoint.checkpoints import Checkpoints, Save
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.reader import (
+from txl_dist.checkpoint.tensors import (
+    Snapshot,
     verify_checkpoint,
 )
-from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.errors import CheckpointError, DivergedError, LostRankError
 from txl_dist.training.state import TrainState
 

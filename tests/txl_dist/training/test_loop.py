@@ -19,7 +19,7 @@ from data_pipeline.streams.segments import SegmentReader
 from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import plain_optimizer
 from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_spec, train
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.checkpoint.tensors import load_model
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 

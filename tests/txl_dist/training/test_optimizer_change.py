@@ -9,7 +9,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, score_of_step, tiny_spec, train
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.checkpoint.tensors import load_model
 from txl_dist.config.config_file import flatten_config
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.training.compatibility import check_config

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.snapshot import AVERAGE, Fragment
+from txl_dist.checkpoint.tensors import AVERAGE, Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import SequenceState

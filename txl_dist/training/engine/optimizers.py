@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn, optim
 
-from txl_dist.checkpoint.snapshot import AVERAGE
+from txl_dist.checkpoint.tensors import AVERAGE
 from txl_dist.config.optimizer_config import OptimizerConfig, Role
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import ConfigError

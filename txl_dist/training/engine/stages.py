@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.snapshot import Fragment
+from txl_dist.checkpoint.tensors import Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL

@@ -22,7 +22,7 @@ from tests.support.training_runs import (
 )
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.checkpoint.tensors import load_model
 from txl_dist.config.config_file import flatten_config
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.errors import CheckpointError, ConfigError

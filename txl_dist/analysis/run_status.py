@@ -24,7 +24,7 @@ from data_pipeline.system.progress import clock
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
 from txl_dist.events import ENDS, EVENTS, Event, last_start, newest_attempt, of_kind, read_events
-from txl_dist.runtime.activity import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
+from txl_dist.runtime.waiting import BEAT_SECONDS, SILENT_BEATS, Heartbeat, read_heartbeats
 from txl_dist.tracking.journal import JOURNAL, read_metrics
 from txl_dist.tracking.process import page_command
 from txl_dist.tracking.tracker import STATE, TrackingState

@@ -1,6 +1,6 @@
 """Checkpoints: how the checkpoints of a run are saved, removed and found. Open this file first.
 
-    save    every rank has copied its slices and lane memories (`snapshot.py`), writes, syncs and
+    save    every rank has copied its slices and lane memories (`tensors.py`), writes, syncs and
             hashes them in RUN/checkpoints/.saving-ID.tmp, and then a list of its files;
             rank 0 waits for all lists, writes the manifest (`manifest.py`), renames the directory
             to step-NNNNNNNN, and lets LATEST point to it (`directory.py`);
@@ -9,7 +9,7 @@
     best    the checkpoint of the best score: BEST points to it
     prune   once a loss computed from the newest was accepted: removes older ones by `Retention`
     rewind  after a rollback: later checkpoints are superseded
-    load    `reader.py`: verifies the hash of every file, then reads any slice on any rank
+    load    `tensors.py`: verifies the hash of every file, then reads any slice on any rank
 
 A kill at any moment leaves the older checkpoints unchanged. Before each change the attempt is
 checked (`attempts.py`): only the newest attempt of a run changes its checkpoints. Nothing here is

@@ -45,8 +45,8 @@ from txl_dist.launch.restarts import (
     failure_of,
     is_stop_code,
 )
-from txl_dist.runtime.activity import HangWatch
 from txl_dist.runtime.stop import STOPPING
+from txl_dist.runtime.waiting import HangWatch
 from txl_dist.tracking.process import wait_for_delivery
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
 from txl_dist.training.spec import TrainSpec

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from data_pipeline.errors import counted
 from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.errors import ConfigError, DivergedError, LostRankError, TxlError
-from txl_dist.runtime.activity import Activity
+from txl_dist.runtime.process import Activity
 
 T = TypeVar("T")
 

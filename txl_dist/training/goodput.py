@@ -23,7 +23,7 @@ from typing import Self
 from data_pipeline.errors import counted
 from data_pipeline.system.progress import clock
 from txl_dist.events import AttemptStart, Event
-from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
+from txl_dist.runtime.process import STEP_SPANS, Activity, Span
 
 STEPS = "steps"
 LOST, DOWN = "lost steps", "down"

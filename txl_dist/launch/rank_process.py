@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
 from data_pipeline.errors import printable
-from data_pipeline.system.signals import StopSignals, exit_without_teardown
+from data_pipeline.system.signals import StopSignals, end_with_parent, exit_without_teardown
 from txl_dist.errors import ConfigError, PreemptedError, TxlError, error_to_json, print_error
 from txl_dist.runtime.stop import exit_before_first_step
 
@@ -39,7 +39,15 @@ def main() -> int:
     os.dup2(2, 1)
     with StopSignals(on_request=exit_before_first_step):
         try:
-            _train()
+            from txl_dist.runtime.world import World
+            from txl_dist.training.rank import train_rank
+            from txl_dist.training.spec import TrainSpec
+
+            spec = TrainSpec.from_json(sys.stdin.buffer.readline())
+            world = World.from_environment()
+            end_with_parent(0)  # the launcher holds the other end of this pipe
+            train_rank(spec, world)
+            world.leave()
         except TxlError as error:
             os.write(error_output, error_to_json(error, max_chars=MAX_MESSAGE_LENGTH))
             return error.exit_code
@@ -49,19 +57,6 @@ def main() -> int:
             os.write(error_output, f"{reason}\n".encode())
             return 1
         return 0
-
-
-def _train() -> None:
-    from data_pipeline.system.signals import end_with_parent
-    from txl_dist.runtime.world import World
-    from txl_dist.training.rank import train_rank
-    from txl_dist.training.spec import TrainSpec
-
-    spec = TrainSpec.from_json(sys.stdin.buffer.readline())
-    world = World.from_environment()
-    end_with_parent(0)  # the launcher holds the other end of this pipe
-    train_rank(spec, world)
-    world.leave()
 
 
 def train_under_torchrun(spec: "TrainSpec", options: Mapping[str, object]) -> NoReturn:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.system.files import is_locked
 from tests.support.training_runs import TINY
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import DataError, LostRankError, PreemptedError, TxlError
-from txl_dist.launch import launch_files, restarts
+from txl_dist.launch import restarts
 from txl_dist.launch import supervise as module
-from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import (
     Event,
     Launcher,
@@ -26,7 +26,7 @@ from txl_dist.launch.launcher import (
     RanksUp,
     Room,
 )
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.run_directory import LaunchFiles, RunDirectory
 from txl_dist.training.spec import TrainSpec
 
 Script = Iterator[list[Event]]
@@ -381,11 +381,11 @@ def test_a_status_is_due_after_a_silence_until_the_first_step_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, lines = 100.0, []
-    monkeypatch.setattr(launch_files.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock)
     directory = RunDirectory(tmp_path)
-    output = launch_files.LaunchOutput(lines.append, directory)
+    output = module.LaunchOutput(lines.append, directory)
     output.begin_ranks()
-    for silence_seconds in (6, 6, 60, 25, launch_files.STATUS_SECONDS + 1):
+    for silence_seconds in (6, 6, 60, 25, module.STATUS_SECONDS + 1):
         output.print_wait("Ray")
         clock += silence_seconds
         output.print_wait("Ray")
@@ -396,3 +396,17 @@ def test_a_status_is_due_after_a_silence_until_the_first_step_line(
     clock += 1000
     output.print_wait("Ray")
     assert len(lines) == 4
+
+
+def test_a_launch_removes_its_own_files_and_no_others(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "my.launch-notes.txt", ".launch-01234.stop"):
+        (tmp_path / name).touch()
+    others, files = set(tmp_path.iterdir()), LaunchFiles(tmp_path, "0123")
+    with files.held():
+        files.stop.touch()
+        files.saved.touch()
+        with LaunchFiles(tmp_path, "other").held():
+            pass
+        assert files.stop.exists()
+        assert is_locked(tmp_path / ".launch-0123.launcher"), "how txl status finds the launcher"
+    assert set(tmp_path.iterdir()) == others

@@ -10,7 +10,7 @@ from torch import nn
 from tests.support.training_runs import opened_trainer
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.interface import Accept
+from txl_dist.training.engine.stages import Accept
 from txl_dist.training.loop import Trainer
 from txl_dist.training.spec import TrainSpec
 from txl_dist.training.state import TrainState

@@ -129,10 +129,9 @@ class Checkpoints:
         write_synced(staging / MANIFEST_NAME, _manifest(staging, save, header, parts).to_json())
         for path in paths:
             path.unlink()
-        step: int = save.state["step"]
-        checkpoint = self.directory.finish(save.save_id, step)
+        checkpoint = self.directory.finish(save.save_id, save.state["step"])
         fault_point("save/latest")
-        self.directory.set_pointer("LATEST", step)
+        self.directory.set_pointer("LATEST", save.state["step"])
         return checkpoint
 
     def rewind(self, step: int, changes: Mapping[str, Any], *, best_step: int | None) -> None:

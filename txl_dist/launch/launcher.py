@@ -220,17 +220,13 @@ def find_launcher(on: str) -> Launcher:
     launchers = {entry.name: entry for entry in entry_points(group=GROUP)}
     launchers |= {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
     name, colon, argument = on.partition(":")
-    arguments: tuple[str, ...] = ()
-    if on in launchers:
-        name = on
-    elif colon and name in launchers and name != OF_ADDRESSES:  # ray:6379 is a host
-        arguments = (argument,)
-    elif on == "auto" or "://" in on or (colon and on.rpartition(":")[2].isdecimal()):
+    arguments = (argument,) if colon else ()
+    if name not in launchers or (colon and name == OF_ADDRESSES):  # ray:6379 is a host
+        if not (on == "auto" or "://" in on or (colon and on.rpartition(":")[2].isdecimal())):
+            raise ConfigError(
+                f"--on {on} is neither the address of a Ray cluster (host:port, ray://host:port or "
+                f"auto) nor an installed launcher ({', '.join(sorted(launchers))})"
+            )
         name, arguments = OF_ADDRESSES, (on,)
-    else:
-        raise ConfigError(
-            f"--on {on} is neither the address of a Ray cluster (host:port, ray://host:port or "
-            f"auto) nor an installed launcher ({', '.join(sorted(launchers))})"
-        )
     launcher: Launcher = launchers[name].load()(*arguments)
     return launcher

@@ -46,8 +46,7 @@ class World:
                 f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({error!r}). They are set by "
                 "torchrun, Ray and `txl train CONFIG --on processes`"
             ) from None
-        rank, num_ranks, local_rank = values
-        return cls(rank, num_ranks, local_rank)
+        return cls(values[0], values[1], values[2])
 
     @property
     def is_rank_zero(self) -> bool:

@@ -55,7 +55,7 @@ class EagerOptimizer(optim.Optimizer):
     zero_grad = inspect.unwrap(optim.Optimizer.zero_grad)
 
 
-# torch's Adam and AdamW: DeepSpeed's variants compile for about a minute at the first start.
+# torch's: DeepSpeed's variants compile for about a minute at the first start.
 class Adam(EagerOptimizer, optim.Adam):
     """`torch.optim.Adam`, one kernel for all parameters."""
 
@@ -65,13 +65,8 @@ class Adam(EagerOptimizer, optim.Adam):
         super().__init__(params, fused=True, **adam)
 
 
-class AdamW(EagerOptimizer, optim.AdamW):
-    """`torch.optim.AdamW`, one kernel for all parameters."""
-
-    step = torch.no_grad()(inspect.unwrap(optim.AdamW.step))
-
-    def __init__(self, params: list[dict[str, Any]], **adam: Any) -> None:
-        super().__init__(params, fused=True, **adam)
+class AdamW(Adam, optim.AdamW):
+    """`torch.optim.AdamW`, which has torch's `Adam.step` too."""
 
 
 class Lamb(EagerOptimizer):

@@ -48,13 +48,12 @@ from txl_dist.runtime.fault_injection import fault_point
 _LOOK_SECONDS = 1.0
 """Between two looks at the sizes of the other ranks' files."""
 _POLL_SECONDS = 0.02
-"""Polling interval while waiting for the parts of the other ranks."""
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointHeader(RunEntries):
-    """What is the same for every checkpoint of an attempt."""
+    """What is the same for every checkpoint of an attempt, also the tokenizer itself."""
 
     tokenizer_json: str
     num_lanes: int
@@ -107,7 +106,6 @@ class Checkpoints:
         return path
 
     def write_part(self, save: Save, snapshot: Snapshot) -> None:
-        """Write the files of this rank into the staging directory."""
         snapshot.require_finite(step=save.state["step"], rank=save.rank)
         staging = self.directory.begin(save.save_id)
         fault_point("save/files")

@@ -58,7 +58,6 @@ log = logging.getLogger(__name__)
 
 
 def copy_name(manifest: CheckpointManifest) -> str:
-    """Name of the copy of a checkpoint."""
     return f"step-{manifest.step:08d}.{manifest.save_id}"
 
 
@@ -72,7 +71,6 @@ def names_of(paths: Iterable[Path]) -> set[str]:
 
 
 def step_of(name: str) -> int:
-    """The step in the name of a copy."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1])
@@ -92,7 +90,6 @@ class CheckpointCopies:
     url: RemotePath
 
     def at(self, name: str) -> RemotePath:
-        """The folder of one copy."""
         return self.url / "checkpoints" / name
 
     def names(self) -> list[str]:
@@ -189,7 +186,6 @@ class CheckpointCopies:
             raise
 
     def unreachable(self, error: OSError) -> StoreError:
-        """The error of an attempt that cannot read the URL of its checkpoints."""
         return StoreError(
             f"training.checkpoint_url={self.url} cannot be read: {error.strerror}. It may have "
             "newer checkpoints than the run directory, so nothing is trained. Check the bucket, "
@@ -207,7 +203,7 @@ class CheckpointCopies:
 
 
 class Uploader:
-    """Uploads on rank 0, in a background thread."""
+    """Uploads in a background thread of rank 0."""
 
     def __init__(
         self, copies: CheckpointCopies, directory: CheckpointDirectory, retention: Retention
@@ -241,8 +237,9 @@ class Uploader:
         except OSError as error:
             if self._attempt.previous is None:
                 raise self._copies.unreachable(error) from error
-            reason = error.strerror
-            log.warning("%s does not respond (%s). Copies are made later", self._copies.url, reason)
+            log.warning(
+                "%s does not respond (%s). Copies are made later", self._copies.url, error.strerror
+            )
 
     def update(self) -> None:
         """Upload what is missing; returns immediately."""

@@ -93,7 +93,6 @@ class CheckpointDirectory:
         return self.path / f".saving-{save_id}.tmp"
 
     def at(self, step: int) -> Path:
-        """Path of the checkpoint of a step."""
         return self.path / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
@@ -114,7 +113,6 @@ class CheckpointDirectory:
         return [path for path in self._entries() if _SUPERSEDED.fullmatch(path.name)]
 
     def newest_step(self) -> int | None:
-        """Step of the newest complete checkpoint, if there is one."""
         return max(self.steps(), default=None)
 
     def newest_manifest(self) -> CheckpointManifest | None:
@@ -136,7 +134,6 @@ class CheckpointDirectory:
             _remove(leftover)
 
     def set_pointer(self, name: str, step: int) -> None:
-        """Write RUN/LATEST or RUN/BEST."""
         self.require_newest_attempt()
         write_file(self.run / name, f"checkpoints/{self.at(step).name}\n".encode())
 

@@ -188,7 +188,6 @@ class CheckpointManifest(RunEntries):
             ) from None
 
     def to_json(self) -> bytes:
-        """The content of the manifest file."""
         return manifest_bytes(self.model_dump(mode="json"))
 
 

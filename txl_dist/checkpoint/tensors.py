@@ -86,7 +86,6 @@ class Snapshot:
         fragments: Iterable[Fragment],
         memory_of_lanes: Iterable[tuple[int, Mapping[str, Tensor]]],
     ) -> None:
-        """Copy the fragments, and the memory of each lane: tensors by name."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         self._states: set[str] = set()
@@ -143,7 +142,6 @@ class Snapshot:
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    """Whether no element is NaN or infinite."""
     # Two calls without temporary arrays, and without the GIL: a call per block would interrupt the
     # training thread each time. NaN is the minimum and maximum of any numbers with it.
     return array.size == 0 or bool(np.isfinite(array.min()) and np.isfinite(array.max()))

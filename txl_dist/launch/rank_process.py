@@ -33,7 +33,6 @@ log = logging.getLogger("txl_dist.training")
 
 
 def main() -> int:
-    """Read the spec, train, return the exit code."""
     # The error line goes to standard output; prints of libraries go to standard error.
     error_output = os.dup(1)
     os.dup2(2, 1)
@@ -83,8 +82,11 @@ def train_under_torchrun(spec: "TrainSpec", options: Mapping[str, object]) -> No
             "txl train without it"
         )
     if world.is_rank_zero:
-        run_id = os.environ["TORCHELASTIC_RUN_ID"]
-        print(f"rank 0 of {world.num_ranks}, started by torchrun (run {run_id})", flush=True)
+        print(
+            f"rank 0 of {world.num_ranks}, started by torchrun "
+            f"(run {os.environ['TORCHELASTIC_RUN_ID']})",
+            flush=True,
+        )
         logging.getLogger("txl_dist").addHandler(logging.StreamHandler(sys.stdout))
     try:
         train_rank(spec, world)

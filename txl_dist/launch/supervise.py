@@ -283,7 +283,7 @@ class _Supervisor:
     # --- running ----------------------------------------------------------------------------------
 
     def _run_ranks(self, num_ranks: int) -> RunFailure | None:
-        """Start all ranks and wait until they have ended; returns why they failed."""
+        """Start all ranks and wait until they have ended; returns why they have failed."""
         self.output.begin_ranks()
         self.events.write("ranks_started", f"starting {counted(num_ranks, 'rank')}")
         self.group.start(self.spec, num_ranks)

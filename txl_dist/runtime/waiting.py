@@ -102,8 +102,6 @@ log = logging.getLogger("txl_dist.training")
 
 
 class Heartbeat(StrictModel):
-    """What a rank is doing."""
-
     rank: int
     host: str
     pid: int
@@ -132,12 +130,10 @@ class Heartbeat(StrictModel):
 
 
 def heartbeat_path(run: Path, rank: int) -> Path:
-    """The file of a rank's heartbeat."""
     return run / ".heartbeats" / f"rank-{rank}.json"
 
 
 def write_heartbeat(run: Path, beat: Heartbeat) -> None:
-    """Replace a rank's heartbeat."""
     # On a full disk the others see a rank without a heartbeat.
     with contextlib.suppress(OSError):
         path = heartbeat_path(run, beat.rank)
@@ -160,7 +156,6 @@ def _read(path: Path) -> Heartbeat | None:
 
 
 def read_heartbeats(run: Path) -> dict[int, Heartbeat]:
-    """Return the heartbeats of a run by rank."""
     beats = map(_read, sorted(run.glob(".heartbeats/rank-*.json")))
     return {beat.rank: beat for beat in beats if beat is not None}
 

@@ -107,7 +107,6 @@ class World:
             c10d._set_pg_timeout(limit, group)
 
     def leave(self) -> None:
-        """Destroy the process group, if it exists."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -80,8 +80,7 @@ class Engine(ABC):
         """Shapes of the whole parameters. At stage 3 the model holds only shards of them."""
         model.to(world.device)
         self._optimizer = create_optimizer(model, config.optimizer, config.precision)
-        self._states = dict(states_by_name(model, self._optimizer.param_groups))
-        """Names of the optimizer states of each parameter."""
+        self._states = states_by_name(model, self._optimizer.param_groups)
         self._config = config.optimizer
         self._num_updates = 0
         """The optimizer's step count, for which a GPU need not be read."""
@@ -134,7 +133,7 @@ class Engine(ABC):
         dropout: DropoutMasks,
         num_segments: int = 1,
     ) -> tuple[Tensor, SequenceState]:
-        """The model's forward: nats [B, T] of the targets and the next memory."""
+        """The model's forward: nats [B, T] of the targets, and the next memory."""
         return self._engine(input_BT, target_BT, age_BT, memory, dropout, num_segments)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
@@ -355,16 +354,15 @@ class Stage12Engine(Engine):
     def _flat_matrices(self) -> dict[int, FlatMatrices]:
         """Where the optimizer's whole matrices are in DeepSpeed's flat tensors."""
         zero = self._engine.optimizer
-        groups = enumerate(self._optimizer.param_groups)
         return {
-            id(group["params"][0]): FlatMatrices.of(
+            id(group["params"][0]): FlatMatrices(
                 [tuple(p.shape) for p in zero.round_robin_bit16_groups[number]],
                 zero.round_robin_bit16_offsets[number],
                 num_stacked=group["num_stacked"],
                 rank=self._world.rank,
                 all_gather=self._world.all_gather_parts,
             )
-            for number, group in groups
+            for number, group in enumerate(self._optimizer.param_groups)
             if group["rule"] != "adam"
         }
 

@@ -117,7 +117,7 @@ def test_matrices_cut_by_ranks_are_orthogonalised_whole(num_ranks: int) -> None:
     for rank in range(num_ranks):
         size = 30 // num_ranks
         flat = FlatMatrices(
-            shapes=((4, 3), (2, 7)), offsets=(0, 16), rank=rank, all_gather=lambda part: whole
+            [(4, 3), (2, 7)], [0, 16], num_stacked=1, rank=rank, all_gather=lambda part: whole
         )
         parts.append(flat.orthogonalised(whole[rank * size : (rank + 1) * size]))
     update = torch.cat(parts)
@@ -131,7 +131,7 @@ def test_stacked_matrices_are_orthogonalised_one_by_one(num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(3)
     weight, size = torch.randn(6, 4, generator=generator), 24 // num_ranks
     parts = [
-        FlatMatrices.of(
+        FlatMatrices(
             [(6, 4)], [0], num_stacked=3, rank=rank, all_gather=lambda part: weight.flatten()
         ).orthogonalised(weight.flatten()[rank * size : (rank + 1) * size])
         for rank in range(num_ranks)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.system.files import is_locked
+from tests.conftest import Clock
 from tests.support.training_runs import TINY
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import DataError, LostRankError, PreemptedError, TxlError
@@ -57,13 +58,8 @@ class ScriptedGroup(Launcher):
         self._starts = iter(starts)
         self._script: Script = iter(())
         selected = RankRange.parse(ranks)
-        self.train(
-            self.spec,
-            num_ranks=selected.maximum,
-            min_ranks=selected.minimum,
-            on_line=self.lines.append,
-            max_restarts=max_restarts,
-        )
+        numbers = {"num_ranks": selected.maximum, "min_ranks": selected.minimum}
+        self.train(self.spec, **numbers, on_line=self.lines.append, max_restarts=max_restarts)
         assert next(self._starts, None) is None
         return self.numbers
 
@@ -97,8 +93,17 @@ class ScriptedGroup(Launcher):
         self.directory.event_log.write("first_line", "first step line", step=step)
         with self.directory.log(0).open("a") as log:
             log.write(f"12:00:00 step {step} | loss 1.0\n")
-        while not any(f" step {step} " in line for line in self.lines):
+        yield from self.until(lambda: any(f" step {step} " in line for line in self.lines))
+
+    def until(self, condition: Callable[[], bool]) -> Script:
+        while not condition():
             yield []
+
+    def asked_to_stop(self, num_ranks: int) -> Script:
+        """A signal reaches the launcher, which asks the ranks to stop."""
+        yield from self.up(num_ranks, step=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from self.until(self.files.stop.exists)
 
     def finish(self, num_ranks: int) -> Script:
         yield from self.up(num_ranks, step=20)
@@ -112,8 +117,7 @@ class ScriptedGroup(Launcher):
     def save_on_request(self, num_ranks: int, *, step: int) -> Script:
         """The ranks train until they are asked to stop, then they save."""
         yield from self.up(num_ranks, step=step)
-        while not self.files.stop.exists():
-            yield []
+        yield from self.until(self.files.stop.exists)
         self.directory.checkpoints.at(step).mkdir(parents=True)
         yield [RankEnded(rank, 75, PreemptedError("saved")) for rank in range(num_ranks)]
 
@@ -176,8 +180,7 @@ def test_ranks_that_do_not_follow_a_failed_one_are_killed(
     def die(num_ranks: int) -> Script:
         yield from group.up(num_ranks, step=1)
         yield [RankEnded(1, -signal.SIGKILL)]
-        while group.killed != {0}:
-            yield []
+        yield from group.until(lambda: group.killed == {0})
         yield [RankEnded(0, -signal.SIGKILL)]
 
     assert group.run(die, group.finish, max_restarts=1) == [2, 2]
@@ -194,8 +197,7 @@ def test_killed_ranks_that_never_end_are_given_up(
     def die(num_ranks: int) -> Script:
         yield from group.up(num_ranks, step=1)
         yield [RankEnded(1, None)]
-        while True:
-            yield []
+        yield from group.until(lambda: False)
 
     assert group.run(die, group.finish, max_restarts=1) == [2, 2]
 
@@ -249,8 +251,7 @@ def test_a_preemption_that_comes_too_fast_goes_on_from_the_last_checkpoint(
     def die(num_ranks: int) -> Script:
         group.news = [preempted("10.0.0.2")]
         yield from group.up(num_ranks, step=9)
-        while not group.files.stop.exists():
-            yield []
+        yield from group.until(group.files.stop.exists)
         group.news = []
         yield [RankEnded(1, None), RankEnded(0, 1, LostRankError("lost"))]
 
@@ -320,11 +321,8 @@ def test_a_run_that_ends_during_a_change_is_finished(group: ScriptedGroup) -> No
 
 def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(group: ScriptedGroup) -> None:
     def hang(num_ranks: int) -> Script:
-        yield from group.up(num_ranks, step=1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        while group.killed != {0, 1}:
-            yield []
-        assert group.files.stop.exists()
+        yield from group.asked_to_stop(num_ranks)
+        yield from group.until(lambda: group.killed == {0, 1})
         yield [RankEnded(rank, None) for rank in range(num_ranks)]
 
     with pytest.raises(PreemptedError, match="before all ranks had saved"):
@@ -333,10 +331,7 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(group: Scripte
 
 def test_ranks_that_die_after_a_stop_request_are_not_success(group: ScriptedGroup) -> None:
     def die(num_ranks: int) -> Script:
-        yield from group.up(num_ranks, step=1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not group.files.stop.exists():
-            yield []
+        yield from group.asked_to_stop(num_ranks)
         yield [RankEnded(rank, None) for rank in range(num_ranks)]
 
     with pytest.raises(PreemptedError, match="before all ranks had saved"):
@@ -347,8 +342,7 @@ def test_a_request_that_only_one_rank_got_stops_all(group: ScriptedGroup) -> Non
     def stop(num_ranks: int) -> Script:
         yield from group.up(num_ranks, step=1)
         yield [RankEnded(1, 75, PreemptedError("saved"))]
-        while not group.files.stop.exists():
-            yield []
+        yield from group.until(group.files.stop.exists)
         yield [RankEnded(0, 75, PreemptedError("saved"))]
 
     with pytest.raises(PreemptedError, match="saved"):
@@ -358,8 +352,7 @@ def test_a_request_that_only_one_rank_got_stops_all(group: ScriptedGroup) -> Non
 def test_a_request_before_the_ranks_are_up_ends_the_launch(group: ScriptedGroup) -> None:
     def wait(num_ranks: int) -> Script:
         os.kill(os.getpid(), signal.SIGTERM)
-        while True:
-            yield []
+        yield from group.until(lambda: False)
 
     with pytest.raises(PreemptedError, match="no rank was training"):
         group.run(wait)
@@ -367,10 +360,7 @@ def test_a_request_before_the_ranks_are_up_ends_the_launch(group: ScriptedGroup)
 
 def test_a_group_that_is_lost_after_a_stop_request_has_stopped(group: ScriptedGroup) -> None:
     def lose_head(num_ranks: int) -> Script:
-        yield from group.up(num_ranks, step=1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not group.files.stop.exists():
-            yield []
+        yield from group.asked_to_stop(num_ranks)
         raise TxlError("the head of the Ray cluster does not respond")
 
     with pytest.raises(PreemptedError, match="stopped on request, but the head of the Ray"):
@@ -378,22 +368,21 @@ def test_a_group_that_is_lost_after_a_stop_request_has_stopped(group: ScriptedGr
 
 
 def test_a_status_is_due_after_a_silence_until_the_first_step_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock
 ) -> None:
-    clock, lines = 100.0, []
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock)
+    lines: list[str] = []
     directory = RunDirectory(tmp_path)
     output = module.LaunchOutput(lines.append, directory)
     output.begin_ranks()
     for silence_seconds in (6, 6, 60, 25, module.STATUS_SECONDS + 1):
         output.print_wait("Ray")
-        clock += silence_seconds
+        clock.now += silence_seconds
         output.print_wait("Ray")
     # The longer it takes, the rarer the lines.
     assert lines == [f"waiting {seconds} s for Ray" for seconds in (6, 12, 72, 97)]
     directory.event_log.write("first_line", "first step line", step=1)
     output.follow()
-    clock += 1000
+    clock.now += 1000
     output.print_wait("Ray")
     assert len(lines) == 4
 

@@ -25,13 +25,8 @@ from txl_dist.runtime.process import (
     without_torchrun,
 )
 
-LEFTOVER = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "LOCAL_RANK": "1",
-}
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+LEFTOVER = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **ADDRESS}
 COMPLETE = {**LEFTOVER, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some-run"}
 
 
@@ -69,11 +64,7 @@ def test_variables_left_in_the_shell_are_ignored(
     ],
 )
 def test_options_that_contradict_torchrun_are_rejected(
-    dataset: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    named: str,
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], named: str
 ) -> None:
     for name, value in COMPLETE.items():
         monkeypatch.setenv(name, value)

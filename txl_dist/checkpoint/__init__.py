@@ -8,6 +8,5 @@
     attempts.py     the attempts of a run, of which only the newest may change checkpoints
     copies.py       the copies in object storage: names, download, uploader
 
-Files are safetensors and JSON; nothing is unpickled. Which checkpoint a run may resume from is
-decided in `txl_dist/training/resume.py`.
+Files are safetensors and JSON; nothing is unpickled.
 """

@@ -12,9 +12,7 @@ completed with the files of another save of the same step.
 Every `Uploader.update` uploads the checkpoints that the URL lacks, newest first. So a failed upload
 needs no record: the next update repeats it, and storage that does not respond never stops training.
 Copies are removed by the rule for the run directory (`Retention`), not because they are missing
-there: a run that has moved to an empty disk keeps its older copies. Only rank 0 uploads; all ranks
-share the run directory. An attempt that was replaced elsewhere finds a newer one at the URL
-(`attempts.py`) and changes nothing there any more.
+there: a run that has moved to an empty disk keeps its older copies.
 """
 
 import json
@@ -134,11 +132,10 @@ class CheckpointCopies:
             )
 
     def download(self, name: str, directory: CheckpointDirectory) -> Path:
-        """Copy a complete checkpoint, the best one up to its step, and the files of the run to the
-        run's directory; returns the path of the first.
+        """Copy a checkpoint, the best one up to its step, and RUN_FILES to the run's directory.
 
-        Each file is verified before the checkpoint gets its final name. Raises CheckpointError for
-        a damaged copy. A damaged copy of the best one is logged.
+        Returns the path of the first. Files are verified before it gets its final name. Raises
+        CheckpointError for a damaged copy; a damaged copy of the best one is logged.
         """
         with self._staged(name, directory) as manifest:
             # Before the newer checkpoint is there: with it, the next start downloads nothing.

@@ -72,8 +72,8 @@ class Retention:
 class CheckpointDirectory:
     """The checkpoints of one run.
 
-    Every rank writes its files into a staging directory (`begin`). Complete checkpoints and the
-    pointers are changed only by rank 0 of the newest attempt, under the lock of the run directory.
+    Every rank writes into a staging directory (`begin`). Complete checkpoints and the pointers are
+    changed only by rank 0 of the newest attempt, under the lock of the run directory.
     """
 
     def __init__(self, run: Path) -> None:

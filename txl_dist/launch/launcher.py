@@ -183,12 +183,12 @@ class Launcher(ABC):
         max_restarts: int | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """Run to the end. Raises the TxlError that ended it; PreemptedError after a stop
-        signal.
+        """Run to the end. Raises the TxlError that ended it; PreemptedError after a stop signal.
 
-        `min_ranks`: if it is lower than `num_ranks`, the run is elastic: it continues with fewer
-        ranks when some are lost. `max_restarts`: restarts after failures of ranks, without a new
-        checkpoint between them; None is the launcher's default.
+        After a failure that a restart can repair, all ranks start again from the newest checkpoint,
+        `max_restarts` times without a new checkpoint in between (None: the launcher's default).
+        With a lower `min_ranks` the run is elastic: it continues with fewer ranks when some are
+        lost.
         """
         from txl_dist.launch.supervise import supervise
 

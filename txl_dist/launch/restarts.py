@@ -187,7 +187,7 @@ class ElasticPlan:
         self._waiting_since = time.monotonic()
 
     def growth(self, room: int | None) -> str | None:
-        """Why the running ranks should end for a start with more of them; None if they should not.
+        """Why the running ranks should end for a start with more of them, if they should.
 
         Call it often: it measures for how long more ranks would fit.
         """

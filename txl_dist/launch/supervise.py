@@ -108,8 +108,8 @@ def supervise(
 
 
 def _attempt_of(spec: TrainSpec, directory: RunDirectory) -> Callable[[], int]:
-    """The number of the newest attempt of this launch. Once another launch has taken over, it stays
-    as it was, so that readers skip what this one writes.
+    """The number of the newest attempt of this launch. It stays as it was once another launch has
+    taken over: readers skip what this one writes.
     """
     folder = directory.path / FOLDER
     known = newest_number(folder)
@@ -142,7 +142,7 @@ class _NewLines:
 
 
 class LaunchOutput:
-    """The lines of a launch, its own and those of rank 0's log, through `on_line`.
+    """The lines of a launch, its own and those of rank 0's log.
 
     Until the first step, a launch names its stages, and is never silent for long:
 
@@ -253,9 +253,7 @@ class _Supervisor:
     # --- starting ---------------------------------------------------------------------------------
 
     def _wait_to_start(self, delay_seconds: float) -> int:
-        """The number of ranks to start, as soon as they may. Raises PreemptedError if asked to
-        stop.
-        """
+        """The number of ranks to start, as soon as they may."""
         if delay_seconds:
             self.output.print(f"waiting {delay_seconds:.0f} s before the next start")
         start_at = time.monotonic() + delay_seconds
@@ -428,9 +426,7 @@ class _Supervisor:
         self._print_restart(f"{failure.event}; {restart}, from {self._describe_resume()}")
 
     def _find_lost_nodes(self) -> bool:
-        """The loss of a node explains the failure of its ranks, which then does not count. Returns
-        whether that has been found now.
-        """
+        """Whether the loss of a node, found now, explains the failure of its ranks."""
         if not self._suspect_nodes & self._lost_nodes or not self.budget.forgive_lost_node():
             return False
         self._suspect_nodes = frozenset()

@@ -55,7 +55,6 @@ class StopRequest:
         return bool(self._signals) or (self._stop_file is not None and self._stop_file.exists())
 
     def share_by(self, stop_file: Path) -> None:
-        """Use a file that the other ranks use too."""
         self._stop_file = stop_file
         if self._signals:  # has come before there was a file
             self.share()
